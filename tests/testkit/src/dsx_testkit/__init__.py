@@ -1,0 +1,1 @@
+"""Test ranks, seeds, tolerances and tiny models shared by all test suites."""
