@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""The workspace's commands; each does all of its own set-up and can be run again at any time.
+
+    python3 tools/dev.py demo [...]       train, checkpoint, resume and report: the main job
+    python3 tools/dev.py test [...]       import contracts and the whole test suite (arguments go to pytest)
+    python3 tools/dev.py lint             ruff, import contracts, pyright
+    python3 tools/dev.py bench [package]  the benches of one package, or of all, peers side by side
+    python3 tools/dev.py alone PACKAGE    build, install and test one package by itself, with and without native code
+    python3 tools/dev.py gpu [--prepare]  everything that needs a GPU, in one command
+
+Standard library only: needs Python >= 3.10 and pip; a C++ compiler is optional.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from devenv import DevError, Environment, all_packages, ensure, say  # noqa: E402
+
+QUIET = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+# Test ranks run one thread each, so that two of them share two cores without fighting.
+TEST_ENV = {**QUIET, "OMP_NUM_THREADS": "1"}
+# What the GPU machine lacks (it has torch, pybind11, ninja, pytest and no network); see `gpu --prepare`.
+CARRIED = """
+hatchling trove-classifiers pathspec pluggy packaging pydantic pydantic-core typing-inspection annotated-types
+typing-extensions rich markdown-it-py mdurl pygments safetensors psutil pytest pytest-timeout iniconfig cloudpickle
+"""
+
+
+def test(arguments: list[str]) -> int:
+    """Import contracts, then pytest over everything (or over what `arguments` name)."""
+    environment = ensure()
+    say("import contracts")
+    _lint_imports(environment)
+    say("tests")
+    return environment.run("-m", "pytest", "-q", *(arguments or ["packages", "tests"]), env=TEST_ENV, check=False)
+
+
+def _lint_imports(environment: Environment) -> None:
+    script = environment.python.parent / "lint-imports"
+    if subprocess.call([str(script)], cwd=ROOT) != 0:
+        raise DevError("an import crosses the layers; the lines above name it")
+
+
+def lint(_: list[str]) -> int:
+    """Style, import contracts, types."""
+    environment = ensure()
+    environment.run("-m", "ruff", "check", ".")
+    environment.run("-m", "ruff", "format", "--check", ".")
+    _lint_imports(environment)
+    environment.run("-m", "pyright")
+    return 0
+
+
+def demo(arguments: list[str]) -> int:
+    """The main job, on whatever devices this machine has."""
+    return ensure().run("packages/dsx/examples/demo.py", *arguments, env=QUIET, check=False)
+
+
+def bench(arguments: list[str]) -> int:
+    """`bench/*.py` of the named packages, in an environment that also has the peers."""
+    names = arguments or [n for n, p in all_packages().items() if (p.path / "bench").is_dir()]
+    unknown = [n for n in names if n not in all_packages()]
+    if unknown:
+        raise DevError(f"no package {unknown[0]!r}; there are {', '.join(all_packages())}")
+    folders = [all_packages()[n].path / "bench" for n in names]
+    peers = [
+        line
+        for folder in folders
+        if (folder / "requirements.txt").is_file()
+        for line in (folder / "requirements.txt").read_text().splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
+    environment = ensure()
+    if peers:
+        environment = ensure(".venvs/bench")
+        # Without build isolation a peer that imports torch while building finds ours; its native ops stay off.
+        environment.pip("setuptools", "wheel")
+        environment.pip("--no-build-isolation", *peers, env={"DS_BUILD_OPS": "0"})
+    scripts = [s for folder in folders for s in sorted(folder.glob("*.py")) if not s.name.startswith("_")]
+    if not scripts:
+        raise DevError(f"no bench in {', '.join(map(str, folders))}")
+    for script in scripts:
+        say(str(script.relative_to(ROOT)))
+        environment.run(str(script), env=QUIET)
+    return 0
+
+
+def alone(arguments: list[str]) -> int:
+    """One package (or `all`) in a clean environment, from its own wheel."""
+    if not arguments:
+        raise DevError(f"which package? one of: all, {', '.join(all_packages())}")
+    environment = ensure()
+    for name in list(all_packages()) if arguments == ["all"] else arguments:
+        code = environment.run(str(ROOT / "ci" / "alone.py"), name, check=False)
+        if code != 0:
+            return code
+    return 0
+
+
+def gpu(arguments: list[str]) -> int:
+    """`--prepare` (with network): fetch the wheels the GPU machine lacks. Without: run all that needs a GPU."""
+    carried = ROOT / ".whl"
+    if "--prepare" in arguments:
+        carried.mkdir(exist_ok=True)
+        platforms = [p for v in ("2_28", "2_17") for p in ("--platform", f"manylinux_{v}_x86_64")]
+        platforms += ["--platform", "manylinux2014_x86_64"]
+        target = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:", "--no-deps"]
+        environment = ensure()
+        pinned = [_installed(environment, name) for name in CARRIED.split()]
+        return environment.run(
+            "-m", "pip", "download", "-q", *target, *platforms, "-d", str(carried), *pinned, check=False
+        )
+    environment = _gpu_environment(carried)
+    code = environment.run("-m", "pytest", "-q", "-m", "gpu", "packages", "tests", env=TEST_ENV, check=False)
+    say("the main job on the GPU")
+    return code or environment.run("packages/dsx/examples/demo.py", "--seconds", "60", env=QUIET, check=False)
+
+
+def _installed(environment: Environment, name: str) -> str:
+    query = f"import importlib.metadata as m; print(m.version({name!r}))"
+    done = subprocess.run([str(environment.python), "-c", query], capture_output=True, text=True)
+    return f"{name}=={done.stdout.strip()}" if done.returncode == 0 else name
+
+
+def _gpu_environment(carried: Path) -> Environment:
+    """An environment over the machine's own torch; what it lacks comes from the carried wheels, never an index."""
+    environment = Environment(ROOT / ".venvs" / "gpu")
+    if not environment.python.exists():
+        subprocess.check_call([sys.executable, "-m", "venv", "--system-site-packages", str(environment.path)])
+    if carried.is_dir():
+        environment.pip("--no-index", "--no-deps", *map(str, sorted(carried.glob("*.whl"))))
+    paths = [part for p in all_packages().values() for part in ("-e", str(p.path))]
+    environment.pip(
+        "--no-index",
+        "--no-build-isolation",
+        "--no-deps",
+        *paths,
+        "-e",
+        str(ROOT / "tests" / "testkit"),
+        env={"DSX_BUILD_CUDA": "1"},
+    )
+    environment.run("-c", "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'no CUDA device here')")
+    return environment
+
+
+VERBS = {"demo": demo, "test": test, "lint": lint, "bench": bench, "alone": alone, "gpu": gpu}
+
+
+def main() -> int:
+    """Entry point; the exit code is that of what ran."""
+    if sys.version_info < (3, 10):  # noqa: UP036  this file is what an older Python is pointed at first
+        print(f"dsx needs Python >= 3.10; this is {sys.version.split()[0]}", file=sys.stderr)
+        return 2
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=VERBS)
+    known, rest = parser.parse_known_args()
+    os.chdir(ROOT)
+    try:
+        return VERBS[known.verb](rest)
+    except DevError as error:
+        print(f"[dev] {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
