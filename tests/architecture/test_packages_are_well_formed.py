@@ -1,0 +1,67 @@
+"""Every package has the shape that the workspace promises: parts that install and work alone."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+from packages import all_packages, closure, load, read_toml, requirement_name  # noqa: E402
+
+PACKAGES = all_packages()
+LAYER = {"dsx": 3, "dsx-zero": 2, "dsx-comm": 1}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_package_is_complete(name):
+    path = PACKAGES[name].path
+    for part in ("README.md", "CHANGELOG.md", "LICENSE", "tests", f"src/{PACKAGES[name].module}/py.typed"):
+        assert (path / part).exists(), f"{name} has no {part}"
+    meta = read_toml(path / "pyproject.toml")
+    assert meta["build-system"]["build-backend"] == "hatchling.build"
+    assert not any(r.startswith("torch") for r in meta["build-system"]["requires"]), (
+        "torch in the build pulls gigabytes"
+    )
+    assert set(meta.get("tool", {})) <= {"hatch"}, "tool settings live in the root pyproject only"
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_dependencies_point_downwards_and_reach_the_gpu_machine(name):
+    package = PACKAGES[name]
+    for requirement in package.requires:
+        other = requirement_name(requirement)
+        if other in PACKAGES:
+            assert LAYER.get(other, 0) < LAYER.get(name, 0), f"{name} must not need {other}"
+        if other == "torch":
+            assert requirement == "torch>=2.11"
+
+
+def test_readme_shows_a_runnable_example_in_every_package():
+    for name, package in PACKAGES.items():
+        assert "```python" in (package.path / "README.md").read_text(), f"{name}: README has no example"
+
+
+def test_no_init_files_below_tests():
+    # importlib mode and packages below tests/ together make equal module names overwrite each other
+    assert [
+        p
+        for p in [*ROOT.glob("packages/*/tests/**/__init__.py"), *ROOT.glob("tests/**/__init__.py")]
+        if "src" not in p.parts
+    ] == []
+
+
+def test_test_files_have_unique_names():
+    names = [p.name for p in [*ROOT.glob("packages/*/tests/**/test_*.py"), *ROOT.glob("tests/**/test_*.py")]]
+    assert len(names) == len(set(names)), sorted(n for n in names if names.count(n) > 1)
+
+
+def test_closure_is_dependencies_first(tmp_path):
+    for name, needs in (("a", []), ("b", ["a>=1"]), ("c", ["b", "a", "torch"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        listed = ", ".join(f'"{n}"' for n in needs)
+        (folder / "pyproject.toml").write_text(f'[project]\nname = "{name}"\ndependencies = [{listed}]\n')
+    packages = {n: load(tmp_path / n) for n in "abc"}
+    assert closure("c", packages) == ["a", "b", "c"]
+    assert closure("a", packages) == ["a"]
