@@ -1,0 +1,355 @@
+"""The checkpoint format alone: no process groups, ranks are threads, slices are cut by hand."""
+
+import json
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from dsx.checkpoint import CheckpointCorruptError, CheckpointError, load, open_checkpoint, save
+from dsx.checkpoint.format import Index, Slice, TensorSpec, check_cover
+from dsx.checkpoint.plan import plan_files
+from dsx.checkpoint.ranks import Solo
+from safetensors import safe_open
+from torch import nn
+
+
+@dataclass
+class Part:
+    name: str
+    shape: tuple
+    start: int
+    stop: int
+    param: torch.Tensor
+    master: torch.Tensor | None
+    states: dict
+    aliases: tuple = ()
+    trainable: bool = True
+
+
+@dataclass
+class Holder:
+    """One rank's share of a model: the flat range [rank, rank + 1) / world of every tensor."""
+
+    shapes: dict
+    rank: int = 0
+    world: int = 1
+    dtype: torch.dtype = torch.float32
+    seed: int | None = None
+    frozen: tuple = ()
+    values: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        for name, shape in self.shapes.items():
+            numel = torch.Size(shape).numel()
+            self.start, self.stop = {}, {}
+            whole = {k: torch.zeros(numel) for k in ("master", "exp_avg", "exp_avg_sq")}
+            if self.seed is not None:
+                generator = torch.Generator().manual_seed(self.seed + sum(map(ord, name)))
+                whole = {k: torch.randn(numel, generator=generator) for k in whole}
+            self.values[name] = {k: v[slice(*self.range(numel))].clone() for k, v in whole.items()}
+
+    def range(self, numel):
+        return numel * self.rank // self.world, numel * (self.rank + 1) // self.world
+
+    def slices(self):
+        for name, shape in self.shapes.items():
+            v, (start, stop) = self.values[name], self.range(torch.Size(shape).numel())
+            full = self.dtype == torch.float32
+            states = (
+                {}
+                if name in self.frozen
+                else {"exp_avg": v["exp_avg"], "exp_avg_sq": v["exp_avg_sq"], "step": torch.tensor(7.0)}
+            )
+            param = v["master"] if full else v["master"].to(self.dtype)
+            master = None if name in self.frozen else v["master"]
+            yield Part(name, shape, start, stop, param, master, states, trainable=name not in self.frozen)
+
+    def load_slices(self, reader):
+        for part in self.slices():
+            v = self.values[part.name]
+            found = reader.master(part.name, part.start, part.stop)
+            if found is not None:
+                v["master"].copy_(found)
+            for key in reader.state_keys(part.name):
+                found = reader.state(key, part.name, part.start, part.stop)
+                if isinstance(found, torch.Tensor):
+                    v[key].copy_(found)
+                else:
+                    assert (key, found) == ("step", 7.0)
+
+
+class Threads:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, world):
+        self.barrier, self.box = threading.Barrier(world, timeout=20), [None] * world
+
+    def rank(self, rank):
+        outer = self
+
+        class One:
+            world_size = len(outer.box)
+
+            def gather(self, value):
+                outer.box[self.rank] = value
+                outer.barrier.wait()
+                values = list(outer.box)
+                outer.barrier.wait()
+                return values
+
+        one = One()
+        one.rank = rank
+        return one
+
+
+def on_ranks(world, action):
+    """Run `action(rank, ranks)` on `world` threads; returns each one's result or exception."""
+    shared, results = Threads(world), [None] * world
+
+    def run(rank):
+        try:
+            results[rank] = action(rank, shared.rank(rank))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+SHAPES = {"a": (5, 3), "b": (), "c": (1,), "d": (0, 4), "e": (64, 33), "f": (7,)}
+
+
+def save_at(world, folder, tag="t", **options):
+    module = nn.BatchNorm1d(3)
+
+    def action(rank, ranks):
+        holder = Holder(SHAPES, rank, world, seed=1, **options)
+        bare = nn.Module()
+        bare.register_buffer("running", module.running_mean + 2)
+        return save(folder, tag, module=bare, slices=holder.slices(), state={"steps": 3}, ranks=ranks)
+
+    results = on_ranks(world, action)
+    assert all(isinstance(r, Path) for r in results), results
+    return results[0]
+
+
+def whole(holders, key, name):
+    return torch.cat([h.values[name][key] for h in holders])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("before", [1, 2, 3, 5])
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_any_world_size_reads_what_any_other_wrote(tmp_path, before, after, dtype):
+    save_at(before, tmp_path, dtype=dtype)
+
+    def action(rank, ranks):
+        holder, module = Holder(SHAPES, rank, after), nn.Module()
+        module.register_buffer("running", torch.zeros(3))
+        loaded = load(tmp_path, module=module, optimizer=holder, ranks=ranks)
+        assert loaded.state == {"steps": 3} and torch.equal(module.running, torch.full((3,), 2.0))
+        return holder
+
+    holders = on_ranks(after, action)
+    assert all(isinstance(h, Holder) for h in holders), holders
+    truth = Holder(SHAPES, seed=1)
+    for name in SHAPES:
+        for key in ("master", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(whole(holders, key, name), truth.values[name][key]), (name, key)
+
+
+def test_weights_open_as_plain_safetensors_with_whole_tensors(tmp_path):
+    folder = save_at(3, tmp_path)
+    truth = Holder(SHAPES, seed=1)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == {*SHAPES, "running"}
+        for name, shape in SHAPES.items():
+            assert torch.equal(file.get_tensor(name), truth.values[name]["master"].reshape(shape))
+    with safe_open(folder / "optimizer.safetensors", "pt") as file:
+        assert file.get_tensor("exp_avg/e").shape == (64, 33)
+
+
+def test_large_models_are_split_into_files_with_an_index_others_read(tmp_path):
+    holder = Holder(SHAPES, seed=1)
+    folder = save(
+        tmp_path, "t", module=nn.Module(), slices=holder.slices(), state={}, ranks=Solo(), max_file_bytes=4096
+    )
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(weight_map) == set(SHAPES) and len(set(weight_map.values())) > 1
+    for name, file in weight_map.items():
+        with safe_open(folder / file, "pt") as opened:
+            assert tuple(opened.get_tensor(name).shape) == SHAPES[name]
+    other = Holder(SHAPES)
+    load(tmp_path, module=nn.Module(), optimizer=other, ranks=Solo())
+    assert torch.equal(other.values["e"]["master"], holder.values["e"]["master"])
+
+
+def test_header_bytes_are_what_the_format_says():
+    (plan,) = plan_files("m", [TensorSpec("h", "BF16", (2,)), TensorSpec("w", "F32", (2, 3))])
+    text = b'{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},"h":{"dtype":"BF16","shape":[2],"data_offsets":[24,28]}}'
+    text += b" " * (-len(text) % 64)
+    assert plan.header == len(text).to_bytes(8, "little") + text
+    assert plan.size == len(plan.header) + 28
+    assert {p.spec.name: p.offset - len(plan.header) for p in plan.tensors} == {"w": 0, "h": 24}
+
+
+def test_every_flipped_byte_is_noticed_and_nothing_is_loaded(tmp_path):
+    folder = save_at(2, tmp_path)
+    untouched = Holder(SHAPES, seed=5)
+    expected = untouched.values["e"]["master"].clone()
+    module = nn.Module()
+    module.register_buffer("running", torch.zeros(3))
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        original = (folder / file).read_bytes()
+        header = 8 + int.from_bytes(original[:8], "little")
+        for position in range(header, len(original), 997):
+            damaged = bytearray(original)
+            damaged[position] ^= 0x10
+            (folder / file).write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=r"are not\s+those that were saved"):
+                load(tmp_path, module=module, optimizer=untouched, ranks=Solo())
+                open_checkpoint(tmp_path).whole("running")
+        (folder / file).write_bytes(original[:-5])
+        with pytest.raises(CheckpointError, match="cut short"):
+            load(tmp_path, module=module, optimizer=untouched, ranks=Solo())
+            open_checkpoint(tmp_path).whole("running")
+        (folder / file).write_bytes(original)
+    assert torch.equal(untouched.values["e"]["master"], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(version=99), "upgrade dsx"),
+        (lambda d: d.update(format="zip"), "no 'dsx-checkpoint' index"),
+        (lambda d: d["tensors"]["a"].update(file="../../etc/passwd"), "leaves the checkpoint"),
+        (lambda d: d["tensors"]["a"].update(dtype="F7"), "F7"),
+        (lambda d: d["slices"]["e"].pop(), "end at element"),
+        (lambda d: d["slices"].pop("e"), "end at element"),
+        (lambda d: d.pop("tensors"), "damaged"),
+    ],
+)
+def test_a_hostile_or_damaged_index_is_refused(tmp_path, change, message):
+    path = save_at(2, tmp_path) / "dsx.json"
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path)
+    path.write_text("{")
+    with pytest.raises(CheckpointCorruptError, match="not JSON"):
+        open_checkpoint(tmp_path)
+
+
+def test_names_and_shapes_that_do_not_fit_are_an_error_before_anything_changes(tmp_path):
+    save_at(1, tmp_path)
+    module = nn.Module()
+    module.register_buffer("running", torch.zeros(3))
+    for shapes, message in (
+        ({**SHAPES, "new": (2,)}, r"missing in the checkpoint: \['new'\]"),
+        ({k: v for k, v in SHAPES.items() if k != "f"}, r"not in the model: \['f'\]"),
+        ({**SHAPES, "a": (3, 5)}, r"a: \(5, 3\) in the checkpoint, \(3, 5\) in the model"),
+    ):
+        holder = Holder(shapes, seed=5)
+        expected = {n: v["master"].clone() for n, v in holder.values.items()}
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path, module=module, optimizer=holder, ranks=Solo())
+        assert all(torch.equal(holder.values[n]["master"], v) for n, v in expected.items())
+    lenient = Holder({**SHAPES, "new": (2,)}, seed=5)
+    kept = lenient.values["new"]["master"].clone()
+    loaded = load(tmp_path, module=module, optimizer=lenient, ranks=Solo(), strict=False)
+    assert loaded.missing == ("new",) and torch.equal(lenient.values["new"]["master"], kept)
+    assert torch.equal(lenient.values["e"]["master"], Holder(SHAPES, seed=1).values["e"]["master"])
+
+
+def test_frozen_parameters_can_be_left_out_and_are_then_not_missed(tmp_path):
+    holder = Holder(SHAPES, seed=1, frozen=("e",))
+    save(tmp_path, "t", module=nn.Module(), slices=holder.slices(), state={}, ranks=Solo(), exclude_frozen=True)
+    other = Holder(SHAPES, seed=9, frozen=("e",))
+    kept = other.values["e"]["master"].clone()
+    load(tmp_path, module=nn.Module(), optimizer=other, ranks=Solo())
+    assert torch.equal(other.values["e"]["master"], kept)
+    assert torch.equal(other.values["a"]["master"], holder.values["a"]["master"])
+
+
+def test_tied_names_find_their_tensor(tmp_path):
+    holder = Holder({"emb.weight": (3, 2)}, seed=1)
+    (part,) = holder.slices()
+    part.aliases = ("head.weight",)
+    save(tmp_path, "t", module=nn.Module(), slices=[part], state={}, ranks=Solo())
+    other = Holder({"head.weight": (3, 2)})
+    load(tmp_path, module=nn.Module(), optimizer=other, ranks=Solo())
+    assert torch.equal(other.values["head.weight"]["exp_avg"], holder.values["emb.weight"]["exp_avg"])
+
+
+def test_client_state_comes_back_as_it_was_without_pickle(tmp_path):
+    state = {
+        "a": 1,
+        "b": [1.5, None, True, "x"],
+        "t": (1, (2,)),
+        3: {"n": float("inf")},
+        "w": {"deep": torch.arange(4)},
+        "": {},
+    }
+    save(tmp_path, "t", module=nn.Module(), slices=[], state=state, ranks=Solo())
+    loaded = load(tmp_path, module=nn.Module(), optimizer=Holder({}), ranks=Solo())
+    assert torch.equal(loaded.state["w"].pop("deep"), state["w"].pop("deep"))
+    assert loaded.state == state
+    with pytest.raises(CheckpointError, match=r"state\.f: got a builtins\.set"):
+        save(tmp_path, "u", module=nn.Module(), slices=[], state={"f": {1}}, ranks=Solo())
+    assert not (tmp_path / "u").exists() and (tmp_path / "latest").read_text() == "t"
+
+
+def test_a_rank_that_cannot_write_is_the_same_error_on_all_and_the_old_checkpoint_stays(tmp_path):
+    save_at(2, tmp_path)
+
+    def action(rank, ranks):
+        parts = list(Holder(SHAPES, rank, 2, seed=2).slices())
+        if rank == 1:
+            parts[0].states["exp_avg"] = torch.zeros(3, 3)  # neither a number nor one element per element
+        return save(tmp_path, "t", module=nn.Module(), slices=parts, state={}, ranks=ranks)
+
+    first, second = on_ranks(2, action)
+    assert isinstance(first, CheckpointError) and str(first) == str(second)
+    assert "rank 1 failed" in str(first) and "exp_avg" in str(first)
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    reader = open_checkpoint(tmp_path)
+    assert torch.equal(reader.whole("e").flatten(), Holder(SHAPES, seed=1).values["e"]["master"])
+
+
+def test_saving_a_tag_again_replaces_it_and_leftovers_are_cleared(tmp_path):
+    save_at(2, tmp_path)
+    (tmp_path / ".tmp-t-deadbeef0000").mkdir()
+    holder = Holder(SHAPES, seed=3)
+    save(tmp_path, "t", module=nn.Module(), slices=holder.slices(), state={}, ranks=Solo())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "t"]
+    assert torch.equal(open_checkpoint(tmp_path).whole("f"), holder.values["f"]["master"])
+
+
+def test_missing_checkpoints_say_what_is_there(tmp_path):
+    assert load(tmp_path, module=nn.Module(), optimizer=Holder({}), ranks=Solo()) is None
+    save_at(1, tmp_path, tag="global_step5")
+    with pytest.raises(CheckpointError, match=r"no checkpoint there; tags in .*: global_step5"):
+        load(tmp_path, "global_step6", module=nn.Module(), optimizer=Holder({}), ranks=Solo())
+    with pytest.raises(CheckpointError, match="pass load_dir="):
+        open_checkpoint(tmp_path / "global_step5")
+    for tag in ("", "a/b", "..", ".hidden"):
+        with pytest.raises(CheckpointError, match="plain folder name"):
+            save(tmp_path, tag, module=nn.Module(), slices=[], state={}, ranks=Solo())
+
+
+@pytest.mark.parametrize("parts", [[(0, 2)], [(0, 2), (3, 4)], [(0, 3), (2, 4)], [(1, 4)]])
+def test_holes_and_overlaps_are_found(parts):
+    with pytest.raises(ValueError, match="'x'"):
+        check_cover("x", 4, tuple(Slice(a, b, 0) for a, b in parts))
+
+
+def test_the_index_text_parses_back_to_itself(tmp_path):
+    text = (save_at(2, tmp_path) / "dsx.json").read_text()
+    assert Index.from_json(text, "here").to_json() == text
