@@ -29,7 +29,7 @@ QUIET = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 TEST_ENV = {**QUIET, "OMP_NUM_THREADS": "1"}
 # What the GPU machine lacks (it has torch, pybind11, ninja, pytest and no network); see `gpu --prepare`.
 CARRIED = """
-hatchling trove-classifiers pathspec pluggy packaging pydantic pydantic-core typing-inspection annotated-types
+hatchling editables trove-classifiers pathspec pluggy packaging pydantic pydantic-core typing-inspection annotated-types
 typing-extensions rich markdown-it-py mdurl pygments safetensors psutil pytest pytest-timeout iniconfig cloudpickle
 """
 

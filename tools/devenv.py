@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "ci"))
 from packages import TESTKIT, all_packages, read_toml, requirement_name  # noqa: E402
 
 TORCH = os.environ.get("DSX_TORCH", "torch==2.13.0")
-BUILD_TOOLS = ("hatchling>=1.24", "pybind11>=2.13,<4", "ninja>=1.11", "numpy")
+BUILD_TOOLS = ("hatchling>=1.24", "editables>=0.5", "pybind11>=2.13,<4", "ninja>=1.11", "numpy")
 TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3")
 LINT_TOOLS = ("ruff>=0.14", "import-linter>=2.5", "pyright>=1.1.400")
 NATIVE_SUFFIXES = {".cpp", ".h", ".hpp", ".cu", ".cuh", ".inc"}
