@@ -1,0 +1,32 @@
+"""Errors of dsx-zero: what was got, what was expected, what to do.
+
+Mistakes in arguments derive from `ValueError`, states that do not allow a call from `RuntimeError`.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ZeroConfigError", "ZeroError", "ZeroModelError", "ZeroOptimizerError", "ZeroStateError"]
+
+
+class ZeroError(Exception):
+    """Base of everything dsx-zero raises on its own."""
+
+
+class ZeroConfigError(ZeroError, ValueError):
+    """A setting that is wrong or not available yet. `path` is its place in the configuration."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+
+
+class ZeroModelError(ZeroError, ValueError):
+    """A model that cannot be sharded as it is."""
+
+
+class ZeroOptimizerError(ZeroError, ValueError):
+    """An optimizer that cannot work on shards, or does not belong to the model."""
+
+
+class ZeroStateError(ZeroError, RuntimeError):
+    """A call that is not possible now (after what came before it)."""

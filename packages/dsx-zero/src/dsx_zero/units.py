@@ -1,0 +1,198 @@
+"""Units: which parameters are gathered, reduced and freed together, decided by name.
+
+At stage 3 a unit is a child of an outermost `nn.ModuleList` (a transformer block); everything else is the root unit. A tied
+parameter is one tensor with several names and belongs to the unit of the lowest common ancestor of the modules that hold it.
+At stages 0-2 nothing is freed, so a unit is only a message: blocks stay whole, but small neighbours share one message and large
+remainders are cut, in definition order.
+
+Plans are frozen data, equal on all ranks for equal models; nothing here communicates or allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .layout import FlatLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["GroupKey", "GroupPlan", "ParameterInfo", "UnitPlan", "find_parameters", "plan_units"]
+
+SMALL_MESSAGE = 1 << 20
+"""Elements: neighbouring blocks below this size share one message at stages 0-2."""
+LARGE_MESSAGE = 1 << 23
+"""Elements: at stages 0-2 parameters outside blocks are cut into messages of about this size, so that reducing overlaps backward."""
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """One tensor of the model. `name` is its first name in definition order, `aliases` its other (tied) names."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    trainable: bool
+    numel: int
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """What the parameters of one flat buffer have in common."""
+
+    dtype: torch.dtype
+    device: torch.device
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One flat buffer of a unit."""
+
+    key: GroupKey
+    layout: FlatLayout
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A unit. `module` is the name of the module it belongs to ("" for the root)."""
+
+    index: int
+    module: str
+    groups: tuple[GroupPlan, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all its parameters."""
+        return tuple(name for group in self.groups for name in group.layout.names)
+
+    def __str__(self) -> str:
+        return f"unit {self.index} ({self.module or 'root'})"
+
+
+def find_parameters(model: nn.Module, trainable: frozenset[int] | None = None) -> tuple[ParameterInfo, ...]:
+    """Every distinct parameter in definition order.
+
+    `trainable` limits, by `id`, which of the parameters that require gradients count as trainable (those an optimizer holds).
+    """
+    names: dict[int, list[str]] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        found[id(parameter)] = parameter
+    return tuple(
+        ParameterInfo(
+            name=names[key][0],
+            aliases=tuple(names[key][1:]),
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            device=parameter.device,
+            trainable=parameter.requires_grad and (trainable is None or key in trainable),
+            numel=parameter.numel(),
+        )
+        for key, parameter in found.items()
+    )
+
+
+def block_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the children of the outermost `nn.ModuleList`s that hold parameters, in definition order."""
+    from torch import nn  # here, so that reading plans needs no torch
+
+    found: list[str] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if not isinstance(child, nn.ModuleList):
+                visit(child, f"{path}.")
+                continue
+            for index, block in child.named_children():
+                if next(block.parameters(), None) is not None:
+                    found.append(f"{path}.{index}")
+
+    visit(model, "")
+    return tuple(found)
+
+
+def common_module(names: tuple[str, ...]) -> str:
+    """Name of the lowest module that contains every one of these parameters ("" for the root)."""
+    paths = [name.split(".")[:-1] for name in names]
+    shared = []
+    for parts in zip(*paths):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _home(info: ParameterInfo, blocks: frozenset[str]) -> str:
+    """The block a parameter belongs to; "" when it belongs to the root."""
+    parts = common_module((info.name, *info.aliases)).split(".")
+    for end in range(1, len(parts) + 1):
+        if ".".join(parts[:end]) in blocks:
+            return ".".join(parts[:end])
+    return ""
+
+
+def _by_module(infos: tuple[ParameterInfo, ...], blocks: tuple[str, ...]) -> Iterator[tuple[str, list[ParameterInfo]]]:
+    homes: dict[str, list[ParameterInfo]] = {"": []}
+    homes.update((block, []) for block in blocks)
+    known = frozenset(blocks)
+    for info in infos:
+        homes[_home(info, known)].append(info)
+    return ((module, members) for module, members in homes.items() if members)
+
+
+def _by_size(
+    infos: tuple[ParameterInfo, ...], blocks: tuple[str, ...], limit: int
+) -> Iterator[tuple[str, list[ParameterInfo]]]:
+    known = frozenset(blocks)
+    small, large = min(SMALL_MESSAGE, limit), min(LARGE_MESSAGE, limit)
+    members: list[ParameterInfo] = []
+    size, label = 0, ""
+    for info in infos:
+        home = _home(info, known)
+        full = size >= large and not (home and home == label)
+        if members and (full or (home != label and size >= small)):
+            yield label, members
+            members, size = [], 0
+        label = home if not members else label if home == label else ""
+        members.append(info)
+        size += info.numel
+    if members:
+        yield label, members
+
+
+def _groups(members: list[ParameterInfo], world_size: int) -> tuple[GroupPlan, ...]:
+    keys: dict[GroupKey, list[ParameterInfo]] = {}
+    for info in members:
+        keys.setdefault(GroupKey(info.dtype, info.device, info.trainable), []).append(info)
+    return tuple(
+        GroupPlan(
+            key,
+            FlatLayout.build(((i.name, i.shape) for i in infos), world_size=world_size, itemsize=key.dtype.itemsize),
+        )
+        for key, infos in keys.items()
+    )
+
+
+def plan_units(
+    model: nn.Module,
+    infos: tuple[ParameterInfo, ...],
+    *,
+    stage: int,
+    world_size: int,
+    reduce_bucket_size: int = 500_000_000,
+) -> tuple[UnitPlan, ...]:
+    """Divide the parameters among units, in definition order of the modules (the root unit first at stage 3).
+
+    `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in pieces.
+    """
+    blocks = block_names(model)
+    chosen = _by_module(infos, blocks) if stage == 3 else _by_size(infos, blocks, reduce_bucket_size)
+    return tuple(UnitPlan(i, module, _groups(members, world_size)) for i, (module, members) in enumerate(chosen))
