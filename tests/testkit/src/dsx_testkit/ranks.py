@@ -81,7 +81,13 @@ class _Zygote:
             self.stop()
             ours, theirs = socket.socketpair()
             environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, "-m", "dsx_testkit.zygote", str(theirs.fileno()), str(os.getpid())]
+            command = [
+                sys.executable,
+                "-c",
+                "from dsx_testkit.zygote import main; main()",
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ]
             with theirs:
                 self.process = subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, env=environ

@@ -125,10 +125,11 @@ class Tied(_Regression):
         super().__init__()
         self.width = self.out = width
         self.seed = seed
-        self.encoder = nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh())
+        first = nn.Linear(width, width, bias=False)
+        self.encoder = nn.Sequential(first, nn.Tanh())
         self.middle = nn.Linear(width, width)
         self.decoder = nn.Linear(width, width)
-        self.decoder.weight = self.encoder[0].weight
+        self.decoder.weight = first.weight
         _reset(self, seed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

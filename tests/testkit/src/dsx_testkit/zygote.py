@@ -2,7 +2,7 @@
 
 Starting Python with torch takes seconds; forking a process that has torch loaded takes milliseconds. But a process in
 which a multi-threaded region has run must not be forked (the child waits for threads it does not have), and a pytest
-process has run many. So this module runs as a process of its own (`python -m dsx_testkit.zygote FD`): it imports torch
+process has run many. So this module runs as a process of its own (`main`): it imports torch
 and friends, never computes anything, and forks ranks on request. It is single-threaded and says so with every reply.
 
 Requests and replies are pickled dicts with a length prefix on a Unix socket. Results, tracebacks, stacks and output of
@@ -193,11 +193,13 @@ def _call(request: dict[str, Any], rank: int, listener: socket.socket, folder: P
         _init_process_group(request, rank, listener)
         result = cloudpickle.dumps(function(rank, request["world_size"], *args))
     except BaseException as error:
-        try:
-            pickled = cloudpickle.dumps(error)
-            pickle.loads(pickled)
-        except Exception:
-            pickled = b""
+        pickled = b""
+        # not pytest's outcomes: they would travel by value, as another class
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):  # the text is enough
+                data = cloudpickle.dumps(error)
+                pickle.loads(data)
+                pickled = data
         record = {"kind": type(error).__name__, "text": str(error), "traceback": _trace(error), "pickled": pickled}
         (folder / f"rank{rank}.error").write_bytes(pickle.dumps(record))
         return FAILED
@@ -249,12 +251,14 @@ def _init_process_group(request: dict[str, Any], rank: int, listener: socket.soc
     if rank != 0:
         os.close(fd)
     patience = timedelta(seconds=request["timeout"])
-    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, patience, wait_for_workers=False, **extra)
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        "127.0.0.1", port, world_size, rank == 0, patience, wait_for_workers=False, **extra
+    )
     dist.init_process_group(request["backend"], store=store, rank=rank, world_size=world_size, timeout=patience)
 
 
 def main() -> None:
-    """Entry point: `python -m dsx_testkit.zygote FD PARENT_PID`."""
+    """Entry point; arguments: the socket's descriptor and the parent's process id."""
     die_with_parent(int(sys.argv[2]))
     sock = socket.socket(fileno=int(sys.argv[1]))
     import cloudpickle  # noqa: F401
@@ -263,7 +267,3 @@ def main() -> None:
     import torch.distributed  # noqa: F401
 
     serve(sock)
-
-
-if __name__ == "__main__":
-    main()
