@@ -1,0 +1,477 @@
+// One pass over parameter, gradient and states per optimizer; compiled once per instruction set.
+//
+// A kernel reads sixteen elements of every stream, works in fp32, and writes them back. What is left at the end of a row goes
+// through the same code on a padded copy, so an element's result depends neither on its place nor on how the row was
+// cut into ranges. The bytes moved are the floor of each algorithm (fp32 Adam: 28 per parameter).
+#include "dsx_ops/kernels.h"
+#include "dsx_ops/vec.h"
+
+namespace dsx {
+namespace DSX_ISA {
+namespace {
+
+struct H {
+    F beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, l2, step_size, inv_denom, grad_mul, damp;
+    int32_t flags;
+    explicit DSX_INLINE H(const Hyper& h)
+        : beta1(splat(h.beta1)), one_minus_beta1(splat(h.one_minus_beta1)), beta2(splat(h.beta2)),
+          one_minus_beta2(splat(h.one_minus_beta2)), eps(splat(h.eps)), decay(splat(h.decay)), l2(splat(h.l2)),
+          step_size(splat(h.step_size)), inv_denom(splat(h.inv_denom)), grad_mul(splat(h.grad_mul)),
+          damp(splat(h.damp)), flags(h.flags) {}
+    bool DSX_INLINE on(Flag f) const { return flags & f; }
+};
+
+DSX_INLINE F gradient(const H& h, F g) {
+    if (h.on(UNSCALE)) g = g * h.grad_mul;
+    if (h.on(MAXIMIZE)) g = floats(bits(g) ^ splatu(0x80000000u));
+    return g;
+}
+
+DSX_INLINE void moments(const H& h, F g, F& m, F& v) {
+    m = h.beta1 * m + h.one_minus_beta1 * g;
+    v = h.beta2 * v + (h.one_minus_beta2 * g) * g;
+}
+
+struct Adam {
+    static constexpr int STATES = 2;
+    static DSX_INLINE void apply(const H& h, F& p, F g, F& m, F& v) {
+        if (h.on(L2)) g = g + h.l2 * p;
+        moments(h, g, m, v);
+        if (h.on(DECOUPLED)) p = p * h.decay;
+        p = p - h.step_size * (m / (root(v) * h.inv_denom + h.eps));
+    }
+};
+
+struct Adagrad {
+    static constexpr int STATES = 1;
+    static DSX_INLINE void apply(const H& h, F& p, F g, F& sum, F&) {
+        if (h.on(L2)) g = g + h.l2 * p;
+        sum = sum + g * g;
+        p = p - h.step_size * (g / (root(sum) + h.eps));
+    }
+};
+
+struct Lion {
+    static constexpr int STATES = 1;
+    static DSX_INLINE void apply(const H& h, F& p, F g, F& m, F&) {
+        F c = h.beta1 * m + h.one_minus_beta1 * g;
+        U one = bits(splat(1.0f));
+        F sign = floats((less(splat(0.0f), c) & one) | (less(c, splat(0.0f)) & (one | splatu(0x80000000u))));
+        if (h.on(DECOUPLED)) p = p * h.decay;
+        p = p - h.step_size * sign;
+        m = h.beta2 * m + h.one_minus_beta2 * g;
+    }
+};
+
+struct Sgd {
+    static constexpr int STATES = 1;
+    static DSX_INLINE void apply(const H& h, F& p, F g, F& buffer, F&) {
+        if (h.on(L2)) g = g + h.l2 * p;
+        if (h.on(MOMENTUM)) {
+            buffer = h.beta1 * buffer + h.damp * g;
+            g = h.on(NESTEROV) ? g + h.beta2 * buffer : buffer;
+        }
+        p = p - h.step_size * g;
+    }
+};
+
+// ---- tiles --------------------------------------------------------------------------------------------------------
+//
+// A tile is a stretch of a row that stays in the first-level cache. Streams that are fp32 are worked on where they lie; others
+// are converted into fp32 tiles and back. So there is one fp32 kernel per algorithm, not one per combination of dtypes.
+
+constexpr int64_t TILE = 512;
+constexpr int size_of(DType t) { return t == NONE ? 0 : t == F32 ? 4 : 2; }
+
+template <DType FROM, DType TO>
+void map(const char* in, char* out, int64_t n, F factor, bool scaled) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        F x = Access<FROM>::load(in, i);
+        Access<TO>::store(out, i, scaled ? x * factor : x);
+    }
+    if (i < n) {
+        alignas(64) char from[64] = {}, to[64];
+        __builtin_memcpy(from, in + i * Access<FROM>::SIZE, (n - i) * Access<FROM>::SIZE);
+        F x = Access<FROM>::load(from, 0);
+        Access<TO>::store(to, 0, scaled ? x * factor : x);
+        __builtin_memcpy(out + i * Access<TO>::SIZE, to, (n - i) * Access<TO>::SIZE);
+    }
+}
+
+template <DType FROM> void map_from(const char* in, DType to, char* out, int64_t n, F factor, bool scaled) {
+    if (to == BF16) return map<FROM, BF16>(in, out, n, factor, scaled);
+    if (to == F16) return map<FROM, F16>(in, out, n, factor, scaled);
+    map<FROM, F32>(in, out, n, factor, scaled);
+}
+
+void convert_n(DType from, const char* in, DType to, char* out, int64_t n) {
+    if (from == BF16) return map_from<BF16>(in, to, out, n, splat(1.0f), false);
+    if (from == F16) return map_from<F16>(in, to, out, n, splat(1.0f), false);
+    map_from<F32>(in, to, out, n, splat(1.0f), false);
+}
+
+// bf16 weights whose fp32 masters are completed by 16 low bits kept elsewhere. The weight is the master rounded to
+// nearest, ties away from zero: that gives 65536 masters to every weight, so 16 bits always complete it. (With ties to
+// even it would be 65537 for even weights.)
+DSX_INLINE void join(const char* weight, const char* low, char* out, int64_t i) {
+    U signed_low = (load16(low + 2 * i) ^ splatu(0x8000u)) - splatu(0x8000u);
+    store32(out + 4 * i, floats((load16(weight + 2 * i) << 16) + signed_low));
+}
+DSX_INLINE void split(const char* master, char* weight, char* low, int64_t i) {
+    F a = load32(master + 4 * i);
+    U b = select(is_nan(a), splatu(0x7fc00000u), bits(a));
+    store16(weight + 2 * i, (b + splatu(0x8000u)) >> 16);
+    store16(low + 2 * i, b & splatu(0xffffu));
+}
+void join_n(const char* weight, const char* low, char* out, int64_t n) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) join(weight, low, out, i);
+    if (i < n) {
+        char w[32] = {}, l[32] = {}, o[64];
+        __builtin_memcpy(w, weight + 2 * i, 2 * (n - i));
+        __builtin_memcpy(l, low + 2 * i, 2 * (n - i));
+        join(w, l, o, 0);
+        __builtin_memcpy(out + 4 * i, o, 4 * (n - i));
+    }
+}
+void split_n(const char* master, char* weight, char* low, int64_t n) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) split(master, weight, low, i);
+    if (i < n) {
+        char m[64] = {}, w[32], l[32];
+        __builtin_memcpy(m, master + 4 * i, 4 * (n - i));
+        split(m, w, l, 0);
+        __builtin_memcpy(weight + 2 * i, w, 2 * (n - i));
+        __builtin_memcpy(low + 2 * i, l, 2 * (n - i));
+    }
+}
+
+// The low-precision copy is only written, never read: non-temporal stores save reading its lines.
+template <DType T> void stream_n(const float* p, char* out, int64_t n) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        alignas(32) char packed[32];
+        Access<T>::store(packed, 0, load32(p + i));
+        stream16(out + 2 * i, packed);
+    }
+    if (i < n) convert_n(F32, (const char*)(p + i), T, out + 2 * i, n - i);
+}
+void write_copy(DType copy, const float* p, char* base, int64_t at, int64_t n) {
+    if (copy == NONE) return;
+    char* out = base + at * size_of(copy);
+    const bool aligned = ((uintptr_t)out & 31) == 0;
+    if (aligned && copy == BF16) return stream_n<BF16>(p, out, n);
+    if (aligned && copy == F16) return stream_n<F16>(p, out, n);
+    convert_n(F32, (const char*)p, copy, out, n);
+}
+
+// One stream of a tile: a pointer into the row when that is fp32 and a multiple of sixteen long, else a converted copy.
+struct Stream {
+    alignas(64) float buffer[TILE];
+    float* at = buffer;
+    bool converted = false;
+
+    DSX_INLINE void open(DType dtype, const char* row, const char* low, int64_t begin, int64_t n) {
+        converted = dtype != F32 || n % LANES != 0;
+        if (!converted) {
+            at = (float*)(const_cast<char*>(row)) + begin;
+            return;
+        }
+        at = buffer;
+        for (int64_t k = n; k % LANES; ++k) buffer[k] = 0;
+        if (dtype == SPLIT) join_n(row + 2 * begin, low + 2 * begin, (char*)buffer, n);
+        else convert_n(dtype, row + begin * size_of(dtype), F32, (char*)buffer, n);
+    }
+    DSX_INLINE void close(DType dtype, char* row, char* low, int64_t begin, int64_t n) {
+        if (!converted) return;
+        if (dtype == SPLIT) split_n((const char*)buffer, row + 2 * begin, low + 2 * begin, n);
+        else convert_n(F32, (const char*)buffer, dtype, row + begin * size_of(dtype), n);
+    }
+};
+
+template <class A>
+void core(const H& h, float* p, const float* g, float* s0, float* s1, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        F x = load32(p + i), a = s0 ? load32(s0 + i) : splat(0.0f), b = splat(0.0f);
+        if (A::STATES > 1) b = load32(s1 + i);
+        A::apply(h, x, gradient(h, load32(g + i)), a, b);
+        store32(p + i, x);
+        if (s0) store32(s0 + i, a);
+        if (A::STATES > 1) store32(s1 + i, b);
+    }
+}
+
+template <class A>
+void elementwise(const Step& step, const Row& row, int64_t begin, int64_t end) {
+    const H h(step.hyper);
+    Stream p, g, s0, s1;
+    for (int64_t at = begin; at < end; at += TILE) {
+        int64_t n = end - at < TILE ? end - at : TILE;
+        p.open(step.param, row.param, row.low_bits, at, n);
+        g.open(step.grad, row.grad, nullptr, at, n);
+        if (row.state0) s0.open(step.state, row.state0, nullptr, at, n);
+        if (A::STATES > 1) s1.open(step.state, row.state1, nullptr, at, n);
+        core<A>(h, p.at, g.at, row.state0 ? s0.at : nullptr, s1.at, (n + LANES - 1) / LANES * LANES);
+        p.close(step.param, row.param, row.low_bits, at, n);
+        if (row.state0) s0.close(step.state, row.state0, nullptr, at, n);
+        if (A::STATES > 1) s1.close(step.state, row.state1, nullptr, at, n);
+        write_copy(step.copy, p.at, row.copy, at, n);
+    }
+    if (step.copy != NONE) fence();
+}
+
+// ---- Lamb: two passes, because its trust ratio needs the norm of the whole update -------------------------------------
+
+DSX_INLINE F lamb_direction(const H& h, F p, F m, F v) {
+    F u = m / (h.on(EPS_INSIDE) ? root(v + h.eps) : root(v) + h.eps);
+    return h.on(L2) ? u + h.l2 * p : u;
+}
+
+// Phase 1: moments, and the squared norms of parameter and direction. The parameter stays as it is.
+void lamb_update(const Step& step, const Row& row, int64_t begin, int64_t end, double* partial) {
+    const H h(step.hyper);
+    D p_sum = zero_sums(), u_sum = zero_sums();
+    Stream p, g, m, v;
+    alignas(64) float direction[TILE];
+    for (int64_t at = begin; at < end; at += TILE) {
+        int64_t n = end - at < TILE ? end - at : TILE;
+        p.open(step.param, row.param, row.low_bits, at, n);
+        g.open(step.grad, row.grad, nullptr, at, n);
+        m.open(step.state, row.state0, nullptr, at, n);
+        v.open(step.state, row.state1, nullptr, at, n);
+        for (int64_t i = 0; i < n; i += LANES) {
+            F a = load32(m.at + i), b = load32(v.at + i), x = load32(p.at + i);
+            moments(h, gradient(h, load32(g.at + i)), a, b);
+            store32(m.at + i, a);
+            store32(v.at + i, b);
+            store32(direction + i, lamb_direction(h, x, a, b));
+        }
+        m.close(step.state, row.state0, nullptr, at, n);
+        v.close(step.state, row.state1, nullptr, at, n);
+        for (int64_t k = n; k % LANES; ++k) direction[k] = 0;  // padding is 0/0 when eps is 0
+        for (int64_t i = 0; i < n; i += LANES) {
+            add_squares(p_sum, load32(p.at + i));
+            add_squares(u_sum, load32(direction + i));
+        }
+    }
+    partial[0] = total(p_sum);
+    partial[1] = total(u_sum);
+}
+
+// Phase 2: the direction again from the moments just written, times the row's coefficient.
+void lamb_apply(const Step& step, const Row& row, F coefficient, int64_t begin, int64_t end) {
+    const H h(step.hyper);
+    Stream p, m, v;
+    for (int64_t at = begin; at < end; at += TILE) {
+        int64_t n = end - at < TILE ? end - at : TILE;
+        p.open(step.param, row.param, row.low_bits, at, n);
+        m.open(step.state, row.state0, nullptr, at, n);
+        v.open(step.state, row.state1, nullptr, at, n);
+        for (int64_t i = 0; i < n; i += LANES) {
+            F x = load32(p.at + i);
+            store32(p.at + i, x - coefficient * lamb_direction(h, x, load32(m.at + i), load32(v.at + i)));
+        }
+        p.close(step.param, row.param, row.low_bits, at, n);
+        write_copy(step.copy, p.at, row.copy, at, n);
+    }
+    if (step.copy != NONE) fence();
+}
+
+// ---- 8-bit states -----------------------------------------------------------------------------------------------
+//
+// A code is a small float relative to its block's largest magnitude: 3 mantissa bits, code CODES stands for 1. First
+// moments have a sign and 16 octaves below 1, second moments 32. Rounding is stochastic (an EMA that changes by less than half a code
+// per step would stand still otherwise), keyed by element index and step: the same on every machine and split.
+
+DSX_INLINE U mix(U x) {
+    x = (x ^ (x >> 16)) * splatu(0x7feb352du);
+    x = (x ^ (x >> 15)) * splatu(0x846ca68bu);
+    return x ^ (x >> 16);
+}
+
+struct Noise {
+    U first, second;
+    DSX_INLINE Noise(uint32_t seed, int64_t index) {
+        uint32_t lane[16];
+        for (uint32_t k = 0; k < 16; ++k) lane[k] = k;
+        U iota;
+        __builtin_memcpy(&iota, lane, 64);
+        uint32_t high = (uint32_t)((uint64_t)index >> 32);
+        first = mix((iota + splatu((uint32_t)index)) ^ splatu(seed + high * 0x9e3779b9u));
+        second = mix(first ^ splatu(0x85ebca6bu));
+    }
+};
+
+template <int CODES> struct Code {
+    static constexpr uint32_t BASE = 0x3f8u - CODES;         // bits of 1.0f are 0x3f8 << 20
+    static constexpr uint32_t SMALLEST = (BASE + 1) << 20;
+    // magnitude <= 1; random: 20 bits
+    static DSX_INLINE U encode(F magnitude, U random) {
+        U b = bits(magnitude);
+        U code = ((b + random) >> 20) - splatu(BASE);
+        code = select(lessu(splatu(CODES), code), splatu(CODES), code);
+        F threshold = to_float(random) * splat(9.5367431640625e-7f);  // 2^-20
+        float smallest;
+        uint32_t raw = SMALLEST;
+        __builtin_memcpy(&smallest, &raw, 4);
+        U below = less(threshold * splat(smallest), magnitude) & splatu(1);
+        return select(lessu(b, splatu(SMALLEST)), below, code);
+    }
+    static DSX_INLINE F decode(U code) {
+        U value = (code + splatu(BASE)) << 20;
+        return floats(value & (equalu(code, splatu(0)) ^ splatu(~0u)));
+    }
+};
+typedef Code<127> First;
+typedef Code<255> Second;
+
+DSX_INLINE F decode_first(U code, F scale) {
+    U sign = (code & splatu(0x80u)) << 24;
+    return floats(bits(First::decode(code & splatu(0x7fu)) * scale) ^ sign);
+}
+
+// A bf16 parameter without a master is rounded stochastically too, so that updates below half its last bit add up.
+DSX_INLINE void store_rounded(const float* p, char* out, int64_t n, uint32_t seed, int64_t index) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        Noise noise(seed, index + i);
+        F x = load32(p + i);
+        U random = ((noise.first & splatu(0xfffu)) << 4) | (noise.second & splatu(0xfu));
+        U rounded = select(is_nan(x), splatu(0x7fc0u), (bits(x) + random) >> 16);
+        if (i + LANES <= n) {
+            store16(out + 2 * i, rounded);
+        } else {
+            char last[32];
+            store16(last, rounded);
+            __builtin_memcpy(out + 2 * i, last, 2 * (n - i));
+        }
+    }
+}
+
+DSX_INLINE float largest(F a) {
+    float lane[16];
+    __builtin_memcpy(lane, &a, 64);
+    float top = lane[0];
+    for (int k = 1; k < 16; ++k) top = (top < lane[k] || lane[k] != lane[k]) ? lane[k] : top;
+    return top;
+}
+// Magnitudes that fp32 cannot invert are flushed to zero.
+DSX_INLINE F inverse(float scale) { return splat(scale >= 1.1754944e-38f || scale != scale ? 1.0f / scale : 0.0f); }
+
+void decode_block(const char* codes0, const char* codes1, float* m, float* v, F scale0, F scale1, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        char c0[16] = {}, c1[16] = {};
+        int64_t count = n - i < LANES ? n - i : LANES;
+        __builtin_memcpy(c0, codes0 + i, count);
+        __builtin_memcpy(c1, codes1 + i, count);
+        store32(m + i, decode_first(load8(c0), scale0));
+        store32(v + i, Second::decode(load8(c1)) * scale1);
+    }
+}
+
+void encode_block(const float* m, const float* v, const Row& row, int64_t at, int64_t n, uint32_t seed) {
+    F top_m = splat(0.0f), top_v = splat(0.0f);
+    for (int64_t i = 0; i < n; i += LANES) {  // the padding is zero
+        top_m = maximum(top_m, absolute(load32(m + i)));
+        top_v = maximum(top_v, load32(v + i));
+    }
+    const float scale0 = largest(top_m), scale1 = largest(top_v);
+    row.scale0[at / BLOCK8] = scale0;
+    row.scale1[at / BLOCK8] = scale1;
+    const F inv0 = inverse(scale0), inv1 = inverse(scale1), one = splat(1.0f);
+    for (int64_t i = 0; i < n; i += LANES) {
+        Noise noise(seed, row.offset + at + i);
+        F x = load32(m + i), first = absolute(x) * inv0, second = load32(v + i) * inv1;
+        first = select(less(one, first), one, first);
+        second = select(less(one, second), one, second);
+        U code0 = First::encode(first, noise.first >> 12) | ((bits(x) >> 24) & splatu(0x80u));
+        U code1 = Second::encode(second, noise.second >> 12);
+        // A second moment above zero stays above zero: its root is divided by.
+        code1 = code1 | (equalu(code1, splatu(0)) & less(splat(0.0f), second) & splatu(1));
+        char c0[16], c1[16];
+        store8(c0, code0);
+        store8(c1, code1);
+        int64_t count = n - i < LANES ? n - i : LANES;
+        __builtin_memcpy(row.state0 + at + i, c0, count);
+        __builtin_memcpy(row.state1 + at + i, c1, count);
+    }
+}
+
+void adam8(const Step& step, const Row& row, int64_t begin, int64_t end) {
+    const H h(step.hyper);
+    Stream p, g;
+    alignas(64) float m[BLOCK8], v[BLOCK8];
+    for (int64_t at = begin; at < end; at += BLOCK8) {
+        int64_t n = end - at < BLOCK8 ? end - at : BLOCK8, block = at / BLOCK8;
+        p.open(step.param, row.param, row.low_bits, at, n);
+        g.open(step.grad, row.grad, nullptr, at, n);
+        decode_block(row.state0 + at, row.state1 + at, m, v, splat(row.scale0[block]), splat(row.scale1[block]), n);
+        core<Adam>(h, p.at, g.at, m, v, (n + LANES - 1) / LANES * LANES);
+        for (int64_t k = n; k % LANES; ++k) m[k] = v[k] = 0;
+        encode_block(m, v, row, at, n, step.hyper.seed);
+        if (step.param == BF16) store_rounded(p.at, row.param + 2 * at, n, step.hyper.seed, row.offset + at);
+        else p.close(step.param, row.param, row.low_bits, at, n);
+        write_copy(step.copy, p.at, row.copy, at, n);
+    }
+    if (step.copy != NONE) fence();
+}
+
+void run_step(const Step& step, const Row& row, int64_t index, int64_t begin, int64_t end) {
+    switch (step.algorithm) {
+        case ADAM: return elementwise<Adam>(step, row, begin, end);
+        case ADAGRAD: return elementwise<Adagrad>(step, row, begin, end);
+        case LION: return elementwise<Lion>(step, row, begin, end);
+        case SGD: return elementwise<Sgd>(step, row, begin, end);
+        case ADAM8: return adam8(step, row, begin, end);
+        case LAMB_APPLY: return lamb_apply(step, row, splat(step.coefficients[index]), begin, end);
+        case LAMB_UPDATE:
+            for (int64_t at = begin; at < end; at += CHUNK) {
+                double* partial = step.partials + 2 * (step.partial_start[index] + at / CHUNK);
+                lamb_update(step, row, at, end - at < CHUNK ? end : at + CHUNK, partial);
+            }
+    }
+}
+
+// ---- norm and scale ---------------------------------------------------------------------------------------------------
+
+template <DType T> void squares_of(const char* data, int64_t begin, int64_t end, double* partials) {
+    for (int64_t at = begin; at < end; at += CHUNK) {
+        int64_t stop = at + CHUNK < end ? at + CHUNK : end, i = at;
+        D sum = zero_sums();
+        for (; i + LANES <= stop; i += LANES) add_squares(sum, Access<T>::load(data, i));
+        if (i < stop) {
+            alignas(64) char padded[64] = {};
+            __builtin_memcpy(padded, data + i * Access<T>::SIZE, (stop - i) * Access<T>::SIZE);
+            add_squares(sum, Access<T>::load(padded, 0));
+        }
+        partials[at / CHUNK] = total(sum);
+    }
+}
+
+void squares(DType dtype, const char* data, int64_t begin, int64_t end, double* partials) {
+    if (dtype == BF16) return squares_of<BF16>(data, begin, end, partials);
+    if (dtype == F16) return squares_of<F16>(data, begin, end, partials);
+    squares_of<F32>(data, begin, end, partials);
+}
+
+void scale(DType dtype, char* data, int64_t begin, int64_t end, float factor) {
+    char* at = data + begin * size_of(dtype);
+    if (dtype == BF16) return map<BF16, BF16>(at, at, end - begin, splat(factor), true);
+    if (dtype == F16) return map<F16, F16>(at, at, end - begin, splat(factor), true);
+    map<F32, F32>(at, at, end - begin, splat(factor), true);
+}
+
+void convert(DType from, const char* in, DType to, char* out, int64_t begin, int64_t end) {
+    convert_n(from, in + begin * size_of(from), to, out + begin * size_of(to), end - begin);
+}
+
+#define DSX_STRING2(x) #x
+#define DSX_STRING(x) DSX_STRING2(x)
+
+}  // namespace
+
+extern const Kernels table;
+const Kernels table = {DSX_STRING(DSX_ISA), run_step, squares, scale, convert};
+
+}  // namespace DSX_ISA
+}  // namespace dsx

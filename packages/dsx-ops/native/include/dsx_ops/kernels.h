@@ -1,0 +1,74 @@
+// What the kernels and their caller agree on: plain pointers, sizes and numbers. No torch, no Python, no STL.
+//
+// The kernels live in one source that is compiled once per instruction set; each object exports one `Kernels` table.
+// All arithmetic of the elementwise kernels is fp32 without contraction, so every table gives the same bits.
+#pragma once
+#include <stdint.h>
+
+namespace dsx {
+
+enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2, SPLIT = 3, NONE = 4 };  // SPLIT: bf16 weight + 16 low bits of its fp32 master
+enum Algorithm : int32_t { ADAM = 0, ADAGRAD = 1, LION = 2, SGD = 3, ADAM8 = 4, LAMB_UPDATE = 5, LAMB_APPLY = 6 };
+
+// One tensor of an update. Pointers that an algorithm does not use are null.
+struct Row {
+    char* param;
+    const char* grad;
+    char* state0;    // first moment, Adagrad's sum, momentum buffer; 8-bit codes for ADAM8
+    char* state1;    // second moment
+    char* low_bits;  // SPLIT: int16
+    char* copy;      // low-precision copy of the new parameter
+    float* scale0;   // ADAM8: one per block
+    float* scale1;
+    int64_t numel;
+    int64_t offset;  // index of the first element in the whole buffer: keys the stochastic rounding
+};
+
+struct Hyper {
+    float beta1, one_minus_beta1, beta2, one_minus_beta2;
+    float eps;
+    float decay;       // decoupled weight decay: parameters are multiplied by this
+    float l2;          // weight decay added to the gradient
+    float step_size;   // lr / (1 - beta1^t), or lr
+    float inv_denom;   // 1 / sqrt(1 - beta2^t), or 1
+    float grad_mul;    // 1 / grad_scale
+    float damp;        // SGD: 1 - dampening (1 in the first step)
+    int32_t flags;
+    uint32_t seed;     // ADAM8
+};
+
+enum Flag : int32_t {
+    UNSCALE = 1,       // multiply gradients by grad_mul
+    L2 = 2,            // add l2 * p to the gradient
+    DECOUPLED = 4,     // multiply p by decay
+    MOMENTUM = 8,      // SGD has a buffer
+    NESTEROV = 16,
+    EPS_INSIDE = 32,   // Lamb: sqrt(v + eps)
+    MAXIMIZE = 64,     // negate gradients
+};
+
+struct Step {
+    int32_t algorithm;
+    DType param, grad, state, copy;
+    Hyper hyper;
+    const float* coefficients;  // LAMB_APPLY: one per row, step size times trust ratio
+    double* partials;           // LAMB_UPDATE: two per chunk of a row (|p|^2, |u|^2)
+    const int64_t* partial_start;
+};
+
+constexpr int64_t LANES = 16;      // elements per step of every kernel, whatever the instruction set
+constexpr int64_t ALIGN = 64;      // thread borders fall on multiples of this, counted from a row's start
+constexpr int64_t BLOCK8 = 256;    // elements per scale of the 8-bit states
+constexpr int64_t CHUNK = 4096;    // elements per partial sum of a reduction
+
+struct Kernels {
+    const char* name;
+    // Both work on the elements [begin, end) of one row; begin is a multiple of ALIGN (BLOCK8, CHUNK where they matter).
+    void (*step)(const Step& step, const Row& row, int64_t row_index, int64_t begin, int64_t end);
+    // Sum of squares of [begin, end) in fp64, in lane order: one number per CHUNK.
+    void (*squares)(DType dtype, const char* data, int64_t begin, int64_t end, double* partials);
+    void (*scale)(DType dtype, char* data, int64_t begin, int64_t end, float factor);
+    void (*convert)(DType from, const char* in, DType to, char* out, int64_t begin, int64_t end);
+};
+
+}  // namespace dsx

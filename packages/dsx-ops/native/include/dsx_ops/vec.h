@@ -1,0 +1,258 @@
+// Sixteen floats at a time, in whatever registers the instruction set has. Included by files compiled per instruction set.
+//
+// F and U behave like a float and a uint32_t of 16 lanes: one 512-bit register, two of 256 or four of 128 bits. The
+// sixteen lanes are the same on every machine, which makes sums taken per lane equal too. Everything here is in the
+// namespace of its instruction set and inlined: a shared inline function compiled with AVX-512 could be picked by the
+// linker for everybody.
+#pragma once
+#include <stdint.h>
+
+#include "dsx_ops/kernels.h"
+#ifdef DSX_X86
+#include <immintrin.h>
+#endif
+
+namespace dsx {
+namespace DSX_ISA {
+
+#define DSX_INLINE inline __attribute__((always_inline))
+
+#if defined(DSX_ISA_AVX512)
+constexpr int WIDTH = 64;
+#elif defined(DSX_ISA_AVX2)
+constexpr int WIDTH = 32;
+#else
+constexpr int WIDTH = 16;
+#endif
+constexpr int REGS = 64 / WIDTH;
+constexpr int PER = WIDTH / 4;
+
+typedef float freg __attribute__((vector_size(WIDTH)));
+typedef uint32_t ureg __attribute__((vector_size(WIDTH)));
+typedef int32_t ireg __attribute__((vector_size(WIDTH)));
+typedef uint16_t hreg __attribute__((vector_size(WIDTH / 2)));
+typedef uint8_t breg __attribute__((vector_size(WIDTH / 4)));
+
+struct F { freg r[REGS]; };
+struct U { ureg r[REGS]; };
+
+#define DSX_EACH for (int i = 0; i < REGS; ++i)
+#define DSX_BINARY(T, op) \
+    static DSX_INLINE T operator op(T a, T b) { T c; DSX_EACH c.r[i] = a.r[i] op b.r[i]; return c; }
+DSX_BINARY(F, +) DSX_BINARY(F, -) DSX_BINARY(F, *) DSX_BINARY(F, /)
+DSX_BINARY(U, +) DSX_BINARY(U, -) DSX_BINARY(U, *) DSX_BINARY(U, &) DSX_BINARY(U, |) DSX_BINARY(U, ^)
+#undef DSX_BINARY
+
+static DSX_INLINE U operator<<(U a, int n) { U c; DSX_EACH c.r[i] = a.r[i] << n; return c; }
+static DSX_INLINE U operator>>(U a, int n) { U c; DSX_EACH c.r[i] = a.r[i] >> n; return c; }
+static DSX_INLINE F splat(float x) { F c; DSX_EACH c.r[i] = x - (freg){}; return c; }
+static DSX_INLINE U splatu(uint32_t x) { U c; DSX_EACH c.r[i] = x + (ureg){}; return c; }
+static DSX_INLINE U bits(F a) { U c; DSX_EACH c.r[i] = (ureg)a.r[i]; return c; }
+static DSX_INLINE F floats(U a) { F c; DSX_EACH c.r[i] = (freg)a.r[i]; return c; }
+// Masks are all-ones or zero per lane.
+static DSX_INLINE U less(F a, F b) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] < b.r[i]); return c; }
+static DSX_INLINE U lessu(U a, U b) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] < b.r[i]); return c; }
+static DSX_INLINE U is_nan(F a) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] != a.r[i]); return c; }
+static DSX_INLINE U equalu(U a, U b) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] == b.r[i]); return c; }
+static DSX_INLINE U select(U mask, U a, U b) { return (a & mask) | (b & (mask ^ splatu(~0u))); }
+static DSX_INLINE F select(U mask, F a, F b) { return floats(select(mask, bits(a), bits(b))); }
+static DSX_INLINE F absolute(F a) { return floats(bits(a) & splatu(0x7fffffffu)); }
+// NaN wins: a block with a NaN has a NaN maximum.
+static DSX_INLINE F maximum(F a, F b) { return select(less(a, b) | is_nan(b), b, a); }
+static DSX_INLINE F to_float(U a) { F c; DSX_EACH c.r[i] = __builtin_convertvector((ireg)a.r[i], freg); return c; }
+
+static DSX_INLINE F root(F a) {
+    F c;
+#if defined(DSX_ISA_AVX512)
+    c.r[0] = (freg)_mm512_maskz_sqrt_ps((__mmask16)-1, (__m512)a.r[0]);
+#elif defined(DSX_ISA_AVX2)
+    DSX_EACH c.r[i] = (freg)_mm256_sqrt_ps((__m256)a.r[i]);
+#elif defined(DSX_X86)
+    DSX_EACH c.r[i] = (freg)_mm_sqrt_ps((__m128)a.r[i]);
+#else
+    DSX_EACH for (int k = 0; k < PER; ++k) c.r[i][k] = __builtin_sqrtf(a.r[i][k]);
+#endif
+    return c;
+}
+
+static DSX_INLINE F load32(const void* at) { F c; __builtin_memcpy(&c, at, 64); return c; }
+static DSX_INLINE void store32(void* at, F a) { __builtin_memcpy(at, &a, 64); }
+
+// 16-bit integers, widened.
+static DSX_INLINE U load16(const void* at) {
+    U c;
+    DSX_EACH {
+        hreg h;
+        __builtin_memcpy(&h, (const char*)at + i * sizeof(hreg), sizeof(hreg));
+        c.r[i] = __builtin_convertvector(h, ureg);
+    }
+    return c;
+}
+static DSX_INLINE void store16(void* at, U a) {
+#if defined(DSX_ISA_AVX2)
+    // The values fit 16 bits: pack both registers, then put the quarters in order.
+    __m256i packed = _mm256_packus_epi32((__m256i)(a.r[0] & 0xffffu), (__m256i)(a.r[1] & 0xffffu));
+    packed = _mm256_permute4x64_epi64(packed, 0xd8);
+    __builtin_memcpy(at, &packed, 32);
+#else
+    DSX_EACH {
+        hreg h = __builtin_convertvector(a.r[i], hreg);
+        __builtin_memcpy((char*)at + i * sizeof(hreg), &h, sizeof(hreg));
+    }
+#endif
+}
+static DSX_INLINE U load8(const void* at) {
+    uint8_t raw[16];
+    __builtin_memcpy(raw, at, 16);
+    U c;
+#if defined(DSX_ISA_AVX512)
+    c.r[0] = (ureg)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)raw));
+#elif defined(DSX_ISA_AVX2)
+    c.r[0] = (ureg)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)raw));
+    c.r[1] = (ureg)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(raw + 8)));
+#else
+    DSX_EACH for (int k = 0; k < PER; ++k) c.r[i][k] = raw[i * PER + k];
+#endif
+    return c;
+}
+static DSX_INLINE void store8(void* at, U a) {
+#if defined(DSX_ISA_AVX512)
+    __m128i packed = _mm512_cvtepi32_epi8((__m512i)a.r[0]);
+    __builtin_memcpy(at, &packed, 16);
+#elif defined(DSX_ISA_AVX2)
+    __m256i words = _mm256_packus_epi32((__m256i)a.r[0], (__m256i)a.r[1]);
+    words = _mm256_permute4x64_epi64(words, 0xd8);
+    __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    __builtin_memcpy(at, &packed, 16);
+#else
+    uint8_t raw[16];
+    DSX_EACH for (int k = 0; k < PER; ++k) raw[i * PER + k] = (uint8_t)a.r[i][k];
+    __builtin_memcpy(at, raw, 16);
+#endif
+}
+
+// bf16: round to nearest, ties to even; NaN becomes the quiet NaN torch writes.
+static DSX_INLINE F bf16_to_float(U h) { return floats(h << 16); }
+static DSX_INLINE U float_to_bf16(F a) {
+    U b = bits(a);
+    U rounded = (b + splatu(0x7fffu) + ((b >> 16) & splatu(1))) >> 16;
+    return select(is_nan(a), splatu(0x7fc0u), rounded);
+}
+
+#if !defined(DSX_ISA_AVX2) && !defined(DSX_ISA_AVX512)
+static inline float half_to_float(uint32_t h) {
+    uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3ffu, out;
+    if (exponent == 31) {
+        out = sign | 0x7f800000u | (mantissa << 13) | (mantissa ? 0x400000u : 0);
+    } else if (exponent) {
+        out = sign | ((exponent + 112) << 23) | (mantissa << 13);
+    } else {
+        float value = (float)mantissa * 5.9604644775390625e-8f;  // 2^-24
+        __builtin_memcpy(&out, &value, 4);
+        out |= sign;
+    }
+    float f;
+    __builtin_memcpy(&f, &out, 4);
+    return f;
+}
+static inline uint32_t float_to_half(float f) {
+    uint32_t b;
+    __builtin_memcpy(&b, &f, 4);
+    uint32_t sign = (b >> 16) & 0x8000u, magnitude = b & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+    if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // rounds to or is infinity
+    if (magnitude < 0x38800000u) {                        // subnormal half: let the adder round
+        float value, magic = 0.5f;
+        __builtin_memcpy(&value, &magnitude, 4);
+        value += magic;
+        uint32_t out;
+        __builtin_memcpy(&out, &value, 4);
+        return sign | (out - 0x3f000000u);
+    }
+    return sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13);
+}
+#endif
+
+static DSX_INLINE F load_half(const void* at) {
+    F c;
+#if defined(DSX_ISA_AVX512)
+    c.r[0] = (freg)_mm512_maskz_cvtph_ps((__mmask16)-1, _mm256_loadu_si256((const __m256i*)at));
+#elif defined(DSX_ISA_AVX2)
+    DSX_EACH c.r[i] = (freg)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + i));
+#else
+    const uint16_t* h = (const uint16_t*)at;
+    DSX_EACH for (int k = 0; k < PER; ++k) {
+        uint16_t raw;
+        __builtin_memcpy(&raw, h + i * PER + k, 2);
+        c.r[i][k] = half_to_float(raw);
+    }
+#endif
+    return c;
+}
+static DSX_INLINE void store_half(void* at, F a) {
+#if defined(DSX_ISA_AVX512)
+    _mm256_storeu_si256((__m256i*)at, _mm512_maskz_cvtps_ph((__mmask16)-1, (__m512)a.r[0], _MM_FROUND_TO_NEAREST_INT));
+#elif defined(DSX_ISA_AVX2)
+    DSX_EACH _mm_storeu_si128((__m128i*)at + i, _mm256_cvtps_ph((__m256)a.r[i], _MM_FROUND_TO_NEAREST_INT));
+#else
+    DSX_EACH for (int k = 0; k < PER; ++k) {
+        uint16_t raw = (uint16_t)float_to_half(a.r[i][k]);
+        __builtin_memcpy((char*)at + 2 * (i * PER + k), &raw, 2);
+    }
+#endif
+}
+
+// Non-temporal store of 16 bf16 or half values: saves reading the line of a buffer that is only written.
+static DSX_INLINE void stream16(void* at, const void* from) {
+#if defined(DSX_ISA_AVX512) || defined(DSX_ISA_AVX2)
+    _mm256_stream_si256((__m256i*)at, _mm256_loadu_si256((const __m256i*)from));
+#else
+    __builtin_memcpy(at, from, 32);
+#endif
+}
+static DSX_INLINE void fence() {
+#ifdef DSX_X86
+    _mm_sfence();
+#endif
+}
+
+// Sixteen fp64 sums, one per lane.
+typedef double dreg __attribute__((vector_size(WIDTH)));
+constexpr int DREGS = 2 * REGS;
+struct D { dreg r[DREGS]; };
+static DSX_INLINE D zero_sums() { D d; for (int i = 0; i < DREGS; ++i) d.r[i] = (dreg){}; return d; }
+static DSX_INLINE void add_squares(D& sum, F a) {
+    typedef float part __attribute__((vector_size(WIDTH / 2)));
+    DSX_EACH {
+        part x[2];
+        __builtin_memcpy(x, &a.r[i], WIDTH);
+        for (int k = 0; k < 2; ++k) {
+            dreg d = __builtin_convertvector(x[k], dreg);
+            sum.r[2 * i + k] = sum.r[2 * i + k] + d * d;
+        }
+    }
+}
+static DSX_INLINE double total(const D& sum) {
+    double lane[16], t = 0;
+    __builtin_memcpy(lane, &sum, sizeof(lane));
+    for (int k = 0; k < 16; ++k) t += lane[k];
+    return t;
+}
+
+// Sixteen elements of a buffer of dtype T, starting at element i.
+template <DType T> struct Access {
+    static constexpr int SIZE = T == F32 ? 4 : 2;
+    static DSX_INLINE F load(const char* base, int64_t i) {
+        if (T == F32) return load32(base + 4 * i);
+        if (T == F16) return load_half(base + 2 * i);
+        return bf16_to_float(load16(base + 2 * i));
+    }
+    static DSX_INLINE void store(char* base, int64_t i, F a) {
+        if (T == F32) store32(base + 4 * i, a);
+        else if (T == F16) store_half(base + 2 * i, a);
+        else store16(base + 2 * i, float_to_bf16(a));
+    }
+};
+
+}  // namespace DSX_ISA
+}  // namespace dsx
