@@ -1,0 +1,205 @@
+"""What a configuration may ask for and dsx does not do: refused with what will bring it, or accepted with one warning.
+
+Two tables of data and two pure functions over a validated configuration.
+
+* ``NOT_YET``: features that will exist. Asking for one is an error; a block that is switched off, or a key at its
+  default, asks for nothing.
+* ``MEANINGLESS``: knobs of another implementation. They are accepted, because published files carry them, and one
+  warning names all that the file sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import Problem
+
+__all__ = ["MEANINGLESS", "NOT_YET", "asks_for", "meaningless", "not_yet"]
+
+_OFFLOAD = "offload to host and disk (dsx-nvme and offload policies of dsx-zero)"
+_ZEROPP = "quantised and hierarchical collectives (ZeRO++) in dsx-zero"
+_PIPE = "pipeline parallelism (dsx-pipe)"
+_DATA = "data efficiency (dsx-data)"
+_COMPRESS = "compression (dsx-compress)"
+
+NOT_YET: dict[str, str] = {
+    "activation_checkpointing": "activation checkpointing in depth (dsx-zero); torch.utils.checkpoint works today",
+    "aio": _OFFLOAD,
+    "autotuning": "the autotuner of dsx",
+    "checkpoint.parallel_write.pipeline_stage": _PIPE,
+    "checkpoint.use_node_local_storage": "checkpoints without a shared file system",
+    "compile.deepcompile": "graph passes; torch.compile of blocks works today",
+    "compression_training": _COMPRESS,
+    "curriculum_learning": _DATA,
+    "data_efficiency": _DATA,
+    "data_types.buffer_dtype": "separate data types for buffers",
+    "datastates_ckpt": "asynchronous checkpoints",
+    "disable_python_gc": "control of the garbage collector",
+    "eigenvalue": "curvature of blocks (dsx)",
+    "elasticity": "elastic batch sizes (dsx)",
+    "expert_parallel": "mixture of experts (dsx-moe)",
+    "graph_harvesting": "device graphs",
+    "hybrid_engine": "generation inside the training engine; no date",
+    "managed_gradient_accumulation": "manual accumulation; set_gradient_accumulation_boundary works today",
+    "memory_breakdown": "memory in the step report (dsx-monitor); dsx.utils.see_memory_usage works today",
+    "nebula": "checkpoints through a cloud service; no date",
+    "pipeline": _PIPE,
+    "progressive_layer_drop": "progressive layer drop (dsx)",
+    "quantize_training": _COMPRESS,
+    "sparse_attention": "block-sparse attention (dsx-sparse-attn)",
+    "sparse_gradients": "sparse reduction of embedding gradients (dsx-comm)",
+    "tensor_parallel": "tensor slicing (dsx-pipe)",
+    "zero_optimization.cpu_offload": _OFFLOAD,
+    "zero_optimization.cpu_offload_params": _OFFLOAD,
+    "zero_optimization.cpu_offload_use_pin_memory": _OFFLOAD,
+    "zero_optimization.offload_optimizer": _OFFLOAD,
+    "zero_optimization.offload_param": _OFFLOAD,
+    "zero_optimization.leaf_module": "leaf modules by configuration",
+    "zero_optimization.mics_shard_size": "shard groups smaller than the data-parallel group",
+    "zero_optimization.mics_hierarchical_params_gather": "shard groups smaller than the data-parallel group",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon under ZeRO",
+    "zero_optimization.zenflow": "stall-free offload; no date",
+    "zero_optimization.zero_hpz_partition_size": _ZEROPP,
+    "zero_optimization.zero_quantized_gradients": _ZEROPP,
+    "zero_optimization.zero_quantized_nontrainable_weights": _ZEROPP,
+    "zero_optimization.zero_quantized_weights": _ZEROPP,
+    "zero_optimization.zeropp_loco_param": _ZEROPP,
+}
+
+OPTIMIZERS_NOT_YET: dict[str, str] = {
+    "OneBitAdam": "compressed optimizers (dsx-comm)",
+    "ZeroOneAdam": "compressed optimizers (dsx-comm)",
+    "OneBitLamb": "compressed optimizers (dsx-comm)",
+    "Muon": "optimizers over whole matrices (dsx-ops)",
+    "MuAdam": "optimizers of the package mup; pass the optimizer object instead",
+    "MuAdamW": "optimizers of the package mup; pass the optimizer object instead",
+    "MuSGD": "optimizers of the package mup; pass the optimizer object instead",
+}
+
+_APEX = "an argument of apex; torch.amp has no such switch"
+_ALWAYS = "dsx always does it"
+
+MEANINGLESS: dict[str, str] = {
+    "amp.cast_model_outputs": _APEX,
+    "amp.cast_model_type": _APEX,
+    "amp.keep_batchnorm_fp32": _APEX,
+    "amp.master_weights": _APEX,
+    "amp.max_loss_scale": "the scale has no upper bound here",
+    "amp.num_losses": _APEX,
+    "amp.patch_torch_functions": _APEX,
+    "amp.verbosity": _APEX,
+    "bf16.immediate_grad_update": _ALWAYS,
+    "checkpoint.checkpoint_serialization": "checkpoints hold no pickled objects",
+    "checkpoint.load_universal": "every checkpoint loads at every world size and stage",
+    "checkpoint.writer": "there is one writer; each rank writes its own byte ranges",
+    "disable_allgather": "nothing reads it upstream either",
+    "optimizer.legacy_fusion": "there is one fp16 path",
+    "seq_parallel_communication_data_type": "there is no sequence parallelism to reduce for",
+    "use_data_before_expert_parallelism": "there are no expert groups to order",
+    "vocabulary_size": "nothing reads it upstream either",
+    "zero_force_ds_cpu_optimizer": "any torch optimizer may be used",
+    "zero_optimization.allgather_partitions": "updated parameters are always gathered with one collective",
+    "zero_optimization.contiguous_gradients": _ALWAYS,
+    "zero_optimization.elastic_checkpoint": "every checkpoint loads at every world size and stage",
+    "zero_optimization.enable_sanity_checks": _ALWAYS,
+    "zero_optimization.grad_hooks": "gradients are always reduced from backward hooks",
+    "zero_optimization.log_trace_cache_warnings": "changes of the order of modules are reported anyway",
+    "zero_optimization.memory_efficient_linear": "gathered weights are never kept by autograd",
+    "zero_optimization.override_module_apply": "nothing is patched",
+    "zero_optimization.pipeline_loading_checkpoint": "each rank reads only its own slices",
+    "zero_optimization.round_robin_gradients": "gradients are laid out in one order",
+    "zero_optimization.stage3_allgather_sequential": "gathers are issued in the agreed order",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": "parameters are always all-gathered",
+    "zero_optimization.use_multi_rank_bucket_allreduce": "gradients are reduce-scattered",
+}
+
+
+def asks_for(value: Any, default: Any) -> bool:
+    """Return whether a validated value asks for its feature.
+
+    A section with ``enabled`` asks when that is true; a section without it when any part of it asks; a plain value
+    when it differs from its default.
+    """
+    fields = getattr(type(value), "model_fields", None)
+    if fields is None:
+        if isinstance(value, Mapping) and value:
+            return any(asks_for(item, None) for item in value.values())
+        return value != default
+    if "enabled" in fields:
+        return value.enabled
+    if getattr(value, "device", None) == "none":
+        return False
+    parts = {name: getattr(value, name) for name in fields}
+    nested = [part for part in parts.values() if _has_switch(part)]
+    if nested:
+        return any(asks_for(part, None) for part in nested)
+    if default is None:
+        return True
+    return any(part != getattr(default, name) for name, part in parts.items())
+
+
+def not_yet(root: Any, where: Any) -> Iterator[Problem]:
+    """Yield one problem per feature that ``root`` asks for and that does not exist yet."""
+    for path, brings in NOT_YET.items():
+        found = _find(root, path)
+        if found is None:
+            continue
+        value, default = found
+        if not asks_for(value, default):
+            continue
+        for full, shown in _culprits(path, value, default):
+            yield Problem(
+                "not-available", full, f"not available yet: {full}", got=shown, where=where(full),
+                fix=f"remove it or switch it off; it comes with {brings}",
+            )  # fmt: skip
+
+
+def meaningless(paths: Mapping[str, Any]) -> list[str]:
+    """Return ``path: reason`` for every key of ``MEANINGLESS`` among the paths that a configuration sets."""
+    found = []
+    for path, reason in MEANINGLESS.items():
+        if path in paths or any(other.startswith(path + ".") for other in paths):
+            found.append(f"{path}: {reason}")
+    return found
+
+
+def _has_switch(value: Any) -> bool:
+    fields = getattr(type(value), "model_fields", None)
+    if fields is None:
+        return False
+    return "enabled" in fields or any(_has_switch(getattr(value, name)) for name in fields)
+
+
+def _find(root: Any, path: str) -> tuple[Any, Any] | None:
+    """Return value and default at a dotted path, or None where a section or key does not exist."""
+    *sections, name = path.split(".")
+    owner = root
+    for part in sections:
+        owner = getattr(owner, part, None)
+    fields = getattr(type(owner), "model_fields", {})
+    if name not in fields:
+        return None
+    field = fields[name]
+    return getattr(owner, name), None if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _culprits(path: str, value: Any, default: Any) -> Iterator[tuple[str, str]]:
+    """Yield path and text of what asks: the block for a switched-on block, the single keys for a block without switch."""
+    fields = getattr(type(value), "model_fields", None)
+    if fields is None:
+        yield path, _text(value)
+    elif "enabled" in fields:
+        yield path, "enabled: true"
+    elif default is None or _has_switch(value):
+        yield path, f"device: {value.device}" if hasattr(value, "device") else "a block that asks for it"
+    else:
+        for name in fields:
+            if getattr(value, name) != getattr(default, name):
+                yield f"{path}.{name}", _text(getattr(value, name))
+
+
+def _text(value: Any) -> str:
+    return (
+        {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+    )

@@ -1,0 +1,49 @@
+"""What all sections share: a frozen, strict base model and the number types of JSON people write.
+
+Strict means: text is not a number, 1 is not ``true``, an unknown key is an error. The one liberty: a whole number may be
+written as ``5e8``, because every published configuration does.
+
+Importing this module costs pydantic; only the code that loads a configuration imports it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+__all__ = ["Count", "Int", "Probability", "Ratio", "Real", "Section", "Size", "Toggle", "default_of"]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+
+
+class Toggle(Section):
+    """A section that is off unless ``enabled`` is true."""
+
+    enabled: bool = Field(False, description="switches the section on")
+
+
+def _whole(value: Any) -> Any:
+    """Let 5e8 through as 500000000; leave everything else for the strict check to judge."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Size = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Real = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def default_of(model: type[BaseModel], name: str) -> Any:
+    """Return the documented default of a field (None for a required one)."""
+    return (
+        None
+        if model.model_fields[name].is_required()
+        else model.model_fields[name].get_default(call_default_factory=True)
+    )

@@ -1,0 +1,185 @@
+"""Checks of ``optimizer`` and ``scheduler``: known type, known and sensible arguments, available today.
+
+The arguments of our own optimizers are a table, so that a configuration is judged without importing torch; for any
+other class of ``torch.optim`` the constructor's signature is asked. A schedule of our own is simply built on a stand-in
+with one parameter group: what its constructor refuses is a problem of the configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import Problem, ScheduleError
+from .availability import OPTIMIZERS_NOT_YET
+from .names import nearest
+from .translate import show
+
+__all__ = ["OPTIMIZER_ARGUMENTS", "canonical_optimizer", "component_problems"]
+
+_TORCH_SWITCHES = ("maximize", "foreach", "capturable", "differentiable", "fused")
+_ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "adam_w_mode", "torch_adam",
+         "fp32_optimizer_states", "set_grad_none", *_TORCH_SWITCHES)  # fmt: skip
+
+OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "Lamb": ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_coeff", "min_coeff", "amsgrad",
+             "eps_inside_sqrt", "set_grad_none"),
+    "Lion": ("lr", "betas", "weight_decay", "fp32_optimizer_states", "set_grad_none"),
+    "Adagrad": ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "amsgrad", "fp32_optimizer_states",
+                *_TORCH_SWITCHES),
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", *_TORCH_SWITCHES),
+}  # fmt: skip
+
+_SWITCHES = frozenset(
+    {"bias_correction", "amsgrad", "adam_w_mode", "torch_adam", "fp32_optimizer_states", "set_grad_none", "nesterov",
+     "eps_inside_sqrt", "maximize", "capturable", "differentiable"}
+)  # fmt: skip
+_NUMBERS = frozenset(
+    {"lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum", "max_coeff", "min_coeff"}
+)
+
+
+def canonical_optimizer(name: str) -> str | None:
+    """Return the name of one of our own optimizers in its documented spelling; None for any other name."""
+    spelled = {known.lower(): known for known in OPTIMIZER_ARGUMENTS}
+    return spelled.get(name.lower())
+
+
+def component_problems(root: Any, where: Callable[[str], str]) -> Iterator[Problem]:
+    """Yield what is wrong with ``optimizer`` and ``scheduler`` of a validated configuration."""
+    if root.optimizer is not None:
+        yield from _optimizer_problems(root.optimizer, where)
+    if root.scheduler is not None:
+        yield from _scheduler_problems(root.scheduler, where)
+
+
+def _optimizer_problems(section: Any, where: Any) -> Iterator[Problem]:
+    later = {name.lower(): name for name in OPTIMIZERS_NOT_YET}.get(section.type.lower())
+    if later:
+        yield Problem(
+            "not-available", "optimizer.type", f"not available yet: optimizer.type {later}", got=show(section.type),
+            where=where("optimizer.type"), fix=f"it comes with {OPTIMIZERS_NOT_YET[later]}",
+        )  # fmt: skip
+        return
+    own = canonical_optimizer(section.type)
+    if own is not None:
+        yield from _argument_problems("optimizer.params", section.params, OPTIMIZER_ARGUMENTS[own], own, where)
+        yield from _optimizer_values(section.params, where)
+        return
+    yield from _torch_problems("optimizer", "torch.optim", section, list(OPTIMIZER_ARGUMENTS), ("params",), where)
+
+
+def _optimizer_values(params: dict[str, Any], where: Any) -> Iterator[Problem]:
+    for name, value in params.items():
+        path = f"optimizer.params.{name}"
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        expected = ""
+        if name in _SWITCHES and not isinstance(value, bool):
+            expected = "true or false"
+        elif name in _NUMBERS and not (number and value >= 0):
+            expected = "a number of at least 0"
+        elif name == "betas" and not _are_betas(value):
+            expected = "a list of two numbers, each at least 0 and less than 1"
+        if expected:
+            kind = "value" if number else "type"
+            yield Problem(kind, path, "this argument cannot be used", got=show(value), expected=expected,
+                          where=where(path), fix=f"write {expected}")  # fmt: skip
+
+
+def _are_betas(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(beta, (int, float)) and not isinstance(beta, bool) and 0 <= beta < 1 for beta in value)
+    )
+
+
+def _argument_problems(path: str, params: dict[str, Any], known: Any, owner: str, where: Any) -> Iterator[Problem]:
+    for name in params:
+        if name in known:
+            continue
+        full = f"{path}.{name}"
+        if name == "max_grad_norm":
+            yield Problem("value", full, "clipping is not the optimizer's work here", got=show(params[name]), where=where(full),
+                          fix="set the top-level key gradient_clipping")  # fmt: skip
+            continue
+        near = nearest(name, known)
+        yield Problem(
+            "unknown-key", full, f'unknown argument "{name}" of {owner}', got=f'"{name}"',
+            expected=" or ".join(f"{path}.{other}" for other in near) if near else f"one of {', '.join(known)}",
+            fix=f'did you mean "{near[0]}"?' if len(near) == 1 else "remove it or use one of these", where=where(full),
+        )  # fmt: skip
+
+
+def _scheduler_problems(section: Any, where: Any) -> Iterator[Problem]:
+    from ..lr_schedules import SCHEDULES  # late: only a configuration with a schedule pays for it
+
+    own = {name.lower(): name for name in SCHEDULES}.get(section.type.lower())
+    if own is None:
+        yield from _torch_problems(
+            "scheduler", "torch.optim.lr_scheduler", section, list(SCHEDULES), ("optimizer",), where
+        )
+        return
+    signature = inspect.signature(SCHEDULES[own])
+    known = [name for name in signature.parameters if name not in ("optimizer", "last_batch_iteration")]
+    wrong = list(_argument_problems("scheduler.params", section.params, known, own, where))
+    wrong += _required_problems("scheduler.params", signature, section.params, own, where, skip=("optimizer",))
+    yield from wrong
+    if wrong:
+        return
+    try:
+        SCHEDULES[own](_StandIn(section.params), **section.params)
+    except (ScheduleError, TypeError) as error:
+        yield Problem("value", "scheduler.params", str(error), got=show(section.params), where=where("scheduler.params"),
+                      fix=f"see {own} in docs/config.md")  # fmt: skip
+
+
+class _StandIn:
+    """One parameter group per value of the longest per-group list, so that such lists can be checked for their items."""
+
+    def __init__(self, params: dict[str, Any]) -> None:
+        count = max([1, *(len(value) for value in params.values() if isinstance(value, list))])
+        self.param_groups = [{"lr": 0.001} for _ in range(count)]
+
+
+def _required_problems(
+    path: str, signature: inspect.Signature, params: Any, owner: str, where: Any, *, skip: tuple[str, ...]
+) -> list[Problem]:
+    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        Problem("missing", f"{path}.{name}", f"{owner} needs this argument", where=where(path), fix=f'add "{name}"')
+        for name, parameter in signature.parameters.items()
+        if name not in skip and parameter.default is inspect.Parameter.empty and parameter.kind not in fixed
+        and name not in params
+    ]  # fmt: skip
+
+
+def _torch_problems(
+    key: str, module: str, section: Any, ours: list[str], skip: tuple[str, ...], where: Any
+) -> Iterator[Problem]:
+    import importlib  # late with torch: a configuration that names only our own classes is judged without it
+
+    classes = {
+        name: value
+        for name, value in vars(importlib.import_module(module)).items()
+        if isinstance(value, type) and not name.startswith("_") and name not in ("Optimizer", "LRScheduler")
+    }
+    chosen = classes.get(section.type)
+    if chosen is None:
+        near = nearest(section.type, [*ours, *classes])
+        yield Problem(
+            "value", f"{key}.type", f"unknown {key}", got=show(section.type), where=where(f"{key}.type"),
+            expected=" or ".join(near) if near else f"one of {', '.join(ours)}, or a class of {module}",
+            fix=f'did you mean "{near[0]}"?' if near else "pass the object to initialize instead",
+        )  # fmt: skip
+        return
+    signature = inspect.signature(chosen)
+    if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in signature.parameters.values()):
+        return
+    known = [name for name in signature.parameters if name not in skip]
+    yield from _argument_problems(f"{key}.params", section.params, known, section.type, where)
+    yield from _required_problems(f"{key}.params", signature, section.params, section.type, where, skip=skip)

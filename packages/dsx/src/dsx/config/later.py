@@ -1,0 +1,216 @@
+"""Sections of features that do not exist yet: modelled and checked now, so that a configuration stays readable.
+
+A block that is switched off is accepted as it is; one that is switched on is refused with what will bring it (see
+``availability.py``). When a feature arrives its model moves to the package that owns it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from .base import Count, Real, Section, Size, Toggle
+
+__all__ = [
+    "ActivationCheckpointing", "Aio", "Autotuning", "CompileSection", "CurriculumLearning", "Eigenvalue", "Elasticity",
+    "HybridEngine", "Nebula", "Pipeline", "ProgressiveLayerDrop", "SparseAttention", "TensorParallel",
+]  # fmt: skip
+
+
+class ActivationCheckpointing(Section):
+    """Recomputation of activations with partitioning, offload and contiguous buffers."""
+
+    partition_activations: bool = Field(False, description="split saved inputs over the model-parallel ranks")
+    cpu_checkpointing: bool = Field(False, description="keep saved inputs in host memory")
+    contiguous_memory_optimization: bool = Field(False, description="copy saved inputs into one buffer")
+    number_checkpoints: Count | None = Field(None, description="number of checkpoints the buffer is made for")
+    synchronize_checkpoint_boundary: bool = Field(False, description="wait for the device at every boundary")
+    profile: bool = Field(False, description="log the time of every checkpointed function")
+
+
+class Pipeline(Section):
+    """Pipeline parallelism."""
+
+    stages: Count | Literal["auto"] = Field("auto", description="number of pipeline stages")
+    partition: str = Field("best", description="how layers are divided over the stages")
+    seed_layers: bool = Field(False, description="build every layer under a seed of its own")
+    activation_checkpoint_interval: Size = Field(0, description="layers per recomputed block; 0 is none")
+    pipe_partitioned: bool = Field(True, description="send activations as slices over the model-parallel group")
+    grad_partitioned: bool = Field(True, description="send gradients as slices over the model-parallel group")
+    use_reentrant: bool = Field(True, description="use reentrant recomputation")
+
+
+class Aio(Section):
+    """Asynchronous file I/O for offload to disk."""
+
+    block_size: Count = Field(1048576, description="bytes per request")
+    queue_depth: Count = Field(8, description="requests in flight")
+    intra_op_parallelism: Count = Field(1, description="threads that share one transfer; thread_count is the same")
+    single_submit: bool = Field(False, description="submit requests one by one")
+    overlap_events: bool = Field(True, description="submit without waiting for earlier requests")
+    use_gds: bool = Field(False, description="transfer between disk and GPU directly")
+
+
+class SparseAttention(Section):
+    """Layout of block-sparse attention."""
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = Field(
+        "fixed", description="structure"
+    )
+    block: Count = Field(16, description="block size")
+    different_layout_per_head: bool = Field(False, description="a layout of its own for every head")
+    num_local_blocks: Count = Field(4, description="blocks per local window (fixed)")
+    num_global_blocks: Count = Field(1, description="global blocks per window (fixed, bigbird)")
+    attention: Literal["bidirectional", "unidirectional"] = Field("bidirectional", description="direction")
+    horizontal_global_attention: bool = Field(False, description="global blocks attend to all (fixed, variable)")
+    num_different_global_patterns: Count = Field(1, description="global patterns over the heads (fixed)")
+    num_random_blocks: Size = Field(0, description="random blocks per row (variable, bigbird)")
+    local_window_blocks: list[int] = Field([4], description="blocks of each local window (variable)")
+    global_block_indices: list[int] = Field([0], description="global blocks (variable, bslongformer)")
+    global_block_end_indices: list[int] | None = Field(None, description="exclusive ends of global ranges")
+    num_sliding_window_blocks: Count = Field(3, description="blocks of the sliding window (bigbird, bslongformer)")
+
+
+class ModelInfo(Section):
+    """What the autotuner may be told about the model."""
+
+    profile: bool = Field(False, description="measure the model first")
+    num_params: Size | None = Field(None, description="number of parameters")
+    hidden_size: Size | None = Field(None, description="hidden size")
+    num_layers: Size | None = Field(None, description="number of layers")
+
+
+class Autotuning(Toggle):
+    """Search for the fastest ZeRO stage and micro-batch size."""
+
+    results_dir: str | None = Field("autotuning_results", description="folder of results; null is the default folder")
+    exps_dir: str | None = Field("autotuning_exps", description="folder of experiments; null is the default folder")
+    overwrite: bool = Field(False, description="run experiments again whose results exist")
+    metric: Literal["throughput", "latency", "FLOPS", "flops"] = Field("throughput", description="what is optimised")
+    start_profile_step: Count = Field(3, description="first measured step")
+    end_profile_step: Count = Field(5, description="last measured step")
+    fast: bool = Field(True, description="tune only stage and micro-batch size")
+    max_train_batch_size: Count | None = Field(None, description="largest global batch")
+    min_train_batch_size: Count = Field(1, description="smallest global batch")
+    max_train_micro_batch_size_per_gpu: Count = Field(1024, description="largest micro-batch")
+    min_train_micro_batch_size_per_gpu: Count = Field(1, description="smallest micro-batch")
+    mp_size: Count = Field(1, description="model-parallel size")
+    num_tuning_micro_batch_sizes: Count = Field(3, description="micro-batch sizes to try")
+    tuner_type: Literal["model_based", "gridsearch", "random"] = Field("model_based", description="order of the search")
+    tuner_early_stopping: Size = Field(5, description="experiments without progress before it stops")
+    tuner_num_trials: Count = Field(50, description="largest number of experiments per stage")
+    arg_mappings: dict[str, str] | None = Field(
+        None, description="configuration key to command-line option of the script"
+    )
+    num_nodes: Count | None = Field(None, description="nodes to tune on")
+    num_gpus: Count | None = Field(None, description="devices per node to tune on")
+    model_info: ModelInfo | None = Field(None, description="known facts about the model")
+    model_info_path: str | None = Field(None, description="file the model facts are written to")
+    metric_path: str | None = Field(None, description="file the metric is written to")
+
+
+class Elasticity(Toggle):
+    """A batch size that suits many world sizes."""
+
+    max_train_batch_size: Count = Field(2000, description="largest global batch")
+    micro_batch_sizes: list[Count] = Field([2, 4, 6], description="micro-batch sizes to consider")
+    min_gpus: Count = Field(1, description="smallest world size")
+    max_gpus: Count = Field(10000, description="largest world size")
+    min_time: Size = Field(0, description="minutes between two changes of scale")
+    prefer_large_batch: bool = Field(True, description="prefer the larger batch; prefer_larger_batch is the same")
+    version: float = Field(0.2, description="algorithm: 0.1 or 0.2")
+    ignore_non_elastic_batch_info: bool = Field(False, description="ignore the ordinary batch sizes")
+    num_gpus_per_node: Count = Field(1, description="devices per node (0.2)")
+    model_parallel_size: Count = Field(1, description="model-parallel size (0.2)")
+
+
+class CurriculumSchedule(Section):
+    """Parameters of a difficulty schedule."""
+
+    total_curriculum_step: Count | None = Field(None, description="steps from the least to the greatest difficulty")
+    difficulty_step: Count | None = Field(None, description="difficulty is a multiple of this")
+    root_degree: Count | None = Field(None, description="degree of the root (fixed_root)")
+    difficulty: list[int] | None = Field(None, description="difficulties (fixed_discrete)")
+    max_step: list[int] | None = Field(None, description="last step of each difficulty (fixed_discrete)")
+
+
+class CurriculumLearning(Toggle):
+    """Sequence-length curriculum (legacy block)."""
+
+    curriculum_type: str = Field("seqlen", description="metric")
+    min_difficulty: Count | None = Field(None, description="difficulty at the start")
+    max_difficulty: Count | None = Field(None, description="difficulty at the end")
+    schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] | None = Field(
+        None, description="shape of the schedule"
+    )
+    schedule_config: CurriculumSchedule | None = Field(None, description="parameters of the schedule")
+
+
+class ProgressiveLayerDrop(Toggle):
+    """Stochastic depth that grows over training."""
+
+    theta: Real = Field(1.0, le=1.0, description="limit of the keep probability")
+    gamma: Real = Field(0.001, description="speed of the approach")
+
+
+class Eigenvalue(Toggle):
+    """Largest curvature of each block, by power iteration."""
+
+    verbose: bool = Field(False, description="log every iteration")
+    max_iter: Count = Field(100, description="largest number of iterations")
+    tol: Real = Field(0.01, description="relative change that ends the iteration")
+    stability: Real = Field(1e-6, description="added to norms before dividing")
+    gas_boundary_resolution: Count = Field(1, description="accumulation boundaries between two computations")
+    layer_name: str = Field("bert.encoder.layer", description="where the blocks are")
+    layer_num: Size = Field(0, description="number of blocks")
+
+
+class HybridEngine(Toggle):
+    """Training and generation in one engine."""
+
+    max_out_tokens: Count = Field(512, description="longest generation")
+    inference_tp_size: Count = Field(1, description="tensor-parallel size of generation")
+    release_inference_cache: bool = Field(False, description="free the cache after generation")
+    pin_parameters: bool = Field(True, description="keep gathered parameters pinned")
+    tp_gather_partition_size: Count = Field(8, description="parameters per gather")
+    enable_cuda_graph: bool = Field(False, description="capture generation in a graph")
+
+
+class Nebula(Toggle):
+    """Checkpoints through a cloud service."""
+
+    persistent_storage_path: str | None = Field(None, description="where checkpoints end up")
+    persistent_time_interval: Count = Field(100, description="seconds between two checkpoints")
+    num_of_version_in_retention: Count = Field(2, description="checkpoints kept")
+    enable_nebula_load: bool = Field(True, description="load through the service")
+    load_path: str | None = Field(None, description="where to load from")
+
+
+class TensorParallel(Section):
+    """Automatic tensor parallelism."""
+
+    autotp_size: Size = Field(0, description="tensor-parallel size; 0 is off")
+    tp_overlap_comm: bool = Field(False, description="overlap communication")
+    preset_model: str | None = Field(None, description="known model family")
+    partition_config: dict[str, Any] | None = Field(None, description="which layers are split, and how")
+
+
+class CompileSection(Section):
+    """Graph passes over the compiled model."""
+
+    deepcompile: bool = Field(False, description="rewrite the compiled graph")
+    free_activation: bool = Field(False, description="free activations early")
+    offload_activation: bool = Field(False, description="keep activations in host memory")
+    offload_opt_states: bool = Field(False, description="keep optimizer states in host memory")
+    offload_parameters: bool = Field(False, description="keep parameters in host memory")
+    double_buffer: bool = Field(True, description="two gather buffers")
+    symmetric_memory: bool = Field(False, description="gather through symmetric memory")
+    passes: list[str] | None = Field(None, description="passes to run")
+    debug_log: bool = Field(False, description="log the passes")
+    sync_before_reduce: bool = Field(False, description="wait before a reduction")
+    sync_after_reduce: bool = Field(False, description="wait after a reduction")
+    sync_before_allgather: bool = Field(False, description="wait before a gather")
+    sync_after_allgather: bool = Field(False, description="wait after a gather")
+    keep_int_input_tensors: bool = Field(True, description="keep integer inputs")
+    keep_all_input_tensors: bool = Field(False, description="keep all inputs")

@@ -1,0 +1,177 @@
+"""``load_config``: read, normalise, validate, cross-check, complete.
+
+All problems of one pass are raised together. Nothing here talks to other ranks or to a device: the same document gives
+the same result, and the same text of an error, everywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from ..errors import DsxConfigError, PrecisionError, Problem
+from ..precision import Precision, resolve_precision
+from .availability import asks_for, meaningless, not_yet
+from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
+from .components import component_problems
+from .model import Config
+from .normal import Normalised, normalise
+from .report import UsageTracker, leaves
+from .rules import conflicts
+from .schema import Root
+from .source import Document, read
+from .translate import problems_of
+
+__all__ = ["load_config"]
+
+logger = logging.getLogger("dsx.config")
+
+
+def load_config(source: Any, *, world_size: int) -> Config:
+    """Load a configuration.
+
+    Args:
+        source: dictionary, path of a JSON file (comments and trailing commas allowed), or base64 text of JSON.
+        world_size: number of data-parallel ranks; enters the batch arithmetic.
+
+    Raises:
+        DsxConfigError: with every problem found.
+    """
+    if isinstance(source, Config):
+        source = source.to_dict()
+    document = read(source)
+    written = copy.deepcopy(document.data)
+    ready = normalise(document.data)
+    where = _place_of(document, ready)
+    root, broken, problems = _validate(ready, where)
+    problems = [*ready.problems, *problems]
+    batch, precision = _complete(root, world_size, broken, problems, where)
+    problems += [item for item in conflicts(root, world_size, where) if item.path not in broken]
+    problems += [item for item in component_problems(root, where) if not _under(item.path, broken)]
+    problems += [item for item in not_yet(root, where) if not _under(item.path, broken)]
+    if problems or batch is None or precision is None:
+        raise DsxConfigError(_without_repeats(problems), source=document.name)
+    config = _build(root, batch, precision, document, ready, written)
+    _warn(config)
+    return config
+
+
+def _validate(ready: Normalised, where: Callable[[str], str]) -> tuple[Any, set[str], list[Problem]]:
+    """Validate; take out what is wrong and validate the rest, so that cross-checks see all that can be read."""
+    data = copy.deepcopy(ready.data)
+    problems: list[Problem] = []
+    broken: set[str] = set()
+    for _ in range(8):
+        try:
+            return Root.model_validate(data), broken, problems
+        except ValidationError as error:
+            found = problems_of(error, Root, lambda loc: where(".".join(map(str, loc))))
+            problems += found
+            for item in found:
+                broken.add(item.path)
+                if not _take_out(data, item.path):
+                    data.pop(item.path.split(".")[0], None)
+    return Root.model_validate({}), broken | set(ready.data), problems
+
+
+def _take_out(data: dict[str, Any], path: str) -> bool:
+    """Remove the key at a path; False if there is none there (then the section as a whole has to go)."""
+    owner: Any = data
+    parts = path.split(".")
+    for index, part in enumerate(parts):
+        if not isinstance(owner, dict):
+            # Inside a list: the list is the smallest thing that can go.
+            return _take_out(data, ".".join(parts[: index - 1])) if index > 1 else False
+        if part not in owner:
+            return False
+        if index == len(parts) - 1:
+            del owner[part]
+            return True
+        owner = owner[part]
+    return False
+
+
+def _complete(
+    root: Any, world_size: int, broken: set[str], problems: list[Problem], where: Callable[[str], str]
+) -> tuple[BatchSizes | None, Precision | None]:
+    """Resolve batch sizes and data types; what cannot be resolved is added to ``problems``."""
+    batch: BatchSizes | None = None
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        problems.append(
+            Problem("value", "world_size", "the number of ranks is wrong", got=str(world_size), expected="at least 1")
+        )
+    elif not broken & {TRAIN, MICRO, ACCUMULATION}:
+        given = {TRAIN: root.train_batch_size, MICRO: root.train_micro_batch_size_per_gpu}
+        resolved = resolve_batch({**given, ACCUMULATION: root.gradient_accumulation_steps}, world_size)
+        if isinstance(resolved, Problem):
+            problems.append(resolved)
+        else:
+            batch = resolved
+    precision: Precision | None = None
+    try:
+        precision = resolve_precision(root)
+    except PrecisionError as error:
+        path = "data_types" if root.data_types.model_fields_set else "communication_data_type"
+        problems.append(
+            Problem("conflict", path, str(error), where=where(path), fix="see the table of precision in docs/config.md")
+        )
+    return batch, precision
+
+
+def _build(
+    root: Any, batch: BatchSizes, precision: Precision, document: Document, ready: Normalised, written: dict[str, Any]
+) -> Config:
+    origin = document.name if document.name in ("dictionary", "base64 text") else "file"
+    origins = {path: origin for path, _ in leaves(ready.data)}
+    origins.update({path: "auto" for path in ready.auto})
+    origins.update({key: "auto" if key in ready.auto else "derived" for key in batch.derived})
+    warnings = list(ready.notes)
+    ignored = meaningless(dict(leaves(ready.data)))
+    if ignored:
+        warnings.append("these keys are accepted and mean nothing here:\n  " + "\n  ".join(ignored))
+    names = {name.split(":")[0] for name in ignored}
+    configured = [key for key in ready.data if key not in names and _is_active(root, key)]
+    return Config(
+        root=root,
+        batch=batch,
+        precision=precision,
+        source=document.name,
+        warnings=tuple(warnings),
+        origins=origins,
+        tracker=UsageTracker(configured),
+    )
+
+
+def _is_active(root: Any, key: str) -> bool:
+    """Whether a configured key asks for something: a block that is switched off does not."""
+    value = getattr(root, key)
+    return asks_for(value, None) if isinstance(value, BaseModel) and "enabled" in type(value).model_fields else True
+
+
+def _warn(config: Config) -> None:
+    """Log one warning per document, by one rank."""
+    if config.warnings and os.environ.get("RANK", "0") == "0":
+        logger.warning("configuration (%s): %s", config.source, "\n".join(config.warnings))
+
+
+def _place_of(document: Document, ready: Normalised) -> Callable[[str], str]:
+    def place(path: str) -> str:
+        for documented, written in ready.moved.items():
+            if path == documented or path.startswith(documented + "."):
+                path = written + path[len(documented) :]
+        return document.place(tuple(int(part) if part.isdigit() else part for part in path.split(".")))
+
+    return place
+
+
+def _under(path: str, broken: set[str]) -> bool:
+    return any(path == other or path.startswith(other + ".") for other in broken)
+
+
+def _without_repeats(problems: list[Problem]) -> list[Problem]:
+    return list(dict.fromkeys(problems))

@@ -1,0 +1,116 @@
+"""``Config``: the loaded configuration, frozen, with the derived records the engine works from.
+
+Every top-level key of the JSON is an attribute: ``config.gradient_clipping``, ``config.zero_optimization.stage``,
+``config.fp16.enabled``. ``config.batch`` and ``config.precision`` are the resolved records. Code that acts on a key
+calls ``config.use("optimizer")``, which returns the value and records the use; ``config.unused_report()`` then tells
+what was configured and never acted on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..precision import Precision
+from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes
+from .report import Explanation, Row, UsageTracker, leaves
+
+__all__ = ["Config"]
+
+_BEHIND = {
+    "batch": (TRAIN, MICRO, ACCUMULATION),
+    "precision": ("fp16", "bf16", "amp", "torch_autocast", "data_types", "communication_data_type"),
+    "zero": ("zero_optimization",),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A configuration that was read, completed and found consistent.
+
+    Attributes:
+        root: the validated model with every key; see ``docs/config.md``.
+        batch: the three batch sizes.
+        precision: the data types of the run.
+        source: file name, ``dictionary`` or ``base64 text``.
+        warnings: what the user should know: keys without meaning here, values read differently.
+        origins: dotted path -> ``file``, ``dictionary``, ``derived`` or ``auto``; absent for defaults.
+        tracker: which configured keys something acted on.
+    """
+
+    root: Any
+    batch: BatchSizes
+    precision: Precision
+    source: str
+    warnings: tuple[str, ...] = ()
+    origins: dict[str, str] = field(default_factory=dict, repr=False)
+    tracker: UsageTracker = field(default_factory=lambda: UsageTracker(()), repr=False, compare=False)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for names that are not attributes of Config: the top-level keys.
+        root = self.__dict__.get("root")
+        if root is not None and name in type(root).model_fields:
+            return getattr(root, name)
+        raise AttributeError(f"the configuration has no key {name!r}")
+
+    @property
+    def zero(self) -> Any:
+        """The ``zero_optimization`` section, as ``dsx_zero`` takes it."""
+        return self.root.zero_optimization
+
+    def use(self, name: str) -> Any:
+        """Return the value of a top-level key, or of ``batch``, ``precision``, ``zero``, and record that it is acted on."""
+        self.tracker.mark(*_BEHIND.get(name, (name,)))
+        return getattr(self, name)
+
+    def unused_report(self) -> str:
+        """Return a sentence naming configured keys that nothing acted on; empty if there are none."""
+        unused = self.tracker.unused()
+        if not unused:
+            return ""
+        return f"configured but never used: {', '.join(unused)} ({self.source})"
+
+    def to_dict(self, *, complete: bool = False) -> dict[str, Any]:
+        """Return the configuration as JSON values that load again to an equal configuration.
+
+        Args:
+            complete: also the defaults. Without it: what was set, and what was computed from it.
+        """
+        data = self.root.model_dump(mode="json", exclude_unset=not complete, by_alias=False)
+        for key, value in (
+            (TRAIN, self.batch.train),
+            (MICRO, self.batch.micro),
+            (ACCUMULATION, self.batch.accumulation),
+        ):
+            data[key] = value
+        return data
+
+    def explain(self) -> Explanation:
+        """Return every value in effect with where it came from."""
+        rows = []
+        for path, value in leaves(self.to_dict(complete=True)):
+            rows.append(Row(path, value, self._origin(path), _NOTES.get(path, "") if path not in self.origins else ""))
+        for role, value in self.precision.to_json().items():
+            rows.append(Row(f"precision.{role}", value, "derived"))
+        return Explanation(self.source, tuple(rows))
+
+    def _origin(self, path: str) -> str:
+        if path in self.origins:
+            return self.origins[path]
+        parts = path.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            origin = self.origins.get(".".join(parts[:end]))
+            if origin is not None:
+                return origin
+        return "default"
+
+    def json_schema(self) -> dict[str, Any]:
+        """Return the JSON schema of a configuration, for editors."""
+        return type(self.root).model_json_schema()
+
+    def __str__(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+
+_NOTES = {"gradient_clipping": "gradients are clipped by default; 0 switches it off"}

@@ -1,0 +1,114 @@
+"""The steps before validation: second names of keys, short forms, and ``"auto"``.
+
+``"auto"`` means "you decide". The key is taken out, so that the value is the documented default or is computed from
+other keys, and the path is remembered for the report. Where nothing can be decided (a required value without default)
+validation says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import Problem
+
+__all__ = ["SECOND_NAMES", "Normalised", "normalise"]
+
+# second name -> the name the documentation uses
+SECOND_NAMES: dict[str, str] = {
+    "bfloat16": "bf16",
+    "aio.thread_count": "aio.intra_op_parallelism",
+    "aio.num_threads": "aio.intra_op_parallelism",
+    "elasticity.prefer_larger_batch": "elasticity.prefer_large_batch",
+}
+
+_SECTIONS_THAT_MAY_BE_NULL = frozenset(
+    {
+        "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger", "compile",
+        "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency", "data_types", "eigenvalue",
+        "elasticity", "flops_profiler", "fp16", "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop",
+        "quantize_training", "tensor_parallel", "tensorboard", "timers", "torch_autocast", "wandb", "zero_optimization",
+    }
+)  # fmt: skip
+
+_TEXT_BOOLEANS = {"true": True, "false": False}
+
+
+@dataclass
+class Normalised:
+    """A document ready for validation.
+
+    Attributes:
+        data: the values, changed in place.
+        auto: dotted paths that were ``"auto"``.
+        notes: sentences about what was read differently from how it was written.
+        problems: what could not be read.
+        moved: documented name -> name in the document, for messages that point into the file.
+    """
+
+    data: dict[str, Any]
+    auto: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    moved: dict[str, str] = field(default_factory=dict)
+
+
+def normalise(data: dict[str, Any]) -> Normalised:
+    """Apply all steps to ``data`` (which is changed)."""
+    result = Normalised(data)
+    for name in sorted(_SECTIONS_THAT_MAY_BE_NULL & set(data)):
+        if data[name] is None:
+            del data[name]
+    for second, first in SECOND_NAMES.items():
+        _rename(result, second, first)
+    _short_forms(result)
+    _take_out_auto(result, data, "")
+    return result
+
+
+def _rename(result: Normalised, second: str, first: str) -> None:
+    *sections, old = second.split(".")
+    new = first.rsplit(".", 1)[-1]
+    owner: Any = result.data
+    for part in sections:
+        owner = owner.get(part) if isinstance(owner, dict) else None
+    if not isinstance(owner, dict) or old not in owner:
+        return
+    value = owner.pop(old)
+    if new in owner and owner[new] != value:
+        result.problems.append(
+            Problem(
+                "conflict", second, f"{second} and {first} are two names of one key and have different values",
+                got=f"{value!r} and {owner[new]!r}", expected="one of the two", fix=f"keep {first}",
+            )
+        )  # fmt: skip
+        return
+    owner[new] = value
+    result.moved[first] = second
+
+
+def _short_forms(result: Normalised) -> None:
+    zero = result.data.get("zero_optimization")
+    if isinstance(zero, bool):
+        result.data["zero_optimization"] = {"stage": int(zero)}
+        result.notes.append(f"zero_optimization: {str(zero).lower()} is read as stage {int(zero)}")
+    aio = result.data.get("aio")
+    if isinstance(aio, dict):
+        # The tuner that writes this block prints booleans as text.
+        for key in ("single_submit", "overlap_events"):
+            if isinstance(aio.get(key), str):
+                aio[key] = _TEXT_BOOLEANS.get(aio[key].lower(), aio[key])
+
+
+def _take_out_auto(result: Normalised, owner: dict[str, Any], prefix: str) -> None:
+    for key in list(owner):
+        path = f"{prefix}{key}"
+        if owner[key] == "auto":
+            del owner[key]
+            result.auto.append(path)
+        elif isinstance(owner[key], dict):
+            _take_out_auto(result, owner[key], path + ".")
+    scheduler = result.data.get("scheduler")
+    if not prefix and "scheduler.params.warmup_max_lr" in result.auto and isinstance(scheduler, dict):
+        # For this one a decision exists that is better than the default: the optimizer's own rate.
+        scheduler.setdefault("params", {})["warmup_max_lr"] = None

@@ -1,0 +1,100 @@
+"""Conflicts between sections: each rule is a pure function from a validated configuration to problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import Problem
+
+__all__ = ["conflicts"]
+
+_MODES = ("fp16", "bf16", "amp", "torch_autocast")
+
+
+def conflicts(root: Any, world_size: int, where: Callable[[str], str]) -> Iterator[Problem]:
+    """Yield every conflict.
+
+    Args:
+        root: the validated model.
+        world_size: number of data-parallel ranks.
+        where: place in the file of a dotted path.
+    """
+    for rule in (_one_precision_mode, _amp_level, _low_master, _param_dtype, _offload_stage, _reduction):
+        yield from rule(root, where)
+
+
+def _one_precision_mode(root: Any, where: Any) -> Iterator[Problem]:
+    on = [name for name in _MODES if getattr(root, name).enabled]
+    if len(on) > 1:
+        both = " and ".join(on)
+        yield Problem(
+            "conflict", f"{on[1]}.enabled", f"{both} cannot be combined", got=", ".join(f"{name}.enabled true" for name in on),
+            expected=f"one of {', '.join(on)}", where=where(f"{on[1]}.enabled"),
+            fix=f'switch all but one off, for example "{on[0]}": {{"enabled": false}}',
+        )  # fmt: skip
+
+
+def _amp_level(root: Any, where: Any) -> Iterator[Problem]:
+    if root.amp.enabled and root.amp.opt_level in ("O2", "O3"):
+        yield Problem(
+            "conflict", "amp.opt_level", "this level is not autocast", got=f'"{root.amp.opt_level}"',
+            expected='"O1" (torch.amp autocast) or "O0" (fp32)', where=where("amp.opt_level"),
+            fix='use "fp16": {"enabled": true}, which keeps fp32 masters as O2 does',
+        )  # fmt: skip
+
+
+def _low_master(root: Any, where: Any) -> Iterator[Problem]:
+    stage = root.zero_optimization.stage
+    for section, key in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
+        block = getattr(root, section)
+        if getattr(block, key) and not block.enabled:
+            yield Problem("conflict", f"{section}.{key}", f"this needs {section}.enabled", got="true", where=where(f"{section}.{key}"),
+                          fix=f"set {section}.enabled to true or remove the key")  # fmt: skip
+        elif getattr(block, key) and stage == 0:
+            yield Problem("conflict", f"{section}.{key}", "low-precision masters need ZeRO", got="zero_optimization.stage 0",
+                          expected="zero_optimization.stage 1, 2 or 3", where=where(f"{section}.{key}"),
+                          fix="choose a stage or remove the key")  # fmt: skip
+    if root.bf16.bf16_optimizer_states and not root.bf16.bf16_master_weights_and_grads:
+        yield Problem("conflict", "bf16.bf16_optimizer_states", "bf16 states need bf16 masters", got="true",
+                      where=where("bf16.bf16_optimizer_states"), expected="bf16.bf16_master_weights_and_grads true as well",
+                      fix="set both or neither")  # fmt: skip
+
+
+def _param_dtype(root: Any, where: Any) -> Iterator[Problem]:
+    asked = root.data_types.param_dtype
+    mode = "fp16" if root.fp16.enabled else "bf16" if root.bf16.enabled else "fp32"
+    if asked is not None and asked != mode:
+        yield Problem("conflict", "data_types.param_dtype", "the precision mode chooses another type", got=f'"{asked}"',
+                      expected=f'"{mode}"', where=where("data_types.param_dtype"),
+                      fix=f'switch "{asked}" on instead' if asked != "fp32" else f'switch "{mode}" off')  # fmt: skip
+
+
+def _offload_stage(root: Any, where: Any) -> Iterator[Problem]:
+    zero = root.zero_optimization
+    for key, allowed in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
+        block = getattr(zero, key, None)
+        device = getattr(block, "device", "none")
+        device = getattr(device, "value", device)
+        if block is None or device == "none":
+            continue
+        stages = (3,) if device == "nvme" else allowed
+        if zero.stage not in stages:
+            yield Problem(
+                "conflict", f"zero_optimization.{key}", f"{key} to {device} does not work with this stage",
+                got=f"zero_optimization.stage {zero.stage}", where=where(f"zero_optimization.{key}"),
+                expected=f"stage {' or '.join(map(str, stages))}", fix=f"set zero_optimization.stage to {stages[-1]}",
+            )  # fmt: skip
+
+
+def _reduction(root: Any, where: Any) -> Iterator[Problem]:
+    stage = root.zero_optimization.stage
+    if root.gradient_allreduce_op == "sum" and stage == 3:
+        yield Problem("conflict", "gradient_allreduce_op", "stage 3 averages gradients", got='"sum"', expected='"mean"',
+                      where=where("gradient_allreduce_op"), fix="use another stage or scale the loss")  # fmt: skip
+    if root.prescale_gradients and root.gradient_predivide_factor != 1.0:
+        yield Problem(
+            "conflict", "gradient_predivide_factor", "prescale_gradients divides by the number of ranks before the sum",
+            got=f"{root.gradient_predivide_factor:g}", expected="1.0", where=where("gradient_predivide_factor"),
+            fix="set one of the two",
+        )  # fmt: skip

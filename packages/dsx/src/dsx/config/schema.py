@@ -1,0 +1,140 @@
+"""The whole configuration as one model: sections of dsx itself and sections owned by the sibling packages.
+
+A section lives in the package that acts on it; this file only lists where. It is imported when a configuration is
+loaded, never before, because pydantic and the siblings cost time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from .base import Count, Ratio, Real, Section, Size
+from .compression import CompressionTraining, QuantizeTraining
+from .data import DataEfficiency
+from .later import (
+    ActivationCheckpointing,
+    Aio,
+    Autotuning,
+    CompileSection,
+    CurriculumLearning,
+    Eigenvalue,
+    Elasticity,
+    HybridEngine,
+    Nebula,
+    Pipeline,
+    ProgressiveLayerDrop,
+    SparseAttention,
+    TensorParallel,
+)
+from .owned import owned
+from .training import (
+    Amp,
+    Bf16,
+    Checkpoint,
+    DataTypes,
+    Fp16,
+    Optimizer,
+    Scheduler,
+    ShortDtype,
+    Timers,
+    TorchAutocast,
+)
+
+__all__ = ["Root"]
+
+
+CommsLoggerConfig: Any = owned("dsx_comm.config", "CommsLoggerConfig")
+TensorBoardConfig: Any = owned("dsx_monitor.config", "TensorBoardConfig")
+WandbConfig: Any = owned("dsx_monitor.config", "WandbConfig")
+CSVConfig: Any = owned("dsx_monitor.config", "CSVConfig")
+CometConfig: Any = owned("dsx_monitor.config", "CometConfig")
+FlopsProfilerConfig: Any = owned("dsx_monitor.config", "FlopsProfilerConfig")
+ZeroConfig: Any = owned("dsx_zero.config", "ZeroConfig")
+
+
+def _section(model: Any, text: str) -> Any:
+    return Field(default_factory=model, description=text)
+
+
+class Root(Section):
+    """All keys a configuration may hold."""
+
+    # - batch
+    train_batch_size: Count | None = Field(None, description="samples per optimizer step over all ranks")
+    train_micro_batch_size_per_gpu: Count | None = Field(None, description="samples per rank in one forward pass")
+    gradient_accumulation_steps: Count | None = Field(None, description="forward passes per optimizer step")
+
+    # - update
+    optimizer: Optimizer | None = Field(None, description="optimizer; null: the one given to initialize")
+    scheduler: Scheduler | None = Field(None, description="learning-rate schedule; null: the one given to initialize")
+    gradient_clipping: Real = Field(1.0, description="greatest global gradient norm; 0 switches clipping off")
+
+    # - gradient reduction
+    communication_data_type: ShortDtype | None = Field(
+        None, description="data type of reductions; null: that of the precision mode"
+    )
+    seq_parallel_communication_data_type: ShortDtype = Field("fp32", description="reductions of sequence parallelism")
+    prescale_gradients: bool = Field(False, description="divide by the number of ranks before the sum")
+    gradient_predivide_factor: Ratio = Field(1.0, description="divide by this before the sum, by the rest after it")
+    gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="average gradients, or only sum them")
+    sparse_gradients: bool = Field(False, description="reduce embedding gradients as indices and values")
+    disable_allgather: bool = Field(False, description="upstream parses it and never reads it")
+
+    # - precision
+    fp16: Fp16 = _section(Fp16, "fp16 training with a loss scale")
+    bf16: Bf16 = _section(Bf16, "bf16 training")
+    amp: Amp = _section(Amp, "apex-style mixed precision through torch.amp")
+    torch_autocast: TorchAutocast = _section(TorchAutocast, "torch.autocast around the forward pass")
+    data_types: DataTypes = _section(DataTypes, "data types that differ from the precision mode")
+
+    # - ZeRO
+    zero_optimization: ZeroConfig = _section(ZeroConfig, "partitioning of states, gradients and parameters")
+    zero_allow_untested_optimizer: bool = Field(
+        False, description="accept optimizers nobody has tried with partitioning"
+    )
+    zero_force_ds_cpu_optimizer: bool = Field(True, description="upstream: insist on its CPU Adam under offload")
+
+    # - engine
+    steps_per_print: Size | None = Field(10, description="optimizer steps between progress lines; 0 or null: none")
+    wall_clock_breakdown: bool = Field(False, description="time forward, backward and step")
+    memory_breakdown: bool = Field(False, description="log memory at the phases of a step")
+    dump_state: bool = Field(False, description="log the engine's state when it is built")
+    log_level: str | None = Field(None, description="level of dsx's logger")
+    dataloader_drop_last: bool = Field(False, description="drop the last incomplete batch")
+    managed_gradient_accumulation: bool = Field(True, description="the engine decides which micro-batch ends a step")
+    disable_python_gc: bool = Field(False, description="collect garbage only between steps")
+    timers: Timers = _section(Timers, "timers of the engine")
+    checkpoint: Checkpoint = _section(Checkpoint, "how checkpoints are written and read")
+    vocabulary_size: Count | None = Field(None, description="upstream parses it and never reads it")
+    use_data_before_expert_parallelism: bool = Field(False, description="order of data and expert groups")
+    graph_harvesting: bool = Field(False, description="replay the step as a device graph")
+
+    # - watching
+    tensorboard: TensorBoardConfig = _section(TensorBoardConfig, "events to TensorBoard")
+    wandb: WandbConfig = _section(WandbConfig, "events to Weights & Biases")
+    csv_monitor: CSVConfig = _section(CSVConfig, "events to CSV files")
+    comet: CometConfig = _section(CometConfig, "events to Comet")
+    flops_profiler: FlopsProfilerConfig = _section(FlopsProfilerConfig, "floating-point operations per module")
+    comms_logger: CommsLoggerConfig = _section(CommsLoggerConfig, "log of communication")
+
+    # - not there yet
+    activation_checkpointing: ActivationCheckpointing = _section(ActivationCheckpointing, "recomputation in depth")
+    pipeline: Pipeline = _section(Pipeline, "pipeline parallelism")
+    aio: Aio = _section(Aio, "file I/O for offload to disk")
+    sparse_attention: SparseAttention | None = Field(None, description="block-sparse attention")
+    autotuning: Autotuning = _section(Autotuning, "search for fast settings")
+    elasticity: Elasticity = _section(Elasticity, "batch sizes for many world sizes")
+    data_efficiency: DataEfficiency = _section(DataEfficiency, "data sampling and routing")
+    curriculum_learning: CurriculumLearning = _section(CurriculumLearning, "sequence-length curriculum (legacy)")
+    progressive_layer_drop: ProgressiveLayerDrop = _section(ProgressiveLayerDrop, "stochastic depth")
+    eigenvalue: Eigenvalue = _section(Eigenvalue, "curvature of blocks")
+    compression_training: CompressionTraining = _section(CompressionTraining, "quantisation and pruning")
+    quantize_training: QuantizeTraining = _section(QuantizeTraining, "quantisation by the optimizer (legacy)")
+    hybrid_engine: HybridEngine = _section(HybridEngine, "training and generation in one engine")
+    nebula: Nebula = _section(Nebula, "checkpoints through a cloud service")
+    tensor_parallel: TensorParallel = _section(TensorParallel, "automatic tensor parallelism")
+    compile: CompileSection = _section(CompileSection, "graph passes over the compiled model")
+    expert_parallel: dict[str, Any] | None = Field(None, description="automatic expert parallelism")
+    datastates_ckpt: dict[str, Any] | None = Field(None, description="third-party asynchronous checkpoints")

@@ -1,0 +1,138 @@
+"""Sections that the engine itself reads: optimizer, scheduler, precision, checkpoint, timers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from .base import Count, Int, Ratio, Real, Section, Size, Toggle
+
+__all__ = ["Amp", "Bf16", "Checkpoint", "DataTypes", "Fp16", "Optimizer", "Scheduler", "Timers", "TorchAutocast"]
+
+ShortDtype = Literal["fp32", "fp16", "bf16"]
+
+
+class Optimizer(Section):
+    """Which optimizer updates the parameters."""
+
+    type: str = Field(
+        description="Adam, AdamW, Lamb, Lion, Adagrad, SGD or any class of torch.optim; case does not matter"
+    )
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the optimizer; names must match its constructor"
+    )
+    legacy_fusion: bool = Field(False, description="choice between two upstream fp16 wrappers")
+
+
+class Scheduler(Section):
+    """Which schedule sets the learning rate after every optimizer step."""
+
+    type: str = Field(
+        description="LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or any class of torch.optim.lr_scheduler"
+    )
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the schedule; names must match its constructor"
+    )
+
+
+class Fp16(Toggle):
+    """Training with fp16 parameters, fp32 masters and a loss scale."""
+
+    auto_cast: bool = Field(False, description="cast floating-point inputs of the model to fp16")
+    loss_scale: Real = Field(0.0, description="static loss scale; 0 chooses dynamic scaling")
+    initial_scale_power: Size = Field(16, le=64, description="the dynamic scale starts at 2 to this power")
+    loss_scale_window: Count = Field(1000, description="good steps between two doublings of the scale")
+    hysteresis: Count = Field(2, description="overflows tolerated before the scale is halved")
+    consecutive_hysteresis: bool = Field(False, description="refill the tolerance at every good step")
+    min_loss_scale: Ratio = Field(1.0, description="the scale is never lower; an overflow there is an error")
+    fp16_master_weights_and_grads: bool = Field(False, description="keep master weights and gradients in fp16")
+
+
+class Bf16(Toggle):
+    """Training with bf16 parameters and fp32 masters; no loss scale."""
+
+    immediate_grad_update: bool = Field(False, description="accumulate fp32 gradients inside backward hooks")
+    check_grad_overflow: bool = Field(True, description="skip a step whose gradients are not finite")
+    bf16_master_weights_and_grads: bool = Field(False, description="keep master weights and gradients in bf16")
+    bf16_optimizer_states: bool = Field(False, description="keep optimizer states in bf16")
+
+
+class Amp(Toggle):
+    """Apex-style mixed precision, done with torch.amp: fp32 parameters, fp16 inside safe operations, a loss scale."""
+
+    opt_level: Literal["O0", "O1", "O2", "O3"] = Field("O1", description="O0 is plain fp32, O1 is autocast")
+    loss_scale: Ratio | Literal["dynamic"] = Field("dynamic", description="static loss scale, or dynamic")
+    min_loss_scale: Ratio = Field(1.0, description="lower bound of the dynamic scale")
+    max_loss_scale: Ratio = Field(16777216.0, description="upper bound of the dynamic scale in apex")
+    cast_model_type: str | None = Field(None, description="apex: data type of the model's parameters")
+    cast_model_outputs: str | None = Field(None, description="apex: data type of the outputs")
+    patch_torch_functions: bool = Field(True, description="apex: patch torch functions with casts")
+    keep_batchnorm_fp32: bool | None = Field(None, description="apex: keep batch norms in fp32")
+    master_weights: bool | None = Field(None, description="apex: keep fp32 master weights")
+    num_losses: Count = Field(1, description="apex: number of losses with a scale of their own")
+    verbosity: Size = Field(1, description="apex: how much it prints")
+
+
+class TorchAutocast(Toggle):
+    """torch.amp autocast around the forward pass: fp32 parameters, lower precision in safe operations."""
+
+    dtype: Literal["bfloat16", "float16", "bf16", "fp16"] = Field("bfloat16", description="data type inside autocast")
+    lower_precision_safe_modules: list[str] | None = Field(
+        None,
+        description="classes of modules whose gradients may be reduced in the lower precision; null: torch's own choice",
+    )
+
+
+class DataTypes(Section):
+    """Data types that differ from what the precision mode implies."""
+
+    grad_accum_dtype: ShortDtype | None = Field(None, description="gradient accumulation; null: that of the parameters")
+    param_dtype: ShortDtype | None = Field(None, description="parameters; null: that of the precision mode")
+    buffer_dtype: ShortDtype | None = Field(None, description="buffers; null: that of the precision mode")
+
+
+class ParallelWrite(Section):
+    """How the ranks share the writing of a checkpoint."""
+
+    pipeline_stage: bool = Field(
+        False, description="every data-parallel replica writes some of a pipeline stage's layers"
+    )
+
+
+class CheckpointWriter(Section):
+    """Upstream's choice of file writers."""
+
+    type: str | None = Field(None, description="writer class")
+    decoupled: bool = Field(False, description="write from a process of its own")
+    io_buffer_size: Int | None = Field(None, description="bytes of the write buffer")
+    io_buffer_double: bool = Field(True, description="two write buffers")
+    show_statistics: bool = Field(False, description="print throughput")
+    data_parallel: str | None = Field(None, description="replica or socket or machine")
+    io_multiplier: Int = Field(1, description="writers per rank")
+
+
+class Checkpoint(Section):
+    """How checkpoints are written and read."""
+
+    tag_validation: Literal["Ignore", "Warn", "Fail", "ignore", "warn", "fail"] = Field(
+        "Warn", description="what happens when ranks save under different tags"
+    )
+    load_universal: bool = Field(False, description="read a converted checkpoint at another world size")
+    use_node_local_storage: bool = Field(False, description="no file system is shared between the nodes")
+    checkpoint_serialization: bool = Field(True, description="upstream's serialisation switch")
+    parallel_write: ParallelWrite = Field(default_factory=ParallelWrite, description="sharing of the writing")
+    writer: CheckpointWriter | None = Field(None, description="upstream's file writers")
+
+
+class ThroughputTimer(Section):
+    """Samples per second in the progress line."""
+
+    enabled: bool = Field(True, description="measure throughput")
+    synchronized: bool = Field(True, description="wait for the device before the clock is read")
+
+
+class Timers(Section):
+    """Timers of the engine."""
+
+    throughput: ThroughputTimer = Field(default_factory=ThroughputTimer, description="throughput timer")
