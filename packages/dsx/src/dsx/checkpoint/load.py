@@ -141,6 +141,8 @@ def open_checkpoint(directory: str | os.PathLike[str], tag: str | None = None, *
     if found is None:
         raise CheckpointError(f"{root}: no '{LATEST_NAME}' file; expected a folder that save_checkpoint has written")
     folder = root / found
+    if not folder.exists():  # a save that replaced this tag was killed between its two renames
+        folder = next((p.parent for p in root.glob(f".old-{found}-*/{INDEX_NAME}")), folder)
     if not (folder / INDEX_NAME).is_file():
         there = sorted(p.parent.name for p in root.glob(f"*/{INDEX_NAME}") if not p.parent.name.startswith("."))
         raise CheckpointError(f"{folder}: no checkpoint there; tags in {root}: {', '.join(there) or 'none'}")

@@ -240,13 +240,12 @@ def _commit(temporary: Path, target: Path, index: Index, save_latest: bool) -> N
     Index.from_json(text, str(target / INDEX_NAME))  # a checkpoint that could not be read is not committed
     replace_text(temporary / INDEX_NAME, text)
     sync_folder(temporary)
-    replaced = None
     if target.exists():
-        replaced = target.with_name(f".old-{target.name}-{uuid.uuid4().hex[:12]}")
-        os.rename(target, replaced)
+        # Two renames are not one step: killed between them, the tag is found under its `.old-` name (see load.py).
+        os.rename(target, target.with_name(f".old-{target.name}-{uuid.uuid4().hex[:12]}"))
     os.rename(temporary, target)
     sync_folder(target.parent)
     if save_latest:
         replace_text(target.parent / LATEST_NAME, target.name)
-    if replaced is not None:
+    for replaced in target.parent.glob(f".old-{target.name}-*"):
         shutil.rmtree(replaced, ignore_errors=True)
