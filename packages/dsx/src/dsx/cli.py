@@ -1,0 +1,75 @@
+"""The ``dsx`` command: one word per task, each loaded only when it is called, so that ``dsx --help`` answers at once.
+
+A subcommand is an entry in `COMMANDS`: a module and a function ``(argv) -> exit code``. Words for features that do not exist yet are known and refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ._version import __version__
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """Where a subcommand lives and what it does, in one line."""
+
+    module: str
+    function: str
+    summary: str
+
+
+COMMANDS = {
+    "launch": Subcommand("dsx.launcher.main", "main", "start a program on every device of one or many machines"),
+    "doctor": Subcommand("dsx.doctor", "main", "report what this machine and installation offer, and what is missing"),
+    "ssh": Subcommand("dsx.launcher.remote_shell", "main", "run one command on every host of a hostfile"),
+    "config": Subcommand("dsx.config_cli", "main", "explain a configuration, print its schema or reference"),
+    "report": Subcommand("dsx.report_cli", "main", "write the HTML report of a training run"),
+}
+
+NOT_YET = {
+    "elastic": "batch sizes for a changing number of devices",
+    "nvme": "tuning of tensor I/O to disk",
+    "autotune": "search for a good configuration",
+}
+
+
+def usage() -> str:
+    """What ``dsx --help`` prints."""
+    width = max(map(len, {**COMMANDS, **NOT_YET}))
+    lines = ["usage: dsx <command> [options]", "", "commands:"]
+    lines += [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    lines += ["", "not available yet:"]
+    lines += [f"  {name:{width}}  {summary}" for name, summary in NOT_YET.items()]
+    return "\n".join([*lines, "", "dsx <command> --help tells more; dsx --version prints the version", ""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand. Returns its exit code; 2 for a word that is none."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(usage())
+        return 0 if words else 2
+    name, rest = words[0], words[1:]
+    if name in ("-V", "--version"):
+        sys.stdout.write(f"dsx {__version__}\n")
+        return 0
+    if name in NOT_YET:
+        sys.stderr.write(f"dsx {name}: {NOT_YET[name]}: not available yet\n")
+        return 2
+    if name not in COMMANDS:
+        import difflib  # late: only for this message
+
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean 'dsx {near[0]}'?" if near else "; see dsx --help"
+        sys.stderr.write(f"dsx: unknown command {name!r}{hint}\n")
+        return 2
+    command = COMMANDS[name]
+    return int(getattr(importlib.import_module(command.module), command.function)(rest))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

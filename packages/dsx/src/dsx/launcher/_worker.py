@@ -1,0 +1,168 @@
+"""The first code of every rank: prepares the process, then *is* the user's program.
+
+Run by path (``python -u .../_worker.py train.py args``), with the standard library only, so that a rank starts as fast as the program alone would.
+What it does, in order: ties its life to the launcher's (the kernel kills it when the launcher dies, whatever the reason), redirects the output
+if asked, pins cores, completes the environment, runs the program as ``__main__``. An exception that leaves the program is written to a
+file instead of the terminal: the launcher prints the one that came first, once. Programs that are not Python (``--no_python``) replace this process.
+
+Left out: restarting, timeouts, log rotation. Those belong to the launcher's agent or to the program.
+"""
+
+import sys
+
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # this folder: its modules must not be found by the user's imports
+
+import builtins
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import runpy
+import signal
+import time
+import traceback
+import types
+from importlib.machinery import SourceFileLoader
+
+SPEC_VARIABLE = "DSX_WORKER"
+EXIT_AFTER_FAILURE_S = 3  # a failed rank that hangs in its own clean-up is ended by the kernel
+
+
+def main() -> None:
+    spec = json.loads(os.environ.pop(SPEC_VARIABLE))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    die_with_parent(spec["agent_pid"])
+    if spec["log_dir"]:
+        redirect_output(spec["log_dir"])
+    if spec["cores"]:
+        os.sched_setaffinity(0, spec["cores"][local_rank])
+    complete_environment(spec)
+    args = sys.argv[2:]
+    if spec["pass_local_rank"]:
+        args = [f"--local_rank={local_rank}", *args]
+    faulthandler.enable(all_threads=True)
+    run_recorded(spec, sys.argv[1], args)
+
+
+def die_with_parent(agent_pid: int) -> None:
+    """Ask the kernel to kill this process when the launcher's agent dies (Linux; elsewhere the agent's clean-up has to do)."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes  # late: only here
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != agent_pid:  # it died before the request was in place
+        os._exit(1)
+
+
+def redirect_output(log_dir: str) -> None:
+    """Send this rank's stdout and stderr to ``log_dir/rank<N>.log``, in the order they are written."""
+    os.makedirs(log_dir, exist_ok=True)
+    path = os.path.join(log_dir, f"rank{os.environ['RANK']}.log")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def complete_environment(spec: dict) -> None:
+    """The variables scripts expect beyond those of the elastic agent. What the user has set is kept."""
+    env = os.environ
+    env["CROSS_RANK"], env["CROSS_SIZE"] = env["GROUP_RANK"], env["GROUP_WORLD_SIZE"]
+    env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"]
+    if spec["devices"] is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(spec["devices"])
+    if "OMP_NUM_THREADS" not in env and (spec["cores"] or int(env["LOCAL_SIZE"]) > 1):
+        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        env["OMP_NUM_THREADS"] = str(available if spec["cores"] else max(1, available // int(env["LOCAL_SIZE"])))
+
+
+def run_recorded(spec: dict, target: str, args: list) -> None:
+    try:
+        run(spec["kind"], target, args)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)  # the user pressed Ctrl-C once: no traceback from every rank
+    except BaseException as error:  # noqa: BLE001 - whatever leaves the program is its failure
+        record(spec["failure_dir"], error)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(EXIT_AFTER_FAILURE_S)
+        sys.exit(1)
+
+
+def run(kind: str, target: str, args: list) -> None:
+    """Run the program: ``script`` (a path), ``module`` (as ``python -m``) or ``program`` (any executable)."""
+    if kind == "program":
+        os.execvp(target, [target, *args])
+    sys.argv = [target, *args]
+    if kind == "module":
+        add_to_path(os.getcwd())
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif os.path.isdir(target) or target.endswith((".zip", ".pyz")):
+        runpy.run_path(target, run_name="__main__")
+    else:
+        run_script(target)
+
+
+def run_script(path: str) -> None:
+    """Execute the file in a fresh ``__main__`` that stays until the process ends, so that pickling and spawning find it."""
+    add_to_path(os.path.dirname(os.path.realpath(path)))
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__loader__ = SourceFileLoader("__main__", path)
+    vars(module).update(__builtins__=builtins, __cached__=None)
+    sys.modules["dsx_worker"] = sys.modules["__main__"]  # keeps this module's names alive
+    sys.modules["__main__"] = module
+    with io.open_code(os.path.abspath(path)) as source:
+        code = compile(source.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(module))
+
+
+def add_to_path(folder: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, folder)
+
+
+def record(folder: str, error: BaseException) -> None:
+    """Write what failed to ``folder/rank<N>.json``, whole or not at all; to stderr when that is impossible."""
+    env = os.environ
+    failure = {
+        "rank": int(env["RANK"]),
+        "local_rank": int(env["LOCAL_RANK"]),
+        "pid": os.getpid(),
+        "time": time.time(),
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": describe(error),
+    }
+    path = os.path.join(folder, f"rank{env['RANK']}.json")
+    try:
+        with open(path + ".part", "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump(failure, file)
+        os.replace(path + ".part", path)
+    except OSError:
+        sys.stderr.write(failure["traceback"])
+
+
+def describe(error: BaseException) -> str:
+    """The traceback without this file's frames, as the program's own ``sys.excepthook`` prints it if it has set one."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        tb = tb.tb_next
+    if sys.excepthook is not sys.__excepthook__:
+        text = io.StringIO()
+        with contextlib.redirect_stderr(text), contextlib.suppress(Exception):
+            sys.excepthook(type(error), error.with_traceback(tb), tb)
+        if text.getvalue():
+            return text.getvalue()
+    return "".join(traceback.format_exception(type(error), error, tb))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Which CPU cores each local rank is pinned to (``--bind_cores_to_rank``, ``--bind_core_list``). The worker applies it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from .errors import ResourceError
+
+
+def parse_core_list(text: str) -> tuple[int, ...]:
+    """``"0-3,8"`` -> ``(0, 1, 2, 3, 8)``. Raises `ResourceError` for bad ranges and cores listed twice."""
+    cores: list[int] = []
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        if not low.isdecimal() or (dash and not high.isdecimal()):
+            raise ResourceError(
+                f"--bind_core_list {text!r}: got {part.strip()!r}, expected a core or a range such as 0-3,8"
+            )
+        first, last = int(low), int(high or low)
+        if last < first:
+            raise ResourceError(f"--bind_core_list {text!r}: range {part.strip()} runs backwards; write {last}-{first}")
+        cores.extend(range(first, last + 1))
+    if len(set(cores)) != len(cores):
+        raise ResourceError(f"--bind_core_list {text!r}: a core is listed twice")
+    return tuple(cores)
+
+
+def split_cores(cores: Sequence[int], processes: int) -> tuple[tuple[int, ...], ...]:
+    """Consecutive equal shares of ``cores`` for ``processes`` local ranks; a remainder stays unused.
+
+    Raises `ResourceError` when there are fewer cores than processes.
+    """
+    share = len(cores) // processes
+    if share == 0:
+        raise ResourceError(
+            f"--bind_cores_to_rank: {processes} processes, but only {len(cores)} core(s): {','.join(map(str, cores))}; start fewer processes or list more cores"
+        )
+    return tuple(tuple(cores[rank * share : (rank + 1) * share]) for rank in range(processes))
+
+
+def cores_for(procs: int, *, bind: bool, core_list: str) -> tuple[tuple[int, ...], ...]:
+    """The cores of each local rank on this host, or nothing when ranks are not bound."""
+    if not bind and not core_list:
+        return ()
+    if not hasattr(os, "sched_setaffinity"):
+        raise ResourceError(
+            "--bind_cores_to_rank needs an operating system that can pin processes to cores (Linux); leave it out"
+        )
+    here = os.sched_getaffinity(0)
+    cores = parse_core_list(core_list) if core_list else tuple(sorted(here))
+    missing = [core for core in cores if core not in here]
+    if missing:
+        raise ResourceError(
+            f"--bind_core_list {core_list!r}: core {missing[0]} is not available here; available: {sorted(here)}"
+        )
+    return split_cores(cores, procs)

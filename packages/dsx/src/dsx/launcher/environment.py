@@ -1,0 +1,75 @@
+"""Which environment variables travel to the other hosts. Pure functions over mappings, except `read_env_files`, which reads the files.
+
+Two sources: variables whose name starts with one of `PREFIXES`, and ``KEY=VALUE`` files (``.dsx_env`` or ``.deepspeed_env`` in the home folder, then in the
+current one, which wins; or the one file ``DS_ENV_FILE`` names). Where both speak of a variable that the user has set for this very command
+(``NCCL_DEBUG=INFO dsx launch ...``), the command wins and the difference is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .errors import ResourceError
+
+log = logging.getLogger("dsx.launcher")
+
+PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW")
+FILE_NAMES = (".deepspeed_env", ".dsx_env")
+PATH_VARIABLE = "DS_ENV_FILE"
+
+_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+
+
+def parse_env_file(lines: Sequence[str], *, name: str) -> dict[str, str]:
+    """``KEY=VALUE`` per line, ``#`` at the start of a line for comments. Raises `ResourceError` naming the line for anything else."""
+    values: dict[str, str] = {}
+    for number, raw in enumerate(lines, start=1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        key, equals, value = line.removeprefix("export ").partition("=")
+        if not equals or not _NAME.match(key.strip()):
+            raise ResourceError(f"{name}, line {number}: got {line!r}, expected KEY=VALUE")
+        values[key.strip()] = _unquoted(value.strip())
+    return values
+
+
+def _unquoted(value: str) -> str:
+    quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
+    return value[1:-1] if quoted else value
+
+
+def read_env_files(environ: Mapping[str, str], *, home: Path, here: Path) -> dict[str, str]:
+    """The variables of the environment files, later files winning. A file named by ``DS_ENV_FILE`` must exist; the others may."""
+    named = environ.get(PATH_VARIABLE, "")
+    if named and not Path(named).is_file():
+        raise ResourceError(f"{PATH_VARIABLE}={named}: no such file; correct the variable or unset it")
+    folders = [home] if home.resolve() == here.resolve() else [home, here]
+    paths = [Path(named)] if named else [folder / name for folder in folders for name in FILE_NAMES]
+    values: dict[str, str] = {}
+    for path in paths:
+        if path.is_file():
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ResourceError(f"{path} cannot be read: {error}") from error
+            values.update(parse_env_file(text.splitlines(), name=str(path)))
+    return values
+
+
+def exported(environ: Mapping[str, str], from_files: Mapping[str, str]) -> dict[str, str]:
+    """What to set on every host, sorted by name."""
+    chosen = {name: value for name, value in environ.items() if name.startswith(PREFIXES) and _NAME.match(name)}
+    for name, value in from_files.items():
+        if name in chosen and chosen[name] != value:
+            log.warning(
+                "%s: the environment says %r, the environment file %r; the environment is used",
+                name,
+                chosen[name],
+                value,
+            )
+        chosen.setdefault(name, value)
+    return dict(sorted(chosen.items()))

@@ -1,0 +1,94 @@
+"""What became of a rank that failed, which failure came first, and how it is shown.
+
+When one rank raises, the others soon fail too, because their peer is gone. The cause is the earliest failure that is not itself such a broken
+connection. Pure functions over records; the records are written by the ranks (see ``_worker.py``) and by the agent for ranks that died
+without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_PEER_GONE = re.compile(
+    r"connection (closed|reset|refused|was (reset|closed))|broken pipe|remote process exited|peer closed|socket timeout"
+    r"|failed to recv, got 0 bytes|connectFullMesh|DistBackendError|DistNetworkError|gloo.*(timed out|timeout)|watchdog caught",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank that ended badly. ``exitcode`` is as `subprocess` gives it (negative: a signal); ``time`` is seconds since the epoch."""
+
+    rank: int
+    host: str
+    time: float
+    exitcode: int
+    pid: int = 0
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+    @property
+    def follows_another(self) -> bool:
+        """Whether this looks like the consequence of a peer that is gone."""
+        return bool(self.type) and bool(_PEER_GONE.search(f"{self.type}: {self.message}"))
+
+    @property
+    def reason(self) -> str:
+        """One line: the exception, the signal or the exit code."""
+        if self.type:
+            return f"{self.type}: {self.message}".strip().splitlines()[0]
+        if self.exitcode < 0:
+            return f"killed by {signal_name(-self.exitcode)}"
+        return f"exited with code {self.exitcode}"
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 200`` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def shell_code(returncode: int) -> int:
+    """A `subprocess` return code as an exit code: death by signal n becomes 128 + n, so that it is never mistaken for success."""
+    return 128 - returncode if returncode < 0 else returncode & 0xFF or (1 if returncode else 0)
+
+
+def first_cause(failures: Iterable[RankFailure]) -> RankFailure | None:
+    """The failure to show: causes before consequences, then the earliest, then the lowest rank."""
+    return min(failures, key=lambda failure: (failure.follows_another, failure.time, failure.rank), default=None)
+
+
+def read_records(folder: Path, *, host: str, exitcodes: Mapping[int, int]) -> list[RankFailure]:
+    """The failures the ranks of this host wrote into ``folder``; ``exitcodes`` by rank completes them."""
+    found = []
+    for path in sorted(folder.glob("rank*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        data.pop("local_rank", None)
+        found.append(RankFailure(host=host, exitcode=exitcodes.get(data["rank"], 1) or 1, **data))
+    return found
+
+
+def to_json(failure: RankFailure) -> str:
+    return json.dumps(asdict(failure))
+
+
+def from_json(text: str) -> RankFailure:
+    return RankFailure(**json.loads(text))
+
+
+def render(cause: RankFailure, others: Iterable[RankFailure]) -> str:
+    """The report: the cause's traceback with its rank before every line, then one line for each other failed rank."""
+    lines = [f"[rank {cause.rank}] {line}" for line in cause.traceback.rstrip().splitlines()]
+    what = f"failed on {cause.host}" + (f" (pid {cause.pid})" if cause.pid else "") + f": {cause.reason}"
+    lines.append(f"[rank {cause.rank}] {what}" if not cause.traceback else f"[dsx] rank {cause.rank} {what}")
+    lines += [f"[dsx] rank {other.rank} failed after it: {other.reason}" for other in others]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,201 @@
+"""Running the ranks of one host and saying how it ended: what ``dsx launch`` does on one machine, and what it starts on each of several.
+
+The result is an exit code for a shell: 0, the code of the rank that failed first, or 128 + n for a signal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import LaunchError
+from .failures import RankFailure, first_cause, read_records, render, shell_code, signal_name
+from .processes import adopt_orphans, kill_descendants
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    from .rendezvous import HostRendezvous, Meeting
+
+log = logging.getLogger("dsx.launcher")
+
+WORKER = Path(__file__).with_name("_worker.py")
+WORKER_SPEC_VARIABLE = "DSX_WORKER"
+NEWS_WAIT_S = 1.5  # how long a failed host waits for the others' side of the story
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank runs: ``kind`` is "script", "module" (python -m) or "program" (any executable)."""
+
+    target: str
+    args: tuple[str, ...] = ()
+    kind: str = "script"
+    pass_local_rank: bool = True
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """One host's part of a job. ``devices`` None: the ranks own none; ``cores``: one tuple per local rank, or empty."""
+
+    program: Program
+    procs: int
+    hosts: tuple[str, ...] = ("localhost",)
+    host_rank: int = 0
+    devices: tuple[str, ...] | None = None
+    cores: tuple[tuple[int, ...], ...] = ()
+    log_dir: str = ""
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    run_id: str = "dsx"
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.host_rank]
+
+
+def check_program(program: Program) -> None:
+    """Refuse a script that is not there before any process is started."""
+    if program.kind == "script" and not os.path.exists(program.target):
+        raise LaunchError(
+            f"no such script: {program.target} (in {os.getcwd()}); pass a path, or --module for a module name"
+        )
+
+
+def run_host(job: HostJob) -> int:
+    """Start the ranks of this host, wait for the end of the job, report the first failure, leave nothing behind. Returns the exit code."""
+    check_program(job.program)
+    adopt_orphans()
+    with tempfile.TemporaryDirectory(prefix="dsx_launch_") as folder:
+        return _run_in(job, Path(folder))
+
+
+def _run_in(job: HostJob, folder: Path) -> int:
+    # Late: torch takes seconds, and neither --help nor a mistake in the options should cost them.
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    from .agent import HostAgent
+    from .news import watch_for_failures
+    from .rendezvous import HostRendezvous
+
+    _quiet_elastic()
+    failure_dir = folder / "failures"
+    failure_dir.mkdir()
+    rendezvous = HostRendezvous(_meeting(job))
+    agent = HostAgent(_worker_spec(job, rendezvous), log_dir=folder / "elastic", failure_dir=failure_dir)
+    os.environ[WORKER_SPEC_VARIABLE] = json.dumps(_rank_settings(job, failure_dir))
+    watch = watch_for_failures(rendezvous, agent)
+    agent.on_failure = watch.announce
+    stopped_by: int | None = None
+    failed = True
+    try:
+        failed = agent.run_once()
+    except SignalException as error:
+        stopped_by = int(error.sigval)
+    except KeyboardInterrupt:  # before the ranks were started; from then on the agent handles signals
+        stopped_by = int(signal.SIGINT)
+    finally:
+        watch.close()
+        if failed:
+            _ignore_signals()
+            kill_descendants()
+    failures = _collect(job, agent.failed, agent.exitcodes, failure_dir)
+    if stopped_by is not None and not (failures and agent.hurry):
+        log.info("stopped by %s", signal_name(stopped_by))
+        return 128 + stopped_by
+    return _conclude(job, rendezvous.port, failures) if failed else 0
+
+
+def _meeting(job: HostJob) -> Meeting:
+    from .rendezvous import Meeting  # late, as above
+
+    return Meeting(
+        run_id=job.run_id, hosts=job.hosts, host_rank=job.host_rank, addr=job.master_addr, port=job.master_port
+    )
+
+
+def _worker_spec(job: HostJob, rendezvous: HostRendezvous) -> WorkerSpec:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    # The agent substitutes $-macros in arguments; a doubled $ comes out as the one the user wrote.
+    args = tuple(arg.replace("$", "$$") for arg in ("-u", str(WORKER), job.program.target, *job.program.args))
+    return WorkerSpec(
+        role="dsx",
+        local_world_size=job.procs,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        args=args,
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+
+
+def _rank_settings(job: HostJob, failure_dir: Path) -> dict[str, object]:
+    """What `_worker.py` needs to know, beyond what the agent puts into the environment."""
+    return {
+        "agent_pid": os.getpid(),
+        "kind": job.program.kind,
+        "pass_local_rank": job.program.pass_local_rank,
+        "devices": job.devices,
+        "cores": job.cores,
+        "log_dir": job.log_dir,
+        "failure_dir": str(failure_dir),
+    }
+
+
+def _quiet_elastic() -> None:
+    """The agent's own log repeats what the report says; it stays available with --log_level debug."""
+    wanted = logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.CRITICAL
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(wanted)
+
+
+def _ignore_signals() -> None:
+    """The end is being cleaned up already; a second Ctrl-C must not interrupt that."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _collect(
+    job: HostJob, failed: dict[int, tuple[int, int]], exitcodes: dict[int, int], failure_dir: Path
+) -> list[RankFailure]:
+    """The ranks that failed by themselves: those that reported an exception, and those that ended badly without a word."""
+    found = read_records(failure_dir, host=job.host, exitcodes=exitcodes)
+    reported = {failure.rank for failure in found}
+    now = time.time()
+    silent = [
+        RankFailure(rank=rank, host=job.host, time=now, exitcode=code, pid=pid)
+        for rank, (code, pid) in failed.items()
+        if rank not in reported
+    ]
+    return found + silent
+
+
+def _conclude(job: HostJob, port: int, failures: Sequence[RankFailure]) -> int:
+    """Print the report if this host has the first failure of the job; return the exit code."""
+    cause = first_cause(failures)
+    if cause is None:
+        log.error("the ranks of %s could not be run", job.host)
+        return 1
+    if len(job.hosts) > 1:
+        from .news import cause_of_the_job
+
+        of_job = cause_of_the_job(_meeting(job), port, cause, wait_s=NEWS_WAIT_S)
+        if of_job.rank != cause.rank:
+            log.info("rank %d on %s failed after rank %d: %s", cause.rank, job.host, of_job.rank, cause.reason)
+            return shell_code(cause.exitcode)
+    others = [failure for failure in failures if failure.rank != cause.rank]
+    sys.stdout.flush()
+    sys.stderr.write(render(cause, others))
+    sys.stderr.flush()
+    return shell_code(cause.exitcode)

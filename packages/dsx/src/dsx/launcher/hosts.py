@@ -1,0 +1,165 @@
+"""Starting the agents of several hosts and ending them all together.
+
+One failing host ends the job: the others get a moment to end by themselves (their agents hear of it, see `dsx.launcher.news`), then their connections are
+closed, then the local clients are killed. Nothing on a remote host is ever killed by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+
+from .failures import shell_code, signal_name
+from .plan import HostsPlan
+from .processes import adopt_orphans, dying_with_parent, kill_descendants
+from .runners import Command
+
+log = logging.getLogger("dsx.launcher")
+
+OWN_END_S = 3.0  # for the other hosts to end by themselves after one has failed
+FORCED_END_S = 5.0  # from being told to being killed
+REQUESTED_END_S = 35.0  # the same after Ctrl-C: the ranks may be writing a checkpoint
+
+
+class Clients:
+    """The local processes (ssh, pdsh, mpirun, srun) that stand for the hosts."""
+
+    def __init__(self, commands: Sequence[Command], environ: Mapping[str, str]) -> None:
+        self._commands = commands
+        self._processes = [_start(command, environ) for command in commands]
+        self._ended: list[int] = []
+
+    def poll(self) -> int | None:
+        """The return code of the first client that failed; 0 when all have ended well; None while they run."""
+        for index, process in enumerate(self._processes):
+            if process.poll() is not None and index not in self._ended:
+                self._ended.append(index)
+                _explain(self._commands[index], process.returncode)
+        bad = [self._processes[index].returncode for index in self._ended if self._processes[index].returncode]
+        if bad:
+            return bad[0]
+        return 0 if self.all_ended else None
+
+    @property
+    def all_ended(self) -> bool:
+        return len(self._ended) == len(self._processes)
+
+    def wait_all(self, seconds: float) -> bool:
+        """Whether all have ended within ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.poll()
+            if self.all_ended:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def tell_to_stop(self, number: signal.Signals) -> None:
+        """Close the lifelines; signal the clients that have none."""
+        for command, process in zip(self._commands, self._processes):
+            if process.poll() is not None:
+                continue
+            if command.lifeline and process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
+            else:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _start(command: Command, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command.argv,
+        env={**environ, **command.env},
+        stdin=subprocess.PIPE if command.lifeline else subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the job in order
+        preexec_fn=dying_with_parent(signal.SIGTERM),
+    )
+
+
+def _explain(command: Command, returncode: int) -> None:
+    if returncode == 255 and command.argv[0] == "ssh":
+        log.error(
+            "host %s: ssh ended with 255: no connection, or it was lost; try: ssh %s true", command.host, command.host
+        )
+    elif returncode < 0:
+        log.error("%s was killed by %s", command.host or command.argv[0], signal_name(-returncode))
+
+
+def run_hosts(plan: HostsPlan, environ: Mapping[str, str]) -> int:
+    """Start every host's agent, wait for the end, end all when one fails or a signal asks. Returns the exit code."""
+    adopt_orphans()
+    log.info(
+        "%d hosts through %s, rendezvous at %s:%d",
+        len(plan.remote.hosts),
+        plan.launcher,
+        plan.master_addr,
+        plan.master_port,
+    )
+    asked: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        del frame
+        asked.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, remember)
+    clients = Clients(plan.commands, environ)
+    code = None
+    while code is None and not asked:
+        time.sleep(0.05)
+        code = clients.poll()
+    if code == 0:
+        return 0
+    if code is None:
+        _stop_on_request(plan, clients, asked)
+        return 128 + asked[0]
+    if not clients.wait_all(OWN_END_S):
+        _end(plan, clients, signal.SIGTERM, FORCED_END_S)
+    clients.kill()
+    kill_descendants()
+    return shell_code(code)
+
+
+def _stop_on_request(plan: HostsPlan, clients: Clients, asked: list[int]) -> None:
+    log.info("stopping all hosts: %s", signal_name(asked[0]))
+    _end(plan, clients, signal.Signals(asked[0]), REQUESTED_END_S, until=lambda: len(asked) > 1)
+    clients.kill()
+    kill_descendants()
+
+
+def _end(plan: HostsPlan, clients: Clients, number: signal.Signals, seconds: float, until=lambda: False) -> None:
+    if plan.launcher == "pdsh":
+        announce_end(plan)
+    clients.tell_to_stop(number)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not until() and not clients.wait_all(0.1):
+        continue
+
+
+def announce_end(plan: HostsPlan) -> None:
+    """Tell the agents through the rendezvous that the job ends: pdsh does not pass signals on to the hosts."""
+    from .rendezvous import STORE_ERRORS, FailureBoard, Meeting  # late: imports torch
+
+    meeting = Meeting(plan.run_id, plan.remote.hosts, host_rank=0, addr=plan.master_addr, port=plan.master_port)
+    try:
+        FailureBoard(meeting, plan.master_port).announce()
+    except STORE_ERRORS as error:
+        log.warning(
+            "the rendezvous at %s:%d does not answer (%s); the hosts may not have heard",
+            plan.master_addr,
+            plan.master_port,
+            error,
+        )

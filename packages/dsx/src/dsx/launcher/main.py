@@ -1,0 +1,83 @@
+"""``dsx launch``: options, plan, run. Returns exit codes: 0; the failed rank's; 2 for a mistake in the command; 1 when hosts cannot be reached."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from .errors import LaunchError, ResourceError
+from .logs import configure_logging
+from .options import LaunchOptions, parse
+
+
+@contextmanager
+def pid_file() -> Iterator[None]:
+    """``<temporary folder>/<pid>.dsx`` with the process id, for those who start the launcher from a program."""
+    path = os.path.join(tempfile.gettempdir(), f"{os.getpid()}.dsx")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{os.getpid()}\n")
+    try:
+        yield
+    finally:
+        os.unlink(path)
+
+
+def launch(options: LaunchOptions) -> int:
+    """Start the job and wait for its end. Returns the exit code. Raises `ResourceError` and `LaunchError`."""
+    from .plan import HostsPlan, make_plan  # late: --help needs none of it
+
+    plan = make_plan(options, os.environ)
+    if options.dry_run:
+        sys.stdout.write(describe(plan))
+        return 0
+    with pid_file() if options.save_pid else nullcontext():
+        if isinstance(plan, HostsPlan):
+            from .connections import check_connections
+            from .hosts import run_hosts
+
+            if not options.no_ssh_check:
+                check_connections(plan.remote.hosts, plan.launcher, options, os.environ)
+            return run_hosts(plan, os.environ)
+        from .host import run_host
+
+        return run_host(plan)
+
+
+def describe(plan: object) -> str:
+    """What would be started, one command per line."""
+    from .host import WORKER, HostJob
+    from .plan import HostsPlan
+
+    if isinstance(plan, HostsPlan):
+        return "".join(f"{command.shell_text()}\n" for command in plan.commands)
+    if not isinstance(plan, HostJob):
+        raise TypeError(f"got {type(plan).__name__}, expected a plan")
+    import shlex
+
+    lines = []
+    for local_rank in range(plan.procs):
+        settings = {"LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(plan.procs), "CROSS_RANK": str(plan.host_rank)}
+        if plan.devices is not None:
+            settings["CUDA_VISIBLE_DEVICES"] = ",".join(plan.devices)
+        ranked = [f"--local_rank={local_rank}"] if plan.program.pass_local_rank else []
+        argv = [sys.executable, "-u", str(WORKER), plan.program.target, *ranked, *plan.program.args]
+        lines.append(" ".join([*(f"{name}={value}" for name, value in settings.items()), shlex.join(argv)]))
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "dsx launch") -> int:
+    """The command line. Mistakes are printed without a traceback."""
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv, prog=prog)
+        configure_logging("error" if options.quiet else options.log_level)
+        return launch(options)
+    except ResourceError as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return 2
+    except LaunchError as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return 1

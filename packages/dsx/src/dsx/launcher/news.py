@@ -1,0 +1,93 @@
+"""A failure on one host ends all hosts: posting it, hearing of it, and agreeing whose failure is shown.
+
+Whatever started the hosts (ssh, mpirun, a person at each keyboard), every agent looks at the store of the first host once a second. On news of a failure,
+or when that store is gone, it asks itself to stop, in the same way a user would: SIGTERM.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from .failures import RankFailure, first_cause
+from .rendezvous import STORE_ERRORS, FailureBoard, HostRendezvous, Meeting
+
+if TYPE_CHECKING:
+    from .agent import HostAgent
+
+log = logging.getLogger("dsx.launcher")
+
+LOOK_EVERY_S = 1.0
+OWN_STORY_S = (
+    0.5  # between hearing the news and stopping: a rank of this host may be the cause and is about to be noticed
+)
+
+
+class NoWatch:
+    """One host: nobody else to hear from."""
+
+    def announce(self) -> None:
+        """Nobody to tell."""
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+class FailureWatch:
+    """A daemon thread that stops this host's agent when another host has failed."""
+
+    def __init__(self, rendezvous: HostRendezvous, agent: HostAgent) -> None:
+        self._rendezvous, self._agent = rendezvous, agent
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="dsx-failure-watch", daemon=True)
+        self._thread.start()
+
+    def announce(self) -> None:
+        """Tell the other hosts that a rank of this one has failed."""
+        try:
+            FailureBoard(self._rendezvous.meeting, self._rendezvous.port).announce()
+        except STORE_ERRORS:
+            log.debug("the first host is gone; nobody to tell")
+
+    def close(self) -> None:
+        """Stop looking. Idempotent."""
+        self._done.set()
+
+    def _look(self) -> None:
+        while self._rendezvous.port == 0:
+            if self._done.wait(LOOK_EVERY_S):
+                return
+        try:
+            board = FailureBoard(self._rendezvous.meeting, self._rendezvous.port)
+            while not board.announced():
+                if self._done.wait(LOOK_EVERY_S):
+                    return
+        except STORE_ERRORS:
+            if self._done.wait(2 * LOOK_EVERY_S):  # the job may simply be ending: the first host left a moment earlier
+                return
+        if not self._done.wait(OWN_STORY_S):
+            self._agent.hurry = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def watch_for_failures(rendezvous: HostRendezvous, agent: HostAgent) -> FailureWatch | NoWatch:
+    """Start watching the other hosts; nothing to watch when there are none."""
+    return FailureWatch(rendezvous, agent) if len(rendezvous.meeting.hosts) > 1 else NoWatch()
+
+
+def cause_of_the_job(meeting: Meeting, port: int, own: RankFailure, *, wait_s: float) -> RankFailure:
+    """The first failure among all hosts, as far as they have posted within ``wait_s`` seconds; ``own`` when nobody can be asked."""
+    try:
+        board = FailureBoard(meeting, port)
+        board.post(own)
+        time.sleep(wait_s)
+        cause = first_cause(board.causes(range(len(meeting.hosts)))) or own
+        if meeting.host_rank == 0:
+            time.sleep(0.5)  # keep the store for those who ask a little later
+    except STORE_ERRORS:
+        return own
+    return cause

@@ -1,0 +1,228 @@
+"""The options of ``dsx launch``: their names, their help, and the checks that need nothing but the options themselves.
+
+Names follow the launcher that scripts of the field already call; every ``--long_name`` is also accepted as ``--long-name``. Options of features that
+do not exist yet are known and refused, so that nothing is silently ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import NotAvailableYet, ResourceError
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What the command line said. Numbers are None and texts empty where nothing was said."""
+
+    script: str
+    script_args: tuple[str, ...] = ()
+    hostfile: str = ""
+    include: str = ""
+    exclude: str = ""
+    num_nodes: int | None = None
+    num_gpus: int | None = None
+    num_procs: int | None = None
+    master_addr: str = ""
+    master_port: int | None = None
+    node_rank: int | None = None
+    launcher: str = ""
+    launcher_args: str = ""
+    module: bool = False
+    no_python: bool = False
+    no_local_rank: bool = False
+    no_ssh: bool = False
+    no_ssh_check: bool = False
+    force_multi: bool = False
+    save_pid: bool = False
+    enable_each_rank_log: str = ""
+    bind_cores_to_rank: bool = False
+    bind_core_list: str = ""
+    ssh_port: int | None = None
+    venv_script: str = ""
+    log_level: str = "info"
+    quiet: bool = False
+    dry_run: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What the script is: "script", "module" or "program"."""
+        return "module" if self.module else "program" if self.no_python else "script"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the launcher's options, the script and its arguments to ``parser``."""
+    _add_resources(parser)
+    _add_hosts(parser)
+    _add_program(parser)
+    _add_refused(parser)
+    parser.add_argument("script", help="the program every process runs (a path; a module name with --module)")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, help="passed on to the program as they are")
+
+
+def _option(group: argparse._ArgumentGroup, *names: str, **kwargs: object) -> None:
+    dashed = [name.replace("_", "-") for name in names if "_" in name]
+    group.add_argument(*names, *dashed, **kwargs)  # type: ignore[arg-type]
+
+
+def _add_resources(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("which hosts and devices")
+    _option(
+        group, "-H", "--hostfile", default="", help=f"lines 'host slots=N' (default: {DEFAULT_HOSTFILE} if it exists)"
+    )
+    _option(group, "-i", "--include", default="", metavar="FILTER", help="use only these: host@host:slot,slot")
+    _option(group, "-e", "--exclude", default="", metavar="FILTER", help="use all but these; excludes --include")
+    _option(group, "--num_nodes", type=int, metavar="N", help="use the first N hosts")
+    _option(
+        group,
+        "--num_gpus",
+        "--num_accelerators",
+        dest="num_gpus",
+        type=int,
+        metavar="N",
+        help="use the first N devices of each host",
+    )
+    _option(group, "--num_procs", type=int, metavar="N", help="start N processes per host that own no device (CPU)")
+    _option(group, "--bind_cores_to_rank", action="store_true", help="pin each process to its share of the cores")
+    _option(
+        group,
+        "--bind_core_list",
+        default="",
+        metavar="LIST",
+        help="the cores to share out, such as 0-3,8 (implies --bind_cores_to_rank)",
+    )
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("reaching several hosts")
+    _option(
+        group,
+        "--launcher",
+        default="",
+        choices=LAUNCHERS,
+        help="what starts the hosts (default: pdsh if installed, else ssh)",
+    )
+    _option(group, "--launcher_args", default="", metavar="TEXT", help="further arguments for it, as one text")
+    _option(
+        group, "--master_addr", default="", metavar="ADDR", help="address of the first host, as the others reach it"
+    )
+    _option(group, "--master_port", type=int, metavar="PORT", help="port of the rendezvous (default: a free one)")
+    _option(group, "--node_rank", type=int, metavar="N", help="which host of the list this one is (with --no_ssh)")
+    _option(
+        group,
+        "--no_ssh",
+        action="store_true",
+        help="start only this host's processes; the same command is run on every host",
+    )
+    _option(group, "--no_ssh_check", action="store_true", help="do not test the connection to every host first")
+    _option(group, "--force_multi", action="store_true", help="go through the launcher even for one host")
+    _option(group, "--ssh_port", type=int, metavar="PORT", help="port of the ssh servers")
+    _option(
+        group, "--venv_script", default="", metavar="FILE", help="sourced on every host first; its python runs the job"
+    )
+
+
+def _add_program(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the program and its output")
+    _option(group, "--module", action="store_true", help="the script is a module name, run as python -m")
+    _option(group, "--no_python", action="store_true", help="the script is an executable, run without python")
+    _option(group, "--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
+    _option(
+        group,
+        "--enable_each_rank_log",
+        default="",
+        metavar="DIR",
+        help="write each process's output to DIR/rank<N>.log",
+    )
+    _option(
+        group,
+        "--save_pid",
+        action="store_true",
+        help="keep this process's id in <temporary folder>/<id>.dsx while it runs",
+    )
+    _option(
+        group,
+        "--log_level",
+        default="info",
+        choices=LOG_LEVELS,
+        help="how much the launcher itself says (default: info)",
+    )
+    _option(group, "-q", "--quiet", action="store_true", help="the launcher says nothing but errors")
+    _option(group, "--dry_run", action="store_true", help="print every command and start nothing")
+
+
+def _add_refused(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("not available yet (refused)")
+    _option(group, "--elastic_training", action="store_true", help="change the number of hosts while running")
+    _option(group, "--min_elastic_nodes", type=int, metavar="N", help="see --elastic_training")
+    _option(group, "--max_elastic_nodes", type=int, metavar="N", help="see --elastic_training")
+    _option(group, "--autotuning", default="", metavar="{tune,run}", help="search for a good configuration")
+
+
+def options_from(namespace: argparse.Namespace) -> LaunchOptions:
+    """Check a parsed command line. Raises `ResourceError` for combinations that contradict each other, `NotAvailableYet` for features to come."""
+    values = dict(vars(namespace))
+    refused = {
+        name: values.pop(name, None)
+        for name in ("elastic_training", "min_elastic_nodes", "max_elastic_nodes", "autotuning")
+    }
+    for name, value in refused.items():
+        if value not in (None, False, ""):
+            raise NotAvailableYet(
+                f"--{name} is not available yet; start the job with a fixed number of hosts, without this option"
+            )
+    fields = LaunchOptions.__dataclass_fields__
+    known = {name: value for name, value in values.items() if name in fields}
+    options = LaunchOptions(**{**known, "script_args": tuple(values["script_args"])})
+    _check(options)
+    return options
+
+
+def _check(options: LaunchOptions) -> None:
+    filters = "--include/--exclude"
+    counts = {"--num_nodes": options.num_nodes, "--num_gpus": options.num_gpus}
+    given = [name for name, value in counts.items() if value is not None]
+    if (options.include or options.exclude) and given:
+        raise ResourceError(
+            f"{filters} and {given[0]} exclude each other: a filter already says which hosts and slots; got both"
+        )
+    if options.include and options.exclude:
+        raise ResourceError("--include and --exclude exclude each other; got both, pass one")
+    if options.num_gpus is not None and options.num_procs is not None:
+        raise ResourceError("--num_gpus counts devices, --num_procs processes without devices; got both, pass one")
+    if options.module and options.no_python:
+        raise ResourceError("--module runs python -m, --no_python runs no python; got both, pass one")
+    for name in ("num_nodes", "num_gpus", "num_procs"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ResourceError(f"--{name} {value}: expected at least 1 (leave the option out for all)")
+    for name in ("master_port", "ssh_port"):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= 65535:
+            raise ResourceError(f"--{name} {value}: expected a port between 1 and 65535")
+    if options.no_ssh and not options.master_addr:
+        raise ResourceError(
+            "--no_ssh needs --master_addr, the address of the first host: the hosts have no other way to meet"
+        )
+    if options.node_rank is not None and not options.no_ssh:
+        raise ResourceError(
+            "--node_rank says which host this is when the command is run on each of them; it needs --no_ssh"
+        )
+
+
+def parse(argv: Sequence[str], *, prog: str = "dsx launch") -> LaunchOptions:
+    """Parse and check a command line (without the program's name)."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        allow_abbrev=False,
+        description="Start a program on every device of this machine, or of the hosts of a hostfile.",
+        usage=f"{prog} [options] script [script arguments]",
+    )
+    add_arguments(parser)
+    return options_from(parser.parse_args(argv))

@@ -1,0 +1,34 @@
+"""How the agents of several hosts are started: one file per family, each a pure function from a `Remote` to commands.
+
+Every family starts exactly one process per host, ``python -m dsx.launcher.node``, which then starts the ranks of that host. So no family needs to know
+about devices or ranks, MPI is not loaded by the program, and pinning by the MPI launcher (meant for one rank per core) is switched off.
+"""
+
+from collections.abc import Callable, Mapping
+
+from . import mpich, mvapich, openmpi, pdsh, slurm, ssh
+from .base import Command, Remote
+
+Build = Callable[[Remote, Mapping[str, str]], list[Command]]
+
+BUILDERS: dict[str, Build] = {
+    "ssh": ssh.commands,
+    "pdsh": pdsh.commands,
+    "openmpi": openmpi.commands,
+    "mpich": mpich.commands,
+    "impi": mpich.commands_impi,
+    "mvapich": mvapich.commands,
+    "slurm": slurm.commands,
+}
+
+PROGRAMS = {
+    "ssh": "ssh",
+    "pdsh": "pdsh",
+    "openmpi": "mpirun",
+    "mpich": "mpirun",
+    "impi": "mpirun",
+    "mvapich": "mpirun",
+    "slurm": "srun",
+}
+
+__all__ = ["BUILDERS", "PROGRAMS", "Build", "Command", "Remote"]

@@ -1,0 +1,16 @@
+"""Open MPI: mpirun places one agent on each host. Transport and interface selection (btl, UCX) stay as the site has configured them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .base import Command, Remote, agent_argv
+
+
+def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
+    """One mpirun. ``--bind-to none``: an agent's ranks share the host, not the core an MPI rank would be bound to."""
+    del environ
+    hosts = ",".join(f"{host}:1" for host in remote.hosts)
+    exports = [word for name, value in remote.exports.items() for word in ("-x", f"{name}={value}")]
+    placing = ("-n", str(len(remote.hosts)), "--host", hosts, "--map-by", "ppr:1:node", "--bind-to", "none")
+    return [Command(("mpirun", *placing, *exports, *remote.launcher_args, *agent_argv(remote, "--rank_from=mpi")))]
