@@ -1,0 +1,178 @@
+"""Where gathers run beside the computation: one interface, three kinds of lane.
+
+A lane runs the jobs submitted to it one after the other, in order. ``submit`` starts (or only queues) a job and gives a
+ticket; ``Ticket.wait`` makes what follows on the caller's side see the job's results. ``retire`` says that the caller's side has
+finished with a buffer: its memory may be taken again by jobs submitted later, but not by anything that could still run
+before the caller's last use.
+
+* ``HostLane``: jobs start at once; what they return (a pending collective) is waited for.
+* ``CudaLane``: jobs are enqueued on a stream of their own; waiting is a stream wait, never a host wait. Memory allocated in a job
+  belongs to that stream, so a buffer may be freed only behind an event of the consuming stream.
+* ``DeferringLane``: for tests. Nothing runs until it is waited for, retired buffers are filled with NaN before they are freed;
+  who reads before waiting or after retiring gets NaN instead of luck.
+
+It leaves out priorities and several streams per lane.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from .storage import GatheredStorage
+
+
+class Pending(Protocol):
+    """What a job may return: something still under way."""
+
+    def wait(self) -> object: ...
+
+
+Job = Callable[[], "Pending | None"]
+
+
+class Ticket(Protocol):
+    """One submitted job."""
+
+    def wait(self) -> None:
+        """Let the caller's side go on only with the job's results in place. Waiting twice is harmless."""
+        ...
+
+
+class Lane(Protocol):
+    """See the module's text."""
+
+    def submit(self, job: Job) -> Ticket: ...
+
+    def follow(self) -> None:
+        """Let jobs submitted from now on see what the caller's side has written so far (updated shards)."""
+        ...
+
+    def retire(self, storage: GatheredStorage) -> None: ...
+
+    def drain(self) -> None:
+        """Start everything that is queued."""
+        ...
+
+
+class _HostTicket:
+    def __init__(self, pending: Pending | None) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+
+class HostLane:
+    """Jobs start at once in the calling thread."""
+
+    def submit(self, job: Job) -> Ticket:
+        """Run ``job`` now; the ticket waits for what it left pending."""
+        return _HostTicket(job())
+
+    def follow(self) -> None:
+        """Nothing to do: one thread."""
+
+    def retire(self, storage: GatheredStorage) -> None:
+        """Free at once: host operations are finished when they return."""
+        storage.free()
+
+    def drain(self) -> None:
+        """Nothing is ever queued."""
+
+
+class _CudaTicket:
+    def __init__(self, event: torch.cuda.Event, pending: Pending | None) -> None:
+        self._event = event
+        self._pending = pending  # keeps the collective's own references alive until it is waited for
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+        self._pending = None
+
+
+class CudaLane:
+    """Jobs are enqueued on a stream of this lane's own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device=device, priority=-1)
+        self._retired: torch.cuda.Event | None = None
+
+    def submit(self, job: Job) -> Ticket:
+        """Enqueue ``job`` behind the last retirement (its memory may be what that one gave back)."""
+        if self._retired is not None:
+            self._stream.wait_event(self._retired)
+            self._retired = None
+        with torch.cuda.stream(self._stream):
+            pending = job()
+            if pending is not None:
+                pending.wait()  # a stream wait: the collective's stream holds this one up, not the host
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return _CudaTicket(event, pending)
+
+    def follow(self) -> None:
+        """Let the jobs submitted from now on see what the caller's stream has enqueued so far (updated shards)."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def retire(self, storage: GatheredStorage) -> None:
+        """Free behind everything the current stream has enqueued: later jobs wait for this moment before they allocate."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream())
+        self._retired = event
+        storage.free()
+
+    def drain(self) -> None:
+        """Nothing is ever queued on the host."""
+
+
+class _DeferredTicket:
+    def __init__(self, lane: DeferringLane, job: Job) -> None:
+        self._lane, self.job = lane, job
+
+    def wait(self) -> None:
+        self._lane.run_through(self)
+
+
+class DeferringLane:
+    """Nothing runs before it must; retired memory is poisoned."""
+
+    def __init__(self) -> None:
+        self._queue: deque[_DeferredTicket] = deque()
+
+    def submit(self, job: Job) -> Ticket:
+        """Queue ``job``."""
+        ticket = _DeferredTicket(self, job)
+        self._queue.append(ticket)
+        return ticket
+
+    def follow(self) -> None:
+        """Nothing to do: one thread."""
+
+    def run_through(self, ticket: _DeferredTicket) -> None:
+        """Run the queue up to and with ``ticket``."""
+        while ticket in self._queue:
+            pending = self._queue.popleft().job()
+            if pending is not None:
+                pending.wait()
+
+    def retire(self, storage: GatheredStorage) -> None:
+        """Fill with NaN, then free."""
+        if storage.allocated and storage.dtype.is_floating_point:
+            storage.fill.fill_(float("nan"))
+        storage.free()
+
+    def drain(self) -> None:
+        """Run everything that is queued."""
+        if self._queue:
+            self.run_through(self._queue[-1])
+
+
+def make_lane(device: torch.device) -> Lane:
+    """The lane for buffers on ``device``."""
+    return CudaLane(device) if device.type == "cuda" else HostLane()

@@ -1,0 +1,221 @@
+"""Orders of collectives as data: operations, posts, the decision all ranks take from them, and the frozen record of a step.
+
+Pure: nothing here communicates, allocates or knows a tensor. ``decide`` is the agreement: every rank sees the same posts and so
+computes the same answer. ``Schedule`` is a step as it was agreed once; it can be printed, hashed and validated.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = ["Decision", "Kind", "Operation", "Post", "Schedule", "checksum", "decide", "elide_gathers"]
+
+
+class Kind(IntEnum):
+    """What a rank asks for, and what a step consists of."""
+
+    GATHER = 0
+    """A unit's parameters are gathered by all."""
+    REDUCE = 1
+    """A unit's gradients are reduced by all; each rank gives what it has."""
+    USE = 2
+    """A unit is used while still gathered from its use before (only in a ``Schedule``)."""
+    FORWARD_END = 3
+    """The outermost forward of a rank has ended."""
+    BACKWARD_END = 4
+    """A backward of a rank has ended."""
+    BOUNDARY = 5
+    """A rank has come to its optimizer step."""
+
+
+_PAUSES = frozenset({Kind.FORWARD_END, Kind.BACKWARD_END})
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One entry of a schedule; ``unit`` is -1 for the marks."""
+
+    kind: Kind
+    unit: int = -1
+
+    def __str__(self) -> str:
+        return self.kind.name.lower() if self.unit < 0 else f"{self.kind.name.lower()}({self.unit})"
+
+
+@dataclass(frozen=True)
+class Post:
+    """What one rank tells the others in one round of agreement.
+
+    ``training`` is false for forwards outside training steps. ``position`` is how far the rank has executed its frozen schedule
+    (0 without one), ``checksum`` covers everything it has executed in this step, ``deviation`` is the first
+    operation it needed beyond the schedule.
+    """
+
+    operation: Operation
+    training: bool = True
+    position: int = 0
+    checksum: int = 0
+    deviation: Operation | None = None
+
+    WORDS = 7
+
+    def to_words(self) -> tuple[int, ...]:
+        """Seven integers, for the wire."""
+        strayed = self.deviation
+        return (
+            int(self.operation.kind),
+            self.operation.unit,
+            int(self.training),
+            self.position,
+            self.checksum,
+            -1 if strayed is None else int(strayed.kind),
+            -1 if strayed is None else strayed.unit,
+        )
+
+    @classmethod
+    def from_words(cls, words: Sequence[int]) -> Post:
+        """The inverse of ``to_words``."""
+        kind, unit, training, position, digest, strayed_kind, strayed_unit = words
+        strayed = None if strayed_kind < 0 else Operation(Kind(strayed_kind), strayed_unit)
+        return cls(Operation(Kind(kind), unit), bool(training), position, digest, strayed)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do after one round.
+
+    1. everyone executes its schedule up to ``align``; 2. everyone executes ``operations`` in order; 3. the ranks in
+    ``resume`` go on (their post is fulfilled), the others post again.
+    """
+
+    align: int
+    operations: tuple[Operation, ...]
+    resume: frozenset[int]
+
+
+def decide(posts: Sequence[Post]) -> Decision:
+    """The rules of agreement (``posts[r]`` is rank ``r``'s). At least one rank resumes in every round.
+
+    * Gathers that anyone asks for are executed by all, in the order of the ranks that ask.
+    * With no gather asked for, one reduce is executed: the posted unit with the highest index, because backward runs through the units
+      from the last to the first; the ranks that posted it resume, the others join with what they have.
+    * When every rank is at the end of a pass or at its boundary, those at the end of a pass resume.
+    * When every rank is at its boundary, all resume.
+    """
+    if not posts:
+        raise ValueError("decide needs the post of at least one rank")
+    align = max(post.position for post in posts)
+    asked = [post.operation for post in posts]
+    gathers = tuple(dict.fromkeys(op for op in asked if op.kind is Kind.GATHER))
+    if gathers:
+        return Decision(align, gathers, _ranks(asked, gathers))
+    reduces = [op for op in asked if op.kind is Kind.REDUCE]
+    if reduces:
+        chosen = (max(reduces, key=lambda op: op.unit),)
+        return Decision(align, chosen, _ranks(asked, chosen))
+    paused = frozenset(rank for rank, op in enumerate(asked) if op.kind in _PAUSES)
+    return Decision(align, (), paused or frozenset(range(len(posts))))
+
+
+def _ranks(asked: Sequence[Operation], operations: tuple[Operation, ...]) -> frozenset[int]:
+    return frozenset(rank for rank, op in enumerate(asked) if op in operations)
+
+
+def checksum(operation: Operation, before: int = 0) -> int:
+    """Extend the running checksum ``before`` by one executed operation (the same number on every machine)."""
+    return zlib.crc32(struct.pack("<bi", operation.kind, operation.unit), before)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The operations of one whole step in the agreed order, marks included."""
+
+    entries: tuple[Operation, ...]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __str__(self) -> str:
+        """One pass per line."""
+        lines: list[list[str]] = [[]]
+        for entry in self.entries:
+            lines[-1].append(str(entry))
+            if entry.kind in _PAUSES:
+                lines.append([])
+        return "\n".join(" ".join(line) for line in lines if line)
+
+    def find(self, operation: Operation, start: int) -> int | None:
+        """Place of the next ``operation`` at or after ``start`` (a gather is also found as a use)."""
+        wanted = {operation}
+        if operation.kind is Kind.GATHER:
+            wanted.add(Operation(Kind.USE, operation.unit))
+        return next((i for i in range(start, len(self.entries)) if self.entries[i] in wanted), None)
+
+    def find_in_pass(self, operation: Operation, start: int) -> int | None:
+        """Like ``find``, but not beyond the end of the pass that ``start`` lies in."""
+        place = self.find(operation, start)
+        if place is None or any(self.entries[i].kind in _PAUSES for i in range(start, place)):
+            return None
+        return place
+
+    def validate(self, units: int) -> None:
+        """Raise ``ValueError`` naming the first entry that cannot be (unit out of range, a use of what was never gathered)."""
+        gathered: set[int] = set()
+        for place, entry in enumerate(self.entries):
+            marks = entry.kind in _PAUSES
+            if marks != (entry.unit < 0) or entry.kind is Kind.BOUNDARY or entry.unit >= units:
+                raise ValueError(f"schedule entry {place} is {entry}: not an operation on one of {units} units")
+            if entry.kind is Kind.USE and entry.unit not in gathered:
+                raise ValueError(
+                    f"schedule entry {place} is {entry}, but unit {entry.unit} was not gathered before it in its pass"
+                )
+            if entry.kind is Kind.GATHER:
+                gathered.add(entry.unit)
+            if marks:
+                gathered.clear()
+
+
+def passes(entries: Sequence[Operation]) -> Iterator[tuple[int, int]]:
+    """Ranges ``[start, stop)`` of the passes, marks included."""
+    start = 0
+    for place, entry in enumerate(entries):
+        if entry.kind in _PAUSES:
+            yield start, place + 1
+            start = place + 1
+    if start < len(entries):
+        yield start, len(entries)
+
+
+def elide_gathers(schedule: Schedule, numel: Sequence[int], *, max_reuse_distance: int, max_live: int) -> Schedule:
+    """Turn gathers of what was gathered shortly before in the same pass into uses.
+
+    ``numel[u]`` are the elements of unit ``u``. The distance between two gathers of a unit is the number of elements gathered between
+    them, the unit's own included. A gather becomes a use when that is at most ``max_reuse_distance`` and the units kept
+    together never exceed ``max_live`` elements.
+    """
+    entries = list(schedule.entries)
+    for start, stop in passes(schedule.entries):
+        last: dict[int, int] = {}
+        kept = [0] * (stop - start)  # elements kept over each place of the pass
+        for place in range(start, stop):
+            entry = entries[place]
+            if entry.kind is not Kind.GATHER:
+                continue
+            before, size = last.get(entry.unit), numel[entry.unit]
+            last[entry.unit] = place
+            if before is None:
+                continue
+            between = range(before + 1, place)
+            distance = size + sum(numel[entries[i].unit] for i in between if entries[i].kind is Kind.GATHER)
+            fits = all(
+                kept[i - start] + size + numel[entries[i].unit] <= max_live for i in between if entries[i].unit >= 0
+            )
+            if distance <= max_reuse_distance and fits:
+                entries[place] = Operation(Kind.USE, entry.unit)
+                for i in between:
+                    kept[i - start] += size
+    return Schedule(tuple(entries))
