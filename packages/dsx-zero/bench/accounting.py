@@ -1,0 +1,115 @@
+"""Memory and traffic of the ZeRO stages, counted, beside their formulas.
+
+    python packages/dsx-zero/bench/accounting.py
+
+Nothing is timed: bytes of model state are counted on unique storages (with gradients present, after a step), bytes sent in wire
+dtype by dsx_comm, on 1 to 4 ranks, accumulation 1 and 4. Psi is the number of parameters, N of ranks, a the accumulation. Prints the
+two tables of docs/figures.md as markdown, one row a case, with measured / formula.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from dsx_testkit import run_ranks
+from torch import nn
+
+STAGES, WORLDS, ACCUMULATIONS = (0, 1, 2, 3), (1, 2, 3, 4), (1, 4)
+
+
+def model(dtype: torch.dtype) -> nn.Module:
+    """A stack of blocks with odd sizes; about a million parameters."""
+    torch.manual_seed(0)
+    width = 193
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)
+    )
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks
+            self.head = nn.Linear(width, 11)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return self.head(x)
+
+    return Stack().to(dtype)
+
+
+def measure(rank: int, world: int, stage: int, accumulation: int, keep: bool, low: bool) -> dict[str, Any]:
+    """One rank: train two steps, count the third."""
+    import dsx_comm
+    import dsx_zero
+    from dsx_zero.config import ZeroConfig
+
+    config = ZeroConfig.model_validate(
+        {"stage": stage, "keep_full_gradients": keep, "stage3_param_persistence_threshold": 0}
+    )
+    dtype = torch.bfloat16 if low else torch.float32
+    module = model(dtype)
+    psi = sum(p.numel() for p in module.parameters())
+    sharded, optimizer = dsx_zero.shard(module, lambda p: torch.optim.AdamW(p, lr=1e-3), stage=stage, config=config)
+
+    def backwards() -> None:
+        for micro in range(accumulation):
+            x = torch.randn(2, 193, dtype=dtype, generator=torch.Generator().manual_seed(rank * 100 + micro))
+            last = micro == accumulation - 1
+            with optimizer.no_sync() if (stage < 2 or keep) and not last else torch.enable_grad():
+                sharded(x).float().square().mean().backward()
+
+    for _ in range(2):
+        backwards()
+        optimizer.step()
+        optimizer.zero_grad()
+    with dsx_comm.count_traffic() as traffic:
+        backwards()
+        held = optimizer.state_bytes()
+        optimizer.step()
+    return {"psi": psi, "bytes": sum(held.values()), "sent": traffic.sent_bytes()}
+
+
+def memory_formula(stage: int, n: int, low: bool) -> float:
+    """Bytes per parameter: Adam's K = 8 (fp32) or 12 (16-bit with fp32 master)."""
+    if low:
+        return {0: 16, 1: 4 + 12 / n, 2: 2 + 14 / n, 3: 16 / n}[stage]
+    return {0: 16, 1: 8 + 8 / n, 2: 4 + 12 / n, 3: 16 / n}[stage]
+
+
+def traffic_formula(stage: int, n: int, a: int, keep: bool) -> float:
+    """Elements sent per parameter, rank and optimizer step."""
+    factor = {0: 2, 1: 2, 2: 2 if keep else a + 1, 3: 2 * a + 1 if keep else 3 * a}[stage]
+    return factor * (n - 1) / n
+
+
+def main() -> None:
+    """Print both tables."""
+    torch.set_num_threads(1)
+    print("| stage | ranks | dtype | bytes per parameter | formula | measured / formula |\n|---|---|---|---|---|---|")
+    for low, stage, world in itertools.product((False, True), STAGES, WORLDS):
+        rows = run_ranks(measure, world, stage, 1, False, low)
+        per, formula = max(r["bytes"] for r in rows) / rows[0]["psi"], memory_formula(stage, world, low)
+        print(
+            f"| {stage} | {world} | {'bf16' if low else 'fp32'} | {per:.3f} | {formula:.3f} | {per / formula:.4f} |",
+            flush=True,
+        )
+    print(
+        "\n| stage | ranks | a | keep full gradients | elements sent per parameter | formula | measured / formula |\n|---|---|---|---|---|---|---|"
+    )
+    for stage, world, a, keep in itertools.product(STAGES, WORLDS[1:], ACCUMULATIONS, (False, True)):
+        if keep and stage < 2:
+            continue
+        rows = run_ranks(measure, world, stage, a, keep, False)
+        per, formula = max(r["sent"] for r in rows) / 4 / rows[0]["psi"], traffic_formula(stage, world, a, keep)
+        print(
+            f"| {stage} | {world} | {a} | {'yes' if keep else 'no'} | {per:.4f} | {formula:.4f} | {per / formula:.4f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
