@@ -1,5 +1,82 @@
-"""Events, writers, timers and profilers for PyTorch training."""
+"""Events, writers, timers and profilers for PyTorch training.
+
+Importing this package loads nothing but this table; every name arrives on first use, so that neither pydantic nor torch
+nor any backend is paid for before it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from .config import (
+        CometConfig,
+        CSVConfig,
+        FlopsProfilerConfig,
+        JSONLConfig,
+        MonitorConfig,
+        TensorBoardConfig,
+        WandbConfig,
+    )
+    from .errors import BackendMissing, MonitorConfigError, ReportError
+    from .memory import MemorySnapshot, memory_snapshot
+    from .monitor import CometMonitor, JSONLMonitor, MonitorMaster, TensorBoardMonitor, WandbMonitor, csvMonitor
+    from .run import MemoryLog, start_run
+    from .timers import ThroughputTimer, WallClock
+
+_HOMES = {
+    "config": (
+        "CSVConfig",
+        "CometConfig",
+        "FlopsProfilerConfig",
+        "JSONLConfig",
+        "MonitorConfig",
+        "TensorBoardConfig",
+        "WandbConfig",
+    ),
+    "errors": ("BackendMissing", "MonitorConfigError", "ReportError"),
+    "memory": ("MemorySnapshot", "memory_snapshot"),
+    "monitor": ("CometMonitor", "JSONLMonitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"),
+    "run": ("MemoryLog", "start_run"),
+    "timers": ("ThroughputTimer", "WallClock"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BackendMissing",
+    "CSVConfig",
+    "CometConfig",
+    "CometMonitor",
+    "FlopsProfilerConfig",
+    "JSONLConfig",
+    "JSONLMonitor",
+    "MemoryLog",
+    "MemorySnapshot",
+    "MonitorConfig",
+    "MonitorConfigError",
+    "MonitorMaster",
+    "ReportError",
+    "TensorBoardConfig",
+    "TensorBoardMonitor",
+    "ThroughputTimer",
+    "WallClock",
+    "WandbConfig",
+    "WandbMonitor",
+    "__version__",
+    "csvMonitor",
+    "memory_snapshot",
+    "start_run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,146 @@
+"""A queue with one thread behind it, so that training never waits for a file, a socket or a service.
+
+What it promises: `put` returns at once; events arrive in order; when the queue runs empty every writer is flushed; the
+end of the process, by return, exception or `sys.exit`, drains and closes it; a writer that raises is dropped with one
+warning and the others go on. A process that is killed loses at most what was still queued. A forked child owns no
+thread and writes nothing.
+
+Left out: spilling to disk. A queue that is full because a writer hangs drops events, and says so once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing.util
+import os
+import queue
+import threading
+from collections.abc import Sequence
+
+from .events import Event
+from .writers.base import Writer
+
+__all__ = ["BackgroundWriters"]
+
+logger = logging.getLogger("dsx_monitor")
+
+_CAPACITY = 16384  # calls of `put`
+_IDLE_SECONDS = 0.5
+
+
+class _Flush:
+    """A marker in the queue; `done` is set when everything before it has been written and flushed."""
+
+    def __init__(self, *, close: bool = False) -> None:
+        self.close = close
+        self.done = threading.Event()
+
+
+class BackgroundWriters:
+    """Feeds `writers` from a thread that starts with the first event.
+
+    Args:
+        writers: used by that thread only, from now on.
+        exit_timeout: how long `close` waits, in seconds, before it gives up on a writer that hangs.
+    """
+
+    def __init__(self, writers: Sequence[Writer], *, exit_timeout: float = 30.0) -> None:
+        self._writers = list(writers)
+        self._timeout = exit_timeout
+        self._queue: queue.Queue[list[Event] | _Flush] = queue.Queue(_CAPACITY)
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = self._dropping = False
+        # Processes made by multiprocessing (launchers, test ranks) leave without running atexit, but run finalizers.
+        atexit.register(self.close)
+        self._finalizer = multiprocessing.util.Finalize(None, self.close, exitpriority=100)
+
+    @property
+    def writers(self) -> tuple[Writer, ...]:
+        """The writers still in use."""
+        return tuple(self._writers)
+
+    def put(self, events: list[Event]) -> None:
+        """Hand over events; never waits. Dropped after `close` and in forked children."""
+        if self._closed or os.getpid() != self._pid or not self._writers:
+            return
+        if self._thread is None:
+            self._start()
+        try:
+            self._queue.put_nowait(events)
+        except queue.Full:
+            if not self._dropping:
+                self._dropping = True
+                logger.warning("monitor: a writer does not keep up (%d calls queued); events are dropped", _CAPACITY)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything put so far is written out; False if that took longer than `timeout` seconds."""
+        return self._mark(_Flush(), timeout)
+
+    def close(self) -> None:
+        """Write everything out, close the writers, end the thread. May be called twice."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        self._finalizer.cancel()
+        if self._thread is None:
+            for writer in self._writers:
+                self._guard(writer, writer.close)
+        elif not self._mark(_Flush(close=True), self._timeout):
+            logger.warning("monitor: a writer did not finish within %.0f s; its last events may be lost", self._timeout)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="dsx-monitor", daemon=True)
+                self._thread.start()
+
+    def _mark(self, mark: _Flush, timeout: float | None) -> bool:
+        if self._thread is None or not self._thread.is_alive() or os.getpid() != self._pid:
+            return True
+        try:
+            self._queue.put(mark, timeout=timeout)
+        except queue.Full:
+            return False
+        return mark.done.wait(timeout)
+
+    def _run(self) -> None:
+        dirty = False
+        while True:
+            try:
+                item = self._queue.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                if dirty:
+                    self._each("flush")
+                    dirty = False
+                continue
+            if isinstance(item, _Flush):
+                self._each("close" if item.close else "flush")
+                dirty = False
+                item.done.set()
+                if item.close:
+                    return
+            else:
+                self._each("write", item)
+                dirty = True
+
+    def _each(self, method: str, *arguments: object) -> None:
+        for writer in list(self._writers):
+            if not self._guard(writer, getattr(writer, method), *arguments) and method != "close":
+                self._writers.remove(writer)
+                self._guard(writer, writer.close, quiet=True)
+
+    def _guard(self, writer: Writer, call: object, *arguments: object, quiet: bool = False) -> bool:
+        try:
+            call(*arguments)  # type: ignore[operator]
+        except Exception as error:  # noqa: BLE001  any failure of a third-party writer must leave training alone
+            level = logging.DEBUG if quiet else logging.WARNING
+            logger.log(
+                level, "monitor: %s failed and is switched off: %s: %s", writer.section, type(error).__name__, error
+            )
+            return False
+        return True

@@ -1,0 +1,75 @@
+"""How much memory this process and its device hold, from the kernel's own figures.
+
+RSS counts shared pages (libraries, shared-memory transports) in every process that maps them; PSS counts each process'
+share, so the PSS of all ranks add up to what the machine really holds. PSS costs the kernel a walk over the mappings
+(about a millisecond per GiB), so take it now and then, not in every step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict, dataclass
+
+__all__ = ["MemorySnapshot", "memory_snapshot"]
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """Bytes. `pss` is None where the kernel does not tell; device figures are 0 without an initialised CUDA device."""
+
+    rss: int
+    peak_rss: int
+    pss: int | None = None
+    cuda_allocated: int = 0
+    cuda_reserved: int = 0
+    cuda_peak: int = 0
+
+    def as_dict(self) -> dict[str, int | None]:
+        """Name to bytes."""
+        return asdict(self)
+
+
+def memory_snapshot(*, pss: bool = False) -> MemorySnapshot:
+    """Read the current figures; `pss` also asks for the proportional share. Never initialises a device."""
+    rss, peak = _resident()
+    return MemorySnapshot(rss, peak, _proportional() if pss else None, *_device())
+
+
+def _resident() -> tuple[int, int]:
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as stream:
+            lines = dict(line.split(":", 1) for line in stream if ":" in line)
+        return _kib(lines["VmRSS"]), _kib(lines["VmHWM"])
+    except (OSError, KeyError):
+        return _resident_elsewhere()
+
+
+def _resident_elsewhere() -> tuple[int, int]:
+    """Systems without /proc: the peak is all the standard library knows."""
+    import resource  # late: Unix only
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak, peak
+
+
+def _proportional() -> int | None:
+    if not os.path.exists("/proc/self/smaps_rollup"):
+        return None
+    try:
+        with open("/proc/self/smaps_rollup", encoding="ascii", errors="replace") as stream:
+            return next((_kib(line.split(":", 1)[1]) for line in stream if line.startswith("Pss:")), None)
+    except OSError:  # containers may forbid it
+        return None
+
+
+def _kib(text: str) -> int:
+    return int(text.split()[0]) * 1024
+
+
+def _device() -> tuple[int, int, int]:
+    torch = sys.modules.get("torch")  # a process that has not loaded torch holds nothing on a device
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return 0, 0, 0
+    cuda = torch.cuda
+    return cuda.memory_allocated(), cuda.memory_reserved(), cuda.max_memory_allocated()

@@ -1,0 +1,207 @@
+"""`MonitorMaster` and its relatives: what a training loop calls to have its numbers written down.
+
+    with MonitorMaster({"csv_monitor": {"enabled": True, "output_path": "runs", "job_name": "first"}}) as monitor:
+        monitor.write_events([("Train/Samples/train_loss", loss, samples)])
+
+Only the process with rank 0 writes; on the others every call returns at once. A backend whose package is missing, or
+that fails at any time, costs one warning and never the training run. Events go through a queue (`background`).
+
+Left out: histograms, images, text. For figures of every rank see `dsx_monitor.run.MemoryLog`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from .background import BackgroundWriters
+from .errors import BackendMissing, MonitorConfigError
+from .events import normalised
+from .writers.base import Writer
+
+__all__ = ["CometMonitor", "JSONLMonitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"]
+
+logger = logging.getLogger("dsx_monitor")
+
+
+def _tensorboard(section: Any) -> Writer:
+    from .writers.tensorboard import TensorBoardWriter
+
+    return TensorBoardWriter(section)
+
+
+def _wandb(section: Any) -> Writer:
+    from .writers.wandb import WandbWriter
+
+    return WandbWriter(section)
+
+
+def _comet(section: Any) -> Writer:
+    from .writers.comet import CometWriter
+
+    return CometWriter(section)
+
+
+def _csv(section: Any) -> Writer:
+    from .writers.csv import CSVWriter
+
+    return CSVWriter(section)
+
+
+def _jsonl(section: Any) -> Writer:
+    from .writers.jsonl import JSONLWriter
+
+    return JSONLWriter(section)
+
+
+# Late imports all: a job pays only for the writers it switches on.
+_BUILDERS: dict[str, Callable[[Any], Writer]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "comet": _comet,
+    "csv_monitor": _csv,
+    "jsonl": _jsonl,
+}
+
+
+class _Monitor:
+    """Writes events to the enabled ones of some sections.
+
+    Args:
+        monitor_config: a `MonitorConfig`, a mapping with its keys, or any object that has its sections as attributes.
+        rank: global rank of this process; None: that of the initialised process group, else the variable RANK, else 0.
+    """
+
+    _sections: tuple[str, ...] = ()
+
+    def __init__(self, monitor_config: Any, *, rank: int | None = None) -> None:
+        config = _as_config(monitor_config, self._sections)
+        chosen = [(name, section) for name in self._sections if (section := getattr(config, name, None)) is not None]
+        chosen = [(name, section) for name, section in chosen if section.enabled]
+        self.monitor_config = monitor_config
+        self.enabled = bool(chosen)
+        writes = self.enabled and (current_rank() if rank is None else rank) == 0
+        self._background = BackgroundWriters(_build(chosen)) if writes else None
+
+    def write_events(self, event_list: Iterable[tuple[str, Any, Any]], flush: bool = False) -> None:
+        """Write `(label, value, samples)` events.
+
+        Args:
+            event_list: labels, numbers (or tensors with one element) and the number of samples seen by all ranks.
+            flush: wait until they are written out.
+
+        Raises:
+            MonitorConfigError: an event is no such triple.
+        """
+        if self._background is not None:
+            self._background.put(normalised(event_list))
+            if flush:
+                self._background.flush()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all events so far are written out; False if `timeout` seconds were not enough."""
+        return True if self._background is None else self._background.flush(timeout)
+
+    def close(self) -> None:
+        """Write everything out and close the backends. Runs by itself when the process ends."""
+        if self._background is not None:
+            self._background.close()
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The sections that this process is writing to now."""
+        return () if self._background is None else tuple(writer.section for writer in self._background.writers)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class MonitorMaster(_Monitor):
+    """Fans events out to every enabled backend."""
+
+    _sections = tuple(_BUILDERS)
+
+
+class TensorBoardMonitor(_Monitor):
+    """Only the section `tensorboard`; takes the section or the whole configuration."""
+
+    _sections = ("tensorboard",)
+
+
+class WandbMonitor(_Monitor):
+    """Only the section `wandb`; takes the section or the whole configuration."""
+
+    _sections = ("wandb",)
+
+
+class CometMonitor(_Monitor):
+    """Only the section `comet`; takes the section or the whole configuration."""
+
+    _sections = ("comet",)
+
+
+class csvMonitor(_Monitor):
+    """Only the section `csv_monitor`; takes the section or the whole configuration."""
+
+    _sections = ("csv_monitor",)
+
+
+class JSONLMonitor(_Monitor):
+    """Only the section `jsonl`; takes the section or the whole configuration."""
+
+    _sections = ("jsonl",)
+
+
+def current_rank() -> int:
+    """Global rank of this process, found without importing torch."""
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+class _Single:
+    """One section in the shape of a whole configuration."""
+
+    def __init__(self, name: str, section: Any) -> None:
+        setattr(self, name, section)
+
+
+def _as_config(config: Any, sections: tuple[str, ...]) -> Any:
+    if isinstance(config, Mapping):
+        from pydantic import ValidationError
+
+        from .config import MonitorConfig  # late: pydantic is slow to import
+
+        try:
+            return MonitorConfig.model_validate(dict(config))
+        except ValidationError as error:
+            lines = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise MonitorConfigError(f"monitor configuration: {lines}") from None
+    if len(sections) == 1 and not hasattr(config, sections[0]) and hasattr(config, "enabled"):
+        return _Single(sections[0], config)
+    if not any(hasattr(config, name) for name in sections):
+        raise MonitorConfigError(
+            f"monitor configuration: got {type(config).__name__}, expected a mapping or an object with the section "
+            f"{' or '.join(sections)}"
+        )
+    return config
+
+
+def _build(chosen: list[tuple[str, Any]]) -> list[Writer]:
+    writers = []
+    for name, section in chosen:
+        try:
+            writers.append(_BUILDERS[name](section))
+        except BackendMissing as error:
+            logger.warning("monitor: %s; training goes on without it", error)
+        except Exception as error:  # noqa: BLE001  whatever a backend does at start, training goes on
+            logger.warning("monitor: %s cannot start and is switched off: %s: %s", name, type(error).__name__, error)
+    return writers

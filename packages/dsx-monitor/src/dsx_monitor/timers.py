@@ -1,0 +1,189 @@
+"""Where the time of a step goes, and how fast training is, without making it slower.
+
+`WallClock` measures named ranges. On CUDA a range is a pair of events on the current stream, read only once both have
+happened, so measuring never waits for the device; the figures of a step then arrive a step or two later. On the host a
+range is `time.perf_counter`.
+
+`ThroughputTimer` counts samples, tokens and floating-point operations per second. It does not synchronise either: over a
+window of steps the host cannot run far ahead of the device, so the mean is right though single steps need not be.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "BACKWARD",
+    "BACKWARD_INNER",
+    "BACKWARD_REDUCE",
+    "FORWARD",
+    "STEP",
+    "ThroughputTimer",
+    "WallClock",
+]
+
+# The ranges of a training step; events are called `elapsed_time_ms_` + name.
+FORWARD = "forward"
+BACKWARD = "backward"
+BACKWARD_INNER = "backward_inner"
+BACKWARD_REDUCE = "backward_allreduce"
+STEP = "step"
+
+
+@dataclass
+class _Frame:
+    """The ranges of one step: milliseconds already known, and pairs of device events still to be read."""
+
+    known: dict[str, float] = field(default_factory=dict)
+    pending: list[tuple[str, Any, Any]] = field(default_factory=list)
+
+    def resolve(self, wait: bool) -> bool:
+        """Read what has happened; True if nothing is left."""
+        left = []
+        for name, start, end in self.pending:
+            if wait:
+                end.synchronize()
+            if wait or end.query():
+                self.known[name] = self.known.get(name, 0.0) + start.elapsed_time(end)
+            else:
+                left.append((name, start, end))
+        self.pending = left
+        return not left
+
+
+class WallClock:
+    """Times named ranges, step by step.
+
+    Args:
+        device: a `torch.device` or its name; a CUDA device is timed with events, any other by the host's clock.
+
+    Ranges of the same name within a step add up; ranges may be nested. The clock belongs to one thread.
+    """
+
+    def __init__(self, device: Any = "cpu") -> None:
+        kind = getattr(device, "type", None) or str(device).split(":")[0]
+        self._events = kind == "cuda"
+        self._current = _Frame()
+        self._closed: deque[_Frame] = deque()
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """Measure what runs inside, also if it raises."""
+        if not self._events:
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                known = self._current.known
+                known[name] = known.get(name, 0.0) + (time.perf_counter() - start) * 1e3
+            return
+        begin = _record()
+        try:
+            yield
+        finally:
+            self._current.pending.append((name, begin, _record()))
+
+    def elapsed(self, *, wait: bool = False) -> list[tuple[str, float]]:
+        """End the step and return the `(name, milliseconds)` of the oldest step not yet returned.
+
+        Empty if that step's device events have not happened yet (they come with a later call), unless `wait`: then
+        this call waits for the device.
+        """
+        if self._current.known or self._current.pending:
+            self._closed.append(self._current)
+            self._current = _Frame()
+        if not self._closed or not self._closed[0].resolve(wait):
+            return []
+        return list(self._closed.popleft().known.items())
+
+
+def _record() -> Any:
+    import torch  # late: the host clock works without it
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class ThroughputTimer:
+    """Samples, tokens and TFLOPS per second over a sliding window of steps.
+
+    Args:
+        batch_size: samples per step, over all ranks.
+        tokens_per_sample: to report tokens per second; None: do not.
+        flops_per_sample: floating-point operations of one sample's forward and backward, to report TFLOPS; None: do not.
+        start_step: steps left out at the start (compilation, first allocations).
+        window: steps that count.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        tokens_per_sample: int | None = None,
+        flops_per_sample: float | None = None,
+        start_step: int = 2,
+        window: int = 50,
+    ) -> None:
+        if batch_size <= 0 or window <= 0:
+            raise ValueError(
+                f"ThroughputTimer: got batch_size={batch_size}, window={window}, expected positive numbers"
+            )
+        self.batch_size, self.tokens_per_sample, self.flops_per_sample = batch_size, tokens_per_sample, flops_per_sample
+        self.steps = 0
+        self._skip = start_step
+        self._marks: deque[tuple[float, int]] = deque(maxlen=window + 1)
+        self._samples = 0
+
+    def step(self, batch_size: int | None = None) -> None:
+        """Call at the end of each step; `batch_size` if this one differed."""
+        self.steps += 1
+        if self.steps < self._skip:
+            return
+        if self._marks:
+            self._samples += self.batch_size if batch_size is None else batch_size
+        self._marks.append((time.perf_counter(), self._samples))
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out what runs inside, such as an evaluation or a checkpoint."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            away = time.perf_counter() - start
+            self._marks = deque(((mark + away, n) for mark, n in self._marks), maxlen=self._marks.maxlen)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over the window, all ranks together; 0.0 as long as there are fewer than two steps to compare."""
+        if len(self._marks) < 2:
+            return 0.0
+        (first, before), (last, after) = self._marks[0], self._marks[-1]
+        return (after - before) / (last - first) if last > first else 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """As `samples_per_second`, in tokens."""
+        return None if self.tokens_per_sample is None else self.samples_per_second * self.tokens_per_sample
+
+    @property
+    def tflops(self) -> float | None:
+        """1e12 floating-point operations per second, all ranks together."""
+        return None if self.flops_per_sample is None else self.samples_per_second * self.flops_per_sample / 1e12
+
+    def events(self, samples: int) -> list[tuple[str, float, int]]:
+        """The figures as monitor events at `samples`; empty while there are none."""
+        if len(self._marks) < 2:
+            return []
+        values = {
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops": self.tflops,
+        }
+        return [(f"Train/Samples/{name}", value, samples) for name, value in values.items() if value is not None]

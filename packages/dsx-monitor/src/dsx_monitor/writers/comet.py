@@ -1,0 +1,52 @@
+"""Events to Comet, online or as an archive to upload later (in COMET_OFFLINE_DIRECTORY).
+
+A label is sent at most once in `samples_log_interval` samples; the first event of each label is always sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import BackendMissing
+from ..events import Event
+
+__all__ = ["CometWriter"]
+
+
+class CometWriter:
+    """Logs to an experiment of its own."""
+
+    section = "comet"
+
+    def __init__(self, config: Any) -> None:
+        try:
+            import comet_ml  # late: optional, and slow to import
+        except ImportError as error:
+            raise BackendMissing(self.section, "comet_ml", "comet") from error
+        self._interval = config.samples_log_interval
+        self._sent: dict[str, int] = {}
+        self._experiment = comet_ml.start(
+            api_key=config.api_key,
+            workspace=config.workspace,
+            project=config.project,
+            experiment_key=config.experiment_key,
+            mode=config.mode or "get_or_create",
+            online=config.online,
+        )
+        if config.experiment_name is not None:
+            self._experiment.set_name(config.experiment_name)
+
+    def write(self, events: list[Event]) -> None:
+        """Send what is due."""
+        for label, value, samples in events:
+            last = self._sent.get(label)
+            if last is None or samples - last >= self._interval:
+                self._sent[label] = samples
+                self._experiment.log_metric(label, value, step=samples)
+
+    def flush(self) -> None:
+        """Nothing to do: Comet's own thread sends what is logged."""
+
+    def close(self) -> None:
+        """End the experiment; waits for the upload or writes the archive."""
+        self._experiment.end()

@@ -1,0 +1,79 @@
+"""Events as CSV, one file per label: `output_path/job_name/<label with / as _>.csv`, header `step,<last part of label>`.
+
+Files stay open between events, and a run that starts again in the same folder goes on in the same files: the header is
+written once, and a last line that a crash cut in half is ended before new ones follow.
+"""
+
+from __future__ import annotations
+
+import csv
+import zlib
+from collections import OrderedDict
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from ..events import Event, folder_of, label_to_file_name
+
+__all__ = ["CSVWriter"]
+
+# Far below the usual limit of 1024 descriptors, far above the number of labels of a usual run.
+_MOST_OPEN_FILES = 128
+
+
+class CSVWriter:
+    """Appends `step,value` lines."""
+
+    section = "csv_monitor"
+
+    def __init__(self, config: Any) -> None:
+        self.folder = folder_of(config)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._paths: dict[str, Path] = {}
+        self._open: OrderedDict[str, TextIOWrapper] = OrderedDict()
+
+    def write(self, events: list[Event]) -> None:
+        """Append the events and hand them to the operating system."""
+        touched = set()
+        for label, value, samples in events:
+            stream = self._stream(label)
+            csv.writer(stream, lineterminator="\n").writerow((samples, value))
+            touched.add(label)
+        for label in touched & self._open.keys():
+            self._open[label].flush()
+
+    def path(self, label: str) -> Path:
+        """The file of a label. Two labels whose names fall together get different files."""
+        if label not in self._paths:
+            path = self.folder / f"{label_to_file_name(label)}.csv"
+            if path in self._paths.values():
+                path = path.with_name(f"{path.stem}.{zlib.crc32(label.encode()):08x}.csv")
+            self._paths[label] = path
+        return self._paths[label]
+
+    def _stream(self, label: str) -> TextIOWrapper:
+        stream = self._open.get(label)
+        if stream is None:
+            if len(self._open) >= _MOST_OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+            stream = self._open[label] = _open_for_append(self.path(label), label)
+        self._open.move_to_end(label)
+        return stream
+
+    def flush(self) -> None:
+        """Nothing is left to do: `write` has handed everything over."""
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def _open_for_append(path: Path, label: str) -> TextIOWrapper:
+    text = path.read_bytes()[-1:] if path.exists() else b""
+    stream = path.open("a", encoding="utf-8", newline="")
+    if not text:
+        csv.writer(stream, lineterminator="\n").writerow(("step", label.rsplit("/", 1)[-1]))
+    elif text != b"\n":
+        stream.write("\n")
+    return stream

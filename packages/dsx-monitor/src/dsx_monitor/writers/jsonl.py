@@ -1,0 +1,55 @@
+"""Events in one file, `output_path/job_name/events.jsonl`: `{"time": ..., "step": ..., "label": ..., "value": ...}` lines.
+
+`time` is seconds since 1970, so that curves can be drawn over the clock; values that JSON has no number for are the
+texts "nan", "inf" and "-inf". A run that starts again in the same folder goes on in the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any
+
+from ..events import Event, folder_of
+
+__all__ = ["JSONLWriter"]
+
+FILE_NAME = "events.jsonl"
+
+
+class JSONLWriter:
+    """Appends one line per event."""
+
+    section = "jsonl"
+
+    def __init__(self, config: Any) -> None:
+        folder = folder_of(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE_NAME
+        ended = not self.path.exists() or self.path.stat().st_size == 0 or _last_byte(self.path) == b"\n"
+        self._stream = self.path.open("a", encoding="utf-8")
+        if not ended:  # a crash cut the last line in half
+            self._stream.write("\n")
+
+    def write(self, events: list[Event]) -> None:
+        """Append the events and hand them to the operating system."""
+        now = round(time.time(), 3)
+        for label, value, samples in events:
+            shown = value if math.isfinite(value) else str(value)
+            line = {"time": now, "step": samples, "label": label, "value": shown}
+            self._stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._stream.flush()
+
+    def flush(self) -> None:
+        """Nothing is left to do: `write` has handed everything over."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+def _last_byte(path: Any) -> bytes:
+    with open(path, "rb") as stream:
+        stream.seek(-1, 2)
+        return stream.read(1)
