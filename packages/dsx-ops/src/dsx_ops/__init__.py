@@ -1,5 +1,48 @@
-"""Fused optimizers and kernels for PyTorch, on CPU and CUDA."""
+"""Fused optimizers and kernels for PyTorch, on CPU and CUDA.
+
+    import dsx_ops
+    optimizer = dsx_ops.FusedAdam(model.parameters(), lr=3e-4, weight_decay=0.1)
+    loss.backward()
+    optimizer.step(grad_scale=1024.0)
+
+The optimizers are ordinary `torch.optim.Optimizer`s. `python -m dsx_ops` reports what is built and what runs.
+"""
 
 from ._version import __version__
+from .errors import HyperparameterError, NativeMissingError, OpsError, TensorError
+from .native import native_status, reference_only
+from .optim.adam import Adam8bit, CPUAdam, FusedAdam
+from .optim.lamb import FusedLamb
+from .optim.simple import SGD, CPUAdagrad, CPULion, FusedLion
+from .update import Norm, clip_grad_norm_, norm, scale_, squared_norms
 
-__all__ = ["__version__"]
+# The names under which existing scripts know them.
+DeepSpeedCPUAdam = CPUAdam
+DeepSpeedCPUAdagrad = CPUAdagrad
+DeepSpeedCPULion = CPULion
+
+__all__ = [
+    "Adam8bit",
+    "CPUAdagrad",
+    "CPUAdam",
+    "CPULion",
+    "DeepSpeedCPUAdagrad",
+    "DeepSpeedCPUAdam",
+    "DeepSpeedCPULion",
+    "FusedAdam",
+    "FusedLamb",
+    "FusedLion",
+    "HyperparameterError",
+    "NativeMissingError",
+    "Norm",
+    "OpsError",
+    "SGD",
+    "TensorError",
+    "__version__",
+    "clip_grad_norm_",
+    "native_status",
+    "norm",
+    "reference_only",
+    "scale_",
+    "squared_norms",
+]

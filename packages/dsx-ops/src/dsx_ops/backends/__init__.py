@@ -1,0 +1,1 @@
+"""One module per implementation; `dsx_ops.update` chooses."""

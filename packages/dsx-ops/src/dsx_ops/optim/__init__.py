@@ -1,0 +1,1 @@
+"""The optimizers; import them from `dsx_ops`."""

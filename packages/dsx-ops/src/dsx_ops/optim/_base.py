@@ -1,0 +1,210 @@
+"""What the optimizers share: torch.optim.Optimizer in front, batches of slots behind.
+
+`step` collects every parameter with a gradient into batches of the same dtypes, device and step number, checks all of
+them, and only then writes: an error leaves parameters and states as they were. A batch is one kernel call however many tensors it has.
+
+State: tensors under torch's names, and `step` as a Python number. State dicts go both ways between these optimizers and torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import update
+from ..errors import HyperparameterError, TensorError
+from ..spec import Algorithm, Batch, Hyper, Slot, check_slot
+
+CopyOut = Mapping[Tensor, Tensor]
+
+
+def check_numbers(defaults: Mapping[str, Any]) -> None:
+    """Raise `HyperparameterError` for a number out of its range."""
+    for key in ("lr", "eps", "weight_decay", "momentum", "max_grad_norm", "min_coeff"):
+        if key in defaults and not float(defaults[key]) >= 0.0:
+            raise HyperparameterError(f"{key}: got {defaults[key]}, expected a number >= 0")
+    for i, beta in enumerate(defaults.get("betas", ())):
+        if not 0.0 <= beta < 1.0:
+            raise HyperparameterError(f"betas[{i}]: got {beta}, expected 0 <= beta < 1")
+    if defaults.get("amsgrad"):
+        raise HyperparameterError("amsgrad: not available in the fused optimizers; use torch.optim.AdamW(amsgrad=True)")
+
+
+class FusedOptimizer(Optimizer):
+    """Base of the optimizers here. Subclasses name their rule and their states, and give the numbers of a group."""
+
+    algorithm: Algorithm
+    state_names: tuple[str, ...] = ()
+    # States whose dtype is not the state dtype.
+    special_dtypes: Mapping[str, torch.dtype] = {"low_bits": torch.int16}
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        check_numbers(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; checks the group's numbers first."""
+        check_numbers({k: v for k, v in param_group.items() if k != "params"})
+        super().add_param_group(param_group)
+
+    # ---- for subclasses -------------------------------------------------------------------------------------------
+
+    def _hyper(self, group: dict[str, Any], step: int, grad_scale: float | Tensor) -> Hyper:
+        raise NotImplementedError
+
+    def _state_dtype(self, param: Tensor, group: dict[str, Any]) -> torch.dtype:
+        return group.get("state_dtype") or param.dtype
+
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        dtype = self._state_dtype(param, group)
+        state: dict[str, Any] = {"step": 0}
+        for name in self.state_names:
+            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+        return state
+
+    def _slot(self, param: Tensor, grad: Tensor, state: dict[str, Any], name: str) -> Slot:
+        return Slot(
+            param,
+            grad,
+            tuple(state[n] for n in self.state_names if n in state),
+            low_bits=state.get("low_bits"),
+            name=name,
+        )
+
+    # ---- stepping ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        grad_scale: float | Tensor | None = None,
+        copy_out: CopyOut | None = None,
+    ) -> Any:
+        """One update of every parameter that has a gradient.
+
+        `grad_scale`: gradients are divided by it inside the pass (multiplied by its fp32 reciprocal); they stay as they are. It carries
+        unscaling and clipping at once: loss scale divided by the clip coefficient. `copy_out`: for parameters in it, the
+        new values are also written to that tensor, in its dtype, in the same pass.
+        Returns the closure's loss. Raises `TensorError` before anything is written.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale = 1.0 if grad_scale is None else grad_scale
+        _check_scale(scale)
+        batches, states = self._collect(scale, copy_out or {})
+        self._apply(batches)
+        for state in states:
+            state["step"] += 1
+        return loss
+
+    def _collect(self, scale: float | Tensor, copy_out: CopyOut) -> tuple[list[Batch], list[dict[str, Any]]]:
+        found: dict[tuple, Batch] = {}
+        touched: list[dict[str, Any]] = []
+        fresh: list[Tensor] = []
+        try:
+            for number, group in enumerate(self.param_groups):
+                for i, param in enumerate(group["params"]):
+                    if param.grad is None:
+                        continue
+                    state = self.state[param]
+                    if not state:
+                        fresh.append(param)
+                        state.update(self._new_state(param, group))
+                    slot = self._slot(param, param.grad, state, f"parameter {i} of group {number}")
+                    slot.copy = copy_out.get(param)
+                    check_slot(slot, self.algorithm)
+                    key = (number, state["step"], slot.kind())
+                    if key not in found:
+                        found[key] = Batch(self.algorithm, self._hyper(group, state["step"] + 1, scale))
+                    found[key].slots.append(slot)
+                    touched.append(state)
+        except TensorError:
+            for param in fresh:
+                del self.state[param]
+            raise
+        return list(found.values()), touched
+
+    def _apply(self, batches: Iterable[Batch]) -> None:
+        for batch in batches:
+            update.apply(batch)
+
+    # ---- flat shards --------------------------------------------------------------------------------------------------
+
+    def new_flat_state(self, param: Tensor, *, group: int = 0) -> dict[str, Any]:
+        """Zero states for a flat buffer, to be kept by the caller and given to `step_flat`."""
+        return self._new_state(param, self.param_groups[group])
+
+    @torch.no_grad()
+    def step_flat(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        *,
+        group: int = 0,
+        grad_scale: float | Tensor = 1.0,
+        copy_out: Tensor | None = None,
+        offset: int = 0,
+    ) -> None:
+        """One update of a flat buffer that need not be a registered parameter, with the numbers of a group.
+
+        `param`, `grad`: contiguous, equal numel; `state`: from `new_flat_state`, or slices of one with the same `step`; its
+        `step` is counted up. `offset`: index of the first element in the whole buffer. Cutting a buffer into pieces does not
+        change the result (8-bit states: pieces of multiples of 256). Raises `TensorError` before anything is written.
+        """
+        _check_scale(grad_scale)
+        slot = self._slot(param, grad, state, "flat buffer")
+        slot.copy, slot.offset = copy_out, offset
+        check_slot(slot, self.algorithm)
+        hyper = self._hyper(self.param_groups[group], state["step"] + 1, grad_scale)
+        self._apply([Batch(self.algorithm, hyper, [slot])])
+        state["step"] += 1
+
+    # ---- state dicts --------------------------------------------------------------------------------------------------
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        for kept in self.state.values():
+            if isinstance(kept.get("step"), Tensor):
+                kept["step"] = int(kept["step"].item())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, from a state dict of this optimizer or of torch's equivalent.
+
+        torch would cast every state to the parameter's dtype; here states keep their own (fp32 moments of bf16 parameters stay exact).
+        """
+        super().load_state_dict(state_dict)
+        ours = [p for g in self.param_groups for p in g["params"]]
+        theirs = [i for g in state_dict["param_groups"] for i in g["params"]]
+        group_of = {p: g for g in self.param_groups for p in g["params"]}
+        for param, index in zip(ours, theirs):
+            saved = state_dict["state"].get(index)
+            if not saved:
+                continue
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and key != "step":
+                    dtype = self._loaded_dtype(key, value, param, group_of[param])
+                    self.state[param][key] = value.detach().to(param.device, dtype).clone().contiguous()
+
+    def _loaded_dtype(self, key: str, value: Tensor, param: Tensor, group: dict[str, Any]) -> torch.dtype:
+        if key in self.special_dtypes:
+            return self.special_dtypes[key]
+        return self._state_dtype(param, group) if value.is_floating_point() else value.dtype
+
+
+def _check_scale(scale: float | Tensor) -> None:
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1:
+            raise TensorError(f"grad_scale: got a tensor of {scale.numel()} elements, expected one number")
+    elif not scale > 0:
+        raise HyperparameterError(f"grad_scale: got {scale}, expected a number > 0")

@@ -1,0 +1,209 @@
+"""Adam and AdamW in one pass, with fp32, low-precision or 8-bit states, and with or without fp32 master weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import HyperparameterError, TensorError
+from ..spec import BLOCK8, Algorithm, Hyper, Slot
+from ._base import FusedOptimizer
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam(W) as one call per dtype, whatever the number of tensors.
+
+    m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  p -= lr/(1-b1^t) * m / (sqrt(v)/sqrt(1-b2^t) + eps).
+    `adam_w_mode`: weight decay multiplies the parameter by 1 - lr*wd first (AdamW); otherwise wd*p is added to the gradient.
+    Moments are in the parameter's dtype, or in `state_dtype` (float32, bfloat16, float16); arithmetic is fp32 always.
+    `split_master` (bf16 parameters): the optimizer keeps the 16 bits that complete each weight to an fp32 master (`low_bits`
+    in the state), and updates that master exactly: 12 bytes per parameter in all. The weight is the master rounded to
+    nearest. Changing such a weight by hand changes its master too; the low bits stay.
+
+    Signature as F77; `set_grad_none` is what `zero_grad()` does by default. State dicts exchange with torch.optim.AdamW.
+    """
+
+    algorithm = Algorithm.ADAM
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        *,
+        maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
+        split_master: bool = False,
+    ) -> None:
+        self.set_grad_none = set_grad_none
+        if state_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise HyperparameterError(f"state_dtype: got {state_dtype}, expected float32, bfloat16 or float16")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": tuple(betas),
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "bias_correction": bias_correction,
+                "adam_w_mode": adam_w_mode,
+                "state_dtype": state_dtype,
+                "split_master": split_master,
+            },
+        )
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients, or set them to zero; the default is the constructor's `set_grad_none`."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def _hyper(self, group: dict[str, Any], step: int, grad_scale: float | Tensor) -> Hyper:
+        return Hyper(
+            lr=group["lr"],
+            betas=(float(group["betas"][0]), float(group["betas"][1])),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=step,
+            decoupled=group["adam_w_mode"],
+            bias_correction=group["bias_correction"],
+            maximize=group["maximize"],
+            grad_scale=grad_scale,
+        )
+
+    def _state_dtype(self, param: Tensor, group: dict[str, Any]) -> torch.dtype:
+        if group["state_dtype"] is not None:
+            return group["state_dtype"]
+        return torch.float32 if group["split_master"] else param.dtype
+
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super()._new_state(param, group)
+        if group["split_master"]:
+            if param.dtype != torch.bfloat16:
+                raise TensorError(f"split_master: got a {param.dtype} parameter, expected bfloat16")
+            state["low_bits"] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.contiguous_format)
+        return state
+
+
+class CPUAdam(FusedAdam):
+    """Adam(W) for parameters in host memory (F78): moments in fp32 whatever the parameter's dtype.
+
+    `fp32_optimizer_states=False` keeps them in the parameter's dtype. Numbers and rule as `FusedAdam`.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+        *,
+        split_master: bool = False,
+    ) -> None:
+        super().__init__(
+            model_params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            adam_w_mode=adamw_mode,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            state_dtype=torch.float32 if fp32_optimizer_states else None,
+            split_master=split_master,
+        )
+
+
+class Adam8bit(FusedAdam):
+    """Adam(W) with both moments in 8 bits: about 2 bytes of state per parameter.
+
+    Codes are small floats relative to the largest magnitude of each block of 256 elements (`scale_avg`, `scale_avg_sq` in the
+    state, one fp32 per block), rounded stochastically and reproducibly (keyed by `seed`, step and element index).
+    bf16 parameters are rounded stochastically too, so that updates below their last bit add up. A NaN in a gradient spoils
+    its whole block, so check for overflow first (`dsx_ops.norm`).
+    """
+
+    algorithm = Algorithm.ADAM8
+    special_dtypes = {
+        "low_bits": torch.int16,
+        "exp_avg": torch.uint8,
+        "exp_avg_sq": torch.uint8,
+        "scale_avg": torch.float32,
+        "scale_avg_sq": torch.float32,
+    }
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        *,
+        seed: int = 0,
+        split_master: bool = False,
+    ) -> None:
+        self.seed = seed
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            adam_w_mode=adam_w_mode,
+            weight_decay=weight_decay,
+            state_dtype=None,
+            split_master=split_master,
+        )
+
+    def _hyper(self, group: dict[str, Any], step: int, grad_scale: float | Tensor) -> Hyper:
+        from dataclasses import replace
+
+        return replace(super()._hyper(group, step, grad_scale), seed=_seed(self.seed, step))
+
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super()._new_state(param, group)
+        blocks = -(-param.numel() // BLOCK8)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(param, dtype=torch.uint8, memory_format=torch.contiguous_format)
+        for name in ("scale_avg", "scale_avg_sq"):
+            state[name] = torch.zeros(blocks, dtype=torch.float32, device=param.device)
+        return state
+
+    def _slot(self, param: Tensor, grad: Tensor, state: dict[str, Any], name: str) -> Slot:
+        slot = super()._slot(param, grad, state, name)
+        slot.scales = (state["scale_avg"], state["scale_avg_sq"])
+        return slot
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """From a state dict of `Adam8bit` only: the moments of others are not in 8 bits."""
+        for saved in state_dict["state"].values():
+            if "scale_avg" not in saved:
+                raise TensorError(
+                    "the state dict has no 8-bit moments (no scale_avg); load it into FusedAdam, or start fresh"
+                )
+        super().load_state_dict(state_dict)
+
+
+def _seed(seed: int, step: int) -> int:
+    """A well-mixed 32-bit number for this seed and step (splitmix64's finaliser)."""
+    x = (seed * 0x9E3779B97F4A7C15 + step + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (x ^ (x >> 31)) & 0xFFFFFFFF

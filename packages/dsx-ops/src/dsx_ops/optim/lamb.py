@@ -1,0 +1,148 @@
+"""Lamb: Adam's direction, scaled per tensor by the ratio of the parameter's norm to the direction's.
+
+Two passes, since the ratio needs the whole tensor. The norms leave the first pass as squares, so that shards of a tensor can be added up
+between the two: that is `norm_reducer`, the only place where communication comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import update
+from ..errors import HyperparameterError
+from ..spec import Algorithm, Batch, Hyper
+from ._base import CopyOut, FusedOptimizer
+
+NormReducer = Callable[[Sequence[Tensor], Tensor], Tensor]
+
+
+class FusedLamb(FusedOptimizer):
+    """Lamb (F81), on CPU and CUDA.
+
+    m, v as Adam;  u = m / (sqrt(v) + eps) + wd p (or sqrt(v + eps) with `eps_inside_sqrt`);  ratio = clip(|p| / |u|, min_coeff, max_coeff), 1 when
+    either norm is 0;  p -= lr * sqrt(1-b2^t)/(1-b1^t) * ratio * u (`bias_correction=False`: lr * ratio * u).
+    `max_grad_norm` > 0 clips the global norm of the (unscaled) gradients first, inside the same pass.
+
+    Sharded parameters: set `norm_reducer`, called exactly once in every `step`, also when this rank has no gradient at all:
+    `norm_reducer(params, squares)` with `squares` fp64 [len(params), 2], row i holding |p|^2 and |u|^2 of what this rank holds
+    of params[i] (in the order of the parameter groups, parameters without gradient left out); it returns the same shape with
+    the sums over all ranks.
+    """
+
+    algorithm = Algorithm.LAMB
+    state_names = ("exp_avg", "exp_avg_sq")
+    needs_tensor_norms = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        *,
+        state_dtype: torch.dtype | None = None,
+        norm_reducer: NormReducer | None = None,
+    ) -> None:
+        if not max_coeff >= min_coeff:
+            raise HyperparameterError(f"max_coeff: got {max_coeff}, expected at least min_coeff = {min_coeff}")
+        self.norm_reducer = norm_reducer
+        self._coefficients: list[Tensor] = []
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": tuple(betas),
+                "eps": eps,
+                "eps_inside_sqrt": eps_inside_sqrt,
+                "weight_decay": weight_decay,
+                "max_grad_norm": max_grad_norm,
+                "max_coeff": max_coeff,
+                "min_coeff": min_coeff,
+                "amsgrad": amsgrad,
+                "bias_correction": bias_correction,
+                "state_dtype": state_dtype,
+            },
+        )
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Trust ratios of the last step, in the order of the parameters that had gradients."""
+        return [float(c) for part in self._coefficients for c in part.tolist()]
+
+    def _hyper(self, group: dict[str, Any], step: int, grad_scale: float | Tensor) -> Hyper:
+        return Hyper(
+            lr=group["lr"],
+            betas=(float(group["betas"][0]), float(group["betas"][1])),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=step,
+            bias_correction=group["bias_correction"],
+            eps_inside=group["eps_inside_sqrt"],
+            grad_scale=grad_scale,
+        )
+
+    def _collect(self, scale: float | Tensor, copy_out: CopyOut) -> tuple[list[Batch], list[dict[str, Any]]]:
+        return super()._collect(self._clipped(scale), copy_out)
+
+    def _clipped(self, scale: float | Tensor) -> float | Tensor:
+        """`grad_scale` with the clipping of `max_grad_norm` in it."""
+        limits = {g["max_grad_norm"] for g in self.param_groups if g["max_grad_norm"] > 0}
+        if not limits:
+            return scale
+        if self.norm_reducer is not None:
+            raise HyperparameterError(
+                f"max_grad_norm: got {limits}, expected 0 with sharded parameters: a rank does not know the global norm; "
+                "clip through the engine (gradient_clipping)"
+            )
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = update.squared_norms(grads).sum().sqrt() / scale
+        return scale * (norm / min(limits)).clamp(min=1.0)
+
+    def _apply(self, batches: Iterable[Batch]) -> None:
+        found = list(batches)
+        limits = {p: (g["min_coeff"], g["max_coeff"]) for g in self.param_groups for p in g["params"]}
+        default = (self.defaults["min_coeff"], self.defaults["max_coeff"])
+        position = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        squares = [update.lamb_update(b) for b in found]
+        params = [s.param for b in found for s in b.slots]
+        order = sorted(range(len(params)), key=lambda i: position.get(params[i], i))
+        local = _concatenate(squares)
+        total = local
+        if self.norm_reducer is not None:
+            index = torch.tensor(order, dtype=torch.long, device=local.device)
+            total = torch.empty_like(local)
+            total[index] = self.norm_reducer([params[i] for i in order], local[index])
+        ratios = _trust_ratios(total, [limits.get(p, default) for p in params])
+        at = 0
+        for batch in found:
+            mine = ratios[at : at + len(batch.slots)].to(batch.slots[0].param.device)
+            at += len(batch.slots)
+            step_size = batch.hyper.lowered(self.algorithm).step_size
+            update.lamb_apply(batch, (mine * step_size).float())
+        self._coefficients = [ratios[torch.tensor(order, dtype=torch.long, device=ratios.device)]]
+
+
+def _concatenate(squares: list[Tensor]) -> Tensor:
+    if not squares:
+        return torch.zeros(0, 2, dtype=torch.float64)
+    return torch.cat([s.to(squares[0].device) for s in squares])
+
+
+def _trust_ratios(squares: Tensor, limits: list[tuple[float, float]]) -> Tensor:
+    """fp64 [n]: clip(|p| / |u|, min, max), 1 where either is 0."""
+    low = torch.tensor([a for a, _ in limits], dtype=torch.float64).to(squares.device)
+    high = torch.tensor([b for _, b in limits], dtype=torch.float64).to(squares.device)
+    norms = squares.sqrt()
+    usable = (norms[:, 0] != 0) & (norms[:, 1] != 0)
+    ratio = norms[:, 0] / torch.where(usable, norms[:, 1], torch.ones_like(norms[:, 1]))
+    return torch.where(usable, ratio.clamp(low, high), torch.ones_like(ratio))

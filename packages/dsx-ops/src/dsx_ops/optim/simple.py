@@ -1,0 +1,186 @@
+"""Adagrad, Lion and SGD in one pass each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import HyperparameterError
+from ..spec import Algorithm, Hyper
+from ._base import FusedOptimizer
+
+
+def _state_dtype(fp32: bool) -> torch.dtype | None:
+    return torch.float32 if fp32 else None
+
+
+class CPUAdagrad(FusedOptimizer):
+    """Adagrad (F79): sum += g^2;  p -= lr * g / (sqrt(sum) + eps), with wd*p added to g in both places.
+
+    As torch.optim.Adagrad without lr_decay; state dicts exchange with it. Gradients are left as they are. Sparse gradients are refused.
+    """
+
+    algorithm = Algorithm.ADAGRAD
+    state_names = ("sum",)
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        *,
+        initial_accumulator_value: float = 0.0,
+        maximize: bool = False,
+    ) -> None:
+        if not initial_accumulator_value >= 0:
+            raise HyperparameterError(f"initial_accumulator_value: got {initial_accumulator_value}, expected >= 0")
+        super().__init__(
+            model_params,
+            {
+                "lr": lr,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "initial_accumulator_value": initial_accumulator_value,
+                "state_dtype": _state_dtype(fp32_optimizer_states),
+            },
+        )
+
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super()._new_state(param, group)
+        state["sum"].fill_(group["initial_accumulator_value"])
+        return state
+
+    def _hyper(self, group: dict[str, Any], step: int, grad_scale: float | Tensor) -> Hyper:
+        if group.get("lr_decay"):
+            raise HyperparameterError(f"lr_decay: got {group['lr_decay']}, expected 0; use a scheduler instead")
+        return Hyper(
+            lr=group["lr"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=step,
+            maximize=group["maximize"],
+            grad_scale=grad_scale,
+        )
+
+
+class FusedLion(FusedOptimizer):
+    """Lion (F80): c = b1 m + (1-b1) g;  p = p (1 - lr wd) - lr sign(c);  m = b2 m + (1-b2) g.
+
+    The moment is in the parameter's dtype, or in `state_dtype`.
+    """
+
+    algorithm = Algorithm.LION
+    state_names = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": tuple(betas),
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+                "state_dtype": state_dtype,
+            },
+        )
+
+    def _hyper(self, group: dict[str, Any], step: int, grad_scale: float | Tensor) -> Hyper:
+        return Hyper(
+            lr=group["lr"],
+            betas=(float(group["betas"][0]), float(group["betas"][1])),
+            weight_decay=group["weight_decay"],
+            step=step,
+            decoupled=True,
+            maximize=group["maximize"],
+            grad_scale=grad_scale,
+        )
+
+
+class CPULion(FusedLion):
+    """Lion for parameters in host memory: the moment in fp32 unless `fp32_optimizer_states=False`."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr, betas, weight_decay, state_dtype=_state_dtype(fp32_optimizer_states))
+
+
+class SGD(FusedOptimizer):
+    """SGD with momentum, dampening and Nesterov, as torch.optim.SGD (state `momentum_buffer`; none without momentum)."""
+
+    algorithm = Algorithm.SGD
+    state_names = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise HyperparameterError(
+                f"nesterov: got momentum {momentum} and dampening {dampening}, expected momentum > 0 and dampening 0"
+            )
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+                "maximize": maximize,
+                "state_dtype": state_dtype,
+            },
+        )
+
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return super()._new_state(param, group) if group["momentum"] else {"step": 0}
+
+    def _hyper(self, group: dict[str, Any], step: int, grad_scale: float | Tensor) -> Hyper:
+        return Hyper(
+            lr=group["lr"],
+            betas=(float(group["momentum"]), 0.0),
+            weight_decay=group["weight_decay"],
+            step=step,
+            momentum=group["momentum"] != 0,
+            nesterov=group["nesterov"],
+            dampening=group["dampening"],
+            maximize=group["maximize"],
+            grad_scale=grad_scale,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # torch's SGD counts no steps: a buffer means that the first step is over.
+        for kept in self.state.values():
+            if kept.get("momentum_buffer", 0) is None:
+                del kept["momentum_buffer"]
+            kept.setdefault("step", 1 if "momentum_buffer" in kept else 0)

@@ -1,0 +1,216 @@
+"""What an update is: an algorithm, its numbers, and the tensors it goes over. Plain data, no arithmetic on tensors.
+
+`Hyper` holds the numbers as the user gives them; `Hyper.lowered()` turns them into the factors that the kernels and the PyTorch
+reference both multiply with, computed once in fp64, so that the two agree to the bit.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .errors import TensorError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK8 = 256  # elements per scale of 8-bit states; same as in native/include/dsx_ops/kernels.h
+
+
+class Algorithm(enum.IntEnum):
+    """Update rules; the numbers are those of the native code."""
+
+    ADAM = 0
+    ADAGRAD = 1
+    LION = 2
+    SGD = 3
+    ADAM8 = 4
+    LAMB = 5
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The factors of one update; see `native/cpu/optimizers.cpp` for where each stands."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    decay: float
+    l2: float
+    step_size: float
+    inv_denom: float
+    grad_mul: float
+    damp: float
+    unscale: bool
+    use_l2: bool
+    decoupled: bool
+    momentum: bool
+    nesterov: bool
+    eps_inside: bool
+    maximize: bool
+    seed: int
+
+    def numbers(self) -> list[float]:
+        """In the order of the native `Hyper`."""
+        return [
+            self.beta1, self.one_minus_beta1, self.beta2, self.one_minus_beta2, self.eps, self.decay,
+            self.l2, self.step_size, self.inv_denom, self.grad_mul, self.damp,
+        ]  # fmt: skip
+
+    def flags(self) -> int:
+        """As the native `Flag`s."""
+        bits = (self.unscale, self.use_l2, self.decoupled, self.momentum, self.nesterov, self.eps_inside, self.maximize)
+        return sum(1 << i for i, on in enumerate(bits) if on)
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The numbers of one update, as the user gives them.
+
+    `step` counts from 1. `decoupled`: weight decay multiplies the parameter (AdamW, Lion) instead of entering the
+    gradient. `grad_scale`: gradients are multiplied by its fp32 reciprocal before anything else.
+    """
+
+    lr: float | Tensor
+    betas: tuple[float, float] = (0.0, 0.0)
+    eps: float = 0.0
+    weight_decay: float = 0.0
+    step: int = 1
+    decoupled: bool = False
+    bias_correction: bool = True
+    momentum: bool = False
+    nesterov: bool = False
+    dampening: float = 0.0
+    eps_inside: bool = False
+    maximize: bool = False
+    grad_scale: float | Tensor = 1.0
+    seed: int = 0
+
+    def lowered(self, algorithm: Algorithm) -> Lowered:
+        """The factors; formulas of F77-F81 and of torch.optim."""
+        lr, (beta1, beta2), wd = float(self.lr), self.betas, self.weight_decay
+        step_size, inv_denom, damp = lr, 1.0, 1.0
+        if algorithm in (Algorithm.ADAM, Algorithm.ADAM8) and self.bias_correction:
+            step_size = lr / (1.0 - beta1**self.step)
+            inv_denom = 1.0 / math.sqrt(1.0 - beta2**self.step)
+        if algorithm is Algorithm.LAMB and self.bias_correction:
+            step_size = lr * math.sqrt(1.0 - beta2**self.step) / (1.0 - beta1**self.step)
+        if algorithm is Algorithm.SGD and self.momentum and self.step > 1:
+            damp = 1.0 - self.dampening
+        first_momentum = algorithm is Algorithm.SGD and self.step == 1
+        scale = float(self.grad_scale)
+        return Lowered(
+            beta1=0.0 if first_momentum else beta1,
+            one_minus_beta1=1.0 - beta1,
+            beta2=beta1 if algorithm is Algorithm.SGD else beta2,
+            one_minus_beta2=1.0 - beta2,
+            eps=self.eps,
+            decay=1.0 - lr * wd,
+            l2=wd,
+            step_size=step_size,
+            inv_denom=inv_denom,
+            grad_mul=1.0 / scale if scale != 0 else math.inf,
+            damp=damp,
+            unscale=scale != 1.0,
+            use_l2=wd != 0.0 and not self.decoupled,
+            decoupled=wd != 0.0 and self.decoupled,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            eps_inside=self.eps_inside,
+            maximize=self.maximize,
+            seed=self.seed & 0xFFFFFFFF,
+        )
+
+
+@dataclass
+class Slot:
+    """One tensor of an update, with everything that belongs to it. All are contiguous and of the same numel.
+
+    `low_bits`: int16, completes a bf16 `param` to its fp32 master. `copy`: receives the new parameter in its own dtype.
+    `scales`: one fp32 per 256 elements and moment, for 8-bit states. `offset`: index of the first element in the whole
+    buffer, which keys stochastic rounding.
+    """
+
+    param: Tensor
+    grad: Tensor
+    states: tuple[Tensor, ...] = ()
+    low_bits: Tensor | None = None
+    copy: Tensor | None = None
+    scales: tuple[Tensor, ...] = ()
+    offset: int = 0
+    name: str = "parameter"
+
+    def kind(self) -> tuple:
+        """What slots must share to go into one call."""
+        state = self.states[0].dtype if self.states else torch.float32
+        copy = self.copy.dtype if self.copy is not None else None
+        return (self.param.device, self.param.dtype, self.grad.dtype, state, copy, self.low_bits is not None)
+
+
+@dataclass
+class Batch:
+    """Slots of one kind with the same numbers: one call of a kernel."""
+
+    algorithm: Algorithm
+    hyper: Hyper
+    slots: list[Slot] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all slots."""
+        return sum(s.param.numel() for s in self.slots)
+
+
+def check_slot(slot: Slot, algorithm: Algorithm) -> None:
+    """Raise `TensorError` unless every tensor of the slot fits; called for all slots before anything is written."""
+    param = slot.param
+    _check(param, "parameter", slot.name, FLOATS, param)
+    if slot.grad.layout != torch.strided:
+        raise TensorError(
+            f"{slot.name}: got a {str(slot.grad.layout).removeprefix('torch.')} gradient, expected a dense one; "
+            "use sparse=False in the embedding, or torch.optim.SparseAdam"
+        )
+    _check(slot.grad, "gradient", slot.name, FLOATS, param)
+    codes = algorithm is Algorithm.ADAM8
+    if codes and slot.offset % BLOCK8:
+        raise TensorError(f"{slot.name}: got offset {slot.offset}, expected a multiple of {BLOCK8} for 8-bit states")
+    for state in slot.states:
+        _check(state, "optimizer state", slot.name, (torch.uint8,) if codes else FLOATS, param)
+    for scale in slot.scales:
+        blocks = -(-param.numel() // BLOCK8)
+        if scale.dtype != torch.float32 or scale.numel() != blocks or not scale.is_contiguous():
+            raise TensorError(f"{slot.name}: got {scale.numel()} {scale.dtype} block scales, expected {blocks} float32")
+    if slot.low_bits is not None:
+        _check(slot.low_bits, "low bits", slot.name, (torch.int16,), param)
+        if param.dtype != torch.bfloat16:
+            raise TensorError(f"{slot.name}: got low bits for a {param.dtype} parameter, expected bfloat16")
+    if slot.copy is not None:
+        _check(slot.copy, "copy", slot.name, FLOATS, param)
+
+
+def _check(tensor: Tensor, role: str, name: str, dtypes: Sequence[torch.dtype], param: Tensor) -> None:
+    if (
+        tensor.dtype in dtypes
+        and tensor.numel() == param.numel()
+        and tensor.device == param.device
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+    ):
+        return
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise TensorError(f"{name}: the {role} is not contiguous (strides {_strides(tensor)}); pass .contiguous()")
+    if tensor.dtype not in dtypes:
+        wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TensorError(f"{name}: got a {str(tensor.dtype).removeprefix('torch.')} {role}, expected {wanted}")
+    if tensor.device != param.device:
+        raise TensorError(f"{name}: the {role} is on {tensor.device}, expected {param.device} where the parameter is")
+    raise TensorError(f"{name}: got a {role} of {tensor.numel()} elements, expected {param.numel()}")
+
+
+def _strides(tensor: Tensor) -> str:
+    return str(tuple(tensor.stride())) if tensor.layout is torch.strided else str(tensor.layout)

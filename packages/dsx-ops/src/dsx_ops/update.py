@@ -1,0 +1,112 @@
+"""Chooses who does an update: compiled kernels, torch's fused ones, or the reference.
+
+Also the passes over flat buffers that are not optimizers: norm with overflow check, and scaling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import native, reference
+from .backends import native_cpu, torch_cuda
+from .errors import TensorError
+from .spec import FLOATS, Batch
+
+
+def apply(batch: Batch) -> None:
+    """Apply a batch whose slots were checked by `spec.check_slot`. Not for Lamb."""
+    if not batch.slots:
+        return
+    device = batch.slots[0].param.device.type
+    if device == "cuda":
+        torch_cuda.run(batch)
+        return
+    module = native.module() if device == "cpu" else None
+    if module is not None:
+        native_cpu.run(module, batch)
+        return
+    native.warn_slow(batch.numel, batch.algorithm.name.lower())
+    reference.run(batch)
+
+
+def lamb_update(batch: Batch) -> Tensor:
+    """Phase 1 of Lamb: moments. Returns fp64 [slots, 2]: |p|^2 and |u|^2, on the slots' device."""
+    module = native.module() if batch.slots[0].param.device.type == "cpu" else None
+    if module is not None:
+        return native_cpu.lamb_update(module, batch)
+    if batch.slots[0].param.device.type == "cpu":
+        native.warn_slow(batch.numel, "lamb")
+    return reference.lamb_update(batch)
+
+
+def lamb_apply(batch: Batch, coefficients: Tensor) -> None:
+    """Phase 2 of Lamb; `coefficients` fp32 [slots] on the slots' device."""
+    module = native.module() if batch.slots[0].param.device.type == "cpu" else None
+    if module is not None:
+        native_cpu.lamb_apply(module, batch, coefficients)
+    else:
+        reference.lamb_apply(batch, coefficients)
+
+
+class Norm(NamedTuple):
+    """L2 norm over all tensors, and whether every element is finite."""
+
+    norm: float
+    finite: bool
+
+
+def squared_norms(tensors: Iterable[Tensor]) -> Tensor:
+    """Sum of squares of each tensor in fp64, shape [len(tensors)], on the tensors' device (no host sync).
+
+    One pass in a fixed order: the same for every thread count and instruction set. An entry is finite exactly when all of
+    its tensor's elements are (squares of finite fp32 numbers cannot overflow fp64). Raises `TensorError`.
+    """
+    found = _checked(tensors)
+    module = native.module() if all(t.device.type == "cpu" for t in found) else None
+    return native_cpu.squares(module, found) if module is not None else reference.squares(found)
+
+
+def norm(tensors: Iterable[Tensor]) -> Norm:
+    """Global L2 norm and overflow check in one pass (on CUDA tensors: waits for the device)."""
+    total = float(squared_norms(tensors).sum())
+    return Norm(math.sqrt(total) if total >= 0 else math.nan, math.isfinite(total))
+
+
+def scale_(tensors: Iterable[Tensor], factor: float) -> None:
+    """Multiply every tensor by `factor` in place, in fp32, rounding once. Raises `TensorError`."""
+    found = _checked(tensors)
+    module = native.module() if all(t.device.type == "cpu" for t in found) else None
+    if module is not None:
+        native_cpu.scale(module, found, factor)
+        return
+    with torch.no_grad():
+        for t in found:
+            t.copy_(t.float() * factor) if t.dtype != torch.float32 else t.mul_(factor)
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale gradients so that their global L2 norm is at most `max_norm`; returns the norm before (fp64, no grad).
+
+    Coefficient min(1, max_norm / (norm + 1e-6)), as torch's. Parameters without gradients are passed over.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    total = squared_norms(grads).sum().sqrt()
+    coefficient = max_norm / (float(total) + 1e-6)
+    if coefficient < 1.0:
+        scale_(grads, coefficient)
+    return total
+
+
+def _checked(tensors: Iterable[Tensor]) -> list[Tensor]:
+    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for i, t in enumerate(found):
+        if t.layout is not torch.strided or not t.is_contiguous():
+            raise TensorError(f"tensor {i} is not contiguous; pass .contiguous()")
+        if t.dtype not in FLOATS:
+            raise TensorError(f"tensor {i} is {t.dtype}, expected float32, bfloat16 or float16")
+    return [t.detach() for t in found]
