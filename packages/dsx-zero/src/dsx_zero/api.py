@@ -1,0 +1,269 @@
+"""`shard`: make a model and its optimizer share states among ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
+from .flat import FlatGroup, Unit
+from .gather import Gathering, Replicated
+from .gradients import LocalGradients, ReducedGradients
+from .inorder import InOrder
+from .masters import check_optimizer, make_masters, place_masters
+from .optimizer import Residency, Runtime, ZeroOptimizer
+from .precision import Precision
+from .reduction import LocalReducer, Reducer, Reduction
+from .units import ParameterInfo, UnitPlan, find_parameters, plan_units
+
+if TYPE_CHECKING:
+    from .config import ZeroConfig
+
+__all__ = ["shard"]
+
+_log = logging.getLogger(__name__)
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+
+
+class _NoOptimizer:
+    """Stands where a model is sharded without an optimizer."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = []
+        self.state: dict[Any, Any] = {}
+        self.defaults: dict[str, Any] = {}
+
+    def step(self) -> None:
+        raise ZeroOptimizerError("step(): the model was sharded without an optimizer; give one to dsx_zero.shard")
+
+
+def shard(
+    model: nn.Module,
+    optimizer: OptimizerLike,
+    *,
+    stage: int | None = None,
+    process_group: Any = None,
+    config: ZeroConfig | dict[str, Any] | None = None,
+    precision: Precision | None = None,
+    reduction: Reduction | None = None,
+) -> tuple[nn.Module, ZeroOptimizer]:
+    """Divide a model's states among the ranks of a process group (collective).
+
+    The model stays the same object with the same parameters; rank 0's parameters and buffers become everybody's. Train as before:
+    `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
+
+    Args:
+        model: any module; its parameters are materialised and of any dtypes.
+        optimizer: an element-wise `torch.optim.Optimizer` over the model's parameters, or a callable that makes one of them; None for
+            a model that is not trained. Parameters it does not hold are treated as frozen.
+        stage: 0 nothing is divided, 1 optimizer states, 2 and gradients, 3 and parameters. Default: the configuration's.
+        process_group: the ranks to divide among; default: all, or this process alone without an initialised group.
+        config: the `zero_optimization` section.
+        precision: dtypes of gradients, messages and masters.
+        reduction: mean or sum, and where the division happens.
+
+    Returns:
+        The model and a `ZeroOptimizer`.
+
+    Raises:
+        ZeroConfigError: a setting that is wrong or not available yet.
+        ZeroModelError: a model that cannot be sharded.
+        ZeroOptimizerError: an optimizer that cannot work on slices, or with parameters the model does not have.
+    """
+    settings = _settings(stage, config)
+    precision, reduction = precision or Precision(), reduction or Reduction()
+    rank, world_size = _place(process_group)
+    inner: Any = _NoOptimizer() if optimizer is None else _inner(model, optimizer, stage=settings.stage)
+    held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
+    infos = find_parameters(model, held)
+    _check_model(model, infos)
+    plans = plan_units(
+        model,
+        infos,
+        stage=settings.stage,
+        world_size=world_size,
+        reduce_bucket_size=settings.size("reduce_bucket_size"),
+    )
+    build = _Build(model, settings, precision, reduction, process_group, rank, world_size, infos, plans)
+    runtime = build.partitioned() if settings.stage == 3 else build.resident()
+    for notice in settings.notices():
+        if rank == 0:
+            _log.warning(notice)
+    for unit in runtime.trainable_units():
+        for group in unit.trainable:
+            group.make_master(precision.master, whole=runtime.whole)
+    masters = make_masters(runtime.units, whole=runtime.whole)
+    place_masters(inner, masters)
+    return model, ZeroOptimizer(inner, runtime, [master for _, master in masters if master is not None])
+
+
+def _settings(stage: int | None, config: ZeroConfig | dict[str, Any] | None) -> ZeroConfig:
+    from pydantic import ValidationError  # late: pydantic costs import time
+
+    from .config import PATH, ZeroConfig
+
+    try:
+        settings = config if isinstance(config, ZeroConfig) else ZeroConfig.model_validate(config or {})
+        if stage is not None:
+            if settings.stage != stage and "stage" in settings.model_fields_set:
+                raise ZeroConfigError(
+                    f"{PATH}.stage", f"got {settings.stage} in the config and stage={stage}; give one"
+                )
+            settings = ZeroConfig.model_validate({**settings.model_dump(exclude_unset=True), "stage": stage})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(str(part) for part in (PATH, *first["loc"]))
+        raise ZeroConfigError(path, f"{first['msg']} (got {first['input']!r})") from error
+    settings.check_available()
+    return settings
+
+
+def _place(process_group: Any) -> tuple[int, int]:
+    if not dsx_comm.is_initialized():
+        return 0, 1
+    return dsx_comm.get_rank(process_group), dsx_comm.get_world_size(process_group)
+
+
+def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optimizer:
+    if isinstance(optimizer, ZeroOptimizer):
+        raise ZeroOptimizerError("the optimizer is sharded already; give dsx_zero.shard the plain one")
+    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_trainable(model))
+    if not hasattr(made, "param_groups") or not hasattr(made, "step"):
+        raise ZeroOptimizerError(
+            f"the optimizer callable returned {type(made).__name__}, expected a torch.optim.Optimizer"
+        )
+    check_optimizer(made, stage=stage)
+    known = {id(p) for p in model.parameters()}
+    for index, group in enumerate(made.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ZeroOptimizerError(
+                    f"param_groups[{index}]['params'][{place}] (shape {tuple(parameter.shape)}) is not a parameter of the model; "
+                    "build the optimizer over model.parameters() after all changes to the model"
+                )
+    return made
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
+    for info in infos:
+        if info.device.type == "meta":
+            raise ZeroModelError(
+                f"{info.name}: is on the meta device and has no values; materialise the model (model.to_empty and initialise) first"
+            )
+        if info.trainable and not info.dtype.is_floating_point:
+            raise ZeroModelError(
+                f"{info.name}: trainable parameters must be of a real floating-point dtype, got {info.dtype}"
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise ZeroModelError(f"{name}: is a DTensor; a model that is divided by DTensors cannot be sharded again")
+
+
+class _Build:
+    """Makes the parts of a `Runtime` in the right order."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: ZeroConfig,
+        precision: Precision,
+        reduction: Reduction,
+        process_group: Any,
+        rank: int,
+        world_size: int,
+        infos: tuple[ParameterInfo, ...],
+        plans: tuple[UnitPlan, ...],
+    ) -> None:
+        self.model, self.settings, self.precision, self.reduction = model, settings, precision, reduction
+        self.process_group, self.rank, self.world_size = process_group, rank, world_size
+        self.infos, self.plans = infos, plans
+
+    def resident(self) -> Runtime:
+        """Stages 0-2: whole parameters stay in memory."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        units = tuple(
+            Unit(
+                plan,
+                tuple(
+                    FlatGroup.resident(group, [parameters[name] for name in group.layout.names], rank=self.rank)
+                    for group in plan.groups
+                ),
+            )
+            for plan in self.plans
+        )
+        self._broadcast([group.full for unit in units for group in unit.groups])
+        alone = self.world_size == 1
+        residency: Residency = Replicated()
+        if self.settings.stage > 0 and not alone:
+            residency = Gathering(self.process_group, self.world_size, self.settings.allgather_bucket_size)
+        return self._runtime(units, 0 if alone else self.settings.stage, residency)
+
+    def partitioned(self) -> Runtime:
+        """Stage 3."""
+        raise ZeroConfigError("zero_optimization.stage", "not available yet: stage 3; use a stage from 0 to 2")
+
+    def _runtime(self, units: tuple[Unit, ...], stage: int, residency: Residency) -> Runtime:
+        dtypes = {group.key.dtype for unit in units for group in unit.trainable}
+        return Runtime(
+            model=self.model,
+            stage=stage,
+            rank=self.rank,
+            world_size=self.world_size,
+            process_group=self.process_group,
+            infos=self.infos,
+            units=units,
+            gradients=self._gradients(units, stage),
+            residency=residency,
+            checks_overflow=self.precision.checks_overflow(dtypes),
+        )
+
+    def _gradients(self, units: tuple[Unit, ...], stage: int) -> LocalGradients | ReducedGradients:
+        precision = self.precision
+        dtypes = {group.key.dtype for unit in units for group in unit.trainable}
+        if self.world_size == 1 and all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes):
+            return LocalGradients(units)
+        indices = [unit.index for unit in units if unit.trainable]
+        alone = self.world_size == 1
+        bucket = self.settings.size("reduce_bucket_size")
+        order = InOrder(indices, control_group=None if alone else self._control_group(), world_size=self.world_size)
+        gradients = ReducedGradients(
+            self.model,
+            units,
+            stage=stage,
+            precision=precision,
+            reducer=LocalReducer() if alone else Reducer(self.process_group, self.world_size, self.reduction, bucket),
+            order=order,
+            expose=self.reduction.op == "mean",
+        )
+        order.bind(gradients.run_reduce)
+        return gradients
+
+    def _control_group(self) -> Any:
+        """A group for words of a few bytes in host memory."""
+        if dsx_comm.get_backend(self.process_group) == "gloo":
+            return self.process_group
+        ranks = dsx_comm.get_all_ranks_from_group(self.process_group)
+        return dsx_comm.new_group(ranks, backend="gloo")
+
+    def _broadcast(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Rank 0's parameters and buffers become everybody's."""
+        if self.world_size == 1:
+            return
+        source = dsx_comm.get_global_rank(self.process_group, 0)
+        with torch.no_grad():
+            for tensor in (*buffers, *self.model.buffers()):
+                if tensor.numel():
+                    contiguous = tensor if tensor.is_contiguous() else tensor.contiguous()
+                    dsx_comm.broadcast(contiguous, source, group=self.process_group)
+                    if contiguous is not tensor:
+                        tensor.copy_(contiguous)

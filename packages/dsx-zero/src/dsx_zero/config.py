@@ -1,0 +1,236 @@
+"""The `zero_optimization` section: every key that upstream documents, with its documented default.
+
+`ZeroConfig` says what was asked for. `check_available()` refuses what does not exist yet; `notices()` names settings that were given and have
+no effect here, because the behaviour they choose is the only one. Importing this module costs pydantic; sharding without a
+configuration does not import it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from .errors import ZeroConfigError
+
+__all__ = ["LeafModules", "LoCo", "OffloadOptimizer", "OffloadParam", "ZeroConfig"]
+
+PATH = "zero_optimization"
+
+
+def _whole(value: Any) -> Any:
+    """Let 5e8 through as 500000000."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Size = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Auto = Literal["auto"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+
+
+class OffloadParam(_Section):
+    """Where parameters live between uses (stage 3)."""
+
+    device: Literal["none", "cpu", "nvme"] = Field(
+        "cpu", description="none: on the device; cpu: host memory; nvme: files"
+    )
+    nvme_path: str | None = Field("/local_nvme", description="folder for parameters on disk")
+    pin_memory: bool = Field(False, description="page-locked host memory")
+    buffer_count: Count = Field(5, description="host buffers between device and disk")
+    buffer_size: Count = Field(100_000_000, description="elements of one such buffer")
+    max_in_cpu: Size = Field(1_000_000_000, description="elements kept in host memory although the home is the disk")
+
+
+class OffloadOptimizer(_Section):
+    """Where masters and optimizer states live and are updated."""
+
+    device: Literal["none", "cpu", "nvme"] = Field(
+        "cpu", description="none: on the device; cpu: host memory; nvme: files"
+    )
+    nvme_path: str | None = Field("/local_nvme", description="folder for states on disk")
+    pin_memory: bool = Field(False, description="page-locked host memory")
+    buffer_count: Annotated[int, Field(ge=4)] = Field(4, description="host buffers between memory and disk")
+    fast_init: bool = Field(False, description="write the states to disk in one pass when training starts")
+    ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(1.0, description="part of the states that is offloaded")
+    pipeline_read: bool = Field(False, description="read the next states while the present ones are updated")
+    pipeline_write: bool = Field(False, description="write the last states while the present ones are updated")
+    super_offload: bool = Field(False, description="offload tuned for superchips")
+    cpuadam_cores_perc: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.8, description="part of the cores for it")
+
+
+class LoCo(_Section):
+    """Error feedback of quantised gradients."""
+
+    err_beta: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.8, description="decay of the error")
+    reset_T: Count = Field(1024, description="steps after which the error is forgotten")
+
+
+class LeafModules(_Section):
+    """Modules that are fetched and freed as a whole."""
+
+    classes: tuple[str, ...] | list[str] = Field((), description="class names")
+    names: tuple[str, ...] | list[str] = Field((), description="full module names")
+    name_suffixes: tuple[str, ...] | list[str] = Field((), description="ends of module names")
+
+
+_SECOND_NAMES = {
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    **{
+        name: f"stage3_{name}"
+        for name in (
+            "max_live_parameters",
+            "max_reuse_distance",
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "gather_16bit_weights_on_model_save",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+        )
+    },
+}
+
+
+class ZeroConfig(_Section):
+    """How optimizer states, gradients and parameters are divided among the ranks. Sizes are in elements."""
+
+    stage: Literal[0, 1, 2, 3] = Field(
+        0, description="0: nothing; 1: optimizer states; 2: and gradients; 3: and parameters"
+    )
+    keep_full_gradients: bool = Field(
+        False, description="stages 2-3: keep whole local gradients between micro-batches and reduce once per step"
+    )
+
+    allgather_partitions: bool = Field(True, description="gather updated parameters by all-gather (always so here)")
+    allgather_bucket_size: Count = Field(500_000_000, description="greatest message of an all-gather")
+    overlap_comm: bool | None = Field(None, description="reduce while backward goes on; null: yes")
+    reduce_scatter: bool = Field(True, description="reduce-scatter rather than all-reduce (always so from stage 1 on)")
+    use_multi_rank_bucket_allreduce: bool = Field(True, description="upstream: buckets over several ranks")
+    reduce_bucket_size: Count | Auto = Field(500_000_000, description="greatest message of a gradient reduction")
+    contiguous_gradients: bool = Field(True, description="gradients in one buffer (always so here)")
+    load_from_fp32_weights: bool = Field(True, description="load masters from stored masters, not from parameters")
+    grad_hooks: bool = Field(True, description="reduce gradients from backward hooks (always so here)")
+    round_robin_gradients: bool = Field(False, description="upstream: another order of parameters in partitions")
+    elastic_checkpoint: bool = Field(False, description="upstream: checkpoints for other world sizes (always so here)")
+    ignore_unused_parameters: bool = Field(
+        True, description="false: a parameter without a gradient is an error at the step"
+    )
+    legacy_stage1: bool = Field(False, description="the first implementation of stage 1; gone")
+    offload_param: OffloadParam | None = Field(None, description="where parameters live between uses")
+    offload_optimizer: OffloadOptimizer | None = Field(None, description="where optimizer states live")
+    cpu_offload: bool = Field(False, description="old name of offload_optimizer.device = cpu")
+    cpu_offload_params: bool = Field(False, description="old name of offload_param.device = cpu")
+    cpu_offload_use_pin_memory: bool = Field(False, description="old name of pin_memory")
+    sub_group_size: Count = Field(1_000_000_000_000, description="elements stepped at a time when states are offloaded")
+
+    stage3_max_live_parameters: Size = Field(1_000_000_000, description="gathered parameters at any moment")
+    stage3_max_reuse_distance: Size = Field(1_000_000_000, description="keep what is used again within this distance")
+    stage3_prefetch_bucket_size: Size | Auto = Field(500_000_000, description="gathered ahead of their use")
+    stage3_param_persistence_threshold: Size | Auto = Field(100_000, description="smaller parameters stay gathered")
+    stage3_model_persistence_threshold: Size = Field(2**63 - 1, description="greatest sum of those that stay gathered")
+    stage3_gather_16bit_weights_on_model_save: bool = Field(False, description="save_16bit_model gathers whole weights")
+    stage3_module_granularity_threshold: Size = Field(0, description="fetch finely divided modules as a whole")
+    stage3_use_all_reduce_for_fetch_params: bool = Field(False, description="gather parameters by all-reduce")
+    stage3_allgather_sequential: bool = Field(False, description="one gather at a time")
+
+    zero_hpz_partition_size: Count = Field(1, description="ranks that share a second copy of the parameters")
+    zero_quantized_weights: bool = Field(False, description="gather parameters as 8-bit integers")
+    zero_quantized_nontrainable_weights: bool = Field(False, description="the same for frozen parameters only")
+    zero_quantized_gradients: bool = Field(False, description="reduce gradients as 4-bit integers")
+    zeropp_loco_param: LoCo | None = Field(None, description="error feedback for quantised gradients")
+    mics_shard_size: Annotated[int, Field(ge=-1)] = Field(-1, description="ranks among which a copy is divided")
+    mics_hierarchical_params_gather: bool = Field(False, description="gather in two levels")
+
+    memory_efficient_linear: bool = Field(True, description="do not keep gathered weights for backward")
+    pipeline_loading_checkpoint: bool = Field(False, description="upstream: ranks load one after the other")
+    override_module_apply: bool = Field(True, description="upstream: zero.Init replaces Module.apply")
+    log_trace_cache_warnings: bool = Field(False, description="upstream: warn when the order of modules changes")
+    enable_sanity_checks: bool = Field(False, description="upstream: errors for writes to partitioned parameters")
+    leaf_module: LeafModules | None = Field(None, description="modules fetched as a whole")
+    zenflow: dict[str, Any] | None = Field(None, description="stall-free offload")
+    save_muon_momentum_buffer_in_memory: bool = Field(False, description="Muon under offload")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, data: Any) -> Any:
+        """`true` is stage 1; second names become first names."""
+        if isinstance(data, bool):
+            return {"stage": int(data)}
+        if not isinstance(data, dict):
+            return data
+        for second, first in _SECOND_NAMES.items():
+            if second in data and first in data:
+                raise ValueError(f"{second} and {first} are two names of one setting; give one")
+        return {_SECOND_NAMES.get(key, key): value for key, value in data.items()}
+
+    def size(self, name: str) -> int:
+        """A size with "auto" replaced by its default."""
+        value = getattr(self, name)
+        return type(self).model_fields[name].default if value == "auto" else value
+
+    def check_available(self) -> None:
+        """Refuse what does not exist yet.
+
+        Raises:
+            ZeroConfigError: "not available yet", with the setting's path.
+        """
+        if self.legacy_stage1:
+            raise ZeroConfigError(
+                f"{PATH}.legacy_stage1", "got true; that implementation is gone, use stage 1 without it"
+            )
+        for name in _LATER:
+            value = getattr(self, name)
+            if value == type(self).model_fields[name].default or getattr(value, "device", None) == "none":
+                continue
+            path = f"{PATH}.{name}"
+            raise ZeroConfigError(path, f"not available yet: {path} (got {value!r}); remove it")
+
+    def notices(self) -> tuple[str, ...]:
+        """Settings that were changed and have no effect, each with the reason."""
+        return tuple(
+            f"{PATH}.{name} has no effect: {reason}"
+            for name, reason in _NO_EFFECT.items()
+            if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default
+        )
+
+
+_LATER = (
+    "offload_param",
+    "offload_optimizer",
+    "cpu_offload",
+    "cpu_offload_params",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
+    "mics_shard_size",
+    "mics_hierarchical_params_gather",
+    "stage3_module_granularity_threshold",
+    "leaf_module",
+    "zenflow",
+    "save_muon_momentum_buffer_in_memory",
+)
+
+_NO_EFFECT = {
+    "allgather_partitions": "updated parameters are always all-gathered",
+    "reduce_scatter": "stages 1-3 always reduce-scatter; the values are the same",
+    "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered",
+    "contiguous_gradients": "gradients are always in one buffer per unit",
+    "grad_hooks": "gradients are always reduced from backward hooks",
+    "round_robin_gradients": "shards are equal parts of flat buffers, so the order does not matter",
+    "elastic_checkpoint": "every checkpoint loads at every world size",
+    "cpu_offload_use_pin_memory": "there is no offload yet",
+    "sub_group_size": "it divides the step of offloaded states, and there is no offload yet",
+    "stage3_use_all_reduce_for_fetch_params": "parameters are always all-gathered",
+    "stage3_allgather_sequential": "gathers are issued in one agreed order",
+    "memory_efficient_linear": "gathered weights are never kept for backward",
+    "pipeline_loading_checkpoint": "each rank reads only its own slices",
+    "override_module_apply": "nothing is patched",
+    "log_trace_cache_warnings": "deviations from the agreed order are always reported",
+    "enable_sanity_checks": "writes to partitioned parameters always work or raise",
+}

@@ -1,0 +1,215 @@
+"""The gradient of one flat group: from the parameters' arrivals to the reduced values the optimizer reads.
+
+States of a group within one optimizer step::
+
+    empty ──arrival──► filling ──launch──► in flight ──finish──► reduced ──arrival──► filling (late, or the next micro-batch)
+
+Held memory: stages 0-1 keep the whole buffer (the reduced values lie in it); stages 2-3 hold the shard, and a whole buffer only
+from the first arrival until the reduction is finished. A parameter without an arrival counts as zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .flat import FlatGroup
+from .reduction import Pending, ReductionEngine
+
+__all__ = ["BufferPool", "GroupGradients"]
+
+
+class BufferPool:
+    """Whole gradient buffers to reuse: as many as were in use at the same time, at most `limit` idle ones per size."""
+
+    def __init__(self, limit: int = 2) -> None:
+        self._limit = limit
+        self._idle: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer with arbitrary contents."""
+        idle = self._idle.get((numel, dtype, device))
+        return idle.pop() if idle else torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Hand a buffer back; nobody may use it any more."""
+        idle = self._idle.setdefault((buffer.numel(), buffer.dtype, buffer.device), [])
+        if len(idle) < self._limit:
+            idle.append(buffer)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The idle buffers."""
+        return [buffer for idle in self._idle.values() for buffer in idle]
+
+
+class GroupGradients:
+    """Gradients of one `FlatGroup`.
+
+    Args:
+        group: the parameters.
+        dtype, wire: dtypes of accumulation and of messages.
+        stage: 0 reduces everything on every rank, 1-3 each rank's shard; from 2 on the whole buffer is given back.
+        expose: parameters' `.grad` are views of the reduced buffer (stage 0); otherwise they are None.
+    """
+
+    def __init__(
+        self,
+        group: FlatGroup,
+        *,
+        dtype: torch.dtype,
+        wire: torch.dtype,
+        stage: int,
+        reducer: ReductionEngine,
+        pool: BufferPool,
+        expose: bool,
+    ) -> None:
+        self.group = group
+        self.dtype, self.wire, self.stage = dtype, wire, stage
+        self._reducer, self._pool = reducer, pool
+        self._expose = expose and stage == 0 and dtype == group.key.dtype
+        self.buffer: torch.Tensor | None = None
+        self._views: tuple[torch.Tensor, ...] = ()
+        self._filled = bytearray(len(group.parameters))
+        self._shard: torch.Tensor | None = None
+        self.result: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        self.dirty = False
+
+    def absorb(self, index: int) -> None:
+        """Take over the gradient that autograd has just put into parameter `index`."""
+        parameter = self.group.parameters[index]
+        grad = parameter.grad
+        if grad is None:
+            return
+        late = self._pending is not None
+        if late:
+            self.finish()
+        if grad is not (view := self._open(index)):
+            if grad.is_sparse:
+                name = self.group.layout.names[index]
+                raise NotImplementedError(
+                    f"{name}: sparse gradients are not available yet; build the module with sparse=False"
+                )
+            # While `.grad` is exposed it is where autograd adds; another tensor there means that the user has cleared it.
+            if self._filled[index] and (late or not self._expose):
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+            parameter.grad = view if self._expose else None
+        self._filled[index] = 1
+        self.dirty = True
+
+    def _open(self, index: int) -> torch.Tensor:
+        """The place for a gradient; sets reduced values aside that later arrivals must not touch."""
+        self._set_aside_if_reduced()
+        self._whole()
+        return self._views[index]
+
+    def _set_aside_if_reduced(self) -> None:
+        if self.result is None or self.buffer is None or self._expose or self.dirty:
+            return
+        self._filled = bytearray(len(self._filled))
+        if self.stage == 0:
+            self.buffer, self._views = None, ()
+        else:
+            self.result = self.result.clone()
+
+    def _whole(self) -> torch.Tensor:
+        """The whole buffer, made now if need be. Contents are arbitrary, the padding is zero."""
+        if self.buffer is None:
+            layout, key = self.group.layout, self.group.key
+            self.buffer = self._pool.take(layout.numel, self.dtype, key.device)
+            for start, stop in layout.gaps:
+                self.buffer[start:stop].zero_()
+            self._views = self.group.views(self.buffer)
+        return self.buffer
+
+    def launch(self) -> None:
+        """Start reducing what has arrived (zeros for what has not). With nothing to add, the ranks still meet."""
+        if self._pending is not None:
+            self.finish()
+        self._set_aside_if_reduced()
+        buffer = self._whole()
+        for index, (parameter, view) in enumerate(zip(self.group.parameters, self._views)):
+            if not self._filled[index] or (self._expose and parameter.grad is not view):
+                view.zero_()
+            if self._expose:
+                parameter.grad = None
+        self.dirty = False
+        add = self.result is not None and not self._expose
+        if self.stage == 0:
+            self._pending = self._launch_whole(buffer)
+        else:
+            self.result = self.result if add else self._target(buffer)
+            self._pending = self._reducer.reduce_scatter(buffer, self.result, self.wire, add=add)
+
+    def _target(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Where the reduced values go when there are none yet (at stages 0-1 into the whole buffer)."""
+        if self.stage == 0:
+            return buffer
+        if self.stage == 1:
+            return self.group.shard_of(buffer)
+        if self._shard is None:
+            self._shard = torch.empty(self.group.layout.shard_numel, dtype=self.dtype, device=buffer.device)
+        return self._shard
+
+    def _launch_whole(self, buffer: torch.Tensor) -> Pending:
+        pending = self._reducer.all_reduce(buffer, self.wire)
+        earlier = None if self.result is buffer else self.result
+        if earlier is not None:
+            scale = pending.complete
+
+            def complete() -> None:
+                scale()
+                buffer.add_(earlier)
+
+            pending = Pending(pending.work, complete)
+        self.result = buffer
+        return pending
+
+    def is_done(self) -> bool:
+        """No reduction is under way, or it has ended."""
+        return self._pending is None or self._pending.is_done()
+
+    def finish(self) -> None:
+        """Wait for the reduction that is under way, if any."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pending.finish()
+        if self.stage >= 2:
+            if self.buffer is not None:
+                self._pool.give(self.buffer)
+            self.buffer, self._views = None, ()
+            self._filled = bytearray(len(self._filled))
+        elif self._expose:
+            self._filled = bytearray(b"\x01") * len(self._filled)
+            for parameter, view in zip(self.group.parameters, self._views):
+                parameter.grad = view
+
+    def values(self) -> torch.Tensor:
+        """The reduced values; zeros where no rank had any."""
+        if self.result is None:
+            out = self._target(self._whole())
+            out.zero_()
+            self.result = out
+        return self.result
+
+    def local(self, index: int) -> torch.Tensor | None:
+        """What has arrived of a parameter and is not reduced yet, in its logical shape."""
+        return self._views[index] if self.dirty and self._filled[index] else None
+
+    def clear(self) -> None:
+        """Forget all gradients; memory that the next step needs again is kept."""
+        self.finish()
+        for parameter in self.group.parameters:
+            parameter.grad = None
+        self.result, self.dirty = None, False
+        self._filled = bytearray(len(self._filled))
+        if self.stage >= 2 and self.buffer is not None:
+            self._pool.give(self.buffer)
+            self.buffer, self._views = None, ()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything held."""
+        held = (self.buffer, self._shard, self.result)
+        return [tensor for tensor in held if tensor is not None]

@@ -1,0 +1,305 @@
+"""The one gradient path of all stages: from autograd's arrivals to the values the optimizer reads.
+
+Every trainable parameter has a hook that runs when its gradient has been accumulated. The gradient moves into its unit's flat
+buffer; when the unit has seen as many arrivals as the step before, its reduction starts while backward goes on. What has not
+started when backward ends (an unused parameter, the first step) starts then. The order of reductions is the business of `ReduceOrder`.
+
+When does backward end? Reentrant checkpointing runs backwards inside backwards, and a hook cannot tell which one it is in. So the
+outputs of the model carry a hook too: it runs first, in the outermost one. A loss that does not come from the model's own outputs is
+noticed by its first gradient. Gradients that come after their unit was reduced are kept and reduced in a second pass at the step.
+
+With one rank and no accumulation dtype of its own nothing of this is needed: `LocalGradients` reads autograd's `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from .flat import FlatGroup, Unit
+from .gradient_buffers import BufferPool, GroupGradients
+from .precision import Precision
+from .reduction import ReductionEngine
+
+__all__ = ["Gradients", "LocalGradients", "ReduceOrder", "ReducedGradients"]
+
+IN_FLIGHT = 2
+"""Units whose reductions may be under way at once: one on the wire, one being filled behind it."""
+
+
+class ReduceOrder(Protocol):
+    """Decides, equally on all ranks, when each unit is reduced. It calls `run_reduce` of what it was bound to."""
+
+    def reduce(self, unit: int) -> None:
+        """This rank has the unit's gradients: all that it had in the step before, or backward has ended."""
+        ...
+
+    def end_backward(self) -> None:
+        """The outermost backward has ended."""
+        ...
+
+    def boundary(self, pending: Callable[[], Sequence[int]]) -> None:
+        """Step boundary. `pending()` gives the units whose gradients no reduction has taken yet."""
+        ...
+
+
+class Gradients(Protocol):
+    """What the optimizer needs of gradients."""
+
+    def no_sync(self) -> Any: ...
+
+    def finish(self) -> None:
+        """Complete every reduction."""
+        ...
+
+    def parts(self, group: FlatGroup, *, whole: bool) -> tuple[torch.Tensor, ...]:
+        """Gradients of the group's masters, in the order of its masters and in their shapes."""
+        ...
+
+    def blocks(self) -> list[torch.Tensor]:
+        """Tensors that together hold every gradient this rank steps with, once each, for norms."""
+        ...
+
+    def local(self, group: FlatGroup, index: int) -> torch.Tensor | None:
+        """The gradient of a parameter as far as it is whole on this rank (before a reduction, or at one rank)."""
+        ...
+
+    def clear(self) -> None: ...
+
+    def tensors(self) -> list[torch.Tensor]: ...
+
+    def idle(self) -> list[torch.Tensor]: ...
+
+
+class ReducedGradients:
+    """Gradients that are reduced over ranks into flat buffers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        *,
+        stage: int,
+        precision: Precision,
+        reducer: ReductionEngine,
+        order: ReduceOrder,
+        expose: bool,
+        on_complete: Callable[[int], None] | None = None,
+    ) -> None:
+        pool = BufferPool(limit=IN_FLIGHT)
+        self._pool, self._order, self._on_complete = pool, order, on_complete
+        self._of: dict[FlatGroup, GroupGradients] = {}
+        self._by_unit: dict[int, list[GroupGradients]] = {}
+        for unit in units:
+            for group in unit.trainable:
+                buffers = GroupGradients(
+                    group,
+                    dtype=precision.gradient_dtype(group.key.dtype),
+                    wire=precision.wire_dtype(group.key.dtype),
+                    stage=stage,
+                    reducer=reducer,
+                    pool=pool,
+                    expose=expose,
+                )
+                self._of[group] = buffers
+                self._by_unit.setdefault(unit.index, []).append(buffers)
+        self._expected = dict.fromkeys(self._by_unit, 0)
+        self._arrived = dict.fromkeys(self._by_unit, 0)
+        self._in_flight: list[int] = []
+        self._sync, self._task = True, None
+        self._handles = list(self._register(model, units))
+
+    def _register(self, model: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
+        for unit in units:
+            for group in unit.trainable:
+                for index, parameter in enumerate(group.parameters):
+                    yield parameter.register_post_accumulate_grad_hook(
+                        partial(self._on_arrival, unit.index, self._of[group], index)
+                    )
+        yield model.register_forward_hook(self._on_forward)
+
+    def remove_hooks(self) -> None:
+        """Take all hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    # Hooks ------------------------------------------------------------------------------------------------------------
+
+    def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                leaf.register_hook(self._on_output_gradient)
+
+    def _on_output_gradient(self, grad: torch.Tensor) -> None:
+        self.begin_backward()
+
+    def begin_backward(self) -> None:
+        """Mark the running backward as the outermost one. Stage 3 calls it from its own hooks too."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task == self._task:
+            return
+        # Another task that never ended was stopped by an error; what it left is kept, as autograd keeps it in `.grad`.
+        self._task = task
+        self._arrived = dict.fromkeys(self._arrived, 0)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _on_arrival(self, unit: int, buffers: GroupGradients, index: int, parameter: torch.Tensor) -> None:
+        if self._task is None:
+            self.begin_backward()
+        buffers.absorb(index)
+        arrived = self._arrived[unit] = self._arrived[unit] + 1
+        if arrived == self._expected[unit]:
+            if self._on_complete is not None:
+                self._on_complete(unit)
+            if self._sync:
+                self._order.reduce(unit)
+
+    def _end_backward(self) -> None:
+        self._task = None
+        for unit, arrived in self._arrived.items():
+            self._expected[unit] = max(self._expected[unit], arrived)
+            self._arrived[unit] = 0
+        if not self._sync:
+            return
+        for unit in self._dirty():
+            self._order.reduce(unit)
+        self._order.end_backward()
+        self._wait()
+
+    def _dirty(self) -> list[int]:
+        """Units with gradients that no reduction has taken, in the order in which backward tends to complete them."""
+        units = (unit for unit, groups in self._by_unit.items() if any(buffers.dirty for buffers in groups))
+        return sorted(units, reverse=True)
+
+    # Reductions -------------------------------------------------------------------------------------------------------
+
+    def run_reduce(self, unit: int) -> None:
+        """Start the reduction of a unit with what has arrived. Called by the order, in the same order on every rank."""
+        while len(self._in_flight) >= IN_FLIGHT or (self._in_flight and self._is_done(self._in_flight[0])):
+            self._finish_unit(self._in_flight.pop(0))
+        for buffers in self._by_unit[unit]:
+            buffers.launch()
+        self._in_flight.append(unit)
+
+    def _is_done(self, unit: int) -> bool:
+        return all(buffers.is_done() for buffers in self._by_unit[unit])
+
+    def _finish_unit(self, unit: int) -> None:
+        for buffers in self._by_unit[unit]:
+            buffers.finish()
+
+    def _wait(self) -> None:
+        while self._in_flight:
+            self._finish_unit(self._in_flight.pop(0))
+
+    def finish(self) -> None:
+        """Complete every reduction, late gradients included."""
+        self._task = None
+        self._order.boundary(self._dirty)
+        self._wait()
+
+    # What the optimizer reads -----------------------------------------------------------------------------------------
+
+    def _result(self, group: FlatGroup) -> torch.Tensor:
+        return self._of[group].values()
+
+    def parts(self, group: FlatGroup, *, whole: bool) -> tuple[torch.Tensor, ...]:
+        """See `Gradients.parts`; converted to the master's dtype where it differs."""
+        result = self._result(group)
+        if group.master is not None and result.dtype != group.master.dtype:
+            result = result.to(group.master.dtype)
+        if whole:
+            return group.views(result)
+        return tuple(result.narrow(0, part.slice.offset, part.slice.numel) for part in group.parts)
+
+    def blocks(self) -> list[torch.Tensor]:
+        """The reduced buffers."""
+        return [self._result(group) for group in self._of]
+
+    def reduced(self, group: FlatGroup) -> torch.Tensor | None:
+        """The reduced values of a group (whole at stage 0, else this rank's shard), or None."""
+        return self._of[group].result
+
+    def local(self, group: FlatGroup, index: int) -> torch.Tensor | None:
+        """What has arrived and is not reduced."""
+        return self._of[group].local(index)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._wait()
+        for buffers in self._of.values():
+            buffers.clear()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything held for gradients."""
+        return [tensor for buffers in self._of.values() for tensor in buffers.tensors()]
+
+    def idle(self) -> list[torch.Tensor]:
+        """Message buffers kept for reuse."""
+        return self._pool.tensors()
+
+
+class LocalGradients:
+    """One rank: autograd's own `.grad` tensors are the gradients. Missing ones are zeros."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._groups = [group for unit in units for group in unit.trainable]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing to hold back."""
+        yield
+
+    def finish(self) -> None:
+        """Give parameters without a gradient zeros."""
+        for group in self._groups:
+            for parameter in group.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+
+    def parts(self, group: FlatGroup, *, whole: bool) -> tuple[torch.Tensor, ...]:
+        """See `Gradients.parts`."""
+        dtype = None if group.master is None else group.master.dtype
+        grads = (p.grad if dtype is None or p.grad.dtype == dtype else p.grad.to(dtype) for p in group.parameters)
+        if whole:
+            return tuple(grads)
+        return tuple(grad.reshape(-1) for grad in grads if grad.numel())
+
+    def blocks(self) -> list[torch.Tensor]:
+        """Every `.grad`."""
+        return [parameter.grad for group in self._groups for parameter in group.parameters if parameter.numel()]
+
+    def local(self, group: FlatGroup, index: int) -> torch.Tensor | None:
+        """The parameter's `.grad`."""
+        return group.parameters[index].grad
+
+    def clear(self) -> None:
+        """Drop all `.grad`s."""
+        for group in self._groups:
+            for parameter in group.parameters:
+                parameter.grad = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every `.grad` there is."""
+        return [p.grad for group in self._groups for p in group.parameters if p.grad is not None]
+
+    def idle(self) -> list[torch.Tensor]:
+        """Nothing is kept."""
+        return []

@@ -1,0 +1,42 @@
+"""The global gradient norm and the overflow check: one pass over what this rank holds, one tiny all-reduce.
+
+A non-finite gradient makes the sum of squares non-finite on every rank, so that the norm is the overflow flag too. Squares are
+summed per buffer in fp32 by the norm kernel and across buffers in fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import dsx_comm
+import torch
+
+__all__ = ["CLIP_EPSILON", "global_norm"]
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
+
+
+def global_norm(blocks: Sequence[torch.Tensor], *, device: torch.device, group: Any, shared: bool) -> torch.Tensor:
+    """L2 norm over all gradients, a 0-dim fp64 tensor on `device` (fp32 where fp64 is missing).
+
+    Args:
+        blocks: this rank's gradients.
+        group: process group over which squares are summed.
+        shared: False when every rank holds all gradients and nothing is to be summed.
+    """
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    total = torch.zeros((), dtype=dtype, device=device)
+    if blocks:
+        norms = [_norm(block) for block in blocks]
+        total += torch.stack([n.to(device=device, dtype=dtype) for n in norms]).square().sum()
+    if shared:
+        dsx_comm.all_reduce(total, op=dsx_comm.ReduceOp.SUM, group=group)
+    return total.sqrt()
+
+
+def _norm(block: torch.Tensor) -> torch.Tensor:
+    if block.dtype.itemsize < 4:
+        return torch.linalg.vector_norm(block, dtype=torch.float32)
+    return torch.linalg.vector_norm(block)

@@ -1,0 +1,260 @@
+"""`ZeroOptimizer`: the user's optimizer, stepping this rank's slices.
+
+A step: finish the reductions, one pass for norm and overflow, the inner optimizer on the masters with unscaling and clipping as one
+factor (inside its kernel where it can take one), the low-precision copy, the gathering of what the others updated.
+
+It is a `torch.optim.Optimizer`, so that schedulers take it; its `param_groups` and `state` are the inner optimizer's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .errors import ZeroOptimizerError
+from .flat import Unit
+from .gradients import Gradients
+from .masters import Master, write_parameters
+from .norm import CLIP_EPSILON, global_norm
+from .units import ParameterInfo
+
+__all__ = ["Residency", "Runtime", "StepOutcome", "ZeroOptimizer"]
+
+
+class StepOutcome:
+    """What a step did.
+
+    Attributes:
+        overflow: gradients were not finite and nothing was changed.
+        loss: what the closure returned, if there was one.
+    """
+
+    __slots__ = ("_norm", "loss", "overflow")
+
+    def __init__(self, overflow: bool, norm: torch.Tensor | float | None, loss: Any = None) -> None:
+        self.overflow = overflow
+        self._norm = norm
+        self.loss = loss
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global L2 norm before clipping. Reading it waits for the device, which `step` itself does not do."""
+        if isinstance(self._norm, torch.Tensor):
+            self._norm = self._norm.item()
+        return self._norm
+
+    def __repr__(self) -> str:
+        return f"StepOutcome(overflow={self.overflow}, grad_norm={self.grad_norm})"
+
+
+class Residency(Protocol):
+    """Where whole parameters live. `dsx_zero.gather` has those of stages 0-2, `dsx_zero.gathered` that of stage 3."""
+
+    def publish(self, unit: Unit) -> None:
+        """This rank's shard of a unit has new values: start making them visible."""
+        ...
+
+    def finish(self) -> None:
+        """All units are published: after this every parameter that is visible has its new values."""
+        ...
+
+    def whole(self, unit: Unit) -> AbstractContextManager[None]:
+        """Inside, every group's `full` of the unit holds the parameters' values (collective)."""
+        ...
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Buffers held beside the groups' own."""
+        ...
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The parts of one sharded model."""
+
+    model: torch.nn.Module
+    stage: int
+    rank: int
+    world_size: int
+    process_group: Any
+    infos: tuple[ParameterInfo, ...]
+    units: tuple[Unit, ...]
+    gradients: Gradients
+    residency: Residency
+    checks_overflow: bool
+
+    @property
+    def whole(self) -> bool:
+        """Does every rank step everything?"""
+        return self.stage == 0
+
+    def trainable_units(self) -> Iterator[Unit]:
+        """Units with something to step."""
+        return (unit for unit in self.units if unit.trainable)
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """See the module's text. Made by `dsx_zero.shard`."""
+
+    def __init__(self, inner: torch.optim.Optimizer, runtime: Runtime, masters: Sequence[Master]) -> None:
+        # Not Optimizer.__init__: groups, state and hooks are the inner optimizer's, there is no second set of them.
+        self.inner = inner
+        self._runtime = runtime
+        self._masters = tuple(masters)
+        self._by_name = {master.name: master for master in masters}
+        parameters = inspect.signature(inner.step).parameters
+        self._takes_scale = "grad_scale" in parameters
+        devices = {unit.groups[0].key.device for unit in runtime.trainable_units()}
+        self._device = next(iter(devices), torch.device("cpu"))
+        self._connect_norms()
+
+    # The surface of torch.optim.Optimizer -----------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups; their tensors are this rank's masters."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state, keyed by master tensor."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's defaults."""
+        return self.inner.defaults
+
+    def __repr__(self) -> str:
+        run = self._runtime
+        return f"ZeroOptimizer(stage={run.stage}, rank={run.rank}, world_size={run.world_size}, inner={self.inner!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ZeroOptimizerError(
+            "a ZeroOptimizer cannot be pickled: it holds shards and process groups; use state_dict()"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the flat layout is fixed when the model is sharded."""
+        raise ZeroOptimizerError(
+            "add_param_group is not available yet: the layout of shards is fixed by dsx_zero.shard; give all groups to the "
+            "optimizer before sharding (with lr 0 if they shall start later)"
+        )
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """A hook of the inner optimizer's step."""
+        return self.inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """A hook of the inner optimizer's step."""
+        return self.inner.register_step_post_hook(hook)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. `set_to_none=False` is accepted and means the same: gradients are buffers of this object."""
+        self._runtime.gradients.clear()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside only accumulate; legal in all stages."""
+        return self._runtime.gradients.no_sync()
+
+    # The step ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0, max_norm: float | None = None
+    ) -> StepOutcome:
+        """Update the parameters from the gradients of the backwards since `zero_grad` (collective).
+
+        Args:
+            closure: called once, before anything else, with gradients enabled; does forward and backward.
+            grad_scale: the gradients are this many times too large (loss scaling).
+            max_norm: clip so that the global norm is at most this; None or 0 does not clip.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        run = self._runtime
+        run.gradients.finish()
+        norm = self._norm(grad_scale)
+        if run.checks_overflow and not torch.isfinite(norm).item():
+            return StepOutcome(True, norm, loss)
+        factor = self._factor(norm, grad_scale, max_norm)
+        self._step_inner(factor)
+        for unit in run.trainable_units():
+            for group in unit.trainable:
+                write_parameters(group, whole=run.whole)
+            run.residency.publish(unit)
+        run.residency.finish()
+        return StepOutcome(False, norm, loss)
+
+    def _norm(self, grad_scale: float) -> torch.Tensor:
+        run = self._runtime
+        shared = run.world_size > 1 and not run.whole
+        norm = global_norm(run.gradients.blocks(), device=self._device, group=run.process_group, shared=shared)
+        return norm if grad_scale == 1.0 else norm / grad_scale
+
+    def _factor(self, norm: torch.Tensor, grad_scale: float, max_norm: float | None) -> float | torch.Tensor:
+        """What gradients are multiplied with. A number on the host's device, a tensor elsewhere (no waiting)."""
+        if not max_norm:
+            return 1.0 / grad_scale
+        if norm.device.type == "cpu":
+            value = norm.item()
+            # `min` of a NaN is order-dependent; a NaN norm must show in the parameters, as in plain PyTorch.
+            clip = max_norm / (value + CLIP_EPSILON)
+            return (clip if clip < 1.0 or clip != clip else 1.0) / grad_scale
+        return ((max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0) / grad_scale).to(torch.float32)
+
+    def _step_inner(self, factor: float | torch.Tensor) -> None:
+        run = self._runtime
+        grads: list[torch.Tensor] = []
+        for unit in run.trainable_units():
+            for group in unit.trainable:
+                grads.extend(run.gradients.parts(group, whole=run.whole))
+        for master, grad in zip(self._masters, grads, strict=True):
+            master.tensor.grad = grad
+        try:
+            self._call_inner(factor, grads)
+        finally:
+            for master in self._masters:
+                master.tensor.grad = None
+
+    def _call_inner(self, factor: float | torch.Tensor, grads: list[torch.Tensor]) -> None:
+        if isinstance(factor, float) and factor == 1.0:
+            self.inner.step()
+        elif self._takes_scale:
+            self.inner.step(grad_scale=1.0 / factor)  # type: ignore[call-arg]
+        elif self._torch_scales():
+            scale = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor, device=self._device)
+            self.inner.grad_scale = scale.reciprocal()  # type: ignore[attr-defined]
+            try:
+                self.inner.step()
+            finally:
+                del self.inner.grad_scale  # type: ignore[attr-defined]
+        else:
+            torch._foreach_mul_(grads, factor)
+            self.inner.step()
+
+    def _torch_scales(self) -> bool:
+        """Do the kernels of torch's own fused optimizers take the factor (as they do for `torch.amp.GradScaler`)?"""
+        return (
+            type(self.inner).__module__.startswith("torch.optim")
+            and getattr(self.inner, "_step_supports_amp_scaling", False)
+            and all(group.get("fused") for group in self.inner.param_groups)
+        )
+
+    def _connect_norms(self) -> None:
+        """Give optimizers with per-tensor norms (Lamb) a way to sum them over the slices of a tensor."""
+        if hasattr(self.inner, "norm_reducer") and not self._runtime.whole and self._runtime.world_size > 1:
+            from .segments import SegmentedNorms  # late: only such optimizers need it
+
+            self.inner.norm_reducer = SegmentedNorms(self._runtime, self._masters)  # type: ignore[attr-defined]
+        elif getattr(self.inner, "needs_tensor_norms", False) and not self._runtime.whole:
+            raise ZeroOptimizerError(
+                f"{type(self.inner).__name__} needs norms of whole tensors but has no `norm_reducer` to sum them over ranks; "
+                "use stage 0"
+            )
