@@ -47,6 +47,10 @@ class Executor(Protocol):
         """This rank passes by: the gathered unit is not needed here."""
         ...
 
+    def holds(self, unit: int) -> bool:
+        """Whether the unit is gathered here (or its gather is under way)."""
+        ...
+
     def run_reduce(self, unit: int) -> None:
         """Issue the reduction of a unit with the gradients this rank has for it now (zeros where there are none)."""
         ...
@@ -57,6 +61,10 @@ class Order(Protocol):
 
     def gather(self, unit: int, *, training: bool = True) -> None:
         """This rank needs the unit now. On return its gather has been issued (or it is a use of a kept unit)."""
+        ...
+
+    def use(self, unit: int) -> None:
+        """This rank uses the unit, which it holds already."""
         ...
 
     def reduce(self, unit: int) -> None:
@@ -115,6 +123,9 @@ class NullOrder:
 
     def gather(self, unit: int, *, training: bool = True) -> None:
         self._executor.run_gather(unit)
+
+    def use(self, unit: int) -> None:
+        """Nothing to keep count of."""
 
     def reduce(self, unit: int) -> None:
         self._executor.run_reduce(unit)
@@ -218,9 +229,19 @@ class AgreedOrder:
                 replay.pass_by(place)
                 replay.issue_gathers(place + 1)
                 replay.position = place + 1
-                return
+                if self._executor.holds(unit):
+                    return
             self._stray(wanted)
         self._rendezvous(wanted, training)
+
+    def use(self, unit: int) -> None:
+        replay = self._replay
+        if replay is None:
+            return
+        place = replay.schedule.find_in_pass(Operation(Kind.GATHER, unit), replay.position)
+        if place is not None and replay.schedule.entries[place].kind is Kind.USE:
+            replay.pass_by(place)
+            replay.position = place + 1
 
     def reduce(self, unit: int) -> None:
         wanted = Operation(Kind.REDUCE, unit)

@@ -22,7 +22,7 @@ import torch
 class GatheredStorage:
     """A flat buffer of ``numel`` elements whose memory can be given back and taken again under the same views.
 
-    It holds no memory after construction.
+    It holds its memory (undefined contents) after construction; views are made while it is there.
     """
 
     def __init__(self, numel: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -31,7 +31,6 @@ class GatheredStorage:
         self._nbytes = self._storage.nbytes()
         # `.data` shares the storage but not the version counter.
         self.fill = self._base.data
-        self.free()
 
     @property
     def numel(self) -> int:
@@ -56,7 +55,7 @@ class GatheredStorage:
         return self._nbytes == 0 or self._storage.nbytes() > 0
 
     def view(self, start: int, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
-        """A tensor of ``shape`` over the elements from ``start`` on (valid to read only while allocated)."""
+        """A tensor of ``shape`` over the elements from ``start`` on (made and read only while allocated)."""
         size = torch.Size(shape)
         return self._base[start : start + size.numel()].view(size)
 

@@ -1,0 +1,66 @@
+"""Puts the residency's methods on modules as hooks, outside whatever is compiled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .partitioned_unit import PartitionedUnit
+from .residency import Residency
+
+__all__ = ["UnitHooks"]
+
+
+class UnitHooks:
+    """The hooks of a sharded model: on each unit's module, and on the root to know where a forward ends."""
+
+    def __init__(self, model: nn.Module, units: Sequence[PartitionedUnit], residency: Residency) -> None:
+        self._model, self._residency = model, residency
+        self._handles: list[Any] = []
+        self._by_module: dict[nn.Module, list[int]] = {model: []}
+        for unit in units:
+            self._by_module.setdefault(model.get_submodule(unit.plan.module), []).append(unit.index)
+        self._failures: list[BaseException | None] = []
+        # A compiled module (``module.compile()``) traces its hooks; these must stay outside the graph.
+        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        for module in self._by_module:
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def add(self, module: nn.Module, unit: int) -> None:
+        """Let ``module``'s forward use a unit besides its own (an external parameter)."""
+        if module not in self._by_module:
+            self._by_module[module] = []
+            before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
+        if unit not in self._by_module[module]:
+            self._by_module[module].append(unit)
+
+    def drop(self, module: nn.Module, unit: int) -> None:
+        """Undo ``add``."""
+        if unit in self._by_module.get(module, ()):
+            self._by_module[module].remove(unit)
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._residency.enter_forward(root=module is self._model)
+        self._failures.append(sys.exc_info()[1])
+        for unit in self._by_module[module]:
+            self._residency.before_forward(unit, (args, kwargs))
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        # With ``always_call`` this also runs while an exception passes through; then it is one that was not there before.
+        failed = self._failures and sys.exc_info()[1] is not self._failures.pop()
+        for unit in reversed(self._by_module[module]):
+            self._residency.after_forward(unit, output)
+        self._residency.leave_forward(failed=bool(failed))

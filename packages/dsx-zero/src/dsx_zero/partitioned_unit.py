@@ -1,0 +1,182 @@
+"""A unit of stage 3 at run time: its shards, the storage its parameters are gathered into, and the two faces of each parameter.
+
+Every parameter has two objects for life: a plain ``nn.Parameter``, a view into the gathered storage, which modules hold while the
+unit is in use, and a ``PartitionedParameter``, which they hold otherwise. ``swap_in`` and ``swap_out`` exchange them wherever the model has the
+parameter (a tied one has several places).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from .flat import FlatGroup, Unit
+from .partitioned import PartitionedParameter
+from .storage import GatheredStorage
+from .units import GroupPlan, ParameterInfo, UnitPlan
+from .whole import read_whole, write_whole
+
+__all__ = ["PartitionedUnit", "Place", "UnitState"]
+
+
+class UnitState(Enum):
+    """What memory a unit holds beside its shards."""
+
+    PARTITIONED = "none"
+    GATHERING = "the whole parameters, whose values are on their way"
+    GATHERED = "the whole parameters"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place of the model that holds a parameter."""
+
+    module: nn.Module
+    attribute: str
+    plain: nn.Parameter
+    partitioned: PartitionedParameter
+
+
+class UnitParameter:
+    """The ``ParameterSource`` of a parameter of a sharded model."""
+
+    def __init__(self, name: str, unit: PartitionedUnit, group: FlatGroup) -> None:
+        self.name, self.unit, self.group = name, unit, group
+        self._index = group.layout.index(name)
+
+    def local_shard(self) -> torch.Tensor:
+        part = self.group.layout.local_slice(self.name, self.group.rank)
+        return self.group.shard[:0] if part is None else self.group.shard.narrow(0, part.offset, part.numel)
+
+    def full_tensor(self) -> torch.Tensor:
+        return read_whole(self.group.layout, self.name, self.group.shard, self.unit.process_group)
+
+    def write(self, edit: Callable[[torch.Tensor], object]) -> None:
+        whole = self.full_tensor()
+        edit(whole)
+        write_whole(self.group, self.name, whole, self.unit.process_group)
+        if self.unit.state is UnitState.GATHERED:
+            self.plain.detach().copy_(whole)
+
+    @property
+    def plain(self) -> nn.Parameter:
+        """The parameter's plain face (to be read only while its unit is gathered)."""
+        return self.group.parameters[self._index]
+
+    def borrow(self) -> torch.Tensor | None:
+        lender = self.unit.lender
+        return self.plain if lender is not None and lender.lends(self.unit) else None
+
+    def lend(self, output: Any) -> Any:
+        lender = self.unit.lender
+        return output if lender is None else lender.watch(self.unit, output)
+
+
+class Lender:
+    """Gathers a unit for an operation outside its own modules (implemented by ``Residency``)."""
+
+    def lends(self, unit: PartitionedUnit) -> bool:
+        """Gather the unit until the running forward ends; False if none runs."""
+        raise NotImplementedError
+
+    def watch(self, unit: PartitionedUnit, output: Any) -> Any:
+        """See to it that the backward of ``output`` finds the unit gathered."""
+        raise NotImplementedError
+
+
+class PartitionedUnit:
+    """See the module's text. ``lender`` serves operations on its parameters from outside its modules."""
+
+    def __init__(self, plan: UnitPlan, *, rank: int, process_group: Any, lender: Lender | None = None) -> None:
+        self.plan, self.process_group = plan, process_group
+        self.state = UnitState.PARTITIONED
+        self.storages = tuple(
+            GatheredStorage(group.layout.numel, dtype=group.key.dtype, device=group.key.device) for group in plan.groups
+        )
+        self.groups = tuple(_partitioned_group(group, store, rank) for group, store in zip(plan.groups, self.storages))
+        self.lender = lender
+        self._places: list[Place] = []
+        self.swapped_in = False
+
+    @property
+    def index(self) -> int:
+        return self.plan.index
+
+    @property
+    def numel(self) -> int:
+        """Elements of the gathered parameters, padding included."""
+        return sum(store.numel for store in self.storages)
+
+    def as_unit(self) -> Unit:
+        """What the gradients and the optimizer work on."""
+        return Unit(self.plan, self.groups)
+
+    def adopt(self, model: nn.Module, infos: Mapping[str, ParameterInfo]) -> None:
+        """Take over the model's parameters: values into the shards, partitioned faces into the modules.
+
+        The values are taken from the parameters that the modules hold now (partitioned ones of ``Init`` are read whole, one at a
+        time), rank by rank the same: rank 0's.
+        """
+        for group in self.groups:
+            for index, name in enumerate(group.layout.names):
+                self._adopt_one(model, group, index, infos[name])
+
+    def _adopt_one(self, model: nn.Module, group: FlatGroup, index: int, info: ParameterInfo) -> None:
+        source = UnitParameter(info.name, self, group)
+        plain = group.parameters[index]
+        partitioned = PartitionedParameter(
+            source, info.shape, dtype=info.dtype, device=info.device, requires_grad=plain.requires_grad
+        )
+        original: torch.Tensor | None = None
+        for name in (info.name, *info.aliases):
+            path, _, attribute = name.rpartition(".")
+            module = model.get_submodule(path)
+            original = module._parameters[attribute] if original is None else original
+            module._parameters[attribute] = partitioned  # type: ignore[assignment]
+            self._places.append(Place(module, attribute, plain, partitioned))
+        if original is None:
+            raise RuntimeError(f"parameter {info.name} has no place in the model")
+        for face in (plain, partitioned):
+            face.__dict__.update({k: v for k, v in original.__dict__.items() if k not in ("_source", "_is_param")})
+        with torch.no_grad():
+            whole = original.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
+            write_whole(group, info.name, whole, self.process_group)
+
+    def swap_in(self) -> None:
+        """Let the modules hold the plain parameters. The unit must be gathered."""
+        if not self.swapped_in:
+            for place in self._places:
+                place.module._parameters[place.attribute] = place.plain
+            self.swapped_in = True
+
+    def swap_out(self) -> None:
+        """Let the modules hold the partitioned parameters."""
+        if self.swapped_in:
+            for place in self._places:
+                place.module._parameters[place.attribute] = place.partitioned  # type: ignore[assignment]
+            self.swapped_in = False
+
+    def allocate(self) -> None:
+        """Take the memory of the gathered parameters."""
+        for storage in self.storages:
+            storage.allocate()
+
+    def partitioned_parameters(self) -> dict[str, PartitionedParameter]:
+        """The partitioned face of each parameter, by its first name."""
+        return {place.partitioned.source.name: place.partitioned for place in self._places}
+
+
+def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, rank: int) -> FlatGroup:
+    layout = plan.layout
+    parameters = [
+        nn.Parameter(storage.view(offset, shape), requires_grad=plan.key.trainable)
+        for offset, shape in zip(layout.offsets, layout.shapes)
+    ]
+    storage.free()
+    shard = torch.zeros(layout.shard_numel, dtype=plan.key.dtype, device=plan.key.device)
+    return FlatGroup(plan, parameters, rank=rank, full=storage.fill, shard=shard)

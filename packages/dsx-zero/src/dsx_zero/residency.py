@@ -1,0 +1,411 @@
+"""Stage 3: when a unit's whole parameters are there. Gathering before a use, giving the memory back after it.
+
+A *use* is one forward of a unit's module. It holds the unit until the forward returns, and again in backward from the gradient of
+its outputs until the gradient of one of its inputs is about to be passed on: autograd runs nodes in the reverse
+order of their creation, so by then every node of that forward has run. What has no such input (the first block of a model, the root) goes
+when all its gradients are complete, at the latest when backward ends.
+
+Recomputation (activation checkpointing) is a forward inside a backward: it takes the unit and never gives it back; the
+backward that follows does. It may stop in the middle without telling (torch's early stop), so nothing depends on its end.
+
+The order of the collectives is ``Order``'s affair; ``GatherExecutor`` is the half it calls, ``Residency`` the half that calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .lanes import Lane, Ticket
+from .order import Order
+from .partitioned_unit import Lender, PartitionedUnit, UnitState
+from .tensors import tensors_in
+
+__all__ = ["GatherExecutor", "GatherLimits", "Residency", "Use"]
+
+
+@dataclass(frozen=True)
+class GatherLimits:
+    """How much may be gathered at once (elements).
+
+    ``prefetch_bucket_size`` bounds what is gathered ahead of its use (one unit is always allowed unless it is 0);
+    ``max_live_parameters`` bounds what prefetching and reuse may keep. What a use needs is always gathered.
+    """
+
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+
+
+class Use:
+    """One forward of a unit's module; identity is all there is to it."""
+
+    __slots__ = ("first_input_hooked",)
+
+    def __init__(self) -> None:
+        self.first_input_hooked = False
+
+
+class GatherExecutor:
+    """Issues gathers of units on a lane and frees them. The reductions come from the gradients (``bind``).
+
+    ``all_gather(out, shard)`` is the asynchronous collective; it returns what to wait for, or None when it is done.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[PartitionedUnit],
+        *,
+        all_gather: Callable[[torch.Tensor, torch.Tensor], Any],
+        lane: Lane,
+        limits: GatherLimits,
+    ) -> None:
+        self._units = {unit.index: unit for unit in units}
+        self._all_gather, self._lane, self._limits = all_gather, lane, limits
+        self._tickets: dict[int, list[Ticket]] = {}
+        self._holds: dict[int, int] = dict.fromkeys(self._units, 0)
+        self._passing: list[tuple[Ticket, torch.Tensor]] = []
+        self._reduce: Callable[[int], None] | None = None
+        self.live = 0
+        """Elements of all gathered units."""
+
+    def bind(self, reduce: Callable[[int], None]) -> None:
+        """Set what starts a unit's reduction."""
+        self._reduce = reduce
+
+    def run_reduce(self, unit: int) -> None:
+        """See ``Executor``."""
+        if self._reduce is None:
+            raise RuntimeError("a reduction was asked for before gradients were bound")
+        self._reduce(unit)
+
+    def run_gather(self, unit: int) -> None:
+        """See ``Executor``. A unit that is there already is gathered past its users, into memory of its own."""
+        target = self._units[unit]
+        if target.state is not UnitState.PARTITIONED:
+            self._gather_past(target)
+            return
+        self.live += target.numel
+        target.state = UnitState.GATHERING
+        self._tickets[unit] = [
+            self._lane.submit(self._job(store, group.shard))
+            for store, group in zip(target.storages, target.groups)
+            if store.numel
+        ]
+
+    def _job(self, store: Any, shard: torch.Tensor) -> Callable[[], Any]:
+        def gather() -> Any:
+            store.allocate()
+            return self._all_gather(store.fill, shard)
+
+        return gather
+
+    def _gather_past(self, target: PartitionedUnit) -> None:
+        self.settle()
+        for group in target.groups:
+            if not group.layout.numel:
+                continue
+            scratch = torch.empty(group.layout.numel, dtype=group.key.dtype, device=group.key.device)
+
+            def gather(out: torch.Tensor = scratch, shard: torch.Tensor = group.shard) -> Any:
+                return self._all_gather(out, shard)
+
+            self._passing.append((self._lane.submit(gather), scratch))
+
+    def settle(self) -> None:
+        """Wait for gathers that nobody here uses."""
+        passing, self._passing = self._passing, []
+        for ticket, _ in passing:
+            ticket.wait()
+
+    def holds(self, unit: int) -> bool:
+        """See ``Executor``."""
+        return self._units[unit].state is not UnitState.PARTITIONED
+
+    def discard(self, unit: int) -> None:
+        """See ``Executor``. Nothing while somebody holds the unit."""
+        if self._holds[unit] == 0:
+            self.free(unit)
+
+    def arrive(self, unit: int) -> None:
+        """Wait for the unit's gather and let its modules see the parameters."""
+        target = self._units[unit]
+        if target.state is UnitState.GATHERING:
+            for ticket in self._tickets.pop(unit):
+                ticket.wait()
+            target.state = UnitState.GATHERED
+        target.swap_in()
+
+    def hold(self, unit: int) -> None:
+        """Somebody uses the unit from now on."""
+        self._holds[unit] += 1
+
+    def let_go(self, unit: int) -> int:
+        """One user fewer; returns how many are left."""
+        self._holds[unit] = max(0, self._holds[unit] - 1)
+        return self._holds[unit]
+
+    def held(self, unit: int) -> bool:
+        """Whether somebody uses the unit."""
+        return self._holds[unit] > 0
+
+    def sweep(self) -> None:
+        """Free what is there and nobody holds; gathers under way for later stay."""
+        for index, unit in self._units.items():
+            if unit.state is UnitState.GATHERED:
+                self.discard(index)
+
+    def free_all(self) -> None:
+        """Free everything and forget who held it."""
+        for index in self._units:
+            self._holds[index] = 0
+            self.free(index)
+
+    def free(self, unit: int) -> None:
+        """Give the memory back, whoever holds the unit."""
+        target = self._units[unit]
+        if target.state is UnitState.PARTITIONED:
+            return
+        for ticket in self._tickets.pop(unit, ()):
+            ticket.wait()
+        target.swap_out()
+        for store in target.storages:
+            self._lane.retire(store)
+        target.state = UnitState.PARTITIONED
+        self.live -= target.numel
+
+    def may_run_ahead(self, unit: int) -> bool:
+        """Whether the limits allow this gather before its use."""
+        target = self._units[unit]
+        ahead = sum(self._units[other].numel for other in self._tickets)
+        limits = self._limits
+        if target.state is not UnitState.PARTITIONED or self.live + target.numel > limits.max_live_parameters:
+            return False
+        return limits.prefetch_bucket_size > 0 and (not ahead or ahead + target.numel <= limits.prefetch_bucket_size)
+
+    def follow(self) -> None:
+        """Shards have new values: gathers from now on must see them."""
+        self._lane.follow()
+
+
+class Residency(Lender):
+    """Turns what happens to modules and to autograd into needs of units. Its methods are the bodies of the hooks."""
+
+    def __init__(
+        self,
+        units: Sequence[PartitionedUnit],
+        *,
+        executor: GatherExecutor,
+        order: Order,
+        begin_backward: Callable[[], None],
+    ) -> None:
+        self._units = {unit.index: unit for unit in units}
+        self._executor, self._order, self._begin_backward = executor, order, begin_backward
+        self._depth, self._training = 0, True
+        self._open: dict[int, list[Use]] = {index: [] for index in self._units}
+        self._backward: dict[int, set[Any]] = {index: set() for index in self._units}
+        self._borrowed: set[int] = set()
+        self._task: int | None = None
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def enter_forward(self, *, root: bool) -> None:
+        """A hooked module starts its forward; ``root``: the whole model, which is never inside another."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if root and self._depth:  # a forward that an error ended without the hooks hearing of it
+            self._depth = 0
+            self._abandon_forward()
+        if self._depth == 0:
+            self._training = torch.is_grad_enabled()
+            if self._task is not None:  # a backward that an error ended
+                self._release_all()
+        self._depth += 1
+
+    def leave_forward(self, *, failed: bool) -> None:
+        """A hooked module's forward has returned or failed."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        for unit in self._borrowed:
+            self._executor.let_go(unit)
+        self._borrowed.clear()
+        if not failed:
+            self._order.end_forward(training=self._training)
+            self._executor.settle()
+        self._executor.sweep()
+
+    def before_forward(self, unit: int, inputs: Any) -> None:
+        """The unit's module is about to run on ``inputs`` (arguments and keyword arguments)."""
+        if torch._C._current_graph_task_id() != -1:
+            self.enter_backward()
+            self._take(unit, training=True)
+            self._add_backward_hold(unit, "recomputation")
+        else:
+            self._take(unit, training=self._training)
+            self._executor.hold(unit)
+        use = Use()
+        self._open[unit].append(use)
+        if torch.is_grad_enabled() and self._units[unit].plan.module:
+            self._watch_inputs(unit, use, inputs)
+
+    def after_forward(self, unit: int, output: Any) -> None:
+        """The unit's module has returned ``output`` (None if it failed)."""
+        use = self._open[unit].pop() if self._open[unit] else Use()
+        if torch.is_grad_enabled():
+            self._watch_outputs(unit, use, output)
+        if torch._C._current_graph_task_id() == -1:
+            self._done(unit)
+
+    def _done(self, unit: int) -> None:
+        if self._executor.let_go(unit) == 0 and not self._order.keeps(unit):
+            self._executor.free(unit)
+
+    def _take(self, unit: int, *, training: bool) -> None:
+        executor = self._executor
+        if self._units[unit].state is UnitState.GATHERED:
+            if not executor.held(unit):
+                self._order.use(unit)
+            self._units[unit].swap_in()
+            return
+        self._order.gather(unit, training=training)
+        if training:
+            self._order.run_ahead(executor.may_run_ahead)
+        executor.arrive(unit)
+
+    def _abandon_forward(self) -> None:
+        for uses in self._open.values():
+            uses.clear()
+        self._borrowed.clear()
+        self._executor.free_all()
+
+    # Backward ---------------------------------------------------------------------------------------------------------
+
+    def enter_backward(self) -> None:
+        """Called from every hook that runs in backward: the first one arranges for the end."""
+        if self._task is not None:
+            return
+        self._task = torch._C._current_graph_task_id()
+        self._begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def before_backward(self, unit: int, use: Use) -> None:
+        """The gradient of an output of ``use`` is there."""
+        self.enter_backward()
+        if use not in self._backward[unit]:
+            self._take(unit, training=True)
+            self._add_backward_hold(unit, use)
+
+    def after_backward(self, unit: int, use: Use) -> None:
+        """Every autograd node of ``use`` has run."""
+        holds = self._backward[unit]
+        if use in holds:
+            holds.discard(use)
+            holds.discard("recomputation")
+            if not holds:
+                self._done(unit)
+
+    def gradients_complete(self, unit: int) -> None:
+        """The unit's parameters have all their gradients: a use without inputs to watch ends here."""
+        if unit not in self._units:
+            return
+        holds = self._backward[unit]
+        frozen = any(not group.trainable for group in self._units[unit].groups)
+        if not holds or frozen or not self._units[unit].plan.module:
+            return
+        if all(isinstance(use, Use) and not use.first_input_hooked for use in holds):
+            holds.clear()
+            self._done(unit)
+
+    def _add_backward_hold(self, unit: int, token: Any) -> None:
+        holds = self._backward[unit]
+        if not holds:
+            self._executor.hold(unit)
+        holds.add(token)
+
+    def _end_backward(self) -> None:
+        self._task = None
+        self._order.end_backward()
+        self._executor.settle()
+        self._release_all()
+
+    def _release_all(self) -> None:
+        self._task = None
+        for unit, holds in self._backward.items():
+            if holds:
+                holds.clear()
+                self._executor.let_go(unit)
+            self._executor.discard(unit)
+
+    # Watching tensors -------------------------------------------------------------------------------------------------
+
+    def _watch_outputs(self, unit: int, use: Use, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self.before_backward(unit, use))
+
+    def _watch_inputs(self, unit: int, use: Use, inputs: Any) -> None:
+        tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        use.first_input_hooked = bool(tensors)
+        if inner:
+            for tensor in inner:
+                tensor.register_hook(lambda grad: self.after_backward(unit, use))
+        elif tensors:
+            # Leaves (the inputs of a reentrant recomputation) get their gradient as soon as it is there: wait for all of them.
+            left = {id(tensor) for tensor in tensors}
+            for tensor in tensors:
+                tensor.register_hook(lambda grad, key=id(tensor): self._leaf_done(unit, use, left, key))
+
+    def _leaf_done(self, unit: int, use: Use, left: set[int], key: int) -> None:
+        left.discard(key)
+        if not left:
+            self.after_backward(unit, use)
+
+    # Uses from outside ------------------------------------------------------------------------------------------------
+
+    def lends(self, unit: PartitionedUnit) -> bool:
+        """See ``Lender``."""
+        backward = torch._C._current_graph_task_id() != -1
+        if self._depth == 0 and not backward:
+            return False
+        self._take(unit.index, training=True if backward else self._training)
+        if backward:
+            self.enter_backward()
+            self._add_backward_hold(unit.index, "recomputation")
+        elif unit.index not in self._borrowed:
+            self._borrowed.add(unit.index)
+            self._executor.hold(unit.index)
+        return True
+
+    def watch(self, unit: PartitionedUnit, output: Any) -> Any:
+        """See ``Lender``: released when backward ends (nobody knows what else the result leads to)."""
+        if torch.is_grad_enabled():
+            self._watch_outputs(unit.index, Use(), output)
+        return output
+
+    @contextmanager
+    def gathered(self, units: Sequence[int]) -> Iterator[None]:
+        """The units' whole parameters are in their modules for the length of the context. Collective."""
+        taken = list(dict.fromkeys(units))
+        for unit in taken:
+            self._take(unit, training=False)
+            self._executor.hold(unit)
+        try:
+            yield
+        finally:
+            for unit in taken:
+                self._done(unit)
+
+    def parameters_changed(self) -> None:
+        """The shards have new values (an optimizer step, a load): what is still gathered is stale."""
+        for index, unit in self._units.items():
+            self._executor.free(index)
+            for store in unit.storages:
+                store.mark_changed()
+        self._executor.follow()

@@ -1,0 +1,60 @@
+"""Reading and writing one whole parameter whose elements are spread over the ranks' shards. Collective.
+
+Used outside training's own passes (``full_tensor``, in-place writes, saving); passes gather whole units instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dsx_comm
+import torch
+
+from .flat import FlatGroup
+from .layout import FlatLayout, LocalSlice
+
+__all__ = ["read_whole", "write_whole"]
+
+
+def _slices(layout: FlatLayout, name: str) -> list[LocalSlice | None]:
+    return [layout.local_slice(name, rank) for rank in range(layout.world_size)]
+
+
+def read_whole(layout: FlatLayout, name: str, shard: torch.Tensor, process_group: Any) -> torch.Tensor:
+    """The parameter ``name`` as a new tensor of its logical shape, from every rank's ``shard`` (bit for bit)."""
+    index = layout.index(name)
+    whole = torch.empty(layout.shapes[index], dtype=shard.dtype, device=shard.device)
+    slices = _slices(layout, name)
+    longest = max((part.numel for part in slices if part is not None), default=0)
+    if not longest:
+        return whole
+    flat = whole.view(-1)
+    if layout.world_size == 1:
+        return whole.copy_(shard.narrow(0, slices[0].offset, slices[0].numel).view(whole.shape))  # type: ignore[union-attr]
+    mine = slices[dsx_comm.get_rank(process_group)]
+    piece = shard.new_zeros(longest)
+    if mine is not None:
+        piece[: mine.numel] = shard[mine.offset : mine.offset + mine.numel]
+    pieces = shard.new_empty(longest * layout.world_size)
+    dsx_comm.all_gather_into_tensor(pieces, piece, group=process_group)
+    for rank, part in enumerate(slices):
+        if part is not None:
+            flat[part.start : part.stop] = pieces[rank * longest : rank * longest + part.numel]
+    return whole
+
+
+def write_whole(group: FlatGroup, name: str, whole: torch.Tensor, process_group: Any) -> None:
+    """Make rank 0's ``whole`` the parameter's value: each rank keeps its elements, in the shard and in the master."""
+    if whole.numel() == 0:
+        return
+    layout = group.layout
+    if layout.world_size > 1:
+        whole = whole.contiguous()
+        dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(process_group, 0), group=process_group)
+    part = layout.local_slice(name, group.rank)
+    if part is None:
+        return
+    values = whole.reshape(-1)[part.start : part.stop]
+    group.shard[part.offset : part.offset + part.numel] = values
+    if group.master is not None and group.master.data_ptr() != group.shard.data_ptr():
+        group.master[part.offset : part.offset + part.numel] = values
