@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-__all__ = ["Count", "Int", "Probability", "Ratio", "Real", "Section", "Size", "Toggle", "default_of"]
+__all__ = ["Count", "Int", "Probability", "Ratio", "Real", "Section", "Size", "Toggle", "nested"]
 
 
 class Section(BaseModel):
@@ -40,10 +40,6 @@ Ratio = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-def default_of(model: type[BaseModel], name: str) -> Any:
-    """Return the documented default of a field (None for a required one)."""
-    return (
-        None
-        if model.model_fields[name].is_required()
-        else model.model_fields[name].get_default(call_default_factory=True)
-    )
+def nested(model: type[BaseModel], description: str) -> Any:
+    """Return a field that holds a section and is that section's defaults when it is not given."""
+    return Field(default_factory=model, description=description)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import Count, Probability, Section, Size, Toggle
+from .base import Count, Probability, Section, Size, Toggle, nested
 from .later import Eigenvalue
 
 __all__ = ["CompressionTraining", "QuantizeTraining"]
@@ -43,7 +43,7 @@ class WeightQuantizationShared(Toggle):
     quantization_type: Literal["symmetric", "asymmetric"] = Field("symmetric", description="algorithm")
     rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding")
     quantize_weight_in_forward: bool = Field(False, description="quantise in forward instead of in the optimizer")
-    fp16_mixed_quantize: MixedQuantize = Field(default_factory=MixedQuantize, description="mixture")
+    fp16_mixed_quantize: MixedQuantize = nested(MixedQuantize, "mixture")
 
 
 class WeightQuantizationParams(Section):
@@ -57,7 +57,7 @@ class WeightQuantizationParams(Section):
 class WeightQuantizationGroup(Section):
     """One group of modules."""
 
-    params: WeightQuantizationParams = Field(default_factory=WeightQuantizationParams, description="settings")
+    params: WeightQuantizationParams = nested(WeightQuantizationParams, "settings")
     modules: Modules | None = Field(None, description="patterns; null: all linear and convolution layers")
     related_modules: list[Modules] | None = Field(None, description="modules that follow")
 
@@ -65,7 +65,7 @@ class WeightQuantizationGroup(Section):
 class WeightQuantization(Section):
     """Quantised weights."""
 
-    shared_parameters: WeightQuantizationShared = Field(default_factory=WeightQuantizationShared, description="shared")
+    shared_parameters: WeightQuantizationShared = nested(WeightQuantizationShared, "shared")
     different_groups: dict[str, WeightQuantizationGroup] = Field(default_factory=dict, description="groups by name")
 
 
@@ -86,7 +86,7 @@ class ActivationQuantizationParams(Section):
 class ActivationQuantizationGroup(Section):
     """One group of modules."""
 
-    params: ActivationQuantizationParams = Field(default_factory=ActivationQuantizationParams, description="settings")
+    params: ActivationQuantizationParams = nested(ActivationQuantizationParams, "settings")
     modules: Modules | None = Field(None, description="patterns; null: all linear and convolution layers")
     related_modules: list[Modules] | None = Field(None, description="modules that follow")
 
@@ -94,9 +94,7 @@ class ActivationQuantizationGroup(Section):
 class ActivationQuantization(Section):
     """Quantised activations."""
 
-    shared_parameters: ActivationQuantizationShared = Field(
-        default_factory=ActivationQuantizationShared, description="shared"
-    )
+    shared_parameters: ActivationQuantizationShared = nested(ActivationQuantizationShared, "shared")
     different_groups: dict[str, ActivationQuantizationGroup] = Field(default_factory=dict, description="groups by name")
 
 
@@ -109,7 +107,7 @@ class PruningParams(Section):
 class PruningGroup(Section):
     """One group of modules."""
 
-    params: PruningParams = Field(default_factory=PruningParams, description="settings")
+    params: PruningParams = nested(PruningParams, "settings")
     modules: Modules | None = Field(None, description="patterns; null: all layers of the kind")
     related_modules: list[Modules] | None = Field(None, description="modules whose inputs shrink with it")
 
@@ -129,7 +127,7 @@ class SparsePruningShared(Toggle):
 class SparsePruning(Section):
     """Pruning of single weights."""
 
-    shared_parameters: SparsePruningShared = Field(default_factory=SparsePruningShared, description="shared")
+    shared_parameters: SparsePruningShared = nested(SparsePruningShared, "shared")
     different_groups: dict[str, PruningGroup] = Field(default_factory=dict, description="groups by name")
 
 
@@ -143,7 +141,7 @@ class StructuredPruningShared(Toggle):
 class StructuredPruning(Section):
     """Pruning of rows or channels."""
 
-    shared_parameters: StructuredPruningShared = Field(default_factory=StructuredPruningShared, description="shared")
+    shared_parameters: StructuredPruningShared = nested(StructuredPruningShared, "shared")
     different_groups: dict[str, PruningGroup] = Field(default_factory=dict, description="groups by name")
 
 
@@ -158,22 +156,20 @@ class HeadPruningShared(Toggle):
 class HeadPruning(Section):
     """Pruning of attention heads."""
 
-    shared_parameters: HeadPruningShared = Field(default_factory=HeadPruningShared, description="shared")
+    shared_parameters: HeadPruningShared = nested(HeadPruningShared, "shared")
     different_groups: dict[str, PruningGroup] = Field(default_factory=dict, description="groups by name")
 
 
 class CompressionTraining(Section):
     """Quantisation and pruning during training."""
 
-    layer_reduction: LayerReduction = Field(default_factory=LayerReduction, description="fewer layers")
-    weight_quantization: WeightQuantization = Field(default_factory=WeightQuantization, description="quantised weights")
-    activation_quantization: ActivationQuantization = Field(
-        default_factory=ActivationQuantization, description="quantised activations"
-    )
-    sparse_pruning: SparsePruning = Field(default_factory=SparsePruning, description="pruned weights")
-    row_pruning: StructuredPruning = Field(default_factory=StructuredPruning, description="pruned rows")
-    head_pruning: HeadPruning = Field(default_factory=HeadPruning, description="pruned heads")
-    channel_pruning: StructuredPruning = Field(default_factory=StructuredPruning, description="pruned channels")
+    layer_reduction: LayerReduction = nested(LayerReduction, "fewer layers")
+    weight_quantization: WeightQuantization = nested(WeightQuantization, "quantised weights")
+    activation_quantization: ActivationQuantization = nested(ActivationQuantization, "quantised activations")
+    sparse_pruning: SparsePruning = nested(SparsePruning, "pruned weights")
+    row_pruning: StructuredPruning = nested(StructuredPruning, "pruned rows")
+    head_pruning: HeadPruning = nested(HeadPruning, "pruned heads")
+    channel_pruning: StructuredPruning = nested(StructuredPruning, "pruned channels")
 
 
 class QuantizeBits(Section):
@@ -203,8 +199,8 @@ class QuantizeTraining(Toggle):
     quantize_verbose: bool = Field(False, description="log")
     quantizer_kernel: bool = Field(False, description="use the fused kernel")
     quantize_groups: Count = Field(1, description="groups with a scale of their own")
-    quantize_bits: QuantizeBits = Field(default_factory=QuantizeBits, description="bits")
-    quantize_schedule: QuantizeSchedule = Field(default_factory=QuantizeSchedule, description="schedule")
-    quantize_algo: QuantizeAlgorithm = Field(default_factory=QuantizeAlgorithm, description="algorithm")
-    fp16_mixed_quantize: MixedQuantize = Field(default_factory=MixedQuantize, description="mixture")
-    eigenvalue: Eigenvalue = Field(default_factory=Eigenvalue, description="curvature for the schedule")
+    quantize_bits: QuantizeBits = nested(QuantizeBits, "bits")
+    quantize_schedule: QuantizeSchedule = nested(QuantizeSchedule, "schedule")
+    quantize_algo: QuantizeAlgorithm = nested(QuantizeAlgorithm, "algorithm")
+    fp16_mixed_quantize: MixedQuantize = nested(MixedQuantize, "mixture")
+    eigenvalue: Eigenvalue = nested(Eigenvalue, "curvature for the schedule")

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .base import Count, Int, Section, Size, Toggle
+from .base import Count, Int, Section, Size, Toggle, nested
 from .later import CurriculumSchedule
 
 __all__ = ["DataEfficiency"]
@@ -59,8 +59,8 @@ class DataSampling(Toggle):
     num_epochs: Count = Field(1000, description="largest number of passes over the data")
     num_workers: Size = Field(0, description="worker processes of the loader")
     pin_memory: bool = Field(False, description="loader uses pinned memory")
-    curriculum_learning: SamplingCurriculum = Field(default_factory=SamplingCurriculum, description="curriculum")
-    dynamic_batching: DynamicBatching = Field(default_factory=DynamicBatching, description="batches by tokens")
+    curriculum_learning: SamplingCurriculum = nested(SamplingCurriculum, "curriculum")
+    dynamic_batching: DynamicBatching = nested(DynamicBatching, "batches by tokens")
 
 
 class LtdScheduleConfig(Section):
@@ -98,10 +98,8 @@ class RandomLtd(Toggle):
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = Field(
         "batch_seq_dim", description="order of dimensions"
     )
-    random_ltd_schedule: LtdSchedule = Field(default_factory=LtdSchedule, description="token schedule")
-    layer_token_lr_schedule: LayerTokenLrSchedule = Field(
-        default_factory=LayerTokenLrSchedule, description="learning rate by layer tokens"
-    )
+    random_ltd_schedule: LtdSchedule = nested(LtdSchedule, "token schedule")
+    layer_token_lr_schedule: LayerTokenLrSchedule = nested(LayerTokenLrSchedule, "learning rate by layer tokens")
     micro_batch_size: Count | None = Field(None, description="filled in by the engine upstream")
     global_batch_size: Count | None = Field(None, description="filled in by the engine upstream")
 
@@ -109,12 +107,12 @@ class RandomLtd(Toggle):
 class DataRouting(Toggle):
     """Routing techniques."""
 
-    random_ltd: RandomLtd = Field(default_factory=RandomLtd, description="random layer-token dropping")
+    random_ltd: RandomLtd = nested(RandomLtd, "random layer-token dropping")
 
 
 class DataEfficiency(Toggle):
     """Data sampling and routing."""
 
     seed: Int = Field(1234, description="seed of the sampling")
-    data_sampling: DataSampling = Field(default_factory=DataSampling, description="sampling techniques")
-    data_routing: DataRouting = Field(default_factory=DataRouting, description="routing techniques")
+    data_sampling: DataSampling = nested(DataSampling, "sampling techniques")
+    data_routing: DataRouting = nested(DataRouting, "routing techniques")

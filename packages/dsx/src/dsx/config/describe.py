@@ -26,11 +26,12 @@ def _words(annotation: Any, metadata: list[Any]) -> str:
     if origin is typing.Annotated:
         return _words(arguments[0], [*_flat(arguments[1:]), *metadata])
     if origin is typing.Literal:
-        return "one of " + ", ".join(json.dumps(choice) for choice in arguments)
+        choices = ", ".join(json.dumps(choice) for choice in arguments)
+        return choices if len(arguments) == 1 else f"one of {choices}"
     if origin in (typing.Union, types.UnionType):
-        parts = [_words(part, metadata) for part in arguments if part is not type(None)]
+        parts = list(dict.fromkeys(_words(part, metadata) for part in arguments if part is not type(None)))
         return ", or ".join([*parts, "null"] if type(None) in arguments else parts)
-    if origin is list:
+    if origin in (list, tuple):
         return f"a list of {_plural(_words(arguments[0], []))}" if arguments else "a list"
     if origin is dict:
         return "an object { ... }"

@@ -1,14 +1,13 @@
 """``load_config``: read, normalise, validate, cross-check, complete.
 
 All problems of one pass are raised together. Nothing here talks to other ranks or to a device: the same document gives
-the same result, and the same text of an error, everywhere.
+the same result, and the same text of an error, everywhere. Warnings are kept in ``Config.warnings``; the engine logs
+them once, on one rank.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +28,6 @@ from .translate import problems_of
 
 __all__ = ["load_config"]
 
-logger = logging.getLogger("dsx.config")
-
 
 def load_config(source: Any, *, world_size: int) -> Config:
     """Load a configuration.
@@ -45,7 +42,6 @@ def load_config(source: Any, *, world_size: int) -> Config:
     if isinstance(source, Config):
         source = source.to_dict()
     document = read(source)
-    written = copy.deepcopy(document.data)
     ready = normalise(document.data)
     where = _place_of(document, ready)
     root, broken, problems = _validate(ready, where)
@@ -56,9 +52,7 @@ def load_config(source: Any, *, world_size: int) -> Config:
     problems += [item for item in not_yet(root, where) if not _under(item.path, broken)]
     if problems or batch is None or precision is None:
         raise DsxConfigError(_without_repeats(problems), source=document.name)
-    config = _build(root, batch, precision, document, ready, written)
-    _warn(config)
-    return config
+    return _build(root, batch, precision, document, ready)
 
 
 def _validate(ready: Normalised, where: Callable[[str], str]) -> tuple[Any, set[str], list[Problem]]:
@@ -123,9 +117,7 @@ def _complete(
     return batch, precision
 
 
-def _build(
-    root: Any, batch: BatchSizes, precision: Precision, document: Document, ready: Normalised, written: dict[str, Any]
-) -> Config:
+def _build(root: Any, batch: BatchSizes, precision: Precision, document: Document, ready: Normalised) -> Config:
     origin = document.name if document.name in ("dictionary", "base64 text") else "file"
     origins = {path: origin for path, _ in leaves(ready.data)}
     origins.update({path: "auto" for path in ready.auto})
@@ -151,12 +143,6 @@ def _is_active(root: Any, key: str) -> bool:
     """Whether a configured key asks for something: a block that is switched off does not."""
     value = getattr(root, key)
     return asks_for(value, None) if isinstance(value, BaseModel) and "enabled" in type(value).model_fields else True
-
-
-def _warn(config: Config) -> None:
-    """Log one warning per document, by one rank."""
-    if config.warnings and os.environ.get("RANK", "0") == "0":
-        logger.warning("configuration (%s): %s", config.source, "\n".join(config.warnings))
 
 
 def _place_of(document: Document, ready: Normalised) -> Callable[[str], str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..precision import Precision
 from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes
+from .notes import NOTES
 from .report import Explanation, Row, UsageTracker, leaves
 
 __all__ = ["Config"]
@@ -90,7 +91,7 @@ class Config:
         """Return every value in effect with where it came from."""
         rows = []
         for path, value in leaves(self.to_dict(complete=True)):
-            rows.append(Row(path, value, self._origin(path), _NOTES.get(path, "") if path not in self.origins else ""))
+            rows.append(Row(path, value, self._origin(path), NOTES.get(path, "") if path not in self.origins else ""))
         for role, value in self.precision.to_json().items():
             rows.append(Row(f"precision.{role}", value, "derived"))
         return Explanation(self.source, tuple(rows))
@@ -111,6 +112,3 @@ class Config:
 
     def __str__(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
-
-
-_NOTES = {"gradient_clipping": "gradients are clipped by default; 0 switches it off"}

@@ -20,6 +20,22 @@ SECOND_NAMES: dict[str, str] = {
     "aio.thread_count": "aio.intra_op_parallelism",
     "aio.num_threads": "aio.intra_op_parallelism",
     "elasticity.prefer_larger_batch": "elasticity.prefer_large_batch",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    **{
+        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
+        for name in (
+            "max_live_parameters",
+            "max_reuse_distance",
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "gather_16bit_weights_on_model_save",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+        )
+    },
 }
 
 _SECTIONS_THAT_MAY_BE_NULL = frozenset(

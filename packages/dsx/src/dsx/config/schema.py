@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from dsx_monitor.config import CometConfig, CSVConfig, FlopsProfilerConfig, JSONLConfig, TensorBoardConfig, WandbConfig
+from dsx_zero.config import ZeroConfig
 from pydantic import Field
 
-from .base import Count, Ratio, Real, Section, Size
+from .base import Count, Ratio, Real, Section, Size, nested
 from .compression import CompressionTraining, QuantizeTraining
 from .data import DataEfficiency
 from .later import (
@@ -46,16 +48,6 @@ __all__ = ["Root"]
 
 
 CommsLoggerConfig: Any = owned("dsx_comm.config", "CommsLoggerConfig")
-TensorBoardConfig: Any = owned("dsx_monitor.config", "TensorBoardConfig")
-WandbConfig: Any = owned("dsx_monitor.config", "WandbConfig")
-CSVConfig: Any = owned("dsx_monitor.config", "CSVConfig")
-CometConfig: Any = owned("dsx_monitor.config", "CometConfig")
-FlopsProfilerConfig: Any = owned("dsx_monitor.config", "FlopsProfilerConfig")
-ZeroConfig: Any = owned("dsx_zero.config", "ZeroConfig")
-
-
-def _section(model: Any, text: str) -> Any:
-    return Field(default_factory=model, description=text)
 
 
 class Root(Section):
@@ -83,14 +75,14 @@ class Root(Section):
     disable_allgather: bool = Field(False, description="upstream parses it and never reads it")
 
     # - precision
-    fp16: Fp16 = _section(Fp16, "fp16 training with a loss scale")
-    bf16: Bf16 = _section(Bf16, "bf16 training")
-    amp: Amp = _section(Amp, "apex-style mixed precision through torch.amp")
-    torch_autocast: TorchAutocast = _section(TorchAutocast, "torch.autocast around the forward pass")
-    data_types: DataTypes = _section(DataTypes, "data types that differ from the precision mode")
+    fp16: Fp16 = nested(Fp16, "fp16 training with a loss scale")
+    bf16: Bf16 = nested(Bf16, "bf16 training")
+    amp: Amp = nested(Amp, "apex-style mixed precision through torch.amp")
+    torch_autocast: TorchAutocast = nested(TorchAutocast, "torch.autocast around the forward pass")
+    data_types: DataTypes = nested(DataTypes, "data types that differ from the precision mode")
 
     # - ZeRO
-    zero_optimization: ZeroConfig = _section(ZeroConfig, "partitioning of states, gradients and parameters")
+    zero_optimization: ZeroConfig = nested(ZeroConfig, "partitioning of states, gradients and parameters")
     zero_allow_untested_optimizer: bool = Field(
         False, description="accept optimizers nobody has tried with partitioning"
     )
@@ -105,36 +97,37 @@ class Root(Section):
     dataloader_drop_last: bool = Field(False, description="drop the last incomplete batch")
     managed_gradient_accumulation: bool = Field(True, description="the engine decides which micro-batch ends a step")
     disable_python_gc: bool = Field(False, description="collect garbage only between steps")
-    timers: Timers = _section(Timers, "timers of the engine")
-    checkpoint: Checkpoint = _section(Checkpoint, "how checkpoints are written and read")
+    timers: Timers = nested(Timers, "timers of the engine")
+    checkpoint: Checkpoint = nested(Checkpoint, "how checkpoints are written and read")
     vocabulary_size: Count | None = Field(None, description="upstream parses it and never reads it")
     use_data_before_expert_parallelism: bool = Field(False, description="order of data and expert groups")
     graph_harvesting: bool = Field(False, description="replay the step as a device graph")
 
     # - watching
-    tensorboard: TensorBoardConfig = _section(TensorBoardConfig, "events to TensorBoard")
-    wandb: WandbConfig = _section(WandbConfig, "events to Weights & Biases")
-    csv_monitor: CSVConfig = _section(CSVConfig, "events to CSV files")
-    comet: CometConfig = _section(CometConfig, "events to Comet")
-    flops_profiler: FlopsProfilerConfig = _section(FlopsProfilerConfig, "floating-point operations per module")
-    comms_logger: CommsLoggerConfig = _section(CommsLoggerConfig, "log of communication")
+    tensorboard: TensorBoardConfig = nested(TensorBoardConfig, "events to TensorBoard")
+    wandb: WandbConfig = nested(WandbConfig, "events to Weights & Biases")
+    csv_monitor: CSVConfig = nested(CSVConfig, "events to CSV files")
+    jsonl: JSONLConfig = nested(JSONLConfig, "events to one file of JSON lines; what the HTML report reads")
+    comet: CometConfig = nested(CometConfig, "events to Comet")
+    flops_profiler: FlopsProfilerConfig = nested(FlopsProfilerConfig, "floating-point operations per module")
+    comms_logger: CommsLoggerConfig = nested(CommsLoggerConfig, "log of communication")
 
     # - not there yet
-    activation_checkpointing: ActivationCheckpointing = _section(ActivationCheckpointing, "recomputation in depth")
-    pipeline: Pipeline = _section(Pipeline, "pipeline parallelism")
-    aio: Aio = _section(Aio, "file I/O for offload to disk")
+    activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing, "recomputation in depth")
+    pipeline: Pipeline = nested(Pipeline, "pipeline parallelism")
+    aio: Aio = nested(Aio, "file I/O for offload to disk")
     sparse_attention: SparseAttention | None = Field(None, description="block-sparse attention")
-    autotuning: Autotuning = _section(Autotuning, "search for fast settings")
-    elasticity: Elasticity = _section(Elasticity, "batch sizes for many world sizes")
-    data_efficiency: DataEfficiency = _section(DataEfficiency, "data sampling and routing")
-    curriculum_learning: CurriculumLearning = _section(CurriculumLearning, "sequence-length curriculum (legacy)")
-    progressive_layer_drop: ProgressiveLayerDrop = _section(ProgressiveLayerDrop, "stochastic depth")
-    eigenvalue: Eigenvalue = _section(Eigenvalue, "curvature of blocks")
-    compression_training: CompressionTraining = _section(CompressionTraining, "quantisation and pruning")
-    quantize_training: QuantizeTraining = _section(QuantizeTraining, "quantisation by the optimizer (legacy)")
-    hybrid_engine: HybridEngine = _section(HybridEngine, "training and generation in one engine")
-    nebula: Nebula = _section(Nebula, "checkpoints through a cloud service")
-    tensor_parallel: TensorParallel = _section(TensorParallel, "automatic tensor parallelism")
-    compile: CompileSection = _section(CompileSection, "graph passes over the compiled model")
+    autotuning: Autotuning = nested(Autotuning, "search for fast settings")
+    elasticity: Elasticity = nested(Elasticity, "batch sizes for many world sizes")
+    data_efficiency: DataEfficiency = nested(DataEfficiency, "data sampling and routing")
+    curriculum_learning: CurriculumLearning = nested(CurriculumLearning, "sequence-length curriculum (legacy)")
+    progressive_layer_drop: ProgressiveLayerDrop = nested(ProgressiveLayerDrop, "stochastic depth")
+    eigenvalue: Eigenvalue = nested(Eigenvalue, "curvature of blocks")
+    compression_training: CompressionTraining = nested(CompressionTraining, "quantisation and pruning")
+    quantize_training: QuantizeTraining = nested(QuantizeTraining, "quantisation by the optimizer (legacy)")
+    hybrid_engine: HybridEngine = nested(HybridEngine, "training and generation in one engine")
+    nebula: Nebula = nested(Nebula, "checkpoints through a cloud service")
+    tensor_parallel: TensorParallel = nested(TensorParallel, "automatic tensor parallelism")
+    compile: CompileSection = nested(CompileSection, "graph passes over the compiled model")
     expert_parallel: dict[str, Any] | None = Field(None, description="automatic expert parallelism")
     datastates_ckpt: dict[str, Any] | None = Field(None, description="third-party asynchronous checkpoints")

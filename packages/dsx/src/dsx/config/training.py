@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .base import Count, Int, Ratio, Real, Section, Size, Toggle
+from .base import Count, Int, Ratio, Real, Section, Size, Toggle, nested
 
 __all__ = ["Amp", "Bf16", "Checkpoint", "DataTypes", "Fp16", "Optimizer", "Scheduler", "Timers", "TorchAutocast"]
 
@@ -121,7 +121,7 @@ class Checkpoint(Section):
     load_universal: bool = Field(False, description="read a converted checkpoint at another world size")
     use_node_local_storage: bool = Field(False, description="no file system is shared between the nodes")
     checkpoint_serialization: bool = Field(True, description="upstream's serialisation switch")
-    parallel_write: ParallelWrite = Field(default_factory=ParallelWrite, description="sharing of the writing")
+    parallel_write: ParallelWrite = nested(ParallelWrite, "sharing of the writing")
     writer: CheckpointWriter | None = Field(None, description="upstream's file writers")
 
 
@@ -135,4 +135,4 @@ class ThroughputTimer(Section):
 class Timers(Section):
     """Timers of the engine."""
 
-    throughput: ThroughputTimer = Field(default_factory=ThroughputTimer, description="throughput timer")
+    throughput: ThroughputTimer = nested(ThroughputTimer, "throughput timer")

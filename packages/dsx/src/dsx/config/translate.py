@@ -17,7 +17,7 @@ from ..errors import Problem
 from .names import edits, nearest
 from .normal import SECOND_NAMES
 
-__all__ = ["all_paths", "known_names", "problems_of", "section_at", "show"]
+__all__ = ["all_paths", "known_names", "model_in", "named_model_in", "problems_of", "section_at", "show"]
 
 _EXPECTED = {
     "bool_type": "true or false",
@@ -53,7 +53,12 @@ def problems_of(
         model: the root model that was validated.
         where: place in the file of a key path.
     """
-    return [_problem(item, model, where) for item in error.errors(include_url=False)]
+    found: dict[str, Problem] = {}
+    for item in error.errors(include_url=False):
+        problem = _problem(item, model, where)
+        # A union reports one error per branch; the first branch is what the key is documented as.
+        found.setdefault(problem.path, problem)
+    return list(found.values())
 
 
 def _problem(item: Any, model: type[BaseModel], where: Any) -> Problem:
@@ -161,6 +166,18 @@ def section_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> type[BaseM
         else:
             return None
     return current if isinstance(current, type) and issubclass(current, BaseModel) else None
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model inside an annotation such as ``Model | None``; None if there is none."""
+    found = _model_in(annotation)
+    return found if isinstance(found, type) else None
+
+
+def named_model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model of objects under names the user chooses (``dict[str, Model]``); None for anything else."""
+    found = _model_in(annotation)
+    return found.model if isinstance(found, _Named) else None
 
 
 class _Named:

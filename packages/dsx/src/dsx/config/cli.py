@@ -1,0 +1,93 @@
+"""``python -m dsx.config`` and ``dsx config``: look at a configuration without training.
+
+explain FILE [--world-size N] [--short]   every value in effect and where it came from
+check FILE [--world-size N]               nothing when it is right, all problems when it is not
+schema                                    JSON schema for editors
+reference                                 the page docs/config.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import DsxConfigError
+
+if TYPE_CHECKING:
+    from .model import Config
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return 0, or 1 for a configuration with problems."""
+    arguments = _parser().parse_args(argv)
+    try:
+        sys.stdout.write(_COMMANDS[arguments.command](arguments))
+    except DsxConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    except BrokenPipeError:
+        # The reader (`| head`) left; that is not a problem of the configuration.
+        sys.stderr.close()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dsx config", description="look at a configuration without training")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, text in (
+        ("explain", "show every value in effect and where it came from"),
+        ("check", "report all problems"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("file", help="JSON file, or base64 text")
+        command.add_argument("--world-size", type=int, default=1, help="number of data-parallel ranks (1)")
+        if name == "explain":
+            command.add_argument("--short", action="store_true", help="leave plain defaults out")
+            command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    commands.add_parser("schema", help="print the JSON schema for editors")
+    commands.add_parser("reference", help="print the page docs/config.md")
+    return parser
+
+
+def _explain(arguments: argparse.Namespace) -> str:
+    from .load import load_config  # late: `--help` needs no pydantic
+
+    config = load_config(arguments.file, world_size=arguments.world_size)
+    _warn(config)
+    table = config.explain()
+    if arguments.json:
+        rows = table.chosen() if arguments.short else table.rows
+        return json.dumps([vars(row) for row in rows], indent=2) + "\n"
+    return f"{table.render(everything=not arguments.short)}\n{config.precision.describe()}\n"
+
+
+def _check(arguments: argparse.Namespace) -> str:
+    from .load import load_config  # late, as above
+
+    _warn(load_config(arguments.file, world_size=arguments.world_size))
+    return ""
+
+
+def _warn(config: Config) -> None:
+    for warning in config.warnings:
+        sys.stderr.write(f"{warning}\n")
+
+
+def _schema(arguments: argparse.Namespace) -> str:
+    from .schema import Root  # late, as above
+
+    return json.dumps(Root.model_json_schema(), indent=2) + "\n"
+
+
+def _reference(arguments: argparse.Namespace) -> str:
+    from .reference import reference  # late, as above
+
+    return reference()
+
+
+_COMMANDS = {"explain": _explain, "check": _check, "schema": _schema, "reference": _reference}

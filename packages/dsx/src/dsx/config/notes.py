@@ -1,0 +1,19 @@
+"""Remarks on single keys, where documentation and habit differ; shown in the reference and by ``explain``."""
+
+from __future__ import annotations
+
+__all__ = ["NOTES"]
+
+NOTES: dict[str, str] = {
+    "gradient_clipping": "Gradients are clipped to norm 1.0 by default; 0 switches it off.",
+    "steps_per_print": "10, as documented; upstream prints nothing unless it is set.",
+    "communication_data_type": "A name, not a boolean.",
+    "fp16.initial_scale_power": "16; one older page says 32.",
+    "fp16.min_loss_scale": "1; one older page says 1000.",
+    "comms_logger.enabled": "False means off; upstream's logger is on as soon as the block exists.",
+    "autotuning.overwrite": "False, as documented.",
+    "autotuning.tuner_type": "model_based, as documented.",
+    "elasticity.prefer_large_batch": "The documented name; prefer_larger_batch is read too.",
+    "aio.intra_op_parallelism": "thread_count, the documented name, is read too.",
+    "flops_profiler.enabled": "Also switches wall_clock_breakdown on.",
+}

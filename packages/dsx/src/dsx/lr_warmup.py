@@ -1,0 +1,153 @@
+"""Schedules that begin with a warm-up: ``WarmupLR``, ``WarmupDecayLR``, ``WarmupCosineLR``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import ScheduleError
+from .lr_base import HasParamGroups, LRSchedule, PerGroup, logger, number, whole
+
+__all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+
+
+class WarmupLR(LRSchedule):
+    """A rise from ``warmup_min_lr`` to ``warmup_max_lr``, then constant.
+
+    Args:
+        optimizer: any object with ``param_groups``.
+        warmup_min_lr: rate at the first update, one number or one per group.
+        warmup_max_lr: rate after the warm-up, one number or one per group; None takes the optimizer's own rate.
+        warmup_num_steps: steps of the warm-up; at least 2 are taken.
+        warmup_type: ``log`` or ``linear``.
+        last_batch_iteration: counter to resume from.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.min_lr = self._per_group("warmup_min_lr", warmup_min_lr)
+        self.max_lr = self._per_group("warmup_max_lr", warmup_max_lr)
+        self.warmup = _Warmup(warmup_num_steps, warmup_type)
+
+    def gamma_at(self, iteration: int) -> float:
+        """Return how far from min to max the rate is, between 0 and 1."""
+        return self.warmup.at(iteration)
+
+    def lr_at(self, iteration: int) -> list[float]:
+        """Return min + (max - min) * gamma per group."""
+        gamma = self.gamma_at(iteration)
+        return [low + (high - low) * gamma for low, high in zip(self.min_lr, self.max_lr, strict=True)]
+
+
+class WarmupDecayLR(WarmupLR):
+    """The rise of ``WarmupLR``, then a straight line down to ``warmup_min_lr`` at step ``total_num_steps``.
+
+    Args:
+        optimizer: any object with ``param_groups``.
+        total_num_steps: steps of the whole run, warm-up included.
+        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: as in ``WarmupLR``.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        self.total = _total("WarmupDecayLR", total_num_steps, self.warmup)
+
+    def gamma_at(self, iteration: int) -> float:
+        """Return the warm-up's share, then the share that is left of the decay."""
+        if iteration < self.warmup.steps:
+            return self.warmup.at(iteration)
+        return max(0.0, (self.total - iteration) / max(1.0, self.total - self.warmup.steps))
+
+
+class WarmupCosineLR(LRSchedule):
+    """A factor on each group's own rate: warm-up from ``warmup_min_ratio`` to 1, then a cosine to ``cos_min_ratio``.
+
+    Args:
+        optimizer: any object with ``param_groups``.
+        total_num_steps: steps of the whole run, warm-up included.
+        warmup_min_ratio: factor at the first update.
+        warmup_num_steps: steps of the warm-up; at least 2 are taken.
+        cos_min_ratio: factor at the end.
+        warmup_type: ``log`` or ``linear``.
+        last_batch_iteration: counter to resume from.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.warmup = _Warmup(warmup_num_steps, warmup_type)
+        self.total = _total("WarmupCosineLR", total_num_steps, self.warmup)
+        self.min_ratio = number("warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio = number("cos_min_ratio", cos_min_ratio)
+        self.base_lr = self._per_group("lr", None)
+
+    def ratio_at(self, iteration: int) -> float:
+        """Return the factor at counter ``iteration``."""
+        if iteration < self.warmup.steps:
+            return self.min_ratio + (1.0 - self.min_ratio) * self.warmup.at(iteration)
+        done = min(1.0, (iteration - self.warmup.steps + 1) / max(1, self.total - self.warmup.steps))
+        return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + math.cos(math.pi * done)) / 2.0
+
+    def lr_at(self, iteration: int) -> list[float]:
+        """Return factor * own rate per group."""
+        ratio = self.ratio_at(iteration)
+        return [lr * ratio for lr in self.base_lr]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counter and the groups' own rates, which the running groups no longer show."""
+        return {**super().state_dict(), "base_lr": list(self.base_lr)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take counter and own rates from ``state``."""
+        base = state.get("base_lr")
+        if base is not None and len(base) == len(self.base_lr):
+            self.base_lr = [float(lr) for lr in base]
+        super().load_state_dict(state)
+
+
+class _Warmup:
+    """The rising part shared by three schedules."""
+
+    def __init__(self, steps: int, kind: str) -> None:
+        if kind not in ("log", "linear"):
+            raise ScheduleError(f"warmup_type: got {kind!r}, expected 'log' or 'linear'")
+        self.steps = max(2, int(number("warmup_num_steps", steps)))
+        self.kind = kind
+
+    def at(self, iteration: int) -> float:
+        if iteration >= self.steps:
+            return 1.0
+        return math.log(iteration + 1) / math.log(self.steps) if self.kind == "log" else iteration / self.steps
+
+
+def _total(name: str, total: int, warmup: _Warmup) -> int:
+    total = whole("total_num_steps", total)
+    if total < warmup.steps:
+        logger.warning("%s: total_num_steps %d is less than warmup_num_steps %d", name, total, warmup.steps)
+    return total
