@@ -1,5 +1,76 @@
-"""Large-model training for PyTorch: engine, launcher, checkpoints."""
+"""dsx: an engine, launcher and checkpoints around ZeRO training for PyTorch.
+
+`import dsx` loads nothing but this table: every public name arrives on first use (`__getattr__`), so that a script that
+only wants the launcher pays neither for torch nor for pydantic, and importing has no effect on the process (no device
+query, no environment, no files).
+
+The parts are packages of their own and re-exported here: `dsx.zero` is `dsx_zero`, `dsx.comm` is `dsx_comm`, and so on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from . import checkpoint, comm, config, data, lr_schedules, monitor, ops, utils, zero
+    from .arguments import add_config_arguments
+    from .comm import init_distributed
+    from .data import RepeatingLoader
+    from .engine import Engine, StepReport, initialize
+    from .errors import DsxConfigError
+    from .lr_schedules import add_tuning_arguments
+    from .verification import VerifyError, VerifyReport, verify
+
+_ATTRIBUTES = {
+    "initialize": "engine",
+    "Engine": "engine",
+    "StepReport": "engine",
+    "add_config_arguments": "arguments",
+    "add_tuning_arguments": "lr_schedules",
+    "init_distributed": "comm",
+    "DsxConfigError": "errors",
+    "RepeatingLoader": "data",
+    "verify": "verification",
+    "VerifyReport": "verification",
+    "VerifyError": "verification",
+}
+_MODULES = ("checkpoint", "comm", "config", "data", "lr_schedules", "monitor", "ops", "utils", "zero")
+
+__all__ = [
+    "DsxConfigError",
+    "Engine",
+    "RepeatingLoader",
+    "StepReport",
+    "VerifyError",
+    "VerifyReport",
+    "__version__",
+    "add_config_arguments",
+    "add_tuning_arguments",
+    "checkpoint",
+    "comm",
+    "config",
+    "data",
+    "init_distributed",
+    "initialize",
+    "lr_schedules",
+    "monitor",
+    "ops",
+    "utils",
+    "verify",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ATTRIBUTES:
+        return getattr(importlib.import_module(f"{__name__}.{_ATTRIBUTES[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

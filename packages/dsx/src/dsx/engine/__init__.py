@@ -1,0 +1,13 @@
+"""The training engine: `initialize` builds one, `Engine` is its type.
+
+Files: `engine.py` the three calls of a step; `accessors.py` what can be asked; `saving.py`, `weights.py` whole weights;
+`checkpointing.py` what a checkpoint holds beside tensors; `accumulation.py`, `stepper.py`, `schedule.py`, `inputs.py`,
+`clock.py`, `observers.py` the parts, with a null object each; `parts.py` the list of parts; `initialize.py` the arguments.
+"""
+
+from .engine import Engine
+from .errors import EngineArgumentError, EngineError
+from .initialize import initialize
+from .report import StepReport
+
+__all__ = ["Engine", "EngineArgumentError", "EngineError", "StepReport", "initialize"]

@@ -1,0 +1,224 @@
+"""What an engine can be asked: sizes, counters, rates, norms, place. Nothing in here changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    import torch
+
+    from .parts import EngineParts
+    from .report import Counters, StepReport
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """The three batch sizes: per update over all ranks, per rank and forward, forwards per update."""
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+
+
+def moments(groups: list[dict[str, Any]]) -> list[Any]:
+    """Momentum of each parameter group: `betas` where there are some, else `momentum`, else 0.0."""
+    return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+
+class EngineAccessors:
+    """Read-only side of `Engine`."""
+
+    _parts: EngineParts
+    _custom_batch: int | None
+    counters: Counters
+    last_step: StepReport | None
+    _applied = False
+
+    # - Batch sizes and counters
+
+    def train_batch_size(self) -> int:
+        """Samples per update over all data-parallel ranks."""
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.dp_world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank in one forward and backward."""
+        return self._custom_batch or self._parts.settings.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self._parts.accumulation.steps
+
+    def get_batch_info(self) -> BatchInfo:
+        """All three batch sizes."""
+        return BatchInfo(
+            self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+        )
+
+    @property
+    def global_steps(self) -> int:
+        """Updates so far, skipped ones included."""
+        return self.counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples used so far by all ranks."""
+        return self.counters.global_samples
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step()` so far."""
+        return self.counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped because a gradient was not finite."""
+        return self.counters.skipped_steps
+
+    def was_step_applied(self) -> bool:
+        """Whether the latest `step()` changed the parameters: it was a boundary and was not skipped."""
+        return self._applied
+
+    # - Optimizer
+
+    @property
+    def optimizer(self) -> Any:
+        """The sharded optimizer (`param_groups`, `state`, `state_dict`); None without one."""
+        return self._parts.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The learning-rate scheduler, stepped by the engine; None without one."""
+        return self._parts.lr_scheduler
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss of the next backward; 1.0 without loss scaling."""
+        return self._parts.scaler.scale
+
+    def _groups(self) -> list[dict[str, Any]]:
+        optimizer = self._parts.optimizer
+        return [] if optimizer is None else optimizer.param_groups
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group, as the next update will use it."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum of each parameter group: `betas` where the optimizer has them, else `momentum`, else 0.0."""
+        return moments(self._groups())
+
+    def get_type(self) -> str:
+        """Name of the optimizer in use."""
+        return self._parts.settings.optimizer_name
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the latest update's unscaled gradients over all ranks, before clipping; None before the first."""
+        return None if self.last_step is None else self.last_step.grad_norm
+
+    def gradient_clipping(self) -> float:
+        """Largest global gradient norm that is not clipped; 0.0: no clipping."""
+        return self._parts.settings.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        """0, 1, 2 or 3."""
+        return self._parts.settings.zero_stage
+
+    # - Place
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process among all."""
+        return self._parts.topology.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self._parts.topology.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._parts.topology.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of ranks over which gradients are averaged."""
+        return self._parts.topology.dp_world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of ranks that share one copy of the model by model parallelism."""
+        return self._parts.topology.mp_world_size
+
+    @property
+    def config(self) -> Any:
+        """The resolved configuration."""
+        return self._parts.config
+
+    @property
+    def precision(self) -> Any:
+        """Which number has which data type: a `dsx.precision.Precision`."""
+        return self._parts.config.precision
+
+    # - The module
+
+    @property
+    def module(self) -> nn.Module:
+        """The model given to `initialize`."""
+        return self._parts.module
+
+    def train(self, mode: bool = True) -> Any:
+        """Put the module into training mode; returns the engine."""
+        self._parts.module.train(mode)
+        return self
+
+    def eval(self) -> Any:
+        """Put the module into evaluation mode; returns the engine."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return self._parts.module.training
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the module."""
+        return self._parts.module.parameters(recurse)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the module, with its names."""
+        return self._parts.module.named_parameters(*args, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the module's first parameter or buffer."""
+        import itertools
+
+        import torch
+
+        for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called for what the engine does not have: `engine.generate(...)` reaches the module's own method.
+        if name.startswith("_") or "_parts" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return getattr(self.__dict__["_parts"].module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither the engine nor its module ({type(self.module).__name__}) has an attribute {name!r}"
+            ) from None
+
+    def __repr__(self) -> str:
+        topology = self._parts.topology
+        return (
+            f"Engine({type(self.module).__name__}, {self.get_type() or 'no optimizer'}, "
+            f"zero stage {self.zero_optimization_stage()}, rank {topology.rank} of {topology.world_size}, "
+            f"step {self.global_steps})"
+        )

@@ -1,0 +1,309 @@
+"""The engine: one model, one optimizer, and the three calls of a training step.
+
+    loss = engine(*batch)          # inputs cast, module run
+    engine.backward(loss)          # loss x scale / accumulation, autograd, gradients reduced as units complete
+    engine.step()                  # at a boundary: unscale, check, clip, update, schedule, report
+
+The engine holds parts that were chosen once from the configuration (see `parts.py`); nothing in here asks whether a
+feature is on. The loss itself is scaled, once, whatever the model returned: a term added to the loss after the forward
+pass is scaled like the rest.
+
+Left out: pipelines (an engine of their own), several optimizers in one engine (build one engine per model).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ..data import TrainingLoader
+from . import checkpointing
+from .accessors import EngineAccessors
+from .errors import EngineArgumentError, EngineError
+from .parts import EngineParts
+from .report import LossSum, StepReport
+from .saving import WeightsMixin
+
+_ROUTES = ("train", "eval", "predict")
+
+
+class Engine(WeightsMixin, EngineAccessors):
+    """Trains `module`; built by `dsx.initialize`. Attributes it does not have are looked up in the module."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._losses = LossSum()
+        self._custom_batch: int | None = None
+        self._alive = True
+        self.counters = parts.counters
+        self.last_step: StepReport | None = None
+        self.training_dataloader: Any = None
+
+    # - Training step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; floating inputs are cast as the precision asks. Same as `forward`."""
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on a micro-batch and return what it returns."""
+        parts = self._living()
+        with parts.clock.range("forward"), parts.autocast():
+            return parts.module(*parts.cast(args), **parts.cast(kwargs))
+
+    def scale(self, loss: torch.Tensor, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """The loss to call `.backward()` on by hand: `loss * loss_scale / accumulation steps`, in fp32.
+
+        Args:
+            loss: one floating-point number that depends on the model, any shape with one element.
+            scale_wrt_gas: False if the loss already contains the 1 / accumulation steps.
+
+        Raises:
+            EngineArgumentError: `loss` is nothing that can be differentiated to a scalar.
+        """
+        parts = self._living()
+        _check_loss(loss)
+        divisor = self._divisor(scale_wrt_gas)
+        self._losses.add(loss.detach() / divisor)
+        parts.window.before_backward(boundary=parts.accumulation.is_boundary())
+        return loss.float() * (parts.scaler.scale / divisor)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Accumulate the gradients of a micro-batch's loss; reduce them over the ranks where it is time to.
+
+        Args:
+            loss: as for `scale`.
+            retain_graph: keep the graph for another backward through it.
+            scale_wrt_gas: divide by the accumulation steps.
+
+        Returns:
+            The unscaled loss divided by the accumulation steps (detached).
+        """
+        scaled = self.scale(loss, scale_wrt_gas)
+        with self._parts.clock.range("backward"):
+            scaled.backward(retain_graph=retain_graph)
+        return loss.detach() / self._divisor(scale_wrt_gas)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End the micro-batch; at an accumulation boundary update the parameters.
+
+        Args:
+            lr_kwargs: passed to the learning-rate scheduler's `step` if the update is applied.
+        """
+        parts = self._living()
+        parts.window.before_step()
+        boundary = parts.accumulation.is_boundary()
+        self._applied = False
+        if boundary:
+            self._update(lr_kwargs or {})
+        parts.accumulation.advance()
+        self.counters.micro_steps += 1
+
+    def _update(self, lr_kwargs: dict[str, Any]) -> None:
+        parts, counters = self._parts, self.counters
+        lr, scale = tuple(self.get_lr()), parts.scaler.scale
+        with parts.clock.range("step"):
+            outcome = parts.stepper.step()
+        self._applied = not outcome.overflow
+        if self._applied:
+            parts.schedule.step(**lr_kwargs)
+        counters.skipped_steps += int(outcome.overflow)
+        counters.global_steps += 1
+        counters.global_samples += self.train_batch_size()
+        self.last_step = StepReport(
+            global_step=counters.global_steps,
+            global_samples=counters.global_samples,
+            samples=self.train_batch_size(),
+            applied=self._applied,
+            lr=lr,
+            loss_scale=scale,
+            outcome=outcome,
+            loss_tensor=self._losses.take(),
+        )
+        for observer in parts.observers:
+            observer.after_step(self.last_step)
+
+    def _divisor(self, scale_wrt_gas: bool) -> int:
+        return self._parts.accumulation.steps if scale_wrt_gas else 1
+
+    # - Gradient accumulation
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the coming `step()` updates the parameters."""
+        return self._parts.accumulation.is_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide by hand whether the running micro-batch is the last; stays until called again (None: count again)."""
+        self._living().accumulation.override(is_boundary)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside only accumulate local gradients; legal in every ZeRO stage. `step()` inside is an error.
+
+        In stages 2 and 3 this keeps full local gradients until the next backward outside.
+        """
+        return self._living().window.hold()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch size from the next update on, by changing the accumulation steps.
+
+        Raises:
+            EngineArgumentError: it is no multiple of micro batch size times data-parallel ranks.
+        """
+        parts = self._living()
+        per_micro_step = self.train_micro_batch_size_per_gpu() * parts.topology.dp_world_size
+        if train_batch_size <= 0 or train_batch_size % per_micro_step:
+            raise EngineArgumentError(
+                f"set_train_batch_size: got {train_batch_size}, expected a positive multiple of {per_micro_step} "
+                f"(micro batch {self.train_micro_batch_size_per_gpu()} x {parts.topology.dp_world_size} ranks)"
+            )
+        parts.accumulation.steps = train_batch_size // per_micro_step
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Tell the engine that micro-batches have another size from the next update on; the global size follows.
+
+        Only the counting of samples changes: the loader keeps the size it was built with.
+        """
+        if micro_batch_size <= 0:
+            raise EngineArgumentError(f"set_train_micro_batch_size: got {micro_batch_size}, expected a positive number")
+        self._living().accumulation.steps = self._parts.accumulation.steps  # refuses in the middle of an update
+        self._custom_batch = micro_batch_size
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients accumulated so far."""
+        parts = self._living()
+        if parts.optimizer is None:
+            parts.module.zero_grad(set_to_none=set_to_none)
+        else:
+            parts.optimizer.zero_grad(set_to_none=set_to_none)
+
+    # - Data
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> TrainingLoader:
+        """A loader of this rank's share of `dataset`, in micro-batches; see `dsx.data.TrainingLoader`.
+
+        Args:
+            batch_size: samples per micro-batch and rank; None: the configured micro-batch size.
+            route: "train" shuffles, with another order each epoch; "eval" and "predict" keep the dataset's order.
+            data_sampler: use this order instead; it must already be this rank's share.
+            num_local_io_workers: worker processes that read; None or 0 reads in this process.
+        """
+        if route not in _ROUTES:
+            raise EngineArgumentError(f"deepspeed_io(route=...): got {route!r}, expected one of {', '.join(_ROUTES)}")
+        base = self._living().loader
+        options = dataclasses.replace(
+            base,
+            micro_batch_size=self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
+            shuffle=route == "train",
+            pin_memory=pin_memory,
+            num_workers=num_local_io_workers or 0,
+            collate_fn=collate_fn or base.collate_fn,
+            sampler=data_sampler,
+        )
+        return TrainingLoader(dataset, options)
+
+    # - Checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> str:
+        """Save everything needed to go on, under `save_dir/tag`; every rank must call it.
+
+        Args:
+            tag: name of the checkpoint; None: `global_step<N>`.
+            client_state: a structure of numbers, text, lists, dicts and tensors that `load_checkpoint` gives back.
+            save_latest: make it the one that `load_checkpoint` finds without a tag.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+
+        Returns:
+            The folder that was written.
+        """
+        self._living()
+        return checkpointing.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+
+    store_checkpoint = save_checkpoint
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load what any stage and any number of ranks saved; every rank must call it.
+
+        Args:
+            tag: which checkpoint; None: the latest.
+            load_module_strict: names that do not fit are an error; else what fits is loaded.
+            load_optimizer_states, load_lr_scheduler_states: False starts these anew.
+            load_module_only: load weights and buffers and nothing else, counters included.
+
+        Returns:
+            Folder and client state, or `(None, {})` if there is no checkpoint.
+        """
+        self._living()
+        what = checkpointing.Wanted(load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        if custom_load_fn is not None:
+            raise EngineArgumentError(
+                "load_checkpoint(custom_load_fn=...): not available yet; load with load_module_strict=False, or read single "
+                "tensors with dsx.checkpoint.open_checkpoint"
+            )
+        return checkpointing.load(self, load_dir, tag, load_module_strict, what)
+
+    # - Life
+
+    def destroy(self) -> None:
+        """Remove every hook from the module and let go of all state; the engine cannot be used afterwards."""
+        if self._alive:
+            self._alive = False
+            self._parts.window.close()
+            self._parts.release()
+            self.training_dataloader = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.destroy()
+
+    def _living(self) -> EngineParts:
+        if not self._alive:
+            raise EngineError("this engine was destroyed; build a new one with dsx.initialize")
+        return self._parts
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise EngineArgumentError(
+            f"backward(loss): got {type(loss).__name__}, expected a tensor with one element; take the loss out of the model's "
+            "output first"
+        )
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise EngineArgumentError(
+            f"backward(loss): got shape {tuple(loss.shape)} of {loss.dtype}, expected one floating-point number; reduce it, for "
+            "example with loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise EngineArgumentError(
+            "backward(loss): the loss does not depend on any trainable parameter; was it computed under torch.no_grad(), or "
+            "detached?"
+        )

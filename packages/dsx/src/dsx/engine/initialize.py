@@ -1,0 +1,144 @@
+"""The arguments of `dsx.initialize`: whose word counts, what contradicts what.
+
+Everything that can be wrong with the arguments or the configuration is found before a process group exists, so that each
+rank says the same and none is left waiting for another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import EngineArgumentError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller of `initialize` brought, checked."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+    model_parameters: list[Any] | None
+    lr_scheduler: Any
+    training_data: Any
+    collate_fn: Callable[[list[Any]], Any] | None
+    mpu: Any
+    distributed_port: int
+    dist_init_required: bool | None
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Build an engine around `model`. Every rank must call it with equal arguments.
+
+    Args:
+        args: parsed command line; its `deepspeed_config` is the config when `config` is not given.
+        model: the module to train. It is sharded in place; rank 0's values are given to all ranks.
+        optimizer: an optimizer over the model's parameters, or a callable from parameters to one; wins over the config.
+        model_parameters: what to train, as for an optimizer: parameters or groups; None: all of the model's.
+        training_data: a dataset; gives a loader of this rank's micro-batches.
+        lr_scheduler: a scheduler, or a callable from an optimizer to one; wins over the config. The engine steps it.
+        distributed_port: port of rank 0 if a process group has to be made and the environment names none.
+        mpu: model-parallel unit whose data-parallel group the gradients are averaged over.
+        dist_init_required: make a process group: None: if there is none and a launcher started this process.
+        collate_fn: makes a micro-batch from samples.
+        config: dictionary, path of a JSON file, or base64 of JSON. `config_params` is an older name of it.
+        mesh_param: sequence-parallel mesh; not available yet.
+
+    Returns:
+        `(engine, optimizer, training_dataloader, lr_scheduler)`, None for what there is not.
+
+    Raises:
+        DsxConfigError: the configuration is wrong; names path, value, expectation and fix.
+        EngineArgumentError: the arguments contradict each other.
+    """
+    source = _config_source(args, config, config_params)
+    request = Request(
+        model=_checked_model(model),
+        optimizer=_checked(optimizer, "optimizer", torch.optim.Optimizer, "a torch.optim.Optimizer"),
+        model_parameters=None if model_parameters is None else list(model_parameters),
+        lr_scheduler=_checked_scheduler(lr_scheduler),
+        training_data=training_data,
+        collate_fn=collate_fn,
+        mpu=mpu,
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
+    if mesh_param is not None:
+        raise EngineArgumentError(
+            "initialize(mesh_param=...): sequence-parallel meshes are not available yet; leave it out"
+        )
+    # Late: the wiring imports every sibling package, and a mistake in the arguments should not cost that.
+    from ..wiring import build_engine
+
+    engine = build_engine(source, request)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": from_args,
+    }
+    present = {name: value for name, value in given.items() if value is not None}
+    if len(present) > 1:
+        raise EngineArgumentError(
+            f"initialize: got the configuration more than once ({' and '.join(present)}), expected it once; leave out all but one"
+        )
+    if not present:
+        raise EngineArgumentError(
+            "initialize: got no configuration; pass config=<dict, path or base64>, or args with deepspeed_config set "
+            "(see dsx.add_config_arguments)"
+        )
+    (source,) = present.values()
+    return source
+
+
+def _checked_model(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise EngineArgumentError(f"initialize(model=...): got {type(model).__name__}, expected a torch.nn.Module")
+    return model
+
+
+def _checked(value: Any, name: str, kind: type, expected: str) -> Any:
+    if value is None or isinstance(value, kind) or callable(value):
+        return value
+    raise EngineArgumentError(
+        f"initialize({name}=...): got {type(value).__name__}, expected {expected} or a callable that makes one"
+    )
+
+
+def _checked_scheduler(scheduler: Any) -> Any:
+    if scheduler is None or callable(scheduler) or callable(getattr(scheduler, "step", None)):
+        return scheduler
+    raise EngineArgumentError(
+        f"initialize(lr_scheduler=...): got {type(scheduler).__name__}, expected an object with step() or a callable that "
+        "makes one from an optimizer"
+    )
+
+
+def launched_world_size() -> int:
+    """Number of ranks, known without a process group: the group's if there is one, else the launcher's, else 1."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,50 @@
+"""What happens to a batch on its way into the model: floating tensors are cast, or nothing is touched.
+
+Chosen once from the precision record. Containers are rebuilt only along the way to a tensor that changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class PassInputs:
+    """Inputs reach the model as they are."""
+
+    def __call__(self, value: Any) -> Any:
+        """Return `value` itself."""
+        return value
+
+
+class CastInputs:
+    """Floating-point tensors in positional and keyword arguments are cast to `dtype`; integers and masks are kept.
+
+    Lists, tuples (also named ones) and mappings are searched; other objects are passed as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, value: Any) -> Any:
+        """Return `value` with its floating tensors cast."""
+        if isinstance(value, torch.Tensor):
+            return value.to(self.dtype) if value.is_floating_point() else value
+        if isinstance(value, Mapping):
+            changed = {key: self(item) for key, item in value.items()}
+            return changed if type(value) is dict else _rebuilt(value, changed)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self(item) for item in value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(self(item) for item in value)
+        return value
+
+
+def _rebuilt(original: Mapping, changed: dict) -> Any:
+    """A mapping of the original's kind (`BatchEncoding`, `OrderedDict`, ...) with new values."""
+    try:
+        return type(original)(changed)  # type: ignore[call-arg]
+    except TypeError:
+        return changed

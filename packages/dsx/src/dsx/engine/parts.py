@@ -1,0 +1,88 @@
+"""What an engine is made of. `wiring.py` chooses each part once, from the config; the engine only uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..data import LoaderOptions
+from .accumulation import Accumulation, SyncWindow
+from .clock import Clock
+from .observers import StepObserver
+from .report import Counters
+from .schedule import ScheduleDriver
+from .stepper import LossScaler, Stepper
+from .weights import Gather
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Place of this process. Data-parallel values are those of the group over which gradients are averaged."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    dp_rank: int = 0
+    dp_world_size: int = 1
+    mp_world_size: int = 1
+    dp_group: Any = None
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The composed objects of one engine.
+
+    Attributes:
+        module: the sharded model.
+        optimizer: what `initialize` returns as optimizer; None without one.
+        shards: the sharded state that checkpoints read and write.
+        stepper: does one update.
+        scaler: the loss scale.
+        schedule: drives `lr_scheduler`.
+        accumulation, window: which micro-batch is the boundary, and when gradients are reduced.
+        cast: applied to the model's inputs.
+        autocast: context factory around the forward pass.
+        clock: times the parts of a step.
+        gather: makes some parameters whole for the length of a context.
+        topology: place of this process.
+        config: the resolved configuration, for saving and for the accessors.
+        loader: how `deepspeed_io` builds loaders.
+        release: undoes what sharding did to the model (hooks).
+    """
+
+    module: nn.Module
+    optimizer: Any
+    shards: Any
+    stepper: Stepper
+    scaler: LossScaler
+    schedule: ScheduleDriver
+    lr_scheduler: Any
+    accumulation: Accumulation
+    window: SyncWindow
+    cast: Callable[[Any], Any]
+    autocast: Callable[[], AbstractContextManager[object]]
+    clock: Clock
+    gather: Gather
+    topology: Topology
+    settings: EngineSettings
+    config: Any
+    loader: LoaderOptions
+    release: Callable[[], None]
+    counters: Counters = field(default_factory=Counters)
+    observers: tuple[StepObserver, ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Plain values that accessors report and saving obeys."""
+
+    micro_batch_size: int
+    zero_stage: int
+    gradient_clipping: float
+    optimizer_name: str
+    gather_weights_on_save: bool
+    tag_validation: str

@@ -1,0 +1,81 @@
+"""What one optimizer step did, as a record: `engine.last_step`.
+
+Loss and norm stay tensors on their device until somebody reads them, so that keeping the record costs no host
+synchronisation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Counters:
+    """How far training is. Saved in checkpoints; only `micro_steps` counts calls that were no boundary."""
+
+    global_steps: int = 0
+    global_samples: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step at an accumulation boundary.
+
+    Attributes:
+        global_step: number of the step, counted from 1; skipped ones count.
+        global_samples: samples used by all ranks up to and including this step.
+        samples: samples of this step alone.
+        applied: False when the step was skipped because a gradient was not finite.
+        lr: learning rates this step was done with, one per parameter group.
+        loss_scale: scale this step's gradients carried (1.0 without loss scaling).
+    """
+
+    global_step: int
+    global_samples: int
+    samples: int
+    applied: bool
+    lr: tuple[float, ...]
+    loss_scale: float
+    outcome: Any = field(repr=False, compare=False)
+    loss_tensor: torch.Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def skipped(self) -> bool:
+        """The opposite of `applied`."""
+        return not self.applied
+
+    @property
+    def grad_norm(self) -> float | None:
+        """L2 norm of the unscaled gradients over all ranks, before clipping; waits for the device. None: not computed."""
+        return self.outcome.grad_norm
+
+    @property
+    def loss(self) -> float | None:
+        """Mean unscaled loss over this rank's micro-batches of the update; waits for the device. None without a loss."""
+        return None if self.loss_tensor is None else float(self.loss_tensor)
+
+
+class LossSum:
+    """Sum of what `backward` was asked to differentiate since the last `take()`, kept on its device.
+
+    The terms are already divided by the accumulation steps, so the sum is the mean loss of the update, also when a
+    micro-batch has several losses with a backward each.
+    """
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+
+    def add(self, share: torch.Tensor) -> None:
+        """Add one detached, unscaled loss, divided by the accumulation steps."""
+        value = share.float().reshape(())
+        self._sum = value if self._sum is None else self._sum + value
+
+    def take(self) -> torch.Tensor | None:
+        """The sum as a 0-D fp32 tensor, and start again; None if nothing was added."""
+        total, self._sum = self._sum, None
+        return total

@@ -1,0 +1,61 @@
+"""Whole weights for other programs: `module_state_dict` and `save_16bit_model`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..utils.logging import logger
+from . import weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from .parts import EngineParts
+
+
+class WeightsMixin:
+    """The part of `Engine` that gathers weights."""
+
+    _parts: EngineParts
+
+    def _living(self) -> EngineParts:
+        raise NotImplementedError
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        """Whole weights and persistent buffers on every rank, as copies in host memory; every rank must call it.
+
+        Names, order and dtypes are those of `module.state_dict()`, in every ZeRO stage.
+        """
+        parts = self._living()
+        return weights.state_dict(parts.module, parts.gather, exclude_frozen=exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model's weights, in the dtype they are trained in, to one file; every rank must call it.
+
+        Weights are gathered module by module and kept by rank 0 alone, which writes the file: safetensors if
+        `save_filename` ends so, else torch's own format.
+
+        Returns:
+            False, and nothing is written, in stage 3 without
+            `zero_optimization.stage3_gather_16bit_weights_on_model_save`; else True.
+        """
+        parts = self._living()
+        if not parts.settings.gather_weights_on_save:
+            if parts.topology.rank == 0:
+                logger.warning(
+                    "save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true"
+                )
+            return False
+        weights.save_weights(
+            Path(save_dir) / save_filename,
+            parts.module,
+            parts.gather,
+            exclude_frozen=exclude_frozen_parameters,
+            writer=parts.topology.dp_rank == 0,
+        )
+        return True
+
+    save_fp16_model = save_16bit_model

@@ -1,0 +1,75 @@
+"""The update itself: unscale, check, clip, step, forget the gradients, adapt the loss scale.
+
+The arithmetic is the sharded optimizer's; this file fixes the order and the scale. The scale that divides the gradients
+is the one their backward was done with; the scaler learns of the outcome afterwards, so that the step at which the scale
+grows is not divided by the new value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from .errors import EngineError
+
+
+class StepOutcome(Protocol):
+    """What a sharded optimizer says about a step."""
+
+    @property
+    def overflow(self) -> bool: ...
+
+    @property
+    def grad_norm(self) -> float | None: ...
+
+
+class LossScaler(Protocol):
+    """State machine of the loss scale (`dsx.loss_scaler`); scale 1.0 for ever where there is no scaling."""
+
+    @property
+    def scale(self) -> float: ...
+
+    def update(self, overflow: bool) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Stepper(Protocol):
+    """Does one update; the engine calls it at each accumulation boundary."""
+
+    def step(self) -> StepOutcome: ...
+
+
+class ShardedStepper:
+    """Updates through a `dsx_zero.ZeroOptimizer`.
+
+    Args:
+        optimizer: the sharded optimizer.
+        scaler: the loss scale.
+        max_norm: clip the global L2 norm of the gradients to this; None to leave them.
+    """
+
+    def __init__(self, optimizer: Any, scaler: LossScaler, max_norm: float | None) -> None:
+        self._optimizer, self._scaler, self._max_norm = optimizer, scaler, max_norm
+
+    def step(self) -> StepOutcome:
+        """One update. On overflow nothing but the loss scale changes, and the gradients are dropped."""
+        outcome = self._optimizer.step(grad_scale=self._scaler.scale, max_norm=self._max_norm)
+        self._optimizer.zero_grad()
+        self._scaler.update(outcome.overflow)
+        return outcome
+
+
+class NoStepper:
+    """Stands where an engine was built without an optimizer."""
+
+    def step(self) -> StepOutcome:
+        """Refuse.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError(
+            "step(): this engine has no optimizer; pass optimizer=... to dsx.initialize or set optimizer.type in the config"
+        )

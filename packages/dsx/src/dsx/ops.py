@@ -1,0 +1,7 @@
+"""Optimizers and kernels: `dsx_ops` under the name scripts know.
+
+There is one identity of every class and function: this module only passes names on, and only when it is imported.
+"""
+
+from dsx_ops import *  # noqa: F403
+from dsx_ops import __all__ as __all__

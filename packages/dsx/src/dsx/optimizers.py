@@ -1,0 +1,200 @@
+"""From the name in the config to an optimizer: which class, with which arguments, and why that one.
+
+`Adam`, `AdamW`, `Lamb`, `Lion`, `Adagrad` and `SGD` have a chosen implementation: the fused one of `dsx_ops` where it is
+installed and can run, else torch's fused one, else torch's plain one. Any other class of `torch.optim` is found by name in
+any case. The reason for the choice is text, to be logged and tested.
+
+`Adam` decouples weight decay (AdamW) unless `adam_w_mode` is false: that is what the name means in the configs we read.
+Left out: optimizers that need communication of their own (1-bit), and those that need whole matrices (Muon).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import DsxConfigError, Problem
+
+Build = Callable[[Any], torch.optim.Optimizer]
+
+_LATER = {
+    "onebitadam": "1-bit compressed collectives in dsx-comm",
+    "zerooneadam": "1-bit compressed collectives in dsx-comm",
+    "onebitlamb": "1-bit compressed collectives in dsx-comm",
+    "muon": "ownership of whole tensors in dsx-zero, because it orthogonalises whole matrices",
+    "muadam": "width-aware parameter groups (the mup package)",
+    "muadamw": "width-aware parameter groups (the mup package)",
+    "musgd": "width-aware parameter groups (the mup package)",
+}
+_OURS = {"lamb": "FusedLamb", "lion": "FusedLion"}
+_FUSED_EVERYWHERE = ("Adam", "AdamW", "SGD")  # torch's fused Adagrad exists on the CPU only
+_ONLY_TORCH = {"amsgrad", "capturable", "differentiable", "foreach", "fused"}
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """A chosen optimizer.
+
+    Attributes:
+        name: what `engine.get_type()` answers.
+        build: from parameters (or groups) to the optimizer.
+        reason: why this implementation, in one sentence.
+    """
+
+    name: str
+    build: Build
+    reason: str
+
+
+def choose_optimizer(type_name: str, params: Mapping[str, Any], *, reference: bool = False) -> OptimizerChoice:
+    """Choose the implementation of the optimizer that a config names.
+
+    Args:
+        type_name: `optimizer.type`, in any case.
+        params: `optimizer.params`.
+        reference: take the plainest implementation with the same arithmetic, to compare others with.
+
+    Raises:
+        DsxConfigError: unknown or unavailable optimizer, or an argument it does not take.
+    """
+    key = type_name.lower()
+    if key in _LATER:
+        raise _problem(
+            "type", f'optimizer "{type_name}" is not available yet; it comes with {_LATER[key]}', kind="not-available"
+        )
+    if "max_grad_norm" in params:
+        raise _problem(
+            "params.max_grad_norm",
+            "optimizers do not clip gradients here",
+            got=repr(params["max_grad_norm"]),
+            fix='remove it and set "gradient_clipping" at the top level',
+        )
+    arguments = dict(params)
+    if "betas" in arguments:
+        arguments["betas"] = tuple(arguments["betas"])  # JSON knows lists only
+    if key in ("adam", "adamw"):
+        return _adam(type_name, arguments, reference)
+    if key in _OURS:
+        return _only_ops(type_name, arguments)
+    return _from_torch(type_name, arguments, reference)
+
+
+def _adam(type_name: str, arguments: dict[str, Any], reference: bool) -> OptimizerChoice:
+    decoupled = bool(arguments.pop("adam_w_mode", True)) or type_name.lower() == "adamw"
+    wish = "torch_adam is set" if arguments.pop("torch_adam", False) else ""
+    only_torch = sorted(_ONLY_TORCH & {key for key, value in arguments.items() if value})
+    if only_torch:
+        wish = f"{only_torch[0]} is set, which only torch has"
+    if reference:
+        wish = "as reference"
+    cls, missing = _ops_class("FusedAdam")
+    if wish or cls is None:
+        choice = _torch_adam("AdamW" if decoupled else "Adam", arguments, plain=reference)
+        return OptimizerChoice(type_name, choice.build, f"{choice.reason}, because {wish or missing}")
+    kept = {key: value for key, value in arguments.items() if key not in _ONLY_TORCH | {"fp32_optimizer_states"}}
+    if arguments.get("fp32_optimizer_states"):
+        kept["state_dtype"] = torch.float32
+    return _from_ops(type_name, cls, {**kept, "adam_w_mode": decoupled})
+
+
+def _torch_adam(torch_name: str, arguments: dict[str, Any], *, plain: bool) -> OptimizerChoice:
+    if arguments.get("bias_correction", True) is not True and not plain:
+        raise _problem(
+            "params.bias_correction",
+            f"torch's {torch_name} always corrects the bias",
+            got="false",
+            fix="set torch_adam to false, or leave bias_correction out",
+        )
+    ours = ("bias_correction", "fp32_optimizer_states", "set_grad_none")
+    return _from_torch(torch_name, {key: value for key, value in arguments.items() if key not in ours}, plain)
+
+
+def _only_ops(type_name: str, arguments: dict[str, Any]) -> OptimizerChoice:
+    """An optimizer that torch does not have."""
+    cls, missing = _ops_class(_OURS[type_name.lower()])
+    if cls is None:
+        raise _problem("type", f'optimizer "{type_name}" needs dsx-ops: {missing}', fix="pip install dsx-ops")
+    ours = ("fp32_optimizer_states", "set_grad_none")
+    return _from_ops(type_name, cls, {key: value for key, value in arguments.items() if key not in ours})
+
+
+def _from_ops(type_name: str, cls: Any, arguments: dict[str, Any]) -> OptimizerChoice:
+    _check_arguments(cls, arguments, type_name)
+    name = f"dsx_ops.{cls.__name__}"
+    return OptimizerChoice(
+        type_name, lambda parameters: cls(parameters, **arguments), f"{name}, one pass over the state"
+    )
+
+
+def _ops_class(name: str) -> tuple[Any, str]:
+    """A class of dsx_ops, or None and why not."""
+    try:
+        # Late: only an engine that builds its own optimizer needs the package.
+        import dsx_ops
+    except ImportError as error:
+        return None, f"dsx-ops cannot be imported ({error})"
+    if name == "FusedAdam" and not dsx_ops.native_status()["native"]:
+        return None, f"dsx-ops runs without its native code ({dsx_ops.native_status()['reason']})"
+    return getattr(dsx_ops, name), ""
+
+
+def _from_torch(type_name: str, arguments: dict[str, Any], plain: bool) -> OptimizerChoice:
+    classes = torch_optimizers()
+    cls = classes.get(type_name.lower())
+    if cls is None:
+        raise _unknown(type_name, classes.values())
+    accepted = _check_arguments(cls, arguments, type_name)
+    arguments = dict(arguments)
+    if plain:
+        arguments.update({key: False for key in ("fused", "foreach") if key in accepted})
+        reason = f"torch.optim.{cls.__name__}, tensor by tensor"
+    elif cls.__name__ in _FUSED_EVERYWHERE and not {"fused", "foreach"} & arguments.keys():
+        arguments["fused"] = True
+        reason = f"torch.optim.{cls.__name__}, fused"
+    else:
+        reason = f"torch.optim.{cls.__name__}"
+    return OptimizerChoice(type_name, lambda parameters: cls(parameters, **arguments), reason)
+
+
+def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    """Every optimizer class of `torch.optim` by lower-case name."""
+    return {
+        name.lower(): value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+
+
+def _check_arguments(cls: Any, arguments: Mapping[str, Any], type_name: str) -> set[str]:
+    accepted = set(list(inspect.signature(cls.__init__).parameters)[2:])
+    for name in arguments:
+        if name not in accepted:
+            raise _problem(
+                f"params.{name}", f"{type_name} does not take this", got=name, expected=", ".join(sorted(accepted))
+            )
+    return accepted
+
+
+def _unknown(type_name: str, classes: Iterable[type]) -> DsxConfigError:
+    # Late: only on the way to an error.
+    from .config.names import nearest
+
+    known = sorted({"Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", *(cls.__name__ for cls in classes)} - {"Muon"})
+    near = nearest(type_name, known)
+    return _problem(
+        "type",
+        f'optimizer "{type_name}" is unknown',
+        got=type_name,
+        expected=", ".join(known),
+        fix=f"did you mean {' or '.join(near)}?" if near else "",
+    )
+
+
+def _problem(
+    path: str, message: str, *, kind: str = "value", got: str = "", expected: str = "", fix: str = ""
+) -> DsxConfigError:
+    return DsxConfigError([Problem(kind, f"optimizer.{path}", message, got=got, expected=expected, fix=fix)])

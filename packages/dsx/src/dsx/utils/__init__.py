@@ -1,0 +1,63 @@
+"""Small tools around training: logging by rank, memory lines, profiler ranges, construction on a device.
+
+What reads or writes sharded state (`safe_get_full_fp32_param` and its family) belongs to `dsx_zero` and is passed on from
+there on first use, so that logging alone loads neither it nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .logging import enable_console, log_dist, logger, set_log_level, set_log_level_from_string
+
+if TYPE_CHECKING:
+    from .memory import MemoryStatus, memory_status, see_memory_usage
+    from .on_device import OnDevice
+    from .ranges import instrument_w_nvtx
+
+_HERE = {
+    "MemoryStatus": "memory",
+    "memory_status": "memory",
+    "see_memory_usage": "memory",
+    "OnDevice": "on_device",
+    "instrument_w_nvtx": "ranges",
+}
+_FROM_ZERO = (
+    "safe_get_full_fp32_param",
+    "safe_set_full_fp32_param",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_optimizer_state",
+    "safe_get_full_grad",
+    "safe_set_full_grad",
+    "safe_get_local_fp32_param",
+    "safe_set_local_fp32_param",
+    "safe_get_local_optimizer_state",
+    "safe_set_local_optimizer_state",
+    "safe_get_local_grad",
+    "safe_set_local_grad",
+)
+
+__all__ = [
+    "MemoryStatus",
+    "OnDevice",
+    "enable_console",
+    "instrument_w_nvtx",
+    "log_dist",
+    "logger",
+    "memory_status",
+    "see_memory_usage",
+    "set_log_level",
+    "set_log_level_from_string",
+    *_FROM_ZERO,
+]
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in _HERE:
+        return getattr(importlib.import_module(f"{__name__}.{_HERE[name]}"), name)
+    if name in _FROM_ZERO:
+        # Late: dsx_zero loads torch, which a user of the logger need not pay for.
+        return getattr(importlib.import_module("dsx_zero"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

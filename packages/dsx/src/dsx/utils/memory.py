@@ -1,0 +1,75 @@
+"""How much memory this process and its device hold, as numbers and as one log line.
+
+Device figures are those of torch's caching allocator; host figures are this process' resident set and the machine's use.
+Nothing here synchronises a device or runs the garbage collector unless asked.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+from .logging import log_dist
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryStatus:
+    """Bytes in use. Device values are 0 where there is no CUDA device."""
+
+    device_allocated: int
+    device_peak: int
+    device_reserved: int
+    device_reserved_peak: int
+    host_resident: int
+    host_used: int
+    host_percent: float
+
+    def __str__(self) -> str:
+        device = (
+            f"MA {self.device_allocated / _GIB:.2f} GB, Max_MA {self.device_peak / _GIB:.2f} GB, "
+            f"CA {self.device_reserved / _GIB:.2f} GB, Max_CA {self.device_reserved_peak / _GIB:.2f} GB"
+        )
+        return (
+            f"{device}, process {self.host_resident / _GIB:.2f} GB, "
+            f"host {self.host_used / _GIB:.2f} GB ({self.host_percent:.1f} %)"
+        )
+
+
+def memory_status() -> MemoryStatus:
+    """Read the current figures."""
+    import psutil
+    import torch
+
+    host = psutil.virtual_memory()
+    device = (0, 0, 0, 0)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = (
+            torch.cuda.memory_allocated(),
+            torch.cuda.max_memory_allocated(),
+            torch.cuda.memory_reserved(),
+            torch.cuda.max_memory_reserved(),
+        )
+    return MemoryStatus(*device, psutil.Process().memory_info().rss, host.total - host.available, host.percent)
+
+
+def see_memory_usage(message: str, force: bool = False, ranks: tuple[int, ...] = (0,)) -> MemoryStatus | None:
+    """Log `message` with the memory in use, and start new peaks on the device.
+
+    Silent unless `force`, so that calls may stay in production code. Collects garbage first, so that the line shows what
+    is held rather than what is about to be freed.
+
+    Returns:
+        The figures written, or None when not forced.
+    """
+    if not force:
+        return None
+    import torch
+
+    gc.collect()
+    status = memory_status()
+    log_dist(f"{message}: {status}", ranks)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    return status

@@ -1,0 +1,15 @@
+"""`dsx.verify`: train a few steps as configured, and in plain torch on the same global batch, and compare everything.
+
+    report = dsx.verify(model_fn, "dsx.json", batch_fn)      # on every rank, under the launcher or alone
+    print(report)
+
+Rank 0 holds the oracle (`oracle.py`): one process, one model, no sharding. Values are compared on *every* rank, because a
+mistake may show on one of them only (`compare.py`). Each step is judged on its own: what was compared and found equal is
+then adopted by the oracle, so that rounding does not pile up and tolerances stay tight (`run.py`).
+"""
+
+from .compare import Tolerance
+from .report import Difference, VerifyError, VerifyReport
+from .run import verify
+
+__all__ = ["Difference", "Tolerance", "VerifyError", "VerifyReport", "verify"]

@@ -1,0 +1,140 @@
+"""Plain training in one process: the model whole, one optimizer over fp32 masters, every rank's micro-batches in turn.
+
+Written to be read against a textbook, and on purpose without any of the machinery it checks: no flat buffers, no hooks,
+no process groups. It follows the same rules of precision: parameters in the training dtype, fp32 masters, the loss scaled,
+gradients unscaled before they are checked, normed and clipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Loss = Callable[[Callable[..., Any], Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the oracle trains; the parts that are the user's or that decide dtypes, not the parts under test.
+
+    Attributes:
+        optimizer: from groups of fp32 masters to an optimizer.
+        schedule: from an optimizer to a schedule, or None.
+        groups: from a model to the parameter groups (or parameters) to train.
+        loss: from (something to call as the model, batch) to a scalar.
+        cast, autocast: precision of inputs and of the forward pass.
+        share: factor on each micro-batch's loss: 1 / (accumulation steps x ranks).
+        max_norm: clip to this global norm; 0.0: do not clip.
+    """
+
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    schedule: Callable[[torch.optim.Optimizer], Any] | None
+    groups: Callable[[nn.Module], Any]
+    loss: Loss
+    cast: Callable[[Any], Any]
+    autocast: Callable[[], AbstractContextManager[object]]
+    share: float
+    max_norm: float
+
+
+class Oracle:
+    """Trains `module` (which it owns) as the recipe says."""
+
+    def __init__(self, module: nn.Module, recipe: Recipe) -> None:
+        self.module, self.recipe = module, recipe
+        self.params = dict(module.named_parameters())
+        self.masters = {
+            name: nn.Parameter(p.detach().clone().float()) for name, p in self.params.items() if p.requires_grad
+        }
+        by_identity = {id(self.params[name]): master for name, master in self.masters.items()}
+        self.optimizer = recipe.optimizer(_over_masters(recipe.groups(module), by_identity))
+        self.schedule = None if recipe.schedule is None else recipe.schedule(self.optimizer)
+        # dsx's own schedules set their first value at the first step(); torch's do so when constructed.
+        if getattr(self.schedule, "last_batch_iteration", None) == -1:
+            self.schedule.step()  # type: ignore[union-attr]
+        self.grads: dict[str, torch.Tensor] = {}
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Start an update."""
+        self.grads = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+
+    def micro_batch(self, batch: Any, *, scale: float, seed: int) -> float:
+        """Forward and backward of one rank's micro-batch; adds fp32 gradients of `loss * scale * share`; the loss."""
+        torch.manual_seed(seed)
+        loss = self.recipe.loss(self._forward, batch)
+        (loss.float() * (scale * self.recipe.share)).backward()
+        for name, total in self.grads.items():
+            grad = self.params[name].grad
+            if grad is not None:
+                total += grad.float()
+                self.params[name].grad = None
+        return float(loss.detach())
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.recipe.autocast():
+            return self.module(*self.recipe.cast(args), **self.recipe.cast(kwargs))
+
+    def finite(self) -> bool:
+        """Whether all gradients of the update so far are finite."""
+        return all(bool(torch.isfinite(grad).all()) for grad in self.grads.values())
+
+    def unscale(self, scale: float) -> None:
+        """Take the loss scale out of the gradients."""
+        for grad in self.grads.values():
+            grad /= scale
+
+    def norm(self) -> float:
+        """Global L2 norm of the gradients, summed in fp64."""
+        return math.sqrt(sum(float(grad.double().square().sum()) for grad in self.grads.values()))
+
+    def lr(self) -> list[float]:
+        """Learning rates the coming update uses."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def update(self) -> None:
+        """Clip, step the masters, write the parameters, advance the schedule. Gradients are already unscaled."""
+        limit = self.recipe.max_norm
+        clip = min(1.0, limit / (self.norm() + 1e-6)) if limit > 0 else 1.0
+        for name, master in self.masters.items():
+            master.grad = self.grads[name] * clip
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                self.params[name].copy_(master)
+                master.grad = None
+        if self.schedule is not None:
+            self.schedule.step()
+
+
+def default_loss(model: Callable[..., Any], batch: Any) -> torch.Tensor:
+    """Run `model` on `batch` and find the loss in what it returns.
+
+    A mapping gives keyword arguments, a tuple or list positional ones, anything else is the one argument. The loss is the
+    output itself, its `loss`, or the first item of a tuple or list.
+    """
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    if isinstance(output, Mapping):
+        return output["loss"]
+    if isinstance(output, (tuple, list)):
+        return output[0]
+    return getattr(output, "loss", output)
+
+
+def _over_masters(groups: Any, masters: Mapping[int, nn.Parameter]) -> list[Any]:
+    """The same groups with each trainable parameter replaced by its master."""
+    items = list(groups)
+    if items and isinstance(items[0], dict):
+        return [{**group, "params": _over_masters(group["params"], masters)} for group in items]
+    return [masters[id(parameter)] for parameter in items if id(parameter) in masters]

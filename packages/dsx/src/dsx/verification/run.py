@@ -1,0 +1,259 @@
+"""The verification itself: the same micro-batches through the engine on all ranks and through the oracle on rank 0.
+
+The sequence, on every rank:
+
+    0) build the model, each rank from another seed; after `initialize` all parameters must be rank 0's
+    1) per micro-batch: run the engine, send batch and loss to rank 0, which runs the oracle and compares the losses
+    2) before the update: rank 0 sends the oracle's gradient of each parameter, every rank compares its whole gradient;
+       the oracle then goes on with the engine's gradients, so that the update is judged by itself
+    3) after the update: skipped or not, norm, rates; then each master and each parameter in the module, on every rank;
+       the oracle then goes on with the engine's masters
+
+Taking over what was found equal keeps rounding from piling up (Adam turns a rounding error of a tiny gradient into a
+whole step), and tolerances can stay tight. After each point all ranks exchange what they found and stop together at the
+first point where anything differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.ranks import default_ranks
+from ..engine.engine import Engine
+from .compare import Comparison, Tolerance, magnitude
+from .oracle import Loss, Oracle, default_loss
+from .report import VerifyError, VerifyReport
+from .setup import build, sender
+
+
+class _Differs(Exception):
+    """Ends the run at the first point with a difference."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What to run: the user's functions and the seed of everything random in a forward pass."""
+
+    batch: Callable[[int], Any]
+    loss: Loss
+    seed: int
+
+
+def verify(
+    model_fn: Callable[[], nn.Module],
+    config: Any,
+    batch_fn: Callable[[int], Any],
+    *,
+    steps: int = 3,
+    loss_fn: Loss = default_loss,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    parameters_fn: Callable[[nn.Module], Any] | None = None,
+    tolerance: Tolerance | None = None,
+    seed: int = 1234,
+    raise_error: bool = True,
+) -> VerifyReport:
+    """Check that training as configured computes what plain single-process torch computes. Every rank must call it.
+
+    Rank 0 needs room for the whole model, its gradients and optimizer states, once more.
+
+    Args:
+        model_fn: builds the model; called once on each rank.
+        config: as for `dsx.initialize`.
+        batch_fn: the micro-batch with a number; called on one rank for each number from 0 on, in the order
+            step, micro-batch, rank.
+        steps: updates to compare.
+        loss_fn: from (model, batch) to the loss; `model` is to be called like the module. None given: the batch is the
+            model's arguments and the loss is found in its output.
+        optimizer: from parameters or groups to an optimizer; None: the config's.
+        parameters_fn: from the model to parameters or groups; None: all of them.
+        tolerance: allowed relative errors; None: what fits the dtypes.
+        seed: of the models and of everything random in a forward pass.
+        raise_error: raise if anything differs; else only report it.
+
+    Returns:
+        The report, the same on all ranks.
+
+    Raises:
+        VerifyError: something differs; the message names the first value, its step, kind, rank and place.
+    """
+    torch.manual_seed(seed + default_ranks().rank)  # other values on each rank: making them equal is dsx's work
+    model = model_fn()
+    original = copy.deepcopy(model)
+    engine, oracle = build(model, original, config, loss_fn, optimizer, parameters_fn)
+    try:
+        report = _Run(engine, oracle, _Task(batch_fn, loss_fn, seed), tolerance).compare(steps)
+    finally:
+        engine.destroy()
+    if raise_error and not report.ok:
+        raise VerifyError(report)
+    return report
+
+
+class _Run:
+    """One verification under way, on one rank."""
+
+    def __init__(self, engine: Engine, oracle: Oracle | None, task: _Task, tolerance: Tolerance | None) -> None:
+        self.engine, self.oracle, self._task = engine, oracle, task
+        self._ranks = default_ranks(engine._parts.topology.dp_group)
+        self._send = sender(engine)
+        precision = engine.precision
+        self._tolerance = tolerance or Tolerance.for_dtypes(precision.dtype("compute"), precision.dtype("reduce"))
+        self._found = Comparison(self._ranks.rank)
+        self._report = VerifyReport(0, self._ranks.world_size, engine.zero_optimization_stage())
+        self._names = [name for name, _ in engine.module.named_parameters()]
+        self._trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+
+    def compare(self, steps: int) -> VerifyReport:
+        """Run everything; the report."""
+        with contextlib.suppress(_Differs):  # the report holds what differs
+            self._start()
+            for step in range(1, steps + 1):
+                self._one_step(step)
+                self._report.steps = step
+        return self._report
+
+    # - Exchanging
+
+    def _agree(self) -> None:
+        """Merge what the ranks found; all stop if one found a difference."""
+        shares = self._ranks.gather((self._found.compared, self._found.worst, self._found.differences))
+        self._report.compared = dict(shares[0][0])
+        for _, worst, _ in shares:
+            for kind, share in worst.items():
+                self._report.worst[kind] = max(self._report.worst.get(kind, 0.0), share)
+        found = [difference for _, _, differences in shares for difference in differences]
+        self._report.differences = sorted(found, key=lambda d: -(d.error / d.allowed if d.allowed else float("inf")))
+        if found:
+            raise _Differs
+
+    def _of_rank_0(self, value: Any) -> Any:
+        return self._ranks.gather(value if self.oracle is not None else None)[0]
+
+    def _expected(self, pick: Callable[[Oracle], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """A tensor of the oracle, on every rank."""
+        value = None if self.oracle is None else pick(self.oracle).detach()
+        return self._send(value, tuple(like.shape), like.dtype)
+
+    # - Reading the engine
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        owner, _, leaf = name.rpartition(".")
+        return self.engine.module.get_submodule(owner)._parameters[leaf]  # type: ignore[return-value]
+
+    def _in_module(self, name: str) -> torch.Tensor:
+        """The whole parameter as the module computes with it, on this rank."""
+        with self.engine._parts.gather([self._parameter(name)]):
+            return self._parameter(name).detach().clone()
+
+    def _master(self, name: str) -> torch.Tensor:
+        import dsx_zero
+
+        return dsx_zero.safe_get_full_fp32_param(self._parameter(name))
+
+    def _gradient(self, name: str, scale: float) -> torch.Tensor:
+        import dsx_zero
+
+        grad = dsx_zero.safe_get_full_grad(self._parameter(name))
+        if grad is None:
+            return torch.zeros(tuple(self._parameter(name).shape), device=self.engine.device)
+        return grad.float() / scale
+
+    # - The sequence
+
+    def _start(self) -> None:
+        for name in self._names:
+            got = self._in_module(name)
+            self._found.tensors(0, "start", name, got, self._expected(lambda o, n=name: o.params[n], got), 0.0)
+        self._agree()
+
+    def _one_step(self, step: int) -> None:
+        gas, scale, oracle = self.engine.gradient_accumulation_steps(), self.engine.loss_scale, self.oracle
+        if oracle is not None:
+            oracle.zero_grad()
+        for micro in range(gas):
+            self._micro_batch(step, (step - 1) * gas + micro, scale)
+            if micro < gas - 1:
+                self.engine.step()
+        finite = self._of_rank_0(oracle is not None and oracle.finite())
+        if finite:
+            self._compare_gradients(step, scale)
+        skips = not finite and self.engine.precision.check_overflow
+        expected = (oracle.lr(), oracle.norm()) if oracle is not None else ([], 0.0)
+        before = {n: m.detach().clone() for n, m in oracle.masters.items()} if oracle is not None else {}
+        if oracle is not None and not skips:
+            oracle.update()
+        self.engine.step()
+        self._compare_numbers(step, skips, expected[0], expected[1] if finite else None)
+        self._compare_parameters(step, before)
+
+    def _micro_batch(self, step: int, micro_index: int, scale: float) -> None:
+        world, seed = self._ranks.world_size, self._task.seed
+        index = micro_index * world + self._ranks.rank
+        batch = self._task.batch(index)
+        torch.manual_seed(seed + index)
+        loss = self._task.loss(self.engine, batch)
+        self.engine.backward(loss)
+        everyone = self._ranks.gather((batch, float(loss.detach())))
+        if self.oracle is not None:
+            for source, (theirs, got) in enumerate(everyone):
+                expected = self.oracle.micro_batch(theirs, scale=scale, seed=seed + micro_index * world + source)
+                allowed = self._tolerance.loss * max(abs(expected), 1e-3)
+                self._found.numbers(step, "loss", f"micro-batch {micro_index} of rank {source}", got, expected, allowed)
+        self._agree()
+
+    def _compare_gradients(self, step: int, scale: float) -> None:
+        if self.oracle is not None:
+            self.oracle.unscale(scale)
+        largest = self._of_rank_0(max(map(magnitude, self.oracle.grads.values()), default=0.0) if self.oracle else None)
+        for name in self._trained:
+            got = self._gradient(name, scale)
+            expected = self._expected(lambda o, n=name: o.grads[n], got)
+            # Sums that cancel to nearly nothing carry the rounding of their terms: hence a share of the largest.
+            allowed = self._tolerance.grad * max(magnitude(expected), 1e-3 * largest)
+            self._found.tensors(step, "grad", name, got, expected, allowed)
+            if self.oracle is not None:
+                self.oracle.grads[name] = got.clone()
+        self._agree()
+
+    def _compare_numbers(self, step: int, skips: bool, lr: list[float], norm: float | None) -> None:
+        last = self.engine.last_step
+        if self.oracle is not None and last is not None:
+            self._found.numbers(step, "skip", "the update", float(last.skipped), float(skips), 0.0)
+            for group, (got, expected) in enumerate(zip(last.lr, lr, strict=True)):
+                self._found.numbers(step, "lr", f"group {group}", got, expected, 1e-9 * abs(expected))
+            if norm is not None and last.grad_norm is not None:
+                self._found.numbers(step, "norm", "all gradients", last.grad_norm, norm, self._tolerance.grad * norm)
+        self._agree()
+
+    def _compare_parameters(self, step: int, before: dict[str, torch.Tensor]) -> None:
+        for name in self._names:
+            allowed = self._compare_master(step, name, before.get(name)) if name in self._trained else 0.0
+            got = self._in_module(name)
+            expected = self._expected(lambda o, n=name: o.params[n], got)
+            # What the module holds is the master rounded to its dtype; that rounding may fall to either side.
+            rounding = torch.finfo(got.dtype).eps * magnitude(expected) if got.element_size() < 4 and allowed else 0.0
+            self._found.tensors(step, "param", name, got, expected, allowed + rounding)
+            if self.oracle is not None:
+                self.oracle.params[name].data.copy_(got)
+        self._agree()
+
+    def _compare_master(self, step: int, name: str, before: torch.Tensor | None) -> float:
+        """Compare a master and let the oracle go on from the engine's; what its value in the module may be off."""
+        got = self._master(name)
+        expected = self._expected(lambda o: o.masters[name], got)
+        change = (
+            0.0 if before is None or self.oracle is None else magnitude(self.oracle.masters[name].detach() - before)
+        )
+        change = self._of_rank_0(change)
+        allowed = self._tolerance.update * change + self._tolerance.param * magnitude(expected)
+        self._found.tensors(step, "master", name, got, expected, allowed)
+        if self.oracle is not None:
+            self.oracle.masters[name].data.copy_(got)
+        return allowed

@@ -1,0 +1,361 @@
+"""Where the packages meet: from a configuration and the caller's objects to an engine.
+
+This is the only file that imports every sibling. It reads the configuration once and chooses a part for each role; what
+is off becomes a null object or is left out. Order matters and is the order of `build_engine`: judge the configuration,
+then touch the process group, then move and cast the model, then build what depends on its parameters.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._version import __version__
+from .config import Config, load_config
+from .data import LoaderOptions
+from .engine.accessors import moments
+from .engine.accumulation import Accumulation, SyncWindow
+from .engine.clock import Clock, NoClock
+from .engine.engine import Engine
+from .engine.errors import EngineArgumentError
+from .engine.initialize import Request, launched_world_size
+from .engine.inputs import CastInputs, PassInputs
+from .engine.observers import MemoryLine, MonitorEvents, ProgressLine, StepObserver, StepTimes, Throughput, TimeLine
+from .engine.parts import EngineParts, EngineSettings, Topology
+from .engine.report import Counters
+from .engine.schedule import DrivenSchedule, NoSchedule, ScheduleDriver
+from .engine.stepper import NoStepper, ShardedStepper
+from .errors import DsxError
+from .loss_scaler import build_loss_scale
+from .lr_schedules import build_schedule
+from .optimizers import OptimizerChoice, choose_optimizer
+from .precision import Precision
+from .utils.logging import enable_console, logger, set_log_level_from_string
+
+
+class MissingPartError(DsxError, ImportError):
+    """A package of dsx is not installed, or not in the version this one was made with."""
+
+
+def part(name: str) -> ModuleType:
+    """Import a sibling package and check that it belongs to this version of dsx.
+
+    Raises:
+        MissingPartError: it is not there, or its version is another one.
+    """
+    distribution = name.replace("_", "-")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise MissingPartError(
+            f"dsx {__version__} needs {distribution}, which is not installed: pip install {distribution}=={__version__}"
+        ) from error
+    if module.__version__ != __version__:
+        raise MissingPartError(
+            f"dsx {__version__} needs {distribution} {__version__}, but {distribution} {module.__version__} is installed: "
+            f"pip install {distribution}=={__version__}"
+        )
+    return module
+
+
+def build_engine(source: Any, request: Request) -> Engine:
+    """The engine for a configuration and the caller's objects. Collective."""
+    world_size = launched_world_size() if request.mpu is None else _mpu_data_parallel_size(request.mpu)
+    config = load_config(source, world_size=world_size)
+    choice = _chosen_optimizer(config, request)
+    _set_up_logging(config)
+    topology = _join_processes(config, request)
+    model = _placed(request.model, config, topology)
+    sharded, optimizer = _sharded(model, config, request, topology, choice)
+    engine = Engine(_parts(config, request, topology, sharded, optimizer, choice))
+    if request.training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(request.training_data, collate_fn=request.collate_fn)
+    _announce(engine, config, choice)
+    return engine
+
+
+# - The configuration and the processes
+
+
+def _chosen_optimizer(config: Config, request: Request) -> OptimizerChoice | None:
+    """The optimizer that the config names, judged before any process group; None if the caller brings one or none is named."""
+    section = config.use("optimizer")
+    if section is None:
+        return None
+    if request.optimizer is not None:
+        logger.warning("the optimizer given to initialize replaces optimizer.type %s of the config", section.type)
+        return None
+    return choose_optimizer(section.type, section.params)
+
+
+def _set_up_logging(config: Config) -> None:
+    if launched_rank() == 0:
+        enable_console()
+        for warning in config.warnings:
+            logger.warning(warning)
+    if config.use("log_level"):
+        set_log_level_from_string(config.log_level)
+
+
+def launched_rank() -> int:
+    """Global rank, known without a process group."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _join_processes(config: Config, request: Request) -> Topology:
+    comm = part("dsx_comm")
+    wanted = "RANK" in os.environ if request.dist_init_required is None else request.dist_init_required
+    if wanted and not comm.is_initialized():
+        comm.init_distributed(distributed_port=request.distributed_port)
+    if config.use("comms_logger").enabled:
+        comm.configure(config=config.comms_logger)
+    if not comm.is_initialized():
+        return Topology()
+    mpu, group = request.mpu, None
+    if mpu is not None:
+        group = mpu.get_data_parallel_group()
+    return Topology(
+        rank=comm.get_rank(),
+        world_size=comm.get_world_size(),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        dp_rank=comm.get_rank(group),
+        dp_world_size=comm.get_world_size(group),
+        mp_world_size=1,
+        dp_group=group,
+    )
+
+
+def _mpu_data_parallel_size(mpu: Any) -> int:
+    """Size of the mpu's data-parallel group; model parallelism of more than one rank is refused."""
+    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
+        if hasattr(mpu, name) and getattr(mpu, name)() > 1:
+            raise EngineArgumentError(
+                f"initialize(mpu=...): got a model-parallel size of {getattr(mpu, name)()}, expected 1; gradient norms over "
+                "model-parallel ranks are not available yet"
+            )
+    return int(mpu.get_data_parallel_world_size())
+
+
+# - The model and its shards
+
+
+def _placed(model: nn.Module, config: Config, topology: Topology) -> nn.Module:
+    """The model on this process' device and in the parameters' dtype; parameter objects stay the same."""
+    precision: Precision = config.use("precision")
+    if torch.cuda.is_available() and _uses_cuda(topology):
+        device = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        model.to(device)
+    if precision.params != "fp32":
+        model.to(precision.dtype("params"))
+    return model
+
+
+def _uses_cuda(topology: Topology) -> bool:
+    """Whether the ranks talk over a backend that needs device tensors (or there is only one process)."""
+    if not torch.distributed.is_initialized():
+        return True
+    return "nccl" in str(torch.distributed.get_backend(topology.dp_group))
+
+
+def _sharded(
+    model: nn.Module, config: Config, request: Request, topology: Topology, choice: OptimizerChoice | None
+) -> tuple[nn.Module, Any]:
+    zero = part("dsx_zero")
+    precision = config.precision
+    parameters = list(model.parameters()) if request.model_parameters is None else request.model_parameters
+    optimizer: Any = request.optimizer
+    if choice is not None:
+        optimizer = choice.build(parameters)
+    elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(parameters)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise EngineArgumentError(
+                f"initialize(optimizer=<callable>): it returned {type(optimizer).__name__}, expected a torch.optim.Optimizer"
+            )
+    return zero.shard(
+        model,
+        optimizer,
+        process_group=topology.dp_group,
+        config=config.use("zero"),
+        precision=zero.Precision(
+            gradients=precision.dtype("grad_accum"),
+            communication=precision.dtype("reduce"),
+            master=precision.dtype("master"),
+            check_overflow=precision.check_overflow,
+        ),
+        reduction=zero.Reduction(
+            op=config.use("gradient_allreduce_op"),
+            prescale=config.use("prescale_gradients"),
+            predivide_factor=config.use("gradient_predivide_factor"),
+        ),
+    )
+
+
+# - The parts
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """The observers of an engine, and what to close with it."""
+
+    observers: tuple[StepObserver, ...] = ()
+    close: Callable[[], None] = lambda: None
+
+
+def _parts(
+    config: Config,
+    request: Request,
+    topology: Topology,
+    model: nn.Module,
+    optimizer: Any,
+    choice: OptimizerChoice | None,
+) -> EngineParts:
+    trains = request.optimizer is not None or choice is not None
+    scaler = build_loss_scale(config.precision, config.fp16, config.amp)
+    clipping = config.use("gradient_clipping")
+    scheduler, driver = _scheduler(config, request, optimizer if trains else None)
+    counters, clock, stage = Counters(), _clock(config, model), config.zero.stage
+    watch = _observers(config, topology, optimizer, counters, clock) if trains else _Watch()
+
+    def release() -> None:
+        optimizer.release()
+        watch.close()
+
+    return EngineParts(
+        module=model,
+        optimizer=optimizer if trains else None,
+        shards=optimizer,
+        stepper=ShardedStepper(optimizer, scaler, clipping or None) if trains else NoStepper(),
+        scaler=scaler,
+        schedule=driver,
+        lr_scheduler=scheduler,
+        accumulation=Accumulation(config.use("batch").accumulation),
+        window=SyncWindow(optimizer.no_sync, every_micro_batch=stage >= 2 and not config.zero.keep_full_gradients),
+        cast=CastInputs(config.precision.dtype("params")) if config.precision.cast_inputs else PassInputs(),
+        autocast=_autocast(config.precision, model),
+        clock=clock,
+        gather=_gather(stage),
+        topology=topology,
+        settings=_settings(config, optimizer, clipping),
+        config=config,
+        loader=LoaderOptions(
+            micro_batch_size=config.batch.micro,
+            rank=topology.dp_rank,
+            world_size=topology.dp_world_size,
+            drop_last=config.use("dataloader_drop_last"),
+        ),
+        release=release,
+        counters=counters,
+        observers=watch.observers,
+    )
+
+
+def _settings(config: Config, optimizer: Any, clipping: float) -> EngineSettings:
+    inner = getattr(optimizer, "inner", None)
+    return EngineSettings(
+        micro_batch_size=config.batch.micro,
+        zero_stage=config.zero.stage,
+        gradient_clipping=clipping,
+        optimizer_name=type(inner).__name__ if inner is not None else "",
+        gather_weights_on_save=config.zero.stage < 3 or config.zero.stage3_gather_16bit_weights_on_model_save,
+        tag_validation=config.use("checkpoint").tag_validation,
+    )
+
+
+def _scheduler(config: Config, request: Request, optimizer: Any) -> tuple[Any, ScheduleDriver]:
+    """The scheduler (the caller's before the config's) and what drives it."""
+    section, given = config.use("scheduler"), request.lr_scheduler
+    if optimizer is None or (section is None and given is None):
+        return None, NoSchedule()
+    # torch's schedulers insist on a torch.optim.Optimizer; the one inside has the same parameter groups.
+    target = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.inner
+    if section is not None and given is None:
+        scheduler = build_schedule(section.type, target, section.params)
+    else:
+        scheduler = given if callable(getattr(given, "step", None)) else given(target)
+    return scheduler, DrivenSchedule(scheduler)
+
+
+def _autocast(precision: Precision, model: nn.Module) -> Callable[[], Any]:
+    if not precision.autocast:
+        return nullcontext
+    kind = next((p.device.type for p in model.parameters()), "cpu")
+    return lambda: torch.autocast(kind, dtype=precision.dtype("compute"))
+
+
+def _gather(stage: int) -> Callable[[list[nn.Parameter]], Any]:
+    zero = part("dsx_zero")
+    return (
+        (lambda parameters: zero.GatheredParameters(parameters)) if stage == 3 else (lambda parameters: nullcontext())
+    )
+
+
+def _clock(config: Config, model: nn.Module) -> Clock:
+    # Not short-circuited: both keys are acted on here.
+    if config.use("wall_clock_breakdown") | config.flops_profiler.enabled:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        return part("dsx_monitor").WallClock(device)
+    return NoClock()
+
+
+def _observers(config: Config, topology: Topology, optimizer: Any, counters: Counters, clock: Clock) -> _Watch:
+    """Who looks on, and what closes with the engine: everything on rank 0, nothing elsewhere."""
+    every, monitor_on = config.use("steps_per_print") or 0, _monitored(config)
+    timed, breakdown = config.use("timers").throughput.enabled, config.wall_clock_breakdown
+    memory = config.use("memory_breakdown")
+    if topology.rank != 0:
+        return _Watch()
+    monitoring = part("dsx_monitor")
+    times, timer = StepTimes(clock), monitoring.ThroughputTimer(config.batch.train)
+    chosen: list[tuple[bool, Callable[[], StepObserver]]] = [
+        (True, lambda: times),
+        (timed, lambda: Throughput(timer)),
+        (
+            every > 0,
+            lambda: ProgressLine(
+                every, counters, lambda: moments(optimizer.param_groups), lambda: timer.samples_per_second
+            ),
+        ),
+        (breakdown and every > 0, lambda: TimeLine(every, times)),
+        (memory and every > 0, lambda: MemoryLine(every)),
+    ]
+    observers = [make() for wanted, make in chosen if wanted]
+    if not monitor_on:
+        return _Watch(tuple(observers))
+    monitor = monitoring.MonitorMaster(config, rank=0)
+    scaled = config.precision.needs_loss_scale
+    observers.append(MonitorEvents(monitor.write_events, loss_scale=scaled, times=times, speed=timer.events))
+    return _Watch(tuple(observers), monitor.close)
+
+
+def _monitored(config: Config) -> bool:
+    """Whether any writer of metrics is switched on; marks their sections as acted on."""
+    sections = [config.use(name) for name in ("tensorboard", "wandb", "csv_monitor", "comet")]
+    return any(section.enabled for section in sections)
+
+
+def _announce(engine: Engine, config: Config, choice: OptimizerChoice | None) -> None:
+    """Say once what was decided, on rank 0."""
+    if engine.global_rank != 0:
+        return
+    logger.info("%r: %s", engine, config.precision.describe())
+    if choice is not None:
+        logger.info("optimizer %s: %s", choice.name, choice.reason)
+    if config.use("dump_state"):
+        logger.info("configuration in effect:\n%s", config.explain().render())
+    unused = config.unused_report()
+    if unused:
+        logger.warning(unused)

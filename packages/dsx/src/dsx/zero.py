@@ -1,0 +1,7 @@
+"""ZeRO stages 0-3 without an engine: `dsx_zero` under the name scripts know.
+
+There is one identity of every class and function: this module only passes names on, and only when it is imported.
+"""
+
+from dsx_zero import *  # noqa: F403
+from dsx_zero import __all__ as __all__

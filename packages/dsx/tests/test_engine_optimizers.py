@@ -1,0 +1,83 @@
+"""Optimizers by name: which class, with which arithmetic, and why."""
+
+import pytest
+import torch
+from dsx.errors import DsxConfigError
+from dsx.optimizers import choose_optimizer, torch_optimizers
+
+
+def one_step(choice, *, weight=2.0, grad=0.5):
+    parameter = torch.nn.Parameter(torch.full((4,), weight))
+    optimizer = choice.build([parameter])
+    for _ in range(3):
+        parameter.grad = torch.full((4,), grad)
+        optimizer.step()
+    return parameter.detach(), optimizer
+
+
+@pytest.mark.parametrize(
+    "name, params, reference",
+    [
+        ("Adam", {"weight_decay": 0.1, "lr": 0.1}, torch.optim.AdamW),
+        ("adam", {"weight_decay": 0.1, "lr": 0.1, "adam_w_mode": False}, torch.optim.Adam),
+        ("ADAMW", {"weight_decay": 0.1, "lr": 0.1, "adam_w_mode": False}, torch.optim.AdamW),
+        ("Adam", {"weight_decay": 0.1, "lr": 0.1, "adam_w_mode": False, "torch_adam": True}, torch.optim.Adam),
+        ("AdamW", {"lr": 0.1, "torch_adam": True, "betas": [0.8, 0.9]}, torch.optim.AdamW),
+        ("Adam", {"lr": 0.1, "amsgrad": True}, torch.optim.AdamW),
+        ("sgd", {"lr": 0.1, "momentum": 0.9}, torch.optim.SGD),
+        ("Adagrad", {"lr": 0.1}, torch.optim.Adagrad),
+        ("rmsprop", {"lr": 0.1}, torch.optim.RMSprop),
+    ],
+)
+def test_arithmetic_is_that_of_the_named_class(name, params, reference):
+    kept = {k: v for k, v in params.items() if k not in ("adam_w_mode", "torch_adam")}
+    expected, _ = one_step(type("Plain", (), {"build": staticmethod(lambda p: reference(p, **kept))}))
+    got, _ = one_step(choose_optimizer(name, params))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    plain, _ = one_step(choose_optimizer(name, params, reference=True))
+    torch.testing.assert_close(plain, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_lion_and_lamb_move_the_parameter():
+    got, _ = one_step(choose_optimizer("Lion", {"lr": 0.1}))
+    torch.testing.assert_close(got, torch.full((4,), 2.0 - 3 * 0.1))
+    got, optimizer = one_step(choose_optimizer("Lamb", {"lr": 0.1, "max_coeff": 0.5}))
+    assert (got < 2.0).all() and type(optimizer).__name__ == "FusedLamb"
+
+
+def test_every_choice_says_why():
+    assert "torch_adam is set" in choose_optimizer("Adam", {"torch_adam": True}).reason
+    assert "amsgrad is set" in choose_optimizer("Adam", {"amsgrad": True}).reason
+    assert choose_optimizer("SGD", {"lr": 1.0}).reason == "torch.optim.SGD, fused"
+    reason = choose_optimizer("Adam", {}).reason
+    assert "dsx_ops.FusedAdam" in reason or "without its native code" in reason
+
+
+def test_without_native_code_adam_is_torchs(monkeypatch):
+    import dsx_ops
+
+    monkeypatch.setattr(dsx_ops, "native_status", lambda: {"native": False, "reason": "no compiler"})
+    choice = choose_optimizer("Adam", {"lr": 0.1})
+    assert choice.reason == "torch.optim.AdamW, fused, because dsx-ops runs without its native code (no compiler)"
+    assert type(choice.build([torch.nn.Parameter(torch.ones(2))])) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    "name, params, match",
+    [
+        ("OneBitAdam", {}, "not available yet.*comes with 1-bit"),
+        ("Muon", {}, "not available yet.*whole tensors"),
+        ("Adm", {}, "did you mean Adam"),
+        ("Adam", {"max_grad_norm": 1.0}, "gradient_clipping"),
+        ("Adam", {"learning_rate": 1.0}, "optimizer.params.learning_rate"),
+        ("SGD", {"betas": [0.9, 0.99]}, "optimizer.params.betas"),
+        ("Adam", {"torch_adam": True, "bias_correction": False}, "always corrects the bias"),
+    ],
+)
+def test_what_cannot_be_built_is_named(name, params, match):
+    with pytest.raises(DsxConfigError, match=match):
+        choose_optimizer(name, params)
+
+
+def test_names_of_torch_are_all_known():
+    assert {"sgd", "adamw", "nadam", "rprop", "asgd"} <= set(torch_optimizers())

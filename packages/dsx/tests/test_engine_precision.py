@@ -1,0 +1,160 @@
+"""fp16 with loss scaling, bf16, autocast: the same updates as masters in plain torch; overflow skips everything."""
+
+import math
+
+import pytest
+import torch
+from dsx_testkit import run_ranks, tiny
+
+WIDTH = 6
+
+
+def model():
+    return tiny.MLP(WIDTH, 8, 4, depth=1, seed=1)
+
+
+def batch(index):
+    generator = torch.Generator().manual_seed(50 + index)
+    return torch.randn(2, WIDTH, generator=generator), torch.randn(2, 4, generator=generator)
+
+
+def config(**changes):
+    base = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.25}},
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+    }
+    return {**base, **changes}
+
+
+def trained(rank, world, settings, poison=()):
+    """Train; `poison` holds (step, rank) at which the loss is multiplied by infinity. Scales, lrs, whole weights, masters."""
+    import dsx
+    import dsx_zero
+
+    engine, *_ = dsx.initialize(model=model(), config=settings)
+    dtype = next(engine.module.parameters()).dtype
+    trace = []
+    for step in range(7):
+        x, y = batch(step * world + rank)
+        loss = torch.nn.functional.mse_loss(engine(x.to(dtype)).float(), y)
+        if (step, rank) in poison:
+            loss = loss * math.inf
+        before = engine.module_state_dict()
+        scale, lr = engine.loss_scale, engine.get_lr()[0]
+        engine.backward(loss)
+        engine.step()
+        after = engine.module_state_dict()
+        changed = any(not torch.equal(before[name], after[name]) for name in before)
+        assert changed == (engine.was_step_applied() and lr > 0)
+        assert engine.was_step_applied() == (not engine.last_step.skipped)
+        trace.append((scale, lr, engine.was_step_applied()))
+    masters = {name: dsx_zero.safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+    return trace, engine.skipped_steps, masters
+
+
+def masters_of(world, dtype, skipped=(), lrs=None, scales=None):
+    """Plain torch: a model in `dtype`, fp32 masters, the loss scaled, micro-batches of all ranks averaged."""
+    net = model().to(dtype)
+    masters = [p.detach().clone().float() for p in net.parameters()]
+    for step in range(7):
+        if step in skipped:
+            continue
+        scale = scales[step] if scales else 1.0
+        totals = [torch.zeros_like(m) for m in masters]
+        for rank in range(world):
+            x, y = batch(step * world + rank)
+            (torch.nn.functional.mse_loss(net(x.to(dtype)).float(), y) * scale).backward()
+            for total, p in zip(totals, net.parameters()):
+                total += p.grad.float() / world
+                p.grad = None
+        with torch.no_grad():
+            for master, total, p in zip(masters, totals, net.parameters()):
+                master -= (lrs[step] if lrs else 0.25) * total / scale
+                p.copy_(master)
+    return dict(zip(dict(net.named_parameters()), masters))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_dynamic_scale_skips_and_recovers(stage, world):
+    settings = config(
+        fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1},
+        zero_optimization={"stage": stage},
+        communication_data_type="fp32",
+        data_types={"grad_accum_dtype": "fp32"},
+        scheduler={
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 0.25, "warmup_num_steps": 4, "warmup_type": "linear"},
+        },
+    )
+    results = run_ranks(trained, world, settings, [(1, world - 1), (4, 0)])
+    # overflow at steps 1 and 4 halves at once; doubling after window + 1 good steps never comes
+    expected = [16.0, 16.0, 8.0, 8.0, 8.0, 4.0, 4.0]
+    rates = [0.0, 0.0625, 0.0625, 0.125, 0.1875, 0.1875, 0.25]
+    for trace, skipped, masters in results:
+        assert [scale for scale, _, _ in trace] == expected
+        assert [step for step, (_, _, applied) in enumerate(trace) if not applied] == [1, 4] and skipped == 2
+        assert [lr for _, lr, _ in trace] == pytest.approx(rates)
+        reference = masters_of(world, torch.float16, skipped=(1, 4), lrs=rates, scales=expected)
+        for name, value in reference.items():
+            torch.testing.assert_close(masters[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_update_is_right_on_the_step_at_which_the_scale_grows():
+    settings = config(fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2})
+    ((trace, skipped, masters),) = run_ranks(trained, 1, settings)
+    scales = [scale for scale, _, _ in trace]
+    assert scales == [16, 16, 16, 32, 32, 64, 64] and skipped == 0
+    for name, value in masters_of(1, torch.float16, scales=scales).items():
+        torch.testing.assert_close(masters[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_static_scale_at_stage_0_scales_the_loss():
+    settings = config(fp16={"enabled": True, "loss_scale": 1024})
+    ((trace, _, masters),) = run_ranks(trained, 1, settings)
+    assert {scale for scale, _, _ in trace} == {1024.0}
+    for name, value in masters_of(1, torch.float16, scales=[1024.0] * 7).items():
+        torch.testing.assert_close(masters[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_bf16_keeps_fp32_masters(stage):
+    settings = config(
+        bf16={"enabled": True},
+        zero_optimization={"stage": stage},
+        communication_data_type="fp32",
+        data_types={"grad_accum_dtype": "fp32"},
+    )
+    reference = masters_of(2, torch.bfloat16)
+    for trace, _, masters in run_ranks(trained, 2, settings):
+        assert {scale for scale, _, _ in trace} == {1.0}
+        for name, value in reference.items():
+            torch.testing.assert_close(masters[name], value, rtol=1e-4, atol=1e-5)
+
+
+def inputs(rank, world, settings):
+    import dsx
+
+    class Echo(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+
+        def forward(self, x, mask=None, *, extra=None):
+            return self.layer(x), x.dtype, mask.dtype, extra["y"].dtype
+
+    engine, *_ = dsx.initialize(model=Echo(), config=settings)
+    out, *dtypes = engine(torch.ones(1, 2), torch.ones(1, dtype=torch.int64), extra={"y": torch.ones(1)})
+    return out.dtype, *dtypes
+
+
+def test_inputs_are_cast_where_the_config_says_so():
+    (got,) = run_ranks(inputs, 1, config(fp16={"enabled": True, "auto_cast": True}))
+    assert got == (torch.float16, torch.float16, torch.int64, torch.float16)
+
+
+def test_autocast_keeps_parameters_in_fp32():
+    (got,) = run_ranks(inputs, 1, config(torch_autocast={"enabled": True, "dtype": "bfloat16"}))
+    assert got == (torch.bfloat16, torch.float32, torch.int64, torch.float32)
