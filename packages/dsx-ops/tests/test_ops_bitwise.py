@@ -40,7 +40,9 @@ def _restore():
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit patterns; any NaN equals any NaN."""
     if a.dtype.is_floating_point:
-        return bool(((a == b) | (a.isnan() & b.isnan())).all()) and torch.equal(a.signbit()[a == 0], b.signbit()[b == 0])
+        return bool(((a == b) | (a.isnan() & b.isnan())).all()) and torch.equal(
+            a.signbit()[a == 0], b.signbit()[b == 0]
+        )
     return torch.equal(a, b)
 
 
@@ -132,7 +134,9 @@ def test_cutting_a_buffer_changes_nothing(rule):
 
 @pytest.mark.parametrize("to", (torch.bfloat16, torch.float16), ids=str)
 def test_conversions_are_torchs_own(to):
-    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.4e38, 65504, 65519.9, 65520, 1e-45, 6e-8, 2.98e-8])
+    special = torch.tensor(
+        [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.4e38, 65504, 65519.9, 65520, 1e-45, 6e-8, 2.98e-8]
+    )
     bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     source = torch.cat([special, bits.view(torch.float32), torch.randn(999) * 1e-6, torch.randn(1001)])
     half = source.to(to)

@@ -107,6 +107,11 @@ def _gradient(grad: Tensor, h: Lowered) -> Tensor:
     return -g if h.maximize else g
 
 
+def _root(x: Tensor) -> Tensor:
+    """The correctly rounded square root; on CPU torch's fp32 one (vector library) is sometimes off by the last bit."""
+    return x.sqrt() if x.device.type == "cuda" else x.double().sqrt_().float()
+
+
 def _moments(m: Tensor, v: Tensor, g: Tensor, h: Lowered) -> None:
     m.mul_(h.beta1).add_(g * h.one_minus_beta1)
     v.mul_(h.beta2).add_((g * h.one_minus_beta2) * g)
@@ -119,7 +124,7 @@ def _adam(p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Lowered) -> None:
     _moments(m, v, g, h)
     if h.decoupled:
         p.mul_(h.decay)
-    p.sub_((m / v.sqrt().mul_(h.inv_denom).add_(h.eps)).mul_(h.step_size))
+    p.sub_((m / _root(v).mul_(h.inv_denom).add_(h.eps)).mul_(h.step_size))
 
 
 def _adagrad(p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Lowered) -> None:
@@ -127,7 +132,7 @@ def _adagrad(p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Lowered) -> No
     if h.use_l2:
         g = g + p * h.l2
     total.add_(g * g)
-    p.sub_((g / total.sqrt().add_(h.eps)).mul_(h.step_size))
+    p.sub_((g / _root(total).add_(h.eps)).mul_(h.step_size))
 
 
 def _lion(p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Lowered) -> None:
@@ -153,7 +158,7 @@ def _sgd(p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Lowered) -> None:
 
 
 def _lamb_direction(p: Tensor, m: Tensor, v: Tensor, h: Lowered) -> Tensor:
-    u = m / ((v + h.eps).sqrt_() if h.eps_inside else v.sqrt().add_(h.eps))
+    u = m / (_root(v + h.eps) if h.eps_inside else _root(v).add_(h.eps))
     return u + p * h.l2 if h.use_l2 else u
 
 

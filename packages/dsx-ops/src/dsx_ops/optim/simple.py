@@ -48,6 +48,7 @@ class CPUAdagrad(FusedOptimizer):
                 "amsgrad": amsgrad,
                 "maximize": maximize,
                 "initial_accumulator_value": initial_accumulator_value,
+                "lr_decay": 0.0,  # torch.optim.Adagrad reads it from our state dicts
                 "state_dtype": _state_dtype(fp32_optimizer_states),
             },
         )
