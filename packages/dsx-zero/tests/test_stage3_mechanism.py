@@ -35,9 +35,7 @@ class Sharded:
             unit.adopt(model, {info.name: info for info in infos})
         self.gathers = 0
         executor = GatherExecutor(self.units, all_gather=self._copy, lane=DeferringLane(), limits=GatherLimits())
-        self.residency = Residency(
-            self.units, executor=executor, order=NullOrder(executor), begin_backward=lambda: None
-        )
+        self.residency = Residency(self.units, executor=executor, order=NullOrder(executor))
         for unit in self.units:
             unit.lender = self.residency
         self.hooks = UnitHooks(model, self.units, self.residency)

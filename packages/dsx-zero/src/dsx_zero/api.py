@@ -13,13 +13,13 @@ from torch import nn
 from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
 from .flat import FlatGroup, Unit
 from .gather import Gathering, Replicated
-from .gradients import LocalGradients, ReducedGradients
+from .gradients import LocalGradients, ReducedGradients, ReduceOrder
 from .inorder import InOrder
-from .masters import check_optimizer, make_masters, place_masters
+from .masters import check_optimizer, make_masters, place_masters, replace_parameters
 from .optimizer import Residency, Runtime, ZeroOptimizer
 from .precision import Precision
 from .reduction import LocalReducer, Reducer, Reduction
-from .units import ParameterInfo, UnitPlan, find_parameters, plan_units
+from .units import ParameterInfo, Persistence, UnitPlan, find_parameters, plan_units
 
 if TYPE_CHECKING:
     from .config import ZeroConfig
@@ -89,9 +89,12 @@ def shard(
         stage=settings.stage,
         world_size=world_size,
         reduce_bucket_size=settings.size("reduce_bucket_size"),
+        persistence=Persistence(
+            settings.size("stage3_param_persistence_threshold"), settings.stage3_model_persistence_threshold
+        ),
     )
     build = _Build(model, settings, precision, reduction, process_group, rank, world_size, infos, plans)
-    runtime = build.partitioned() if settings.stage == 3 else build.resident()
+    runtime = build.partitioned(inner) if settings.stage == 3 and world_size > 1 else build.resident()
     for notice in settings.notices():
         if rank == 0:
             _log.warning(notice)
@@ -208,11 +211,34 @@ class _Build:
             residency = Gathering(self.process_group, self.world_size, self.settings.allgather_bucket_size)
         return self._runtime(units, 0 if alone else self.settings.stage, residency)
 
-    def partitioned(self) -> Runtime:
-        """Stage 3."""
-        raise ZeroConfigError("zero_optimization.stage", "not available yet: stage 3; use a stage from 0 to 2")
+    def partitioned(self, inner: Any) -> Runtime:
+        """Stage 3: the modules get other parameters, which take the places of the old ones in the optimizer."""
+        from .stage3 import Ranks, Stage3Limits, build_stage3  # late: stages 0-2 need none of it
 
-    def _runtime(self, units: tuple[Unit, ...], stage: int, residency: Residency) -> Runtime:
+        settings = self.settings
+        limits = Stage3Limits(
+            max_live_parameters=settings.stage3_max_live_parameters,
+            max_reuse_distance=settings.stage3_max_reuse_distance,
+            prefetch_bucket_size=settings.size("stage3_prefetch_bucket_size"),
+            allgather_bucket_size=settings.allgather_bucket_size,
+        )
+        ranks = Ranks.of(self.process_group, self.rank, self.world_size)
+        stage, plain_of = build_stage3(self.model, self.infos, self.plans, ranks=ranks, limits=limits)
+        replace_parameters(inner, plain_of)
+        self._broadcast([])
+        runtime = self._runtime(stage.units, 3, stage, order=stage, on_complete=stage.gradients_complete)
+        stage.connect(self.model, runtime.gradients)
+        return runtime
+
+    def _runtime(
+        self,
+        units: tuple[Unit, ...],
+        stage: int,
+        residency: Residency,
+        *,
+        order: ReduceOrder | None = None,
+        on_complete: Callable[[int], None] | None = None,
+    ) -> Runtime:
         dtypes = {group.key.dtype for unit in units for group in unit.trainable}
         return Runtime(
             model=self.model,
@@ -222,12 +248,20 @@ class _Build:
             process_group=self.process_group,
             infos=self.infos,
             units=units,
-            gradients=self._gradients(units, stage),
+            gradients=self._gradients(units, stage, order, on_complete),
             residency=residency,
             checks_overflow=self.precision.checks_overflow(dtypes),
+            resident=self.settings.stage < 3,
+            load_masters=self.settings.load_from_fp32_weights,
         )
 
-    def _gradients(self, units: tuple[Unit, ...], stage: int) -> LocalGradients | ReducedGradients:
+    def _gradients(
+        self,
+        units: tuple[Unit, ...],
+        stage: int,
+        order: ReduceOrder | None,
+        on_complete: Callable[[int], None] | None,
+    ) -> LocalGradients | ReducedGradients:
         precision = self.precision
         dtypes = {group.key.dtype for unit in units for group in unit.trainable}
         if self.world_size == 1 and all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes):
@@ -235,7 +269,10 @@ class _Build:
         indices = [unit.index for unit in units if unit.trainable]
         alone = self.world_size == 1
         bucket = self.settings.size("reduce_bucket_size")
-        order = InOrder(indices, control_group=None if alone else self._control_group(), world_size=self.world_size)
+        in_order = None
+        if order is None:
+            control = None if alone else self._control_group()
+            order = in_order = InOrder(indices, control_group=control, world_size=self.world_size)
         gradients = ReducedGradients(
             self.model,
             units,
@@ -244,8 +281,10 @@ class _Build:
             reducer=LocalReducer() if alone else Reducer(self.process_group, self.world_size, self.reduction, bucket),
             order=order,
             expose=self.reduction.op == "mean",
+            on_complete=on_complete,
         )
-        order.bind(gradients.run_reduce)
+        if in_order is not None:
+            in_order.bind(gradients.run_reduce)
         return gradients
 
     def _control_group(self) -> Any:

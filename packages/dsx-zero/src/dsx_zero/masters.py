@@ -6,7 +6,7 @@ At stage 0 every rank steps everything, so the tensors keep their logical shapes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from .errors import ZeroOptimizerError
 from .flat import FlatGroup, Unit
 from .layout import LocalSlice
 
-__all__ = ["Master", "check_optimizer", "make_masters", "place_masters", "write_parameters"]
+__all__ = ["Master", "check_optimizer", "make_masters", "place_masters", "replace_parameters", "write_parameters"]
 
 _WHOLE = {
     "Muon": "it orthogonalises whole matrices",
@@ -76,6 +76,15 @@ def _of_group(group: FlatGroup, *, whole: bool) -> Iterator[tuple[nn.Parameter, 
                 continue
             view = master.narrow(0, place.offset, place.numel)
         yield parameter, Master(name, group, place, nn.Parameter(view.detach(), requires_grad=view.is_floating_point()))
+
+
+def replace_parameters(optimizer: Any, plain_of: Mapping[int, nn.Parameter]) -> None:
+    """Stage 3 gives the model other parameters: put them (by the `id` of the old ones) into `param_groups` and `state`."""
+    for group in optimizer.param_groups:
+        for old in group["params"]:
+            if id(old) in plain_of and old in optimizer.state:
+                optimizer.state[plain_of[id(old)]] = optimizer.state.pop(old)
+        group["params"] = [plain_of.get(id(old), old) for old in group["params"]]
 
 
 def place_masters(optimizer: torch.optim.Optimizer, masters: Sequence[tuple[nn.Parameter, Master | None]]) -> None:

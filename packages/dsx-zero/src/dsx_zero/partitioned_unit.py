@@ -116,17 +116,20 @@ class PartitionedUnit:
         """What the gradients and the optimizer work on."""
         return Unit(self.plan, self.groups)
 
-    def adopt(self, model: nn.Module, infos: Mapping[str, ParameterInfo]) -> None:
+    def adopt(self, model: nn.Module, infos: Mapping[str, ParameterInfo]) -> dict[int, nn.Parameter]:
         """Take over the model's parameters: values into the shards, partitioned faces into the modules.
 
         The values are taken from the parameters that the modules hold now (partitioned ones of ``Init`` are read whole, one at a
-        time), rank by rank the same: rank 0's.
+        time), rank by rank the same: rank 0's. Returns the plain parameter for the ``id`` of each one that was replaced.
         """
+        plain_of = {}
         for group in self.groups:
             for index, name in enumerate(group.layout.names):
-                self._adopt_one(model, group, index, infos[name])
+                original = self._adopt_one(model, group, index, infos[name])
+                plain_of[id(original)] = group.parameters[index]
+        return plain_of
 
-    def _adopt_one(self, model: nn.Module, group: FlatGroup, index: int, info: ParameterInfo) -> None:
+    def _adopt_one(self, model: nn.Module, group: FlatGroup, index: int, info: ParameterInfo) -> torch.Tensor:
         source = UnitParameter(info.name, self, group)
         plain = group.parameters[index]
         partitioned = PartitionedParameter(
@@ -146,6 +149,7 @@ class PartitionedUnit:
         with torch.no_grad():
             whole = original.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
             write_whole(group, info.name, whole, self.process_group)
+        return original
 
     def swap_in(self) -> None:
         """Let the modules hold the plain parameters. The unit must be gathered."""

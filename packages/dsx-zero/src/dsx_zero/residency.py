@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -200,15 +201,16 @@ class Residency(Lender):
         *,
         executor: GatherExecutor,
         order: Order,
-        begin_backward: Callable[[], None],
+        begin_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self._units = {unit.index: unit for unit in units}
-        self._executor, self._order, self._begin_backward = executor, order, begin_backward
+        self._executor, self._order, self.begin_backward = executor, order, begin_backward
         self._depth, self._training = 0, True
         self._open: dict[int, list[Use]] = {index: [] for index in self._units}
         self._backward: dict[int, set[Any]] = {index: set() for index in self._units}
         self._borrowed: set[int] = set()
         self._task: int | None = None
+        self._pass_ended = False
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -291,7 +293,8 @@ class Residency(Lender):
         if self._task is not None:
             return
         self._task = torch._C._current_graph_task_id()
-        self._begin_backward()
+        self._pass_ended = False
+        self.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def before_backward(self, unit: int, use: Use) -> None:
@@ -328,10 +331,15 @@ class Residency(Lender):
             self._executor.hold(unit)
         holds.add(token)
 
+    def end_backward_pass(self) -> None:
+        """Tell the order that backward has ended, once (the gradients come before this object if they reduce)."""
+        if not self._pass_ended:
+            self._pass_ended = True
+            self._order.end_backward()
+            self._executor.settle()
+
     def _end_backward(self) -> None:
-        self._task = None
-        self._order.end_backward()
-        self._executor.settle()
+        self.end_backward_pass()
         self._release_all()
 
     def _release_all(self) -> None:
@@ -360,9 +368,9 @@ class Residency(Lender):
             # Leaves (the inputs of a reentrant recomputation) get their gradient as soon as it is there: wait for all of them.
             left = {id(tensor) for tensor in tensors}
             for tensor in tensors:
-                tensor.register_hook(lambda grad, key=id(tensor): self._leaf_done(unit, use, left, key))
+                tensor.register_hook(partial(self._leaf_done, unit, use, left, id(tensor)))
 
-    def _leaf_done(self, unit: int, use: Use, left: set[int], key: int) -> None:
+    def _leaf_done(self, unit: int, use: Use, left: set[int], key: int, grad: torch.Tensor) -> None:
         left.discard(key)
         if not left:
             self.after_backward(unit, use)

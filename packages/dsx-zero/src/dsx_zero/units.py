@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["GroupKey", "GroupPlan", "ParameterInfo", "UnitPlan", "find_parameters", "plan_units"]
+__all__ = ["GroupKey", "GroupPlan", "ParameterInfo", "Persistence", "UnitPlan", "find_parameters", "plan_units"]
 
 SMALL_MESSAGE = 1 << 20
 """Elements: neighbouring blocks below this size share one message at stages 0-2."""
@@ -59,12 +59,30 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
+class Persistence:
+    """Which parameters stay whole at stage 3 (elements): those of at most `parameter`, in definition order up to `total`."""
+
+    parameter: int = 0
+    total: int = 2**63 - 1
+
+    def choose(self, infos: tuple[ParameterInfo, ...]) -> tuple[ParameterInfo, ...]:
+        """The parameters that stay whole. Empty ones always do."""
+        chosen, total = [], 0
+        for info in infos:
+            if info.numel == 0 or (info.numel <= self.parameter and total + info.numel <= self.total):
+                chosen.append(info)
+                total += info.numel
+        return tuple(chosen)
+
+
+@dataclass(frozen=True)
 class UnitPlan:
-    """A unit. `module` is the name of the module it belongs to ("" for the root)."""
+    """A unit. `module` is the name of the module it belongs to ("" for the root); a `resident` one stays whole at stage 3."""
 
     index: int
     module: str
     groups: tuple[GroupPlan, ...]
+    resident: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -188,11 +206,18 @@ def plan_units(
     stage: int,
     world_size: int,
     reduce_bucket_size: int = 500_000_000,
+    persistence: Persistence | None = None,
 ) -> tuple[UnitPlan, ...]:
     """Divide the parameters among units, in definition order of the modules (the root unit first at stage 3).
 
     `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in pieces.
     """
     blocks = block_names(model)
-    chosen = _by_module(infos, blocks) if stage == 3 else _by_size(infos, blocks, reduce_bucket_size)
-    return tuple(UnitPlan(i, module, _groups(members, world_size)) for i, (module, members) in enumerate(chosen))
+    if stage != 3:
+        chosen = _by_size(infos, blocks, reduce_bucket_size)
+        return tuple(UnitPlan(i, module, _groups(members, world_size)) for i, (module, members) in enumerate(chosen))
+    small = (persistence or Persistence()).choose(infos)
+    kept = frozenset(info.name for info in small)
+    units = [("", list(small), True)] if small else []
+    units += [(m, found, False) for m, found in _by_module(tuple(i for i in infos if i.name not in kept), blocks)]
+    return tuple(UnitPlan(i, m, _groups(found, world_size), resident) for i, (m, found, resident) in enumerate(units))

@@ -1,0 +1,31 @@
+"""Which models of this process are sharded at stage 3, for functions that are given a module or a parameter only.
+
+Weak on both sides: an entry goes with its model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from .stage3 import Stage3
+
+__all__ = ["remember", "stage3_of"]
+
+_STAGES: WeakKeyDictionary[nn.Module, Stage3] = WeakKeyDictionary()
+
+
+def remember(model: nn.Module, stage: Stage3) -> None:
+    """Note that ``model`` is sharded by ``stage``."""
+    _STAGES[model] = stage
+
+
+def stage3_of(module: nn.Module) -> Stage3 | None:
+    """The stage that shards ``module`` or a model that contains it; None if there is none."""
+    for model, stage in _STAGES.items():
+        if any(child is module for child in model.modules()):
+            return stage
+    return None

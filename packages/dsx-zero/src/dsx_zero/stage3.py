@@ -1,0 +1,221 @@
+"""Builds the parts of stage 3 for one model: units, the order of collectives, residency, hooks.
+
+Small parameters (``stage3_param_persistence_threshold``) are one unit that stays whole, as at stage 2: its shard is part of its whole
+buffer, and it is gathered once per optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from .flat import FlatGroup, Unit
+from .gather import Gathering
+from .hooks import UnitHooks
+from .lanes import Lane, make_lane
+from .order import AgreedOrder, Order, ReuseLimits
+from .partitioned import PartitionedParameter
+from .partitioned_unit import PartitionedUnit
+from .registry import remember
+from .residency import GatherExecutor, GatherLimits, Residency
+from .units import ParameterInfo, UnitPlan
+
+__all__ = ["ControlChannel", "Ranks", "Stage3", "Stage3Limits", "build_stage3"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who takes part: this rank, how many, and their three groups (the same ranks in all)."""
+
+    rank: int
+    world_size: int
+    process_group: Any
+    gathers: Any
+    control: Any
+
+    @classmethod
+    def of(cls, process_group: Any, rank: int, world_size: int) -> Ranks:
+        """Make the group for gathers and the one for words in host memory (collective)."""
+        members = dsx_comm.get_all_ranks_from_group(process_group)
+        return cls(
+            rank,
+            world_size,
+            process_group,
+            dsx_comm.new_group(members, backend=dsx_comm.get_backend(process_group)),
+            dsx_comm.new_group(members, backend="gloo"),
+        )
+
+
+@dataclass(frozen=True)
+class Stage3Limits:
+    """The sizes of stage 3 (elements), as the ``zero_optimization`` section names them."""
+
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    prefetch_bucket_size: int = 50_000_000
+    allgather_bucket_size: int = 500_000_000
+    strict_order: bool = False
+
+
+class ControlChannel:
+    """Words of a few bytes over a host group (the ``Channel`` of the order)."""
+
+    def __init__(self, group: Any, rank: int, world_size: int) -> None:
+        self.rank, self._group, self._world_size = rank, group, world_size
+
+    def exchange(self, words: tuple[int, ...]) -> list[tuple[int, ...]]:
+        mine = torch.tensor(words, dtype=torch.int64)
+        everybody = torch.empty(self._world_size * len(words), dtype=torch.int64)
+        dsx_comm.all_gather_into_tensor(everybody, mine, group=self._group)
+        return [tuple(row) for row in everybody.view(self._world_size, -1).tolist()]
+
+
+class Stage3:
+    """Where whole parameters live at stage 3, for the optimizer and the accessors (``optimizer.Residency``)."""
+
+    def __init__(self, resident: Sequence[Unit], partitioned: Sequence[PartitionedUnit], gathering: Gathering) -> None:
+        self._resident = {unit.index: unit for unit in resident}
+        self._units = {unit.index: unit for unit in partitioned}
+        self._gathering = gathering
+        self.residency: Residency
+        self.order: Order
+        self.executor: GatherExecutor
+        self.hooks: UnitHooks
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All units in plan order, as gradients and optimizer see them."""
+        found = [*self._resident.values(), *(unit.as_unit() for unit in self._units.values())]
+        return tuple(sorted(found, key=lambda unit: unit.index))
+
+    @property
+    def partitioned(self) -> tuple[PartitionedUnit, ...]:
+        """The units that are gathered and freed."""
+        return tuple(self._units.values())
+
+    def publish(self, unit: Unit) -> None:
+        """See ``optimizer.Residency``: the small parameters are gathered, the others at their next use."""
+        if unit.index in self._resident:
+            self._gathering.publish(unit)
+
+    def finish(self) -> None:
+        """See ``optimizer.Residency``."""
+        self._gathering.finish()
+        self.residency.parameters_changed()
+
+    @contextmanager
+    def whole(self, unit: Unit) -> Iterator[None]:
+        """See ``optimizer.Residency``."""
+        with self.residency.gathered([unit.index] if unit.index in self._units else []):
+            yield
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is gathered at the moment."""
+        return [
+            store.fill for unit in self._units.values() for store in unit.storages if store.numel and store.allocated
+        ]
+
+    # The order, as the gradients see it: backward ends once, for gathers and reduces.
+
+    def reduce(self, unit: int) -> None:
+        """See ``gradients.ReduceOrder``."""
+        self.order.reduce(unit)
+
+    def end_backward(self) -> None:
+        """See ``gradients.ReduceOrder``."""
+        self.residency.end_backward_pass()
+
+    def boundary(self, pending: Any) -> None:
+        """See ``gradients.ReduceOrder``."""
+        self.order.boundary(pending)
+
+    def gradients_complete(self, unit: int) -> None:
+        """See ``Residency.gradients_complete``."""
+        self.residency.gradients_complete(unit)
+
+    def connect(self, model: nn.Module, gradients: Any) -> None:
+        """Complete the circle with the gradients and put the hooks on."""
+        self.executor.bind(gradients.run_reduce)
+        self.residency.begin_backward = gradients.begin_backward
+        self.hooks = UnitHooks(model, self.partitioned, self.residency)
+        remember(model, self)
+
+
+def build_stage3(
+    model: nn.Module,
+    infos: Sequence[ParameterInfo],
+    plans: Sequence[UnitPlan],
+    *,
+    ranks: Ranks,
+    limits: Stage3Limits,
+    lane: Lane | None = None,
+) -> tuple[Stage3, dict[int, nn.Parameter]]:
+    """Partition the model's parameters unit by unit (collective; rank 0's values become everybody's).
+
+    Returns:
+        The parts, and for each parameter that was in the model (by ``id``) the plain one that takes gradients from now on.
+    """
+    by_name = {info.name: info for info in infos}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    resident, partitioned, plain_of = [], [], {}
+    for plan in plans:
+        if plan.resident:
+            resident.append(_resident(plan, parameters, ranks))
+            continue
+        unit = PartitionedUnit(plan, rank=ranks.rank, process_group=ranks.process_group)
+        originals = unit.adopt(model, by_name)
+        plain_of.update(originals)
+        partitioned.append(unit)
+    stage = Stage3(
+        resident, partitioned, Gathering(ranks.process_group, ranks.world_size, limits.allgather_bucket_size)
+    )
+    stage.executor = GatherExecutor(
+        partitioned,
+        all_gather=lambda out, piece: dsx_comm.all_gather_into_tensor(out, piece, group=ranks.gathers, async_op=True),
+        lane=lane or make_lane(infos[0].device if infos else torch.device("cpu")),
+        limits=GatherLimits(limits.prefetch_bucket_size, limits.max_live_parameters),
+    )
+    stage.order = AgreedOrder(
+        stage.executor,
+        ControlChannel(ranks.control, ranks.rank, ranks.world_size),
+        limits=_reuse(partitioned, limits),
+        strict=limits.strict_order,
+    )
+    stage.residency = Residency(partitioned, executor=stage.executor, order=stage.order)
+    for unit in partitioned:
+        unit.lender = stage.residency
+    return stage, plain_of
+
+
+def _resident(plan: UnitPlan, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> Unit:
+    groups = []
+    for group in plan.groups:
+        own = [_plain(parameters[name]) for name in group.layout.names]
+        flat = FlatGroup.resident(group, own, rank=ranks.rank)
+        if flat.full.numel():
+            source = dsx_comm.get_global_rank(ranks.process_group, 0)
+            dsx_comm.broadcast(flat.full, source, group=ranks.process_group)
+        groups.append(flat)
+    return Unit(plan, tuple(groups))
+
+
+def _plain(parameter: nn.Parameter) -> nn.Parameter:
+    if isinstance(parameter, PartitionedParameter):
+        return nn.Parameter(parameter.full_tensor(), requires_grad=parameter.requires_grad)
+    return parameter
+
+
+def _reuse(units: Sequence[PartitionedUnit], limits: Stage3Limits) -> ReuseLimits:
+    numel = {unit.index: unit.numel for unit in units}
+    top = max(numel, default=-1) + 1
+    return ReuseLimits(
+        [numel.get(index, 0) for index in range(top)],
+        max_reuse_distance=limits.max_reuse_distance,
+        max_live=limits.max_live_parameters,
+    )
