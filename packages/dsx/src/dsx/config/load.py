@@ -40,7 +40,8 @@ def load_config(source: Any, *, world_size: int) -> Config:
         DsxConfigError: with every problem found.
     """
     if isinstance(source, Config):
-        source = source.to_dict()
+        derived = source.batch.derived
+        source = {key: value for key, value in source.to_dict().items() if key not in derived}
     document = read(source)
     ready = normalise(document.data)
     where = _place_of(document, ready)

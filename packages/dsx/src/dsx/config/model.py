@@ -92,6 +92,10 @@ class Config:
         rows = []
         for path, value in leaves(self.to_dict(complete=True)):
             rows.append(Row(path, value, self._origin(path), NOTES.get(path, "") if path not in self.origins else ""))
+        shown = {row.path for row in rows}
+        for path, origin in self.origins.items():
+            if path not in shown and origin == "auto":
+                rows.append(Row(path, None, origin, "left to what it is an argument of"))
         for role, value in self.precision.to_json().items():
             rows.append(Row(f"precision.{role}", value, "derived"))
         return Explanation(self.source, tuple(rows))

@@ -19,6 +19,7 @@ from .later import (
     ActivationCheckpointing,
     Aio,
     Autotuning,
+    CommsLogger,
     CompileSection,
     CurriculumLearning,
     Eigenvalue,
@@ -30,7 +31,6 @@ from .later import (
     SparseAttention,
     TensorParallel,
 )
-from .owned import owned
 from .training import (
     Amp,
     Bf16,
@@ -45,9 +45,6 @@ from .training import (
 )
 
 __all__ = ["Root"]
-
-
-CommsLoggerConfig: Any = owned("dsx_comm.config", "CommsLoggerConfig")
 
 
 class Root(Section):
@@ -110,7 +107,7 @@ class Root(Section):
     jsonl: JSONLConfig = nested(JSONLConfig, "events to one file of JSON lines; what the HTML report reads")
     comet: CometConfig = nested(CometConfig, "events to Comet")
     flops_profiler: FlopsProfilerConfig = nested(FlopsProfilerConfig, "floating-point operations per module")
-    comms_logger: CommsLoggerConfig = nested(CommsLoggerConfig, "log of communication")
+    comms_logger: CommsLogger = nested(CommsLogger, "log of communication")
 
     # - not there yet
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing, "recomputation in depth")
