@@ -6,7 +6,7 @@ before it. Which ones is a matter of the mode:
 
 * **agreeing**: each need is posted to all ranks in a round of a few bytes, and ``schedule.decide`` says what all execute. Who has nothing
   to ask for serves the others: at the end of a pass until all have ended theirs, at the boundary until all are there.
-* **frozen**: when all ranks posted the same in one whole step, that step is the schedule of the following ones, and nothing is
+* **frozen**: when all ranks posted the same in two whole steps, the second is the schedule of the following ones, and nothing is
   asked any more. A rank that passes over an entry executes it on its way. A need that the rest of the
   schedule does not have is a deviation: the rank completes the schedule and posts; the others serve it at their boundary.
 
@@ -30,6 +30,9 @@ __all__ = ["AgreedOrder", "Channel", "Executor", "NullOrder", "Order", "ReuseLim
 _log = logging.getLogger(__name__)
 
 _THAW_AFTER = 2
+"""Steps with deviations in a row after which the ranks agree again."""
+_FREEZE_AFTER = 2
+"""Uniform steps in a row after which the last one becomes the schedule; the first one only teaches which gradients to expect."""
 
 
 class ScheduleDivergence(ZeroStateError):
@@ -148,50 +151,83 @@ class NullOrder:
 
 
 class _Replay:
-    """How far a rank has come in a frozen schedule. ``issued`` gathers may be ahead of ``position``."""
+    """How far a rank has come in a frozen schedule.
+
+    ``position`` is the place after the last entry that this rank has used or passed by. Gathers may have been issued
+    ahead of it. A reduce is issued when the rank has offered it (its gradients are complete), every reduce before it is issued and every
+    gather that stands before it too; a rank that goes past it issues it with what it has. So whoever waits in one operation has issued
+    everything that stands before it, and no two ranks wait for each other.
+    """
 
     def __init__(self, schedule: Schedule, run: Callable[[Operation], None], discard: Callable[[int], None]) -> None:
         self.schedule = schedule
         self.position = 0
         self._run, self._discard = run, discard
-        self._gathers_to = 0  # gathers before this place have been issued
-        self._reduces_to = 0  # the same for reduces
+        self._gathers = [i for i, entry in enumerate(schedule.entries) if entry.kind is Kind.GATHER]
+        self._reduces = [i for i, entry in enumerate(schedule.entries) if entry.kind is Kind.REDUCE]
+        self._next_gather = self._next_reduce = 0  # indices into the two lists: what is to be issued next
+        self._offered: set[int] = set()
 
-    def issue_gathers(self, stop: int) -> None:
-        """Issue the gathers before place ``stop`` that are still due."""
-        for place in range(self._gathers_to, stop):
-            if self.schedule.entries[place].kind is Kind.GATHER:
-                self._run(self.schedule.entries[place])
-        self._gathers_to = max(self._gathers_to, stop)
+    def _gather_place(self) -> int:
+        """Place of the next gather to issue (the end if there is none)."""
+        return self._gathers[self._next_gather] if self._next_gather < len(self._gathers) else len(self.schedule)
 
-    def issue_reduces(self, stop: int) -> None:
-        """The same for reduces, with the gathers that stand before them (so that no two ranks wait for each other)."""
-        for place in range(self._reduces_to, stop):
-            entry = self.schedule.entries[place]
-            if entry.kind is Kind.REDUCE:
-                self.issue_gathers(place)
-                self._run(entry)
-        self._reduces_to = max(self._reduces_to, stop)
+    def _reduce_place(self) -> int:
+        return self._reduces[self._next_reduce] if self._next_reduce < len(self._reduces) else len(self.schedule)
+
+    def _issue_gather(self) -> None:
+        self._next_gather += 1
+        self._run(self.schedule.entries[self._gathers[self._next_gather - 1]])
+
+    def _issue_reduce(self) -> None:
+        self._next_reduce += 1
+        self._run(self.schedule.entries[self._reduces[self._next_reduce - 1]])
+
+    def issue(self, stop: int) -> None:
+        """Issue all operations before place ``stop`` that are still due."""
+        while (place := min(self._gather_place(), self._reduce_place())) < stop:
+            if place == self._gather_place():
+                self._issue_gather()
+            else:
+                self._issue_reduce()
+
+    def offer(self, operation: Operation) -> None:
+        """The rank has complete gradients for a unit. Nothing if this pass has reduced the unit already."""
+        place = self.schedule.find_in_pass(operation, max(self.position, self._reduce_place()))
+        if place is not None:
+            self._offered.add(place)
+            self.issue_offered()
+
+    def issue_offered(self) -> None:
+        """Issue the reduces that are offered and have their turn."""
+        while self._reduce_place() in self._offered and self._reduce_place() < self._gather_place():
+            self._issue_reduce()
 
     def pass_by(self, stop: int) -> None:
         """Execute everything before ``stop``, giving up the gathers on the way."""
         entries = self.schedule.entries
-        self.issue_reduces(stop)
         for place in range(self.position, stop):
-            self.issue_gathers(place + 1)
+            self.issue(place + 1)
             if entries[place].kind in (Kind.GATHER, Kind.USE):
                 self._discard(entries[place].unit)
         self.position = max(self.position, stop)
 
+    def use(self, place: int) -> None:
+        """The rank needs the unit of the entry at ``place`` now."""
+        self.pass_by(place)
+        self.issue(place + 1)
+        self.position = place + 1
+        self.issue_offered()
+
     def run_ahead(self, accept: Callable[[int], bool]) -> None:
+        """Issue gathers early; not beyond the end of a backward, where parameters may change."""
         entries = self.schedule.entries
-        while self._gathers_to < len(entries):
-            entry = entries[self._gathers_to]
-            if entry.kind is Kind.GATHER and not accept(entry.unit):
+        while (place := self._gather_place()) < len(entries):
+            ends = (entries[i].kind is Kind.BACKWARD_END for i in range(self.position, place))
+            if any(ends) or not accept(entries[place].unit):
                 return
-            if entry.kind is Kind.BACKWARD_END:
-                return  # beyond it parameters may change
-            self.issue_gathers(self._gathers_to + 1)
+            self._issue_gather()
+            self.issue_offered()
 
 
 class AgreedOrder:
@@ -205,7 +241,7 @@ class AgreedOrder:
         self._strict = strict
         self._replay: _Replay | None = None
         self._schedule: Schedule | None = None
-        self._strayed_steps = 0
+        self._strayed_steps = self._uniform_steps = 0
         self._new_step()
 
     def _new_step(self) -> None:
@@ -226,9 +262,7 @@ class AgreedOrder:
         if replay is not None and training:
             place = replay.schedule.find(wanted, replay.position)
             if place is not None:
-                replay.pass_by(place)
-                replay.issue_gathers(place + 1)
-                replay.position = place + 1
+                replay.use(place)
                 if self._executor.holds(unit):
                     return
             self._stray(wanted)
@@ -240,19 +274,16 @@ class AgreedOrder:
             return
         place = replay.schedule.find_in_pass(Operation(Kind.GATHER, unit), replay.position)
         if place is not None and replay.schedule.entries[place].kind is Kind.USE:
-            replay.pass_by(place)
-            replay.position = place + 1
+            replay.use(place)
 
     def reduce(self, unit: int) -> None:
         wanted = Operation(Kind.REDUCE, unit)
         replay = self._replay
         if replay is None:
             self._rendezvous(wanted, True)
-            return
-        place = replay.schedule.find_in_pass(wanted, max(replay.position, replay._reduces_to))
-        if place is not None:
-            replay.issue_reduces(place + 1)
-        # Otherwise the pass has reduced the unit already: what came late travels with its next reduction, or at the boundary.
+        else:
+            # If the pass has reduced the unit already, what came late travels with its next reduction, or at the boundary.
+            replay.offer(wanted)
 
     def end_forward(self, *, training: bool = True) -> None:
         self._end_pass(Operation(Kind.FORWARD_END), training)
@@ -347,7 +378,8 @@ class AgreedOrder:
         self._strayed_steps = self._strayed_steps + 1 if strayed else 0
         if frozen and self._strayed_steps >= _THAW_AFTER:
             self._schedule = None
-        elif not frozen and uniform:
+        self._uniform_steps = self._uniform_steps + 1 if uniform else 0
+        if not frozen and self._uniform_steps >= _FREEZE_AFTER:
             self._schedule = self._limits.apply(Schedule(tuple(record)))
             _log.debug("the order of collectives is frozen:\n%s", self._schedule)
         self._new_step()
