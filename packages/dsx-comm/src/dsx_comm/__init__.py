@@ -1,5 +1,114 @@
-"""Collectives, topology and traffic accounting for PyTorch."""
+"""Collectives, topology and traffic accounting for PyTorch.
+
+    import dsx_comm as dist
+
+    dist.init_distributed()                       # torchrun, Slurm, MPI, or just this one process
+    dist.all_reduce(gradients, op=dist.ReduceOp.AVG)
+
+The functions have the names and arguments of torch.distributed and work on its process groups.
+"""
 
 from ._version import __version__
+from .coalesced import (
+    all_gather_coalesced,
+    all_reduce_coalesced,
+    has_all_gather_into_tensor,
+    has_all_reduce_coalesced,
+    has_coalescing_manager,
+    has_reduce_scatter_tensor,
+    reduce_scatter_coalesced,
+)
+from .collectives import (
+    ReduceOp,
+    all_gather,
+    all_gather_into_tensor,
+    all_reduce,
+    allgather_fn,
+    broadcast,
+    gather,
+    inference_all_reduce,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_fn,
+    reduce_scatter_tensor,
+    scatter,
+)
+from .errors import CommArgumentError, CommConfigError, CommError, TopologyError
+from .exchange import all_to_all, all_to_all_single, barrier, monitored_barrier
+from .groups import (
+    destroy_process_group,
+    get_all_ranks_from_group,
+    get_backend,
+    get_global_rank,
+    get_group_rank,
+    get_local_rank,
+    get_rank,
+    get_world_group,
+    get_world_size,
+    initialize_mesh_device,
+    is_available,
+    is_initialized,
+    new_group,
+)
+from .init import init_distributed
+from .objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
+from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from .traffic import Traffic, count_traffic
 
-__all__ = ["__version__"]
+__all__ = [
+    "CommArgumentError",
+    "CommConfigError",
+    "CommError",
+    "P2POp",
+    "ReduceOp",
+    "TopologyError",
+    "Traffic",
+    "__version__",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "count_traffic",
+    "destroy_process_group",
+    "gather",
+    "gather_object",
+    "get_all_ranks_from_group",
+    "get_backend",
+    "get_global_rank",
+    "get_group_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "init_distributed",
+    "initialize_mesh_device",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_coalesced",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+]

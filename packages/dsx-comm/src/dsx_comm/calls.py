@@ -1,0 +1,106 @@
+"""One record per communication call, handed to whoever watches: byte counters and the communication log.
+
+Every public function of this package describes what it is about to do as a `Call` and runs it through `run`. With
+nobody watching that costs one look at an empty tuple. A `Call` holds sizes, never tensors.
+
+Two sizes are told apart. `message` is the size S the bandwidth formulas use (`bandwidth.py`). `sent` is what this rank
+puts on the wire by the volume formulas below, in the dtype that travels; algorithms that send more (a tree broadcast
+forwards) are counted as if they did not, so that numbers compare across backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol, TypedDict
+
+import torch
+
+
+class Labels(TypedDict, total=False):
+    """Keyword arguments that every function takes on top of torch's: they steer the communication log.
+
+    prof: log this call even if the log is restricted to certain operations.
+    log_name: the name to log it under (default: the function's).
+    debug: who called; appended to the name when the log's `debug` is on (default: found from the stack).
+    """
+
+    prof: bool
+    log_name: str
+    debug: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call does: operation, group and the sizes in bytes on this rank."""
+
+    op: str
+    group: Any
+    size: int
+    message: int
+    sent: int | Fraction
+    device: torch.device
+    labels: Labels
+
+
+class Observer(Protocol):
+    """Watches calls. `begin` returns a token or None (not interested); `end` gets it back with the call's result."""
+
+    def begin(self, call: Call) -> Any: ...
+
+    def end(self, token: Any, call: Call, result: Any, is_async: bool) -> None: ...
+
+
+class Observers:
+    """Those who watch at the moment. A tuple that is replaced, so that threads may run calls meanwhile."""
+
+    def __init__(self) -> None:
+        self.active: tuple[Observer, ...] = ()
+
+    def add(self, observer: Observer) -> None:
+        """Begin to watch."""
+        self.active = (*self.active, observer)
+
+    def remove(self, observer: Observer) -> None:
+        """Stop watching; unknown observers are ignored."""
+        self.active = tuple(o for o in self.active if o is not observer)
+
+
+OBSERVERS = Observers()
+
+
+def run(call: Call, issue: Callable[[], Any], is_async: bool = False) -> Any:
+    """Issue the call and tell the observers."""
+    if not OBSERVERS.active:
+        return issue()
+    tokens = [(o, o.begin(call)) for o in OBSERVERS.active]
+    result = issue()
+    for observer, token in tokens:
+        if token is not None:
+            observer.end(token, call, result, is_async)
+    return result
+
+
+def check_labels(labels: Labels) -> Labels:
+    """Reject keyword arguments that no function has."""
+    unknown = set(labels) - {"prof", "log_name", "debug"}
+    if unknown:
+        raise TypeError(
+            f"unexpected keyword argument(s) {sorted(unknown)}; besides torch's there are prof, log_name, debug"
+        )
+    return labels
+
+
+# - volume formulas: bytes this rank sends, N ranks
+
+
+def all_reduce_volume(nbytes: int, size: int) -> int | Fraction:
+    """2 S (N-1)/N: a reduce-scatter and an all-gather."""
+    exact = Fraction(2 * nbytes * (size - 1), size)
+    return exact.numerator if exact.denominator == 1 else exact
+
+
+def share_volume(share: int, size: int) -> int:
+    """share (N-1) with share = S/N: all-gather of output S, reduce-scatter of input S."""
+    return share * (size - 1)

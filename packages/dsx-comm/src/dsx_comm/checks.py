@@ -1,0 +1,114 @@
+"""Checks of tensors and reduction operators before anything is sent.
+
+They look at what this rank can see; whether ranks agree with each other is not checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import CommArgumentError
+from .groups import Membership
+
+_BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements (not of the storage)."""
+    return tensor.numel() * tensor.element_size()
+
+
+def reduce_kind(op: Any, tensor: torch.Tensor, name: str) -> Any:
+    """The plain kind of a reduction operator (a `ReduceOp` object compares unequal to the enum it holds).
+
+    Raises CommArgumentError where the operator has no meaning for the dtype.
+    """
+    kind = getattr(op, "op", op)  # isinstance(RedOpType.SUM, ReduceOp) is true, so it cannot tell them apart
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        return op  # carries its factor
+    if not isinstance(kind, dist.ReduceOp.RedOpType):
+        raise CommArgumentError(f"{name}: op: got {op!r}, expected a ReduceOp such as ReduceOp.SUM")
+    dtype = tensor.dtype
+    if kind == dist.ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+        raise CommArgumentError(f"{name}: AVG of {dtype} is not defined: reduce with SUM and divide as you need it")
+    if kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        raise CommArgumentError(f"{name}: {kind.name} needs integers or booleans, got {dtype}")
+    if kind in (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT) and dtype.is_complex:
+        raise CommArgumentError(f"{name}: {kind.name} is not available for {dtype}")
+    return kind
+
+
+def tensor_of(value: Any, name: str, what: str = "tensor") -> torch.Tensor:
+    """`value` if it is a dense tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise CommArgumentError(f"{name}: {what}: got {type(value).__name__}, expected a tensor")
+    if value.layout != torch.strided:
+        raise CommArgumentError(f"{name}: {what}: got layout {value.layout}, expected a dense tensor (.to_dense())")
+    return value
+
+
+def share(whole: Any, part: Any, to: Membership, name: str, names: tuple[str, str]) -> None:
+    """Check that `whole` is a contiguous tensor of N times the elements of `part`, of the same dtype and device."""
+    tensor_of(whole, name, names[0])
+    tensor_of(part, name, names[1])
+    if whole.dtype != part.dtype or whole.device != part.device:
+        raise CommArgumentError(
+            f"{name}: {names[0]} is {whole.dtype} on {whole.device}, {names[1]} {part.dtype} on {part.device}; "
+            "expected the same dtype and device"
+        )
+    if whole.numel() != to.size * part.numel():
+        raise CommArgumentError(
+            f"{name}: {names[0]} has {whole.numel()} elements, {names[1]} {part.numel()}; "
+            f"expected {names[0]} = {to.size} (group size) x {names[1]} = {to.size * part.numel()}"
+        )
+
+
+def contiguous(tensor: torch.Tensor, name: str, what: str) -> None:
+    """Reject outputs whose memory is not in one piece."""
+    if not tensor.is_contiguous():
+        raise CommArgumentError(
+            f"{name}: {what} of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous; "
+            "results are written in place: give a contiguous tensor"
+        )
+
+
+def not_overlapping(output: torch.Tensor, source: torch.Tensor, rank: int, name: str) -> None:
+    """Reject an input that lies in the output elsewhere than in this rank's part."""
+    begin, own = output.data_ptr(), output.data_ptr() + rank * nbytes(source)
+    at = source.data_ptr()
+    if begin < at + nbytes(source) and at < begin + nbytes(output) and at != own:
+        raise CommArgumentError(
+            f"{name}: input overlaps output at byte {at - begin}; in place it must be this rank's part, byte {own - begin}"
+        )
+
+
+def tensor_list(
+    values: Any, like: torch.Tensor | None, count: int, name: str, what: str, *, same_size: bool = True
+) -> list[torch.Tensor]:
+    """Check a list of `count` tensors of `like`'s dtype and device (and number of elements)."""
+    if not isinstance(values, Sequence) or len(values) != count:
+        got = f"{len(values)} tensors" if isinstance(values, Sequence) else type(values).__name__
+        raise CommArgumentError(f"{name}: {what}: got {got}, expected a list of {count} (group size)")
+    tensors = [tensor_of(v, name, f"{what}[{i}]") for i, v in enumerate(values)]
+    like = tensors[0] if like is None else like
+    for i, tensor in enumerate(tensors):
+        if tensor.dtype != like.dtype or tensor.device != like.device or (same_size and tensor.numel() != like.numel()):
+            raise CommArgumentError(
+                f"{name}: {what}[{i}] is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, "
+                f"expected {like.numel() if same_size else 'any number of'} elements of {like.dtype} on {like.device}"
+            )
+    return tensors
+
+
+def group_rank(global_rank: int, to: Membership, name: str, what: str) -> int:
+    """The group's rank of a global rank (torch's convention for src and dst)."""
+    ranks = dist.get_process_group_ranks(to.group)
+    if global_rank not in ranks:
+        raise CommArgumentError(
+            f"{name}: {what}: got global rank {global_rank}, expected a member of the group {ranks}"
+        )
+    return ranks.index(global_rank)

@@ -1,0 +1,170 @@
+"""Several tensors in one call: one handle, one entry in counters and log.
+
+On nccl the calls are coalesced into one launch. Elsewhere an all-reduce packs the tensors of each dtype into one flat
+buffer (one message instead of many), and gathers and scatters are issued one behind the other without waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .calls import Call, Labels, all_reduce_volume, check_labels, run, share_volume
+from .checks import contiguous, nbytes, not_overlapping, reduce_kind, share, tensor_of
+from .collectives import settle, start_all_gather, start_all_reduce, start_reduce_scatter
+from .errors import CommArgumentError
+from .groups import Membership, member
+from .works import Handle
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **labels: Unpack[Labels],
+) -> Any:
+    """Reduce every tensor in place over the ranks, as `all_reduce` does; dtypes may differ."""
+    name = "all_reduce_coalesced"
+    to = member(group)
+    _not_empty(tensors, name)
+    kinds = {t.dtype: reduce_kind(op, tensor_of(t, name), name) for t in tensors}
+    size = sum(map(nbytes, tensors))
+    call = Call(
+        name, to.group, to.size, size, all_reduce_volume(size, to.size), tensors[0].device, check_labels(labels)
+    )
+
+    def issue() -> Any:
+        if to.backends.get(tensors[0].device.type) == "nccl":
+            return settle(_fused(to, tensors[0].device, [_reduce(t, kinds[t.dtype], to) for t in tensors]), async_op)
+        handles = [_packed([t for t in tensors if t.dtype == dtype], kind, to) for dtype, kind in kinds.items()]
+        return settle(Handle(handles), async_op)
+
+    return run(call, issue, async_op)
+
+
+def _reduce(tensor: torch.Tensor, kind: Any, to: Membership) -> Callable[[], Any]:
+    return lambda: dist.all_reduce(tensor, kind, to.group, async_op=True)
+
+
+def _packed(tensors: list[torch.Tensor], kind: Any, to: Membership) -> Any:
+    if len(tensors) == 1 or to.size == 1:
+        handles = [start_all_reduce(t, kind, to) for t in tensors]
+        return handles[0] if len(handles) == 1 else Handle(handles)
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    work = start_all_reduce(flat, kind, to)
+
+    def unpack() -> None:
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+            tensor.copy_(part.view(tensor.shape))
+
+    return Handle([work], unpack)
+
+
+def _fused(to: Membership, device: torch.device, starts: list[Callable[[], Any]]) -> Any:
+    """nccl: one launch for all."""
+    manager = dist._coalescing_manager(to.group, device, async_ops=True)  # pyright: ignore[reportPrivateImportUsage]
+    with manager as works:
+        for start in starts:
+            start()
+    return works
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+    **labels: Unpack[Labels],
+) -> Any:
+    """output_tensors[i] = the ranks' input_tensors[i] one after the other, for every i; in place is legal."""
+    name = "all_gather_coalesced"
+    to = member(group)
+    _pairs(output_tensors, input_tensors, name, ("output_tensors", "input_tensors"))
+    for output, source in zip(output_tensors, input_tensors):
+        share(output, source, to, name, ("output", "input"))
+        contiguous(output, name, "output")
+        not_overlapping(output, source, to.rank, name)
+    size = sum(map(nbytes, input_tensors))
+    device = input_tensors[0].device
+    call = Call(name, to.group, to.size, size, share_volume(size, to.size), device, check_labels(labels))
+    starts = [_later(start_all_gather, output, source, to) for output, source in zip(output_tensors, input_tensors)]
+    return run(call, lambda: settle(_together(starts, device, to), async_op), async_op)
+
+
+def reduce_scatter_coalesced(
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **labels: Unpack[Labels],
+) -> Any:
+    """output_tensors[i] = part `rank` of the reduction of input_tensors[i], for every i."""
+    name = "reduce_scatter_coalesced"
+    to = member(group)
+    _pairs(output_tensors, input_tensors, name, ("output_tensors", "input_tensors"))
+    for output, source in zip(output_tensors, input_tensors):
+        share(source, output, to, name, ("input", "output"))
+        contiguous(output, name, "output")
+    kinds = [reduce_kind(op, source, name) for source in input_tensors]
+    size = sum(map(nbytes, output_tensors))
+    device = input_tensors[0].device
+    call = Call(name, to.group, to.size, size, share_volume(size, to.size), device, check_labels(labels))
+    starts = [
+        _later(start_reduce_scatter, output, source, kind, to)
+        for output, source, kind in zip(output_tensors, input_tensors, kinds)
+    ]
+    return run(call, lambda: settle(_together(starts, device, to), async_op), async_op)
+
+
+def _together(starts: list[Callable[[], Any]], device: torch.device, to: Membership) -> Any:
+    if to.size > 1 and to.backends.get(device.type) == "nccl":
+        return _fused(to, device, starts)
+    return Handle([start() for start in starts])
+
+
+def _later(start: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    return lambda: start(*args)
+
+
+def _not_empty(tensors: Sequence[Any], name: str) -> None:
+    if not tensors:
+        raise CommArgumentError(f"{name}: got an empty list of tensors, expected at least one")
+
+
+def _pairs(outputs: Sequence[Any], inputs: Sequence[Any], name: str, names: tuple[str, str]) -> None:
+    _not_empty(outputs, name)
+    if len(outputs) != len(inputs):
+        raise CommArgumentError(
+            f"{name}: {names[0]} has {len(outputs)} tensors, {names[1]} {len(inputs)}; expected as many"
+        )
+
+
+# - what this torch and backend can do, under the names that upstream's callers ask with
+
+
+def has_all_gather_into_tensor() -> bool:
+    """True: `all_gather_into_tensor` is there on every backend."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """True: `reduce_scatter_tensor` is there on every backend."""
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    """True: `all_reduce_coalesced` is there on every backend."""
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    """True if torch can fuse several nccl calls into one launch."""
+    return hasattr(dist, "_coalescing_manager")

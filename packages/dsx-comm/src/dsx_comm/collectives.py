@@ -1,0 +1,377 @@
+"""Collectives on tensors, with the names and arguments of torch.distributed.
+
+What is added: AVG on every backend, clear errors before anything is sent, byte counting, the communication log
+(`prof`, `log_name`, `debug`), and on gloo host tensors the composed algorithms of `composed.py` (any dtype, sums in rank
+order). `async_op=True` returns a handle with `wait()` and `is_completed()`; otherwise the functions return None.
+`src` and `dst` are global ranks, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from . import composed
+from .calls import Call, Labels, all_reduce_volume, check_labels, run, share_volume
+from .checks import contiguous, group_rank, nbytes, not_overlapping, reduce_kind, share, tensor_list, tensor_of
+from .groups import Membership, member
+from .works import Done, Handle
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+ReduceOp = dist.ReduceOp
+_SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+_COMPOSED_REDUCE = (torch.float16, torch.bfloat16, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _call(op: str, to: Membership, message: int, sent: Any, device: torch.device, labels: Any) -> Call:
+    return Call(op, to.group, to.size, message, sent, device, check_labels(labels))
+
+
+def settle(handle: Any, async_op: bool) -> Any:
+    """The handle for asynchronous calls, else None once it is done."""
+    if async_op:
+        return handle
+    if handle is not None:
+        handle.wait()
+    return None
+
+
+def _averaged(
+    issue: Callable[..., Any], tensor: torch.Tensor, kind: Any, to: Membership, divide: bool = True
+) -> Handle:
+    """AVG where the backend has none: SUM, then a division on whoever has the result."""
+    if kind != _AVG or to.averages(tensor):
+        return issue(kind)
+    work = issue(_SUM)
+    return Handle([work], (lambda: tensor.div_(to.size)) if divide else None)
+
+
+# - reductions
+
+
+def all_reduce(
+    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **labels: Unpack[Labels]
+) -> Any:
+    """Reduce `tensor` in place over the ranks of the group, everyone getting the result."""
+    return reduce_everywhere("all_reduce", tensor, op, group, async_op, labels)
+
+
+def inference_all_reduce(
+    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **labels: Unpack[Labels]
+) -> Any:
+    """`all_reduce` under the name that inference code uses; logged apart."""
+    return reduce_everywhere("inference_all_reduce", tensor, op, group, async_op, labels)
+
+
+def reduce_everywhere(name: str, tensor: torch.Tensor, op: Any, group: Any, async_op: bool, labels: Any) -> Any:
+    """The body of the all-reduce functions."""
+    to = member(group)
+    kind = reduce_kind(op, tensor_of(tensor, name), name)
+    size = nbytes(tensor)
+    call = _call(name, to, size, all_reduce_volume(size, to.size), tensor.device, labels)
+    return run(call, lambda: settle(start_all_reduce(tensor, kind, to), async_op), async_op)
+
+
+def start_all_reduce(tensor: torch.Tensor, kind: Any, to: Membership) -> Any:
+    """Issue an all-reduce and return its handle."""
+    if tensor.numel() == 0 or to.size == 1:
+        return Done()
+    if to.composes(tensor) and tensor.dtype in _COMPOSED_REDUCE and composed.direct(to.size, nbytes(tensor) // to.size):
+        if tensor.is_contiguous():
+            return composed.all_reduce(tensor, kind, to)
+        packed = tensor.contiguous()
+        return _then(composed.all_reduce(packed, kind, to), lambda: tensor.copy_(packed))
+    return _averaged(lambda k: dist.all_reduce(tensor, k, to.group, async_op=True), tensor, kind, to)
+
+
+def _then(first: Handle, finish: Callable[[], Any]) -> Handle:
+    return Handle([first], finish)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **labels: Unpack[Labels],
+) -> Any:
+    """Reduce `tensor` over the ranks into global rank `dst`; elsewhere its content is undefined afterwards."""
+    to = member(group)
+    kind = reduce_kind(op, tensor_of(tensor, "reduce"), "reduce")
+    target = group_rank(dst, to, "reduce", "dst")
+    size = nbytes(tensor)
+    call = _call("reduce", to, size, 0 if to.rank == target else size, tensor.device, labels)
+
+    def issue() -> Any:
+        if tensor.numel() == 0 or to.size == 1:
+            return settle(Done(), async_op)
+        if to.composes(tensor) and tensor.is_contiguous():
+            return settle(_composed_reduce(tensor, target, kind, to), async_op)
+        start = lambda k: dist.reduce(tensor, dst, k, to.group, async_op=True)  # noqa: E731
+        return settle(_averaged(start, tensor, kind, to, divide=to.rank == target), async_op)
+
+    return run(call, issue, async_op)
+
+
+def _composed_reduce(tensor: torch.Tensor, target: int, kind: Any, to: Membership) -> Handle:
+    nothing: list[torch.Tensor | None] = [None] * to.size
+    if to.rank != target:
+        sends = [tensor if p == target else None for p in range(to.size)]
+        return composed.exchange(sends, nothing, to, composed.EXCHANGE_TAG)
+    flat = tensor.view(-1)
+    staging = [flat if p == target else torch.empty_like(flat) for p in range(to.size)]
+    finish = lambda: composed.reduce_in_order(staging, kind, flat)  # noqa: E731
+    return composed.exchange(nothing, staging, to, composed.EXCHANGE_TAG, finish)
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **labels: Unpack[Labels],
+) -> Any:
+    """output (s elements) = part `rank` of the reduction of all ranks' `input` (N s elements, flattened).
+
+    `output` may be a part of `input`. On gloo, 16-bit floats are summed in float32, all in rank order.
+    """
+    name = "reduce_scatter_tensor"
+    to = member(group)
+    share(input, output, to, name, ("input", "output"))
+    contiguous(output, name, "output")
+    kind = reduce_kind(op, input, name)
+    call = _call(name, to, nbytes(output), share_volume(nbytes(output), to.size), input.device, labels)
+    return run(call, lambda: settle(start_reduce_scatter(output, input, kind, to), async_op), async_op)
+
+
+def start_reduce_scatter(output: torch.Tensor, source: torch.Tensor, kind: Any, to: Membership) -> Any:
+    """Issue a reduce-scatter and return its handle."""
+    if output.numel() == 0:
+        return Done()
+    source = source.contiguous()
+    if to.size == 1:
+        if output.data_ptr() != source.data_ptr():
+            output.view(-1).copy_(source.view(-1))
+        return Done()
+    if to.composes(source) and composed.direct(to.size, nbytes(output)):
+        return composed.reduce_scatter(output, source, kind, to)
+    native = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    return _averaged(lambda k: native(output.view(-1), source.view(-1), k, to.group, async_op=True), output, kind, to)
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: Sequence[torch.Tensor],
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **labels: Unpack[Labels],
+) -> Any:
+    """output = reduction of all ranks' `input_list[rank]`; the parts may differ in size (the same on all ranks)."""
+    name = "reduce_scatter"
+    to = member(group)
+    contiguous(tensor_of(output, name, "output"), name, "output")
+    parts = [p.contiguous() for p in tensor_list(input_list, output, to.size, name, "input_list", same_size=False)]
+    if parts[to.rank].numel() != output.numel():
+        raise_sizes(name, f"input_list[{to.rank}]", parts[to.rank].numel(), output.numel())
+    kind = reduce_kind(op, output, name)
+    sent = sum(nbytes(part) for p, part in enumerate(parts) if p != to.rank)
+    call = _call(name, to, nbytes(output), sent, output.device, labels)
+
+    def issue() -> Any:
+        if to.size == 1:
+            output.view(-1).copy_(parts[0].view(-1))
+            return settle(Done(), async_op)
+        if to.composes(output):
+            return settle(composed.reduce_scatter_parts(output, parts, kind, to), async_op)
+        start = lambda k: dist.reduce_scatter(output, parts, k, to.group, async_op=True)  # noqa: E731
+        return settle(_averaged(start, output, kind, to), async_op)
+
+    return run(call, issue, async_op)
+
+
+def raise_sizes(name: str, what: str, got: int, expected: int) -> None:
+    """Raise the error of two sizes that should be one."""
+    from .errors import CommArgumentError
+
+    raise CommArgumentError(f"{name}: {what} has {got} elements, expected {expected}")
+
+
+def reduce_scatter_fn(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **labels: Unpack[Labels],
+) -> Any:
+    """`reduce_scatter_tensor` under the name that upstream's callers use."""
+    return reduce_scatter_tensor(output, tensor, op, group, async_op, **labels)
+
+
+# - gathers
+
+
+def all_gather_into_tensor(
+    output: torch.Tensor, input: torch.Tensor, group: Any = None, async_op: bool = False, **labels: Unpack[Labels]
+) -> Any:
+    """output (N s elements) = the ranks' `input` (s elements) one after the other.
+
+    In place is legal: `input` may be this rank's part of `output`; any other overlap is an error.
+    """
+    name = "all_gather_into_tensor"
+    to = member(group)
+    share(output, input, to, name, ("output", "input"))
+    contiguous(output, name, "output")
+    not_overlapping(output, input, to.rank, name)
+    call = _call(name, to, nbytes(input), share_volume(nbytes(input), to.size), input.device, labels)
+    return run(call, lambda: settle(start_all_gather(output, input, to), async_op), async_op)
+
+
+def start_all_gather(output: torch.Tensor, source: torch.Tensor, to: Membership) -> Any:
+    """Issue an all-gather and return its handle."""
+    if output.numel() == 0:
+        return Done()
+    if to.size == 1:
+        if output.data_ptr() != source.data_ptr():
+            output.view(-1).copy_(source.reshape(-1))
+        return Done()
+    flat = source.contiguous().view(-1)
+    if to.composes(source) and composed.direct(to.size, nbytes(source)):
+        return composed.all_gather(output.view(-1), flat, to)
+    native = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return native(output.view(-1), flat, to.group, async_op=True)
+
+
+def allgather_fn(
+    output: torch.Tensor, input: torch.Tensor, group: Any = None, async_op: bool = False, **labels: Unpack[Labels]
+) -> Any:
+    """`all_gather_into_tensor` under the name that upstream's callers use."""
+    return all_gather_into_tensor(output, input, group, async_op, **labels)
+
+
+def all_gather(
+    tensor_list: Sequence[torch.Tensor],
+    tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+    **labels: Unpack[Labels],
+) -> Any:
+    """tensor_list[p] = rank p's `tensor`; all of one size."""
+    to = member(group)
+    outputs = _checked_list(tensor_list, tensor, to, "all_gather", "tensor_list")
+    call = _call("all_gather", to, nbytes(tensor), share_volume(nbytes(tensor), to.size), tensor.device, labels)
+
+    def issue() -> Any:
+        source = tensor.contiguous()
+        outputs[to.rank].copy_(source.view(outputs[to.rank].shape))
+        if tensor.numel() == 0 or to.size == 1:
+            return settle(Done(), async_op)
+        if to.composes(tensor):
+            return settle(composed.exchange([source] * to.size, outputs, to, composed.GATHER_TAG), async_op)
+        return settle(dist.all_gather(outputs, source, to.group, async_op=True), async_op)
+
+    return run(call, issue, async_op)
+
+
+def _checked_list(values: Any, like: torch.Tensor, to: Membership, name: str, what: str) -> list[torch.Tensor]:
+    tensors = tensor_list(values, tensor_of(like, name), to.size, name, what)
+    for i, tensor in enumerate(tensors):
+        contiguous(tensor, name, f"{what}[{i}]")
+    return tensors
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: Sequence[torch.Tensor] | None = None,
+    dst: int = 0,
+    group: Any = None,
+    async_op: bool = False,
+    **labels: Unpack[Labels],
+) -> Any:
+    """On global rank `dst`: gather_list[p] = rank p's `tensor`. Elsewhere `gather_list` must be None or empty."""
+    to = member(group)
+    target = group_rank(dst, to, "gather", "dst")
+    at_target = to.rank == target
+    outputs = _checked_list(gather_list, tensor, to, "gather", "gather_list") if at_target else None
+    if not at_target and gather_list:
+        raise_sizes("gather", "gather_list on a rank that is not dst", len(gather_list), 0)
+    call = _call("gather", to, nbytes(tensor), 0 if at_target else nbytes(tensor), tensor.device, labels)
+
+    def issue() -> Any:
+        source = tensor.contiguous()
+        if outputs is not None and (to.size == 1 or to.composes(tensor)):
+            outputs[target].copy_(source.view(outputs[target].shape))
+        if to.composes(tensor) or to.size == 1:
+            sends = [source if p == target and not at_target else None for p in range(to.size)]
+            receives = outputs or [None] * to.size
+            return settle(composed.exchange(sends, receives, to, composed.EXCHANGE_TAG), async_op)
+        return settle(dist.gather(source, outputs, dst, to.group, async_op=True), async_op)
+
+    return run(call, issue, async_op)
+
+
+# - from one to all
+
+
+def broadcast(
+    tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False, **labels: Unpack[Labels]
+) -> Any:
+    """Copy global rank `src`'s `tensor` to all ranks of the group, in place."""
+    to = member(group)
+    source = group_rank(src, to, "broadcast", "src")
+    size = nbytes(tensor_of(tensor, "broadcast"))
+    sent = size if to.rank == source and to.size > 1 else 0
+    call = _call("broadcast", to, size, sent, tensor.device, labels)
+    return run(call, lambda: settle(start_broadcast(tensor, src, source, to), async_op), async_op)
+
+
+def start_broadcast(tensor: torch.Tensor, src: int, source: int, to: Membership) -> Any:
+    """Issue a broadcast and return its handle."""
+    if tensor.numel() == 0 or to.size == 1:
+        return Done()
+    if not to.composes(tensor):
+        return dist.broadcast(tensor, src, to.group, async_op=True)
+    # as bytes: gloo knows only some dtypes
+    packed = tensor if tensor.is_contiguous() else tensor.contiguous()
+    work = dist.broadcast(composed.as_bytes(packed), src, to.group, async_op=True)
+    late = packed is not tensor and to.rank != source
+    return Handle([work], (lambda: tensor.copy_(packed)) if late else None)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: Sequence[torch.Tensor] | None = None,
+    src: int = 0,
+    group: Any = None,
+    async_op: bool = False,
+    **labels: Unpack[Labels],
+) -> Any:
+    """tensor = global rank `src`'s scatter_list[rank]. Elsewhere `scatter_list` must be None or empty."""
+    to = member(group)
+    source = group_rank(src, to, "scatter", "src")
+    at_source = to.rank == source
+    contiguous(tensor_of(tensor, "scatter"), "scatter", "tensor")
+    inputs = tensor_list(scatter_list, tensor, to.size, "scatter", "scatter_list") if at_source else None
+    if not at_source and scatter_list:
+        raise_sizes("scatter", "scatter_list on a rank that is not src", len(scatter_list), 0)
+    sent = share_volume(nbytes(tensor), to.size) if at_source else 0
+    call = _call("scatter", to, nbytes(tensor), sent, tensor.device, labels)
+
+    def issue() -> Any:
+        parts = [part.contiguous() for part in inputs] if inputs is not None else None
+        if not (to.composes(tensor) or to.size == 1):
+            return settle(dist.scatter(tensor, parts, src, to.group, async_op=True), async_op)
+        if parts is not None:
+            tensor.view(-1).copy_(parts[source].view(-1))
+        receives = [tensor if p == source and not at_source else None for p in range(to.size)]
+        return settle(composed.exchange(parts or [None] * to.size, receives, to, composed.EXCHANGE_TAG), async_op)
+
+    return run(call, issue, async_op)

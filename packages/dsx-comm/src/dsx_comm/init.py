@@ -1,0 +1,150 @@
+"""`init_distributed`: the default process group, however the process was started.
+
+Under torchrun, `dsx launch`, Slurm, MPI, AzureML or SageMaker the ranks find each other (`discovery.py`); with nothing
+set the process is a world of its own, without a port or a file. A second call does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from .discovery import Rendezvous, ask_mpi, discover
+from .errors import CommArgumentError, CommError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_MINUTES = 10.0
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | float | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Make the default process group unless there is one.
+
+    Args:
+        dist_backend: "nccl", "gloo", "mpi", "cpu:gloo,cuda:nccl", ...; default: gloo for host tensors, and nccl beside
+            it where CUDA is available.
+        auto_mpi_discovery: look for Slurm, MPI, AzureML and SageMaker when torchrun's variables are not all set.
+        distributed_port: port of rank 0 where nobody names one.
+        verbose: log one line on rank 0.
+        timeout: of collectives, a timedelta or minutes; default: the variable DSX_TIMEOUT (minutes), else 10 minutes.
+        init_method: torch's URL ("tcp://...", "file://..."); then `rank` and `world_size` are needed.
+        dist_init_required: False: do not make a group, fail if there is none.
+        config: configuration whose `comms_logger` section switches the communication log (see `configure`).
+        rank, world_size: override what is discovered.
+
+    The variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set where they were missing, because
+    scripts read them.
+
+    Raises:
+        CommError: the environment is incomplete (the message says what is missing), or the backend is not there.
+    """
+    if config is not None:
+        from .log import configure
+
+        configure(config)
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise CommError(
+            "dist_init_required is False, but there is no process group: initialise torch.distributed before"
+        )
+    patience = _timeout(timeout)
+    backend = dist_backend or _default_backend()
+    if init_method is not None or backend == "mpi":
+        _by_url(backend, init_method, patience, rank, world_size)
+    else:
+        found = _find(distributed_port, auto_mpi_discovery, rank, world_size)
+        _form(backend, found, patience)
+    if verbose and dist.get_rank() == 0:
+        logger.info("process group: %s, %d rank(s)", dist.get_backend_config(), dist.get_world_size())
+
+
+def _timeout(value: timedelta | float | None) -> timedelta:
+    if isinstance(value, timedelta):
+        return value
+    if value is None:
+        text = os.environ.get("DSX_TIMEOUT", str(DEFAULT_TIMEOUT_MINUTES))
+        try:
+            value = float(text)
+        except ValueError:
+            raise CommError(f"DSX_TIMEOUT: got {text!r}, expected minutes") from None
+    if not value > 0:
+        raise CommArgumentError(f"timeout: got {value} minutes, expected more than 0")
+    return timedelta(minutes=value)
+
+
+def _default_backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def _by_url(backend: str, url: str | None, patience: timedelta, rank: int, world_size: int) -> None:
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise CommError('dist_backend "mpi": this torch was built without MPI; use gloo (any launcher works with it)')
+    if backend != "mpi" and url is not None and "rank=" not in url and url != "env://" and (rank < 0 or world_size < 1):
+        raise CommArgumentError(
+            f"init_method {url!r} needs rank and world_size, got rank={rank}, world_size={world_size}"
+        )
+    dist.init_process_group(backend, init_method=url, timeout=patience, rank=rank, world_size=world_size)
+
+
+def _find(port: int, schedulers: bool, rank: int, world_size: int) -> Rendezvous | None:
+    """What the environment says, with `rank` and `world_size` in place of it where they are given."""
+    environ = dict(os.environ)
+    if rank >= 0:
+        environ["RANK"] = str(rank)
+    if world_size >= 1:
+        environ["WORLD_SIZE"] = str(world_size)
+    if rank >= 0 and world_size >= 1:
+        environ.setdefault("MASTER_PORT", str(port))
+        if world_size == 1:
+            environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    found = discover(environ, port=port, schedulers=schedulers)
+    if found is not None and found.master_addr is None:
+        return ask_mpi(found)
+    return found
+
+
+def _form(backend: str, found: Rendezvous | None, patience: timedelta) -> None:
+    if found is None:
+        # alone: a store in this process' memory needs neither port nor file
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
+        os.environ.setdefault("LOCAL_RANK", "0")
+        return
+    exported = {
+        "RANK": found.rank,
+        "WORLD_SIZE": found.world_size,
+        "LOCAL_RANK": found.local_rank,
+        "MASTER_ADDR": found.master_addr,
+        "MASTER_PORT": found.master_port,
+    }
+    for name, value in exported.items():
+        os.environ.setdefault(name, str(value))
+    if found.source == "AzureML" and backend != "gloo":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "^docker0,lo")
+    address = f"[{found.master_addr}]" if ":" in (found.master_addr or "") else found.master_addr
+    url = f"tcp://{address}:{found.master_port}"
+    try:
+        dist.init_process_group(
+            backend, init_method=url, rank=found.rank, world_size=found.world_size, timeout=patience
+        )
+    except dist.DistNetworkError as error:
+        raise CommError(
+            f"rank {found.rank} of {found.world_size} ({found.source}) could not meet the others at {url}: {error}"
+        ) from error

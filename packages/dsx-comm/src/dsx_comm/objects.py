@@ -1,0 +1,188 @@
+"""Collectives on picklable objects: pickles travel as byte tensors, their lengths before them.
+
+Only between ranks that trust each other: unpickling runs code. On groups without a host backend (nccl alone) the bytes
+go through the current CUDA device. Every byte is counted under the name of the public function.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .calls import Call, Labels, check_labels, run, share_volume
+from .checks import group_rank
+from .collectives import settle, start_all_gather, start_broadcast
+from .errors import CommArgumentError
+from .groups import Membership, get_global_rank, member
+from .p2p import start_p2p
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_TAG = 0x3FFFFFFF  # of lengths and pickles in gather and scatter
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **labels: Unpack[Labels]) -> None:
+    """object_list[p] = rank p's `obj`; the list must have one entry per rank."""
+    to = member(group)
+    _check_list(object_list, to.size, "all_gather_object", "object_list")
+    data = pickle.dumps(obj)
+    device = _device(to)
+    lengths = torch.zeros(to.size, dtype=torch.int64, device=device)
+    settle(start_all_gather(lengths, torch.tensor([len(data)], device=device), to), False)
+    longest = int(lengths.max())
+    call = Call(
+        "all_gather_object",
+        to.group,
+        to.size,
+        longest,
+        share_volume(longest + 8, to.size),
+        device,
+        check_labels(labels),
+    )
+
+    def issue() -> None:
+        source = torch.zeros(longest, dtype=torch.uint8, device=device)
+        source[: len(data)] = _tensor(data, device)
+        output = torch.empty(to.size * longest, dtype=torch.uint8, device=device)
+        settle(start_all_gather(output, source, to), False)
+        rows = output.cpu().view(to.size, longest)
+        for rank, length in enumerate(lengths.tolist()):
+            object_list[rank] = obj if rank == to.rank else _load(rows[rank, :length])
+
+    run(call, issue)
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int = 0,
+    group: Any = None,
+    device: torch.device | str | None = None,
+    **labels: Unpack[Labels],
+) -> None:
+    """Replace the entries of `object_list` by those of global rank `src`; all lists have the same length."""
+    to = member(group)
+    if not isinstance(object_list, list) or not object_list:
+        raise CommArgumentError("broadcast_object_list: object_list: expected a list with at least one entry")
+    source = group_rank(src, to, "broadcast_object_list", "src")
+    where = _device(to) if device is None else torch.device(device)
+    data = [pickle.dumps(obj) for obj in object_list] if to.rank == source else []
+    lengths = torch.tensor([len(d) for d in data] or [0] * len(object_list), dtype=torch.int64, device=where)
+    size = sum(map(len, data))
+    sent = size + 8 * len(object_list) if to.rank == source and to.size > 1 else 0
+    call = Call("broadcast_object_list", to.group, to.size, size, sent, where, check_labels(labels))
+
+    def issue() -> None:
+        settle(start_broadcast(lengths, src, source, to), False)
+        sizes = lengths.tolist()
+        payload = _tensor(b"".join(data), where) if data else torch.empty(sum(sizes), dtype=torch.uint8, device=where)
+        settle(start_broadcast(payload, src, source, to), False)
+        if to.rank != source:
+            object_list[:] = [_load(part) for part in payload.cpu().split(sizes)]
+
+    run(call, issue)
+
+
+def gather_object(
+    obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0, group: Any = None, **labels: Unpack[Labels]
+) -> None:
+    """On global rank `dst`: object_gather_list[p] = rank p's `obj`; elsewhere the list is ignored."""
+    to = member(group)
+    target = group_rank(dst, to, "gather_object", "dst")
+    if to.rank == target:
+        _check_list(object_gather_list, to.size, "gather_object", "object_gather_list")
+    data = b"" if to.rank == target else pickle.dumps(obj)
+    device = _device(to)
+    sent = len(data) + 8 if to.rank != target else 0
+    call = Call("gather_object", to.group, to.size, len(data), sent, device, check_labels(labels))
+
+    def issue() -> None:
+        if to.rank != target:
+            _send(data, target, to, device)
+        elif object_gather_list is not None:
+            for rank in range(to.size):
+                object_gather_list[rank] = obj if rank == target else pickle.loads(_receive(rank, to, device))
+
+    run(call, issue)
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    src: int = 0,
+    group: Any = None,
+    **labels: Unpack[Labels],
+) -> None:
+    """scatter_object_output_list[0] = global rank `src`'s scatter_object_input_list[rank]."""
+    to = member(group)
+    source = group_rank(src, to, "scatter_object_list", "src")
+    if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+        raise CommArgumentError(
+            "scatter_object_list: scatter_object_output_list: expected a list with at least one entry"
+        )
+    data: list[bytes] = []
+    if to.rank == source:
+        _check_list(scatter_object_input_list, to.size, "scatter_object_list", "scatter_object_input_list")
+        data = [pickle.dumps(obj) for obj in scatter_object_input_list or ()]
+    device = _device(to)
+    sent = sum(len(d) + 8 for p, d in enumerate(data) if p != source)
+    call = Call(
+        "scatter_object_list", to.group, to.size, max(map(len, data), default=0), sent, device, check_labels(labels)
+    )
+
+    def issue() -> None:
+        if to.rank == source and scatter_object_input_list is not None:
+            for rank in range(to.size):
+                if rank != source:
+                    _send(data[rank], rank, to, device)
+            scatter_object_output_list[0] = scatter_object_input_list[source]
+        else:
+            scatter_object_output_list[0] = pickle.loads(_receive(source, to, device))
+
+    run(call, issue)
+
+
+def _device(to: Membership) -> torch.device:
+    if "cpu" in to.backends:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _load(tensor: torch.Tensor) -> Any:
+    return pickle.loads(tensor.numpy().tobytes()) if _has_numpy() else pickle.loads(bytes(tensor.tolist()))
+
+
+def _has_numpy() -> bool:
+    try:
+        import numpy  # noqa: F401  (torch works without it; conversion is then slow but right)
+    except ImportError:
+        return False
+    return True
+
+
+def _send(data: bytes, rank: int, to: Membership, device: torch.device) -> None:
+    peer = get_global_rank(to.group, rank)
+    for tensor in (torch.tensor([len(data)], device=device), _tensor(data, device)):
+        start_p2p(tensor, peer, to, _TAG, sending=True).wait()
+
+
+def _receive(rank: int, to: Membership, device: torch.device) -> bytes:
+    peer = get_global_rank(to.group, rank)
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    start_p2p(length, peer, to, _TAG, sending=False).wait()
+    payload = torch.empty(int(length), dtype=torch.uint8, device=device)
+    start_p2p(payload, peer, to, _TAG, sending=False).wait()
+    return bytes(payload.cpu().tolist()) if not _has_numpy() else payload.cpu().numpy().tobytes()
+
+
+def _check_list(values: Any, size: int, name: str, what: str) -> None:
+    if not isinstance(values, Sequence) or len(values) != size:
+        got = f"{len(values)} entries" if isinstance(values, Sequence) else type(values).__name__
+        raise CommArgumentError(f"{name}: {what}: got {got}, expected a list of {size} (group size)")

@@ -1,0 +1,114 @@
+"""Sends and receives between two ranks.
+
+`isend` and `irecv` return at once with a handle (upstream's block). Ranks are global; tags match sends with receives on
+gloo; nccl ignores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from . import composed
+from .calls import Call, Labels, check_labels, run
+from .checks import contiguous, group_rank, nbytes, tensor_of
+from .errors import CommArgumentError
+from .groups import Membership, member
+from .works import Handle
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def send(tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0, **labels: Unpack[Labels]) -> None:
+    """Send `tensor` to global rank `dst`; returns when the memory may be reused."""
+    call, to = _describe("send", tensor, dst, group, tag, labels)
+    run(call, lambda: start_p2p(tensor, dst, to, tag, sending=True).wait())
+
+
+def recv(
+    tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0, **labels: Unpack[Labels]
+) -> int:
+    """Receive into `tensor` from global rank `src` (None: from anyone, on backends that can) and return the sender."""
+    if src is None:
+        to = member(group)
+        call = Call("recv", to.group, to.size, nbytes(tensor), 0, tensor.device, check_labels(labels))
+        return run(call, lambda: dist.recv(tensor, None, to.group, tag))
+    call, to = _describe("recv", tensor, src, group, tag, labels)
+    run(call, lambda: start_p2p(tensor, src, to, tag, sending=False).wait())
+    return src
+
+
+def isend(tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0, **labels: Unpack[Labels]) -> Any:
+    """Begin to send `tensor` to global rank `dst`; leave it alone until the handle's `wait()` has returned."""
+    call, to = _describe("isend", tensor, dst, group, tag, labels)
+    return run(call, lambda: start_p2p(tensor, dst, to, tag, sending=True), True)
+
+
+def irecv(tensor: torch.Tensor, src: int, group: Any = None, tag: int = 0, **labels: Unpack[Labels]) -> Any:
+    """Begin to receive into `tensor` from global rank `src`; it is there when the handle's `wait()` has returned."""
+    call, to = _describe("irecv", tensor, src, group, tag, labels)
+    return run(call, lambda: start_p2p(tensor, src, to, tag, sending=False), True)
+
+
+def _describe(name: str, tensor: Any, peer: int, group: Any, tag: int, labels: Any) -> tuple[Call, Membership]:
+    to = member(group)
+    sending = "send" in name
+    contiguous(tensor_of(tensor, name), name, "tensor")
+    if group_rank(peer, to, name, "dst" if sending else "src") == to.rank:
+        raise CommArgumentError(f"{name}: rank {peer} would talk to itself; copy the tensor instead")
+    if not 0 <= tag < composed.SCATTER_TAG:
+        raise CommArgumentError(
+            f"{name}: tag: got {tag}, expected 0 <= tag < {composed.SCATTER_TAG} (the rest is ours)"
+        )
+    size = nbytes(tensor)
+    call = Call(name, to.group, to.size, size, size if sending else 0, tensor.device, check_labels(labels))
+    return call, to
+
+
+def start_p2p(tensor: torch.Tensor, peer: int, to: Membership, tag: int, *, sending: bool) -> Any:
+    """Begin a send or receive with global rank `peer` and return its handle."""
+    composes = to.composes(tensor)
+    data = composed.as_bytes(tensor) if composes else tensor  # as bytes: gloo knows only some dtypes
+    start = dist.isend if sending else dist.irecv
+    return Handle([start(data, peer, to.group, tag)], pollable=not composes)
+
+
+class P2POp:
+    """One operation for `batch_isend_irecv`: `op` is `isend` or `irecv` (ours or torch's), `peer` a global rank."""
+
+    def __init__(
+        self, op: Callable[..., Any], tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0
+    ) -> None:
+        if op not in (isend, irecv, dist.isend, dist.irecv):
+            raise CommArgumentError(f"P2POp: op: got {op!r}, expected dsx_comm.isend or dsx_comm.irecv")
+        self.op = isend if op in (isend, dist.isend) else irecv
+        self.tensor, self.peer, self.group, self.tag = tensor, peer, group, tag
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp], **labels: Unpack[Labels]) -> list[Any]:
+    """Begin all operations as one batch (nccl fuses it) and return a list of handles to wait for, all of them."""
+    if not p2p_op_list:
+        raise CommArgumentError("batch_isend_irecv: got an empty list, expected at least one P2POp")
+    described = [_describe(p.op.__name__, p.tensor, p.peer, p.group, p.tag, labels) for p in p2p_op_list]
+    to = described[0][1]
+    if any(other.group != to.group for _, other in described):
+        raise CommArgumentError("batch_isend_irecv: all operations of a batch must be of one group")
+    message = sum(c.message for c, _ in described)
+    sent = sum(c.sent for c, _ in described)
+    device = p2p_op_list[0].tensor.device
+    call = Call("batch_isend_irecv", to.group, to.size, message, sent, device, check_labels(labels))
+
+    def issue() -> list[Any]:
+        if to.composes(p2p_op_list[0].tensor):
+            return [start_p2p(p.tensor, p.peer, to, p.tag, sending=p.op is isend) for p in p2p_op_list]
+        native = [
+            dist.P2POp(dist.isend if p.op is isend else dist.irecv, p.tensor, p.peer, to.group, p.tag)
+            for p in p2p_op_list
+        ]
+        return dist.batch_isend_irecv(native)
+
+    return run(call, issue, True)

@@ -1,0 +1,208 @@
+"""Handles of asynchronous operations: `wait()` and `is_completed()`, whatever lies beneath.
+
+A `Handle` is a list of transfers (torch Works) plus an optional finish: arithmetic that turns what arrived into the
+result (a sum in rank order, a division). The finish runs once, in the thread that waits. A handle must be waited for:
+without it the result is not there.
+
+Operations of two phases (a composed all-reduce: scatter, then gather) issue their second phase when somebody waits. Two
+ranks that wait for two such operations in opposite order would wait for each other; so waiting for one first advances
+all that were issued before it, in every group. `Queue` keeps that order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+
+class Handle:
+    """An operation under way.
+
+    `pollable=False` says that the transfers only notice their completion inside `wait()` (gloo's sends and receives):
+    asking `is_completed()` then starts a thread that waits for them.
+    """
+
+    def __init__(
+        self, transfers: Sequence[Any] = (), finish: Callable[[], Any] | None = None, *, pollable: bool = True
+    ) -> None:
+        self._transfers = list(transfers)
+        self._finish = finish
+        self._pollable = pollable
+        self._lock = threading.RLock()
+        self._done = False
+        self._error: BaseException | None = None
+        self._poller: threading.Thread | None = None
+        self._arrived = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+        _UNWAITED.add(self)  # a transfer's buffers must outlive a dropped handle
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the result is in place (CUDA: until the current stream will see it). Raises what failed."""
+        with self._lock:
+            if not self._done:
+                try:
+                    self._receive(timeout)
+                    self._arrive()
+                    if self._finish is not None:
+                        self._finish()
+                except BaseException as error:
+                    self._error = error
+                    raise
+                finally:
+                    self._done, self._finish, self._transfers = True, None, []
+                    _UNWAITED.discard(self)
+            if self._error is not None:
+                raise self._error
+            return True
+
+    def is_completed(self) -> bool:
+        """True if the result is in place; never waits for another rank."""
+        if self._done:
+            return True
+        if self._pollable:
+            ready = all(work.is_completed() for work in self._transfers)
+        else:
+            self._start_poller()
+            ready = self._arrived.is_set()
+        if ready:
+            self.wait()
+        return ready
+
+    def is_success(self) -> bool:
+        """True if it is done and nothing failed."""
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What failed, if something did."""
+        return self._error
+
+    def on_arrival(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, from any thread, when all transfers have arrived; before or while the finish runs."""
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                if not self._pollable:
+                    self._start_poller()
+                return
+        callback()
+
+    def _arrive(self) -> None:
+        with self._lock:
+            self._arrived.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def _start_poller(self) -> None:
+        with self._lock:
+            if self._poller is None and not self._done:
+                self._poller = threading.Thread(
+                    target=self._poll, args=(list(self._transfers),), daemon=True, name="dsx-comm-poll"
+                )
+                self._poller.start()
+
+    def _poll(self, transfers: list[Any]) -> None:
+        try:
+            for work in transfers:
+                work.wait()
+        except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
+            self._error = error
+        finally:
+            self._arrived.set()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def _receive(self, timeout: timedelta | None) -> None:
+        if self._poller is not None:
+            if not self._arrived.wait(None if timeout is None else timeout.total_seconds()):
+                raise TimeoutError(f"the operation did not complete within {timeout}")
+            if self._error is not None:
+                raise self._error
+            return
+        for work in self._transfers:
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+
+
+class Done(Handle):
+    """An operation that was complete when it was issued (one rank, no elements)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wait()
+
+
+class TwoPhase(Handle):
+    """An operation whose second phase is issued by `advance` once the first has arrived."""
+
+    def __init__(self, first: Handle, second: Callable[[], Handle]) -> None:
+        super().__init__()
+        _UNWAITED.discard(self)  # its phases are in there
+        self._first, self._second = first, second
+        self._rest: Handle | None = None
+        QUEUE.append(self)
+
+    def advance(self) -> None:
+        """Wait for the first phase and issue the second."""
+        try:
+            self._first.wait()
+            self._rest = self._second()
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for both phases; those issued earlier are advanced first. `timeout` holds for the second phase."""
+        QUEUE.advance_until(self)
+        if self._rest is None:
+            raise self._error or RuntimeError("the first phase of this operation was never completed")
+        try:
+            self._rest.wait(timeout)
+        except BaseException as error:
+            self._error = error
+            raise
+        self._done = True
+        self._arrive()
+        return True
+
+    def is_completed(self) -> bool:
+        """True if the result is in place; never waits for another rank."""
+        if not self._done and QUEUE.poke_until(self) and self._rest is not None and self._rest.is_completed():
+            self.wait()
+        return self._done
+
+
+class Queue:
+    """Two-phase operations whose second phase is not issued yet, in the order of issue."""
+
+    def __init__(self) -> None:
+        self._items: deque[TwoPhase] = deque()
+        self._lock = threading.RLock()
+
+    def append(self, handle: TwoPhase) -> None:
+        """Note a new one."""
+        with self._lock:
+            self._items.append(handle)
+
+    def advance_until(self, handle: TwoPhase) -> None:
+        """Advance all up to and including `handle`, waiting for their first phases."""
+        with self._lock:
+            while handle in self._items:
+                self._items.popleft().advance()
+
+    def poke_until(self, handle: TwoPhase) -> bool:
+        """Advance those whose first phase has arrived, in order; True if `handle` is past it. Does not wait."""
+        with self._lock:
+            while handle in self._items and self._items[0]._first.is_completed():
+                self._items.popleft().advance()
+            return handle not in self._items
+
+
+QUEUE = Queue()
+_UNWAITED: set[Handle] = set()
