@@ -160,7 +160,7 @@ def describe(error: BaseException) -> str:
         with contextlib.redirect_stderr(text), contextlib.suppress(Exception):
             sys.excepthook(type(error), error.with_traceback(tb), tb)
         if text.getvalue():
-            return text.getvalue()
+            return text.getvalue().replace(f"[rank{os.environ['RANK']}]: ", "")  # torch's hook puts a mark of its own
     return "".join(traceback.format_exception(type(error), error, tb))
 
 

@@ -110,8 +110,7 @@ def _run_in(job: HostJob, folder: Path) -> int:
             kill_descendants()
     failures = _collect(job, agent.failed, agent.exitcodes, failure_dir)
     if stopped_by is not None and not (failures and agent.hurry):
-        log.info("stopped by %s", signal_name(stopped_by))
-        return 128 + stopped_by
+        return _conclude_stop(job, stopped_by, failed_elsewhere=agent.hurry)
     return _conclude(job, rendezvous.port, failures) if failed else 0
 
 
@@ -179,6 +178,16 @@ def _collect(
         if rank not in reported
     ]
     return found + silent
+
+
+def _conclude_stop(job: HostJob, number: int, *, failed_elsewhere: bool) -> int:
+    """The ranks were stopped from outside, by a signal or because another host has failed."""
+    log.log(logging.DEBUG if len(job.hosts) > 1 else logging.INFO, "%s: stopped by %s", job.host, signal_name(number))
+    if failed_elsewhere and job.host_rank == 0:
+        time.sleep(
+            2 * NEWS_WAIT_S
+        )  # the rendezvous lives in this process: the failed host is still asking it who failed first
+    return 1 if failed_elsewhere else 128 + number
 
 
 def _conclude(job: HostJob, port: int, failures: Sequence[RankFailure]) -> int:

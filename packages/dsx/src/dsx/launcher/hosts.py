@@ -22,7 +22,8 @@ from .runners import Command
 
 log = logging.getLogger("dsx.launcher")
 
-OWN_END_S = 3.0  # for the other hosts to end by themselves after one has failed
+STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # how an agent ends that was told to, because another host failed
+OWN_END_S = 4.0  # for the other hosts to end by themselves after one has failed
 FORCED_END_S = 5.0  # from being told to being killed
 REQUESTED_END_S = 35.0  # the same after Ctrl-C: the ranks may be writing a checkpoint
 
@@ -36,15 +37,19 @@ class Clients:
         self._ended: list[int] = []
 
     def poll(self) -> int | None:
-        """The return code of the first client that failed; 0 when all have ended well; None while they run."""
+        """The exit code so far if any client has failed; 0 when all have ended well; None while they run."""
         for index, process in enumerate(self._processes):
             if process.poll() is not None and index not in self._ended:
                 self._ended.append(index)
                 _explain(self._commands[index], process.returncode)
-        bad = [self._processes[index].returncode for index in self._ended if self._processes[index].returncode]
-        if bad:
-            return bad[0]
-        return 0 if self.all_ended else None
+        return self.code or (0 if self.all_ended else None)
+
+    @property
+    def code(self) -> int:
+        """0, or the largest code of the hosts that failed by themselves: the host of the first failure ends with that rank's code, the others with 1."""
+        codes = [self._processes[index].returncode for index in self._ended]
+        own = [code for code in codes if code not in (0, *STOPPED)]
+        return max((shell_code(code) for code in own or codes), default=0)
 
     @property
     def all_ended(self) -> bool:
@@ -130,7 +135,7 @@ def run_hosts(plan: HostsPlan, environ: Mapping[str, str]) -> int:
         _end(plan, clients, signal.SIGTERM, FORCED_END_S)
     clients.kill()
     kill_descendants()
-    return shell_code(code)
+    return clients.code
 
 
 def _stop_on_request(plan: HostsPlan, clients: Clients, asked: list[int]) -> None:
@@ -141,25 +146,22 @@ def _stop_on_request(plan: HostsPlan, clients: Clients, asked: list[int]) -> Non
 
 
 def _end(plan: HostsPlan, clients: Clients, number: signal.Signals, seconds: float, until=lambda: False) -> None:
-    if plan.launcher == "pdsh":
-        announce_end(plan)
-    clients.tell_to_stop(number)
     deadline = time.monotonic() + seconds
+    if plan.launcher == "pdsh" and announce_end(plan) and clients.wait_all(FORCED_END_S):
+        return
+    clients.tell_to_stop(number)
     while time.monotonic() < deadline and not until() and not clients.wait_all(0.1):
         continue
 
 
-def announce_end(plan: HostsPlan) -> None:
-    """Tell the agents through the rendezvous that the job ends: pdsh does not pass signals on to the hosts."""
+def announce_end(plan: HostsPlan) -> bool:
+    """Tell the agents through the rendezvous that the job ends: pdsh does not pass signals on to the hosts. Returns whether they could be told."""
     from .rendezvous import STORE_ERRORS, FailureBoard, Meeting  # late: imports torch
 
     meeting = Meeting(plan.run_id, plan.remote.hosts, host_rank=0, addr=plan.master_addr, port=plan.master_port)
     try:
         FailureBoard(meeting, plan.master_port).announce()
+        return True
     except STORE_ERRORS as error:
-        log.warning(
-            "the rendezvous at %s:%d does not answer (%s); the hosts may not have heard",
-            plan.master_addr,
-            plan.master_port,
-            error,
-        )
+        log.debug("the rendezvous does not answer: %s", error)
+        return False

@@ -1,6 +1,7 @@
 """Where the launcher's own messages go: stderr, with a mark, from one logger."""
 
 import logging
+import os
 
 
 def configure_logging(level: str) -> None:
@@ -12,3 +13,14 @@ def configure_logging(level: str) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[dsx] %(message)s"))
         log.addHandler(handler)
+
+
+def import_torch_quietly() -> None:
+    """Import torch with its C++ warnings off in this process (not in the ranks): a store that another host has left prints screens of frames."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    if name in os.environ:
+        return
+    os.environ[name] = "ERROR"  # read once, by the import
+    import torch.distributed  # noqa: F401 - late: seconds
+
+    del os.environ[name]

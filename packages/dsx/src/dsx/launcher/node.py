@@ -18,7 +18,8 @@ from .devices import devices_for
 from .errors import LaunchError, ResourceError
 from .host import HostJob, Program, run_host
 from .host_rank import host_rank_from
-from .logs import configure_logging
+from .logs import configure_logging, import_torch_quietly
+from .options import add_program, split_program
 from .resources import decode_world
 
 
@@ -38,13 +39,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log_level", default="info")
     parser.add_argument("--kind", default="script")
     parser.add_argument("--watch_stdin", action="store_true")
-    parser.add_argument("script")
-    parser.add_argument("script_args", nargs=argparse.REMAINDER)
+    add_program(parser)
     return parser
 
 
 def job_from(args: argparse.Namespace, environ: Mapping[str, str]) -> HostJob:
     """This host's part of the job. Raises `ResourceError` when the host cannot serve its slots."""
+    script, script_args = split_program(args.command)
     pool = decode_world(args.world_info)
     hosts = tuple(pool)
     rank = args.node_rank if args.node_rank is not None else host_rank_from(environ, hosts, args.rank_from)
@@ -57,7 +58,7 @@ def job_from(args: argparse.Namespace, environ: Mapping[str, str]) -> HostJob:
 
         devices = devices_for(slots, environ, torch.cuda.device_count())
     return HostJob(
-        program=Program(args.script, tuple(args.script_args), kind=args.kind, pass_local_rank=not args.no_local_rank),
+        program=Program(script, script_args, kind=args.kind, pass_local_rank=not args.no_local_rank),
         procs=len(slots),
         hosts=hosts,
         host_rank=rank,
@@ -95,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(args.log_level)
     if args.watch_stdin:
         follow_stdin()
+    import_torch_quietly()
     try:
         return run_host(job_from(args, os.environ))
     except (LaunchError, ResourceError) as error:

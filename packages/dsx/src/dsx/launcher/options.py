@@ -62,8 +62,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_hosts(parser)
     _add_program(parser)
     _add_refused(parser)
-    parser.add_argument("script", help="the program every process runs (a path; a module name with --module)")
-    parser.add_argument("script_args", nargs=argparse.REMAINDER, help="passed on to the program as they are")
+    add_program(parser)
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """The script and everything after it, word by word; argparse's own way of saying so (PARSER) is the only one that keeps a ``--``."""
+    parser.add_argument(
+        "command",
+        nargs=argparse.PARSER,
+        metavar="script",
+        help="the program every process runs (a path; a module name with --module), and its arguments",
+    )
+
+
+def split_program(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The script and its arguments; a ``--`` before the script only ends the options."""
+    script, *args = words[1:] if words[0] == "--" and len(words) > 1 else words
+    return script, tuple(args)
 
 
 def _option(group: argparse._ArgumentGroup, *names: str, **kwargs: object) -> None:
@@ -179,7 +194,8 @@ def options_from(namespace: argparse.Namespace) -> LaunchOptions:
             )
     fields = LaunchOptions.__dataclass_fields__
     known = {name: value for name, value in values.items() if name in fields}
-    options = LaunchOptions(**{**known, "script_args": tuple(values["script_args"])})
+    script, args = split_program(values["command"])
+    options = LaunchOptions(**known, script=script, script_args=args)
     _check(options)
     return options
 

@@ -1,7 +1,8 @@
 """pdsh over ssh: one pdsh for all hosts.
 
 pdsh replaces ``%n`` by the index of the host, so every other ``%`` of the command is doubled. Arguments of the user's in ``PDSH_SSH_ARGS_APPEND`` stay; the
-port is appended to them. Without a lifeline to each host, clean-up goes through the rendezvous (see `dsx.launcher.news`).
+port is appended to them. pdsh passes no signals on: the hosts are told to stop through the rendezvous, and stop by themselves when pdsh is gone, because
+their standard input then ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
     env = {} if environ.get("PDSH_RCMD_TYPE") else {"PDSH_RCMD_TYPE": "ssh"}
     if remote.ssh_port is not None:
         env["PDSH_SSH_ARGS_APPEND"] = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} -p {remote.ssh_port}".strip()
-    script = shell_script(remote, f"--node_rank={RANK}").replace("%", "%%").replace(RANK, "%n", 1)
+    script = shell_script(remote, f"--node_rank={RANK}", "--watch_stdin").replace("%", "%%").replace(RANK, "%n", 1)
     # -f: all hosts at once; a job that waits for hosts pdsh has not started yet would never begin
     options = ("-S", "-b", "-f", str(len(remote.hosts)), "-w", ",".join(remote.hosts))
     return [Command(("pdsh", *options, *remote.launcher_args, script), env=env)]
