@@ -1,18 +1,49 @@
 """ZeRO stages 0-3 for any PyTorch model and optimizer.
 
 model, optimizer = dsx_zero.shard(model, lambda params: torch.optim.AdamW(params, lr=3e-4), stage=2)
-loss = model(x).mean(); loss.backward(); optimizer.step(); optimizer.zero_grad()
+loss = model(x).mean()
+loss.backward()
+optimizer.step()
+optimizer.zero_grad()
 """
 
 from ._version import __version__
+from .access import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
 from .api import shard
 from .errors import ZeroConfigError, ZeroError, ZeroModelError, ZeroOptimizerError, ZeroStateError
+from .estimate import (
+    MemoryNeeds,
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from .optimizer import StepOutcome, ZeroOptimizer
 from .precision import Precision
 from .reduction import Reduction
+from .slices import ParamSlice, Reader
 
 __all__ = [
+    "MemoryNeeds",
+    "ParamSlice",
     "Precision",
+    "Reader",
     "Reduction",
     "StepOutcome",
     "ZeroConfigError",
@@ -22,5 +53,24 @@ __all__ = [
     "ZeroOptimizerError",
     "ZeroStateError",
     "__version__",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "shard",
 ]

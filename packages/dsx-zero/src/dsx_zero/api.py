@@ -10,6 +10,7 @@ import dsx_comm
 import torch
 from torch import nn
 
+from .access import OWNERS
 from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
 from .flat import FlatGroup, Unit
 from .gather import Gathering, Replicated
@@ -103,7 +104,12 @@ def shard(
             group.make_master(precision.master, whole=runtime.whole)
     masters = make_masters(runtime.units, whole=runtime.whole)
     place_masters(inner, masters)
-    return model, ZeroOptimizer(inner, runtime, [master for _, master in masters if master is not None])
+    sharded = ZeroOptimizer(inner, runtime, [master for _, master in masters if master is not None])
+    for unit in runtime.units:
+        for group in unit.groups:
+            for name, parameter in zip(group.layout.names, group.parameters):
+                OWNERS.add(parameter, sharded, name)
+    return model, sharded
 
 
 def _settings(stage: int | None, config: ZeroConfig | dict[str, Any] | None) -> ZeroConfig:

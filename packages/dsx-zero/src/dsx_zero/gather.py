@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import dsx_comm
@@ -24,10 +22,10 @@ class Replicated:
     def finish(self) -> None:
         """Nothing was started."""
 
-    @contextmanager
-    def whole(self, unit: Unit) -> Iterator[None]:
-        """They always are."""
-        yield
+    def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:
+        """The shard is part of the visible buffer."""
+        with torch.no_grad():
+            group.parameters[index].copy_(whole)
 
     def tensors(self) -> list[torch.Tensor]:
         """None."""

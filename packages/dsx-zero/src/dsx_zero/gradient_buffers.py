@@ -139,8 +139,9 @@ class GroupGradients:
         if self.stage == 0:
             self._pending = self._launch_whole(buffer)
         else:
-            self.result = self.result if add else self._target(buffer)
-            self._pending = self._reducer.reduce_scatter(buffer, self.result, self.wire, add=add)
+            out = self._target(buffer) if self.result is None else self.result
+            self._pending = self._reducer.reduce_scatter(buffer, out, self.wire, add=add)
+            self.result = out
 
     def _target(self, buffer: torch.Tensor) -> torch.Tensor:
         """Where the reduced values go when there are none yet (at stages 0-1 into the whole buffer)."""
@@ -193,10 +194,6 @@ class GroupGradients:
             out.zero_()
             self.result = out
         return self.result
-
-    def local(self, index: int) -> torch.Tensor | None:
-        """What has arrived of a parameter and is not reduced yet, in its logical shape."""
-        return self._views[index] if self.dirty and self._filled[index] else None
 
     def clear(self) -> None:
         """Forget all gradients; memory that the next step needs again is kept."""

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from .flat import FlatGroup, Unit
 from .gradient_buffers import BufferPool, GroupGradients
+from .layout import LocalSlice
 from .precision import Precision
 from .reduction import ReductionEngine
 
@@ -66,8 +67,8 @@ class Gradients(Protocol):
         """Tensors that together hold every gradient this rank steps with, once each, for norms."""
         ...
 
-    def local(self, group: FlatGroup, index: int) -> torch.Tensor | None:
-        """The gradient of a parameter as far as it is whole on this rank (before a reduction, or at one rank)."""
+    def view(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
+        """The reduced gradient of what this rank steps of a parameter (`part`), 1-D, writable; None when there is none."""
         ...
 
     def clear(self) -> None: ...
@@ -233,13 +234,10 @@ class ReducedGradients:
         """The reduced buffers."""
         return [self._result(group) for group in self._of]
 
-    def reduced(self, group: FlatGroup) -> torch.Tensor | None:
-        """The reduced values of a group (whole at stage 0, else this rank's shard), or None."""
-        return self._of[group].result
-
-    def local(self, group: FlatGroup, index: int) -> torch.Tensor | None:
-        """What has arrived and is not reduced."""
-        return self._of[group].local(index)
+    def view(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
+        """See `Gradients.view`."""
+        result = self._of[group].result
+        return None if result is None else result.narrow(0, part.offset, part.numel)
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -276,19 +274,19 @@ class LocalGradients:
 
     def parts(self, group: FlatGroup, *, whole: bool) -> tuple[torch.Tensor, ...]:
         """See `Gradients.parts`."""
-        dtype = None if group.master is None else group.master.dtype
-        grads = (p.grad if dtype is None or p.grad.dtype == dtype else p.grad.to(dtype) for p in group.parameters)
-        if whole:
-            return tuple(grads)
-        return tuple(grad.reshape(-1) for grad in grads if grad.numel())
+        grads = [_grad(parameter) for parameter in group.parameters]
+        if group.master is not None:
+            grads = [grad.to(group.master.dtype) for grad in grads]
+        return tuple(grads) if whole else tuple(grad.reshape(-1) for grad in grads if grad.numel())
 
     def blocks(self) -> list[torch.Tensor]:
         """Every `.grad`."""
-        return [parameter.grad for group in self._groups for parameter in group.parameters if parameter.numel()]
+        return [_grad(parameter) for group in self._groups for parameter in group.parameters if parameter.numel()]
 
-    def local(self, group: FlatGroup, index: int) -> torch.Tensor | None:
-        """The parameter's `.grad`."""
-        return group.parameters[index].grad
+    def view(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
+        """See `Gradients.view`."""
+        grad = group.parameters[index].grad
+        return None if grad is None else grad.view(-1)
 
     def clear(self) -> None:
         """Drop all `.grad`s."""
@@ -303,3 +301,9 @@ class LocalGradients:
     def idle(self) -> list[torch.Tensor]:
         """Nothing is kept."""
         return []
+
+
+def _grad(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        raise RuntimeError("gradients were read before finish()")
+    return parameter.grad

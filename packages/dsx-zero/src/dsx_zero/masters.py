@@ -17,7 +17,15 @@ from .errors import ZeroOptimizerError
 from .flat import FlatGroup, Unit
 from .layout import LocalSlice
 
-__all__ = ["Master", "check_optimizer", "make_masters", "place_masters", "replace_parameters", "write_parameters"]
+__all__ = [
+    "Master",
+    "check_optimizer",
+    "copy_targets",
+    "make_masters",
+    "place_masters",
+    "replace_parameters",
+    "write_parameters",
+]
 
 _WHOLE = {
     "Muon": "it orthogonalises whole matrices",
@@ -118,3 +126,15 @@ def write_parameters(group: FlatGroup, *, whole: bool) -> None:
     target = group.full if whole else group.shard
     if master is not None and master.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
         target.copy_(master)
+
+
+def copy_targets(masters: Sequence[Master], *, whole: bool) -> dict[torch.Tensor, torch.Tensor]:
+    """Where an optimizer that can write low-precision copies itself has to put them, by master tensor."""
+    found: dict[torch.Tensor, torch.Tensor] = {}
+    for master in masters:
+        group = master.group
+        buffer = group.full if whole else group.shard
+        if group.master is None or group.master.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+            continue
+        found[master.tensor] = buffer.narrow(0, master.slice.offset, master.slice.numel).view(master.tensor.shape)
+    return found

@@ -8,6 +8,7 @@ It is a `torch.optim.Optimizer`, so that schedulers take it; its `param_groups` 
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -16,11 +17,13 @@ from typing import Any, Protocol
 
 import torch
 
-from .errors import ZeroOptimizerError
-from .flat import Unit
+from .errors import ZeroOptimizerError, ZeroStateError
+from .flat import FlatGroup, Unit
 from .gradients import Gradients
-from .masters import Master, write_parameters
+from .local_state import count_bytes, load_local, save_local
+from .masters import Master, copy_targets, write_parameters
 from .norm import CLIP_EPSILON, global_norm
+from .slices import ParamSlice, Reader, iter_slices, load_slices
 from .units import ParameterInfo
 
 __all__ = ["Residency", "Runtime", "StepOutcome", "ZeroOptimizer"]
@@ -63,8 +66,8 @@ class Residency(Protocol):
         """All units are published: after this every parameter that is visible has its new values."""
         ...
 
-    def whole(self, unit: Unit) -> AbstractContextManager[None]:
-        """Inside, every group's `full` of the unit holds the parameters' values (collective)."""
+    def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:
+        """Give parameter `index` of a group this value, in the shard and wherever it is visible. Masters are not touched."""
         ...
 
     def tensors(self) -> list[torch.Tensor]:
@@ -86,11 +89,18 @@ class Runtime:
     gradients: Gradients
     residency: Residency
     checks_overflow: bool
+    resident: bool
+    load_masters: bool = True
 
     @property
     def whole(self) -> bool:
         """Does every rank step everything?"""
         return self.stage == 0
+
+    @property
+    def holds_whole_parameters(self) -> bool:
+        """Are the whole parameters in every rank's memory all the time (stages 0-2)?"""
+        return self.resident
 
     def trainable_units(self) -> Iterator[Unit]:
         """Units with something to step."""
@@ -105,11 +115,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self._runtime = runtime
         self._masters = tuple(masters)
+        self._groups = {n: g for unit in runtime.units for g in unit.groups for n in g.layout.names}
         self._by_name = {master.name: master for master in masters}
         parameters = inspect.signature(inner.step).parameters
         self._takes_scale = "grad_scale" in parameters
+        self._takes_copies = "copy_out" in parameters
         devices = {unit.groups[0].key.device for unit in runtime.trainable_units()}
         self._device = next(iter(devices), torch.device("cpu"))
+        self._copies = copy_targets(masters, whole=runtime.whole) if self._takes_copies else {}
         self._connect_norms()
 
     # The surface of torch.optim.Optimizer -----------------------------------------------------------------------------
@@ -187,10 +200,73 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._step_inner(factor)
         for unit in run.trainable_units():
             for group in unit.trainable:
-                write_parameters(group, whole=run.whole)
+                if not self._takes_copies:
+                    write_parameters(group, whole=run.whole)
             run.residency.publish(unit)
         run.residency.finish()
         return StepOutcome(False, norm, loss)
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    def slices(self) -> Iterator[ParamSlice]:
+        """What this rank owns of every parameter, frozen ones too, in definition order; over all ranks each element once."""
+        return iter_slices(self._runtime, self._by_name, self.inner)
+
+    def held_slices(self) -> Iterator[ParamSlice]:
+        """Like `slices`, but everything that this rank steps: the whole parameters at stage 0."""
+        return iter_slices(self._runtime, self._by_name, self.inner, held=True)
+
+    def load_slices(self, reader: Reader) -> None:
+        """Fill parameters, masters and optimizer states from ranges of named tensors (collective). See `dsx_zero.Reader`."""
+        load_slices(self._runtime, self._by_name, self.inner, reader, from_masters=self._runtime.load_masters)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's slices by parameter name, and the settings of the parameter groups. Tensors are not copied."""
+        return save_local(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave on this rank of a job with the same stage and number of ranks (collective).
+
+        Raises:
+            ZeroStateError: the slices are not this rank's. Checkpoints (`slices`, `load_slices`) have no such limit.
+        """
+        load_local(self, state_dict)
+
+    # Single parameters (what `dsx_zero.access` works through) ------------------------------------------------------
+
+    @property
+    def runtime(self) -> Runtime:
+        """The parts this optimizer is made of."""
+        return self._runtime
+
+    def first_name(self, name: str) -> str:
+        """The first name of a parameter, given any of its names.
+
+        Raises:
+            ZeroStateError: the model has no parameter of this name.
+        """
+        for info in self._runtime.infos:
+            if name == info.name or name in info.aliases:
+                return info.name
+        near = difflib.get_close_matches(name, [info.name for info in self._runtime.infos], n=1)
+        raise ZeroStateError(f"the model has no parameter {name!r}" + (f"; is it {near[0]!r}?" if near else ""))
+
+    def group_of(self, name: str) -> FlatGroup:
+        """The flat group of a parameter, by its first name."""
+        return self._groups[name]
+
+    def master_of(self, name: str) -> Master | None:
+        """The master of a parameter, by its first name; None where this rank owns nothing of it."""
+        return self._by_name.get(name)
+
+    def refresh(self, name: str, whole: torch.Tensor) -> None:
+        """Make a parameter show its master's new value, of which `whole` is the whole."""
+        group = self._groups[name]
+        self._runtime.residency.write(group, group.layout.index(name), whole)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Resident bytes on this rank, each storage counted once: params, grads, master, optimizer, and idle message buffers."""
+        return count_bytes(self._runtime, self._masters, self.inner)
 
     def _norm(self, grad_scale: float) -> torch.Tensor:
         run = self._runtime
@@ -224,10 +300,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 master.tensor.grad = None
 
     def _call_inner(self, factor: float | torch.Tensor, grads: list[torch.Tensor]) -> None:
+        keywords: dict[str, Any] = {"copy_out": self._copies} if self._copies else {}
         if isinstance(factor, float) and factor == 1.0:
-            self.inner.step()
+            self.inner.step(**keywords)
         elif self._takes_scale:
-            self.inner.step(grad_scale=1.0 / factor)  # type: ignore[call-arg]
+            self.inner.step(**{**keywords, "grad_scale": 1.0 / factor})
         elif self._torch_scales():
             scale = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor, device=self._device)
             self.inner.grad_scale = scale.reciprocal()  # type: ignore[attr-defined]
@@ -236,8 +313,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             finally:
                 del self.inner.grad_scale  # type: ignore[attr-defined]
         else:
-            torch._foreach_mul_(grads, factor)
-            self.inner.step()
+            torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
+            self.inner.step(**keywords)
 
     def _torch_scales(self) -> bool:
         """Do the kernels of torch's own fused optimizers take the factor (as they do for `torch.amp.GradScaler`)?"""

@@ -1,0 +1,287 @@
+"""Reading and writing single parameters, gradients and optimizer states of a sharded model (F40).
+
+Full accessors take and give whole tensors in their logical shape and are collective: every rank calls them, with the same value. Local
+ones take and give this rank's 1-D slice (empty where it owns nothing). A parameter is named by the object that
+`model.named_parameters()` gives, or by its name together with `optimizer=`.
+
+Gradients can be read between a backward that reduces and the step. They are as backward left them: under loss scaling they are scaled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import dsx_comm
+import torch
+
+from .errors import ZeroStateError
+from .layout import LocalSlice
+
+if TYPE_CHECKING:
+    from .flat import FlatGroup
+    from .masters import Master
+    from .optimizer import ZeroOptimizer
+
+__all__ = [
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+]
+
+Parameter = torch.Tensor | str
+
+
+class _Owners:
+    """Which optimizer a parameter object belongs to. Holds neither alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref, weakref.ref, str]] = {}
+
+    def add(self, parameter: torch.Tensor, optimizer: ZeroOptimizer, name: str) -> None:
+        key = id(parameter)
+        gone = weakref.ref(parameter, lambda _: self._known.pop(key, None))
+        self._known[key] = (gone, weakref.ref(optimizer), name)
+
+    def find(self, parameter: torch.Tensor) -> tuple[ZeroOptimizer, str] | None:
+        entry = self._known.get(id(parameter))
+        if entry is None or entry[0]() is not parameter:
+            return None
+        owner = entry[1]()
+        return None if owner is None else (owner, entry[2])
+
+
+OWNERS = _Owners()
+
+
+class _View:
+    """One trainable parameter as this rank holds it."""
+
+    def __init__(self, parameter: Parameter, optimizer: ZeroOptimizer | None) -> None:
+        self.optimizer, self.name = _resolve(parameter, optimizer)
+        self.runtime = self.optimizer.runtime
+        self.group: FlatGroup = self.optimizer.group_of(self.name)
+        if not self.group.trainable:
+            raise ZeroStateError(
+                f"{self.name}: is frozen and has no master, gradient or optimizer state; read the parameter"
+            )
+        self.master: Master | None = self.optimizer.master_of(self.name)
+        self.index = self.group.layout.index(self.name)
+        self.shape = self.group.layout.shapes[self.index]
+        if self.runtime.whole:
+            self.part = LocalSlice(0, self.group.layout.sizes[self.index], self.group.layout.offsets[self.index])
+        else:
+            self.part = self.group.layout.local_slice(self.name, self.group.rank) or LocalSlice(0, 0, 0)
+
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(0, dtype=dtype, device=self.group.key.device)
+
+    def master_slice(self) -> torch.Tensor:
+        dtype = self.group.key.dtype if self.group.master is None else self.group.master.dtype
+        return self.empty(dtype) if self.master is None else self.master.tensor.detach().reshape(-1)
+
+    def grad_slice(self) -> torch.Tensor | None:
+        """This rank's reduced gradient, a view; None when there is none."""
+        return self.runtime.gradients.view(self.group, self.index, self.part)
+
+    def state(self, key: str) -> Any:
+        return None if self.master is None else self.optimizer.state.get(self.master.tensor, {}).get(key)
+
+    def whole(self, piece: torch.Tensor | None) -> torch.Tensor | None:
+        """The whole tensor from every rank's piece; None when no rank has one."""
+        if self.runtime.whole or self.runtime.world_size == 1:
+            return None if piece is None else piece.detach().reshape(self.shape).clone()
+        run, layout = self.runtime, self.group.layout
+        slices = [layout.local_slice(self.name, rank) for rank in range(run.world_size)]
+        longest = max((part.numel for part in slices if part is not None), default=0)
+        found: list[Any] = [None] * run.world_size
+        mine = None if piece is None else str(piece.dtype)
+        dsx_comm.all_gather_object(found, mine, group=run.process_group)
+        kind = next((text for text in found if text is not None), None)
+        if kind is None or not longest:
+            return None if kind is None else torch.empty(self.shape, device=self.group.key.device)
+        dtype = getattr(torch, kind.removeprefix("torch."))
+        sent = torch.zeros(longest, dtype=dtype, device=self.group.key.device)
+        if piece is not None:
+            sent[: piece.numel()] = piece.detach().reshape(-1)
+        gathered = sent.new_empty(longest * run.world_size)
+        dsx_comm.all_gather_into_tensor(gathered, sent, group=run.process_group)
+        flat = torch.empty(layout.sizes[self.index], dtype=dtype, device=sent.device)
+        for rank, part in enumerate(slices):
+            if part is not None:
+                flat[part.start : part.stop] = gathered[rank * longest : rank * longest + part.numel]
+        return flat.view(self.shape)
+
+    def cut(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor."""
+        if tuple(value.shape) != tuple(self.shape):
+            raise ZeroStateError(
+                f"{self.name}: got a value of shape {tuple(value.shape)}, expected {tuple(self.shape)}"
+            )
+        return value.detach().reshape(-1)[self.part.start : self.part.stop]
+
+    def check_local(self, value: torch.Tensor) -> torch.Tensor:
+        if value.numel() != self.part.numel:
+            raise ZeroStateError(f"{self.name}: got {value.numel()} elements, expected this rank's {self.part.numel}")
+        return value.detach().reshape(-1)
+
+
+def _resolve(parameter: Parameter, optimizer: ZeroOptimizer | None) -> tuple[ZeroOptimizer, str]:
+    if isinstance(parameter, str):
+        if optimizer is None:
+            raise ZeroStateError(
+                f"{parameter!r}: a name alone does not say which model; pass optimizer= or the parameter object"
+            )
+        return optimizer, optimizer.first_name(parameter)
+    found = OWNERS.find(parameter)
+    if found is None:
+        raise ZeroStateError(
+            "the tensor is not a parameter of a model sharded by dsx_zero.shard (take it from model.named_parameters())"
+        )
+    return found
+
+
+# Whole tensors --------------------------------------------------------------------------------------------------------
+
+
+def safe_get_full_fp32_param(parameter: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
+    """The whole master value, a new tensor."""
+    view = _View(parameter, optimizer)
+    return view.whole(view.master_slice() if view.master is not None else None)
+
+
+def safe_set_full_fp32_param(
+    parameter: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None
+) -> None:
+    """Set the whole master value and the parameter with it."""
+    view = _View(parameter, optimizer)
+    view.master_slice().copy_(view.cut(value))
+    view.optimizer.refresh(view.name, value)
+
+
+def safe_get_full_optimizer_state(
+    parameter: Parameter, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
+) -> torch.Tensor | None:
+    """A whole optimizer state ("exp_avg", ...); None before the first step."""
+    view = _View(parameter, optimizer)
+    state = view.state(optim_state_key)
+    if state is not None and (not isinstance(state, torch.Tensor) or state.numel() != view.part.numel):
+        raise ZeroStateError(f"{view.name}: the state {optim_state_key!r} is a single value; read optimizer.state")
+    return view.whole(state)
+
+
+def safe_set_full_optimizer_state(
+    parameter: Parameter, value: torch.Tensor, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
+) -> None:
+    """Set a whole optimizer state. It must exist: the optimizer has stepped, or a checkpoint was loaded."""
+    view = _View(parameter, optimizer)
+    part = view.cut(value)
+    if view.master is not None:
+        _state_of(view, optim_state_key).reshape(-1).copy_(part)
+
+
+def safe_get_full_grad(parameter: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
+    """The whole reduced gradient in fp32; None when there is none."""
+    view = _View(parameter, optimizer)
+    whole = view.whole(view.grad_slice() if view.part.numel else None)
+    return None if whole is None else whole.float()
+
+
+def safe_set_full_grad(parameter: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
+    """Set the whole reduced gradient."""
+    view = _View(parameter, optimizer)
+    part = view.cut(value)
+    if view.part.numel:
+        _grad_of(view).copy_(part)
+
+
+def safe_update_full_grad_vectorized(
+    parameters: Sequence[Parameter],
+    update: Callable[[torch.Tensor, Any], torch.Tensor],
+    *,
+    optimizer: ZeroOptimizer | None = None,
+) -> None:
+    """Replace the whole gradient g of each parameter p by `update(g, p)`; those without a gradient are left out."""
+    for parameter in parameters:
+        grad = safe_get_full_grad(parameter, optimizer=optimizer)
+        if grad is not None:
+            safe_set_full_grad(parameter, update(grad, parameter), optimizer=optimizer)
+
+
+# This rank's slices ---------------------------------------------------------------------------------------------------
+
+
+def safe_get_local_fp32_param(parameter: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor:
+    """This rank's master slice, a copy."""
+    return _View(parameter, optimizer).master_slice().clone()
+
+
+def safe_set_local_fp32_param(
+    parameter: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None
+) -> None:
+    """Set this rank's master slice and make it visible in the parameter (collective; ranks may give different values)."""
+    view = _View(parameter, optimizer)
+    view.master_slice().copy_(view.check_local(value))
+    whole = view.whole(view.master_slice() if view.master is not None else None)
+    if whole is not None:
+        view.optimizer.refresh(view.name, whole)
+
+
+def safe_get_local_optimizer_state(
+    parameter: Parameter, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
+) -> torch.Tensor | None:
+    """This rank's slice of an optimizer state, a copy."""
+    state = _View(parameter, optimizer).state(optim_state_key)
+    return state.detach().reshape(-1).clone() if isinstance(state, torch.Tensor) else state
+
+
+def safe_set_local_optimizer_state(
+    parameter: Parameter, value: torch.Tensor, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
+) -> None:
+    """Set this rank's slice of an optimizer state."""
+    view = _View(parameter, optimizer)
+    part = view.check_local(value)
+    if view.master is not None:
+        _state_of(view, optim_state_key).reshape(-1).copy_(part)
+
+
+def safe_get_local_grad(parameter: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
+    """This rank's slice of the reduced gradient, a copy."""
+    grad = _View(parameter, optimizer).grad_slice()
+    return None if grad is None else grad.clone()
+
+
+def safe_set_local_grad(parameter: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
+    """Set this rank's slice of the reduced gradient."""
+    view = _View(parameter, optimizer)
+    part = view.check_local(value)
+    if view.part.numel:
+        _grad_of(view).copy_(part)
+
+
+def _state_of(view: _View, key: str) -> torch.Tensor:
+    state = view.state(key)
+    if not isinstance(state, torch.Tensor):
+        known = sorted(view.optimizer.state.get(view.master.tensor, {})) if view.master is not None else []
+        raise ZeroStateError(
+            f"{view.name}: has no optimizer state {key!r} (it has {known}); states appear with the first step"
+        )
+    return state
+
+
+def _grad_of(view: _View) -> torch.Tensor:
+    grad = view.grad_slice()
+    if grad is None:
+        raise ZeroStateError(f"{view.name}: has no reduced gradient now; call between backward and step")
+    return grad

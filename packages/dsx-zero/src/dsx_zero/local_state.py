@@ -1,0 +1,108 @@
+"""One rank's own state: as a dict for `state_dict`, and as counted bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import ZeroStateError
+from .masters import Master
+
+if TYPE_CHECKING:
+    from .optimizer import Runtime, ZeroOptimizer
+    from .slices import ParamSlice, State
+
+__all__ = ["count_bytes", "load_local", "save_local", "unique_bytes"]
+
+
+def save_local(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """See `ZeroOptimizer.state_dict`."""
+    slices = {
+        part.name: {
+            "shape": part.shape,
+            "start": part.start,
+            "stop": part.stop,
+            "param": part.param,
+            "master": part.master,
+            "states": dict(part.states),
+        }
+        for part in optimizer.held_slices()
+    }
+    groups = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
+    ]
+    return {"slices": slices, "param_groups": groups}
+
+
+class _LocalReader:
+    """Reads the slices of a `state_dict` of this rank."""
+
+    def __init__(self, slices: dict[str, dict[str, Any]]) -> None:
+        self._slices = slices
+
+    def _cut(self, name: str, value: State | None, start: int, stop: int) -> Any:
+        held = self._slices[name]
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        if not held["start"] <= start <= stop <= held["stop"]:
+            raise ZeroStateError(
+                f"{name}: this rank needs elements {start} to {stop}, the state dict has {held['start']} to {held['stop']}; it was "
+                "made with another stage or number of ranks (use a checkpoint to change them)"
+            )
+        return value[start - held["start"] : stop - held["start"]]
+
+    def param(self, name: str, start: int, stop: int) -> torch.Tensor | None:
+        return self._cut(name, self._slices[name]["param"], start, stop)
+
+    def master(self, name: str, start: int, stop: int) -> torch.Tensor | None:
+        return self._cut(name, self._slices[name]["master"], start, stop)
+
+    def state_keys(self, name: str) -> tuple[str, ...]:
+        return tuple(self._slices[name]["states"])
+
+    def state(self, key: str, name: str, start: int, stop: int) -> State | None:
+        return self._cut(name, self._slices[name]["states"][key], start, stop)
+
+
+def load_local(optimizer: ZeroOptimizer, state: dict[str, Any]) -> None:
+    """See `ZeroOptimizer.load_state_dict`."""
+    slices, groups = state["slices"], state["param_groups"]
+    mine: Iterable[ParamSlice] = list(optimizer.held_slices())
+    wrong = [p.name for p in mine if p.name not in slices or tuple(slices[p.name]["shape"]) != tuple(p.shape)]
+    if wrong:
+        raise ZeroStateError(
+            f"the state dict does not fit the model: {wrong[:10]} are missing in it or have another shape"
+        )
+    if len(groups) != len(optimizer.param_groups):
+        raise ZeroStateError(f"got {len(groups)} parameter groups, expected {len(optimizer.param_groups)}")
+    optimizer.load_slices(_LocalReader(slices))
+    for group, saved in zip(optimizer.param_groups, groups):
+        group.update(saved)
+
+
+def unique_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[torch.device, int]]) -> int:
+    """Bytes of the storages of `tensors` that are not in `seen` yet; adds them."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        key = (tensor.device, storage.data_ptr())
+        if storage.nbytes() and key not in seen:
+            seen.add(key)
+            total += storage.nbytes()
+    return total
+
+
+def count_bytes(runtime: Runtime, masters: Sequence[Master], inner: torch.optim.Optimizer) -> dict[str, int]:
+    """See `ZeroOptimizer.state_bytes`."""
+    groups = [group for unit in runtime.units for group in unit.groups]
+    seen: set[tuple[torch.device, int]] = set()
+    states = (v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    return {
+        "params": unique_bytes([t for group in groups for t in (group.full, group.shard)], seen),
+        "master": unique_bytes([group.master for group in groups if group.master is not None], seen),
+        "grads": unique_bytes(runtime.gradients.tensors(), seen),
+        "optimizer": unique_bytes(states, seen),
+        "buffers": unique_bytes([*runtime.gradients.idle(), *runtime.residency.tensors()], seen),
+    }
