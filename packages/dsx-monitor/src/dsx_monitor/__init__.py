@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .errors import BackendMissing, MonitorConfigError, ReportError
     from .memory import MemorySnapshot, memory_snapshot
     from .monitor import CometMonitor, JSONLMonitor, MonitorMaster, TensorBoardMonitor, WandbMonitor, csvMonitor
+    from .report import write_report
     from .run import MemoryLog, start_run
     from .timers import ThroughputTimer, WallClock
 
@@ -40,6 +41,7 @@ _HOMES = {
     "errors": ("BackendMissing", "MonitorConfigError", "ReportError"),
     "memory": ("MemorySnapshot", "memory_snapshot"),
     "monitor": ("CometMonitor", "JSONLMonitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"),
+    "report": ("write_report",),
     "run": ("MemoryLog", "start_run"),
     "timers": ("ThroughputTimer", "WallClock"),
 }
@@ -69,6 +71,7 @@ __all__ = [
     "csvMonitor",
     "memory_snapshot",
     "start_run",
+    "write_report",
 ]
 
 

@@ -1,0 +1,127 @@
+"""Which curves share a chart, under which title, in which order and unit. Pure data in, pure data out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from .read import Curve, RunData
+
+__all__ = ["Panel", "panels_of"]
+
+
+@dataclass
+class Panel:
+    """One chart.
+
+    Attributes:
+        title, unit: what is drawn, and in what.
+        series: `{"name", "x", "y", "t"}` per curve; y is null where the value was not finite.
+        log: whether the y axis may be logarithmic (all values positive and far apart).
+        main: shown at the top; the others are folded away under "more".
+    """
+
+    title: str
+    unit: str
+    series: list[dict[str, Any]] = field(default_factory=list)
+    log: bool = False
+    main: bool = True
+
+
+# Charts known by name: title, unit, ends of labels (without the part before the last slash) and name in the legend.
+_KNOWN = (
+    ("Loss", "", (("train_loss", "training"), ("val_loss", "validation"))),
+    ("Bits per byte", "", (("bits_per_byte", "validation"), ("train_bits_per_byte", "training"))),
+    ("Throughput", "tokens/s", (("tokens_per_second", "all ranks"),)),
+    ("Throughput", "samples/s", (("samples_per_second", "all ranks"),)),
+    ("Learning rate", "", (("lr", "group 0"),)),
+    ("Gradient norm", "", (("grad_norm", "before clipping"),)),
+    ("Loss scale", "", (("loss_scale", "scale"),)),
+    ("Compute", "TFLOPS", (("tflops", "all ranks"),)),
+)
+_TIMES = "elapsed_time_ms_"
+_MOST_POINTS = 2000
+
+
+def panels_of(data: RunData) -> list[Panel]:
+    """The charts of a run, in the order in which they are shown."""
+    left = dict(data.curves)
+    panels = [panel for known in _KNOWN if (panel := _known(left, *known)) is not None]
+    if any(panel.unit == "tokens/s" for panel in panels):
+        panels = [panel for panel in panels if panel.unit != "samples/s"]  # the same curve in another unit
+    panels += _memory(data)
+    timed = {label: left.pop(label) for label in list(left) if _last(label).startswith(_TIMES)}
+    if timed:
+        series = [_series(curve, _last(label)[len(_TIMES) :]) for label, curve in timed.items()]
+        panels.append(Panel("Time of a step", "ms", series))
+    panels += [Panel(label, "", [_series(curve, _last(label))], main=False) for label, curve in sorted(left.items())]
+    return panels
+
+
+def _last(label: str) -> str:
+    return label.rsplit("/", 1)[-1]
+
+
+def _named(label: str, name: str) -> bool:
+    """Whether a label, or the file name the CSV writer made of it, is `name` in some group."""
+    return _last(label) == name or label.endswith(f"Samples_{name}")
+
+
+def _known(left: dict[str, Curve], title: str, unit: str, names: tuple[tuple[str, str], ...]) -> Panel | None:
+    series = []
+    for name, shown in names:
+        for label in [label for label in left if _named(label, name)]:
+            series.append(_series(left.pop(label), shown))
+    return Panel(title, unit, series, log=title == "Loss scale") if series else None
+
+
+def _memory(data: RunData) -> list[Panel]:
+    """One chart per kind of memory, one curve per rank; device memory only if there is any."""
+    shown = (
+        ("Memory of each process", "pss", "rss"),
+        ("Device memory, allocated", "cuda_allocated", None),
+        ("Device memory, reserved", "cuda_reserved", None),
+    )
+    panels = []
+    for title, name, instead in shown:
+        chosen = name if any(name in curves for curves in data.memory.values()) else instead
+        series = [
+            _series(curves[chosen], f"rank {rank}", scale=2**-20)
+            for rank, curves in sorted(data.memory.items())
+            if chosen in curves and any(curves[chosen].values)
+        ]
+        if series:
+            note = {"pss": "MiB, proportional share (PSS)", "rss": "MiB, resident (RSS)"}.get(str(chosen), "MiB")
+            panels.append(Panel(title, note, series))
+    return panels
+
+
+def _series(curve: Curve, name: str, scale: float = 1.0) -> dict[str, Any]:
+    """A curve as JSON. Long curves are thinned, keeping in each stretch the lowest and the highest point."""
+    points = _thinned(curve)
+    return {
+        "name": name,
+        "label": curve.label,
+        "x": [curve.steps[i] for i in points],
+        "y": [_number(curve.values[i] * scale) for i in points],
+        "t": [round(curve.times[i], 1) for i in points] if len(curve.times) == len(curve.steps) else [],
+    }
+
+
+def _thinned(curve: Curve) -> list[int]:
+    count = len(curve.values)
+    if count <= _MOST_POINTS:
+        return list(range(count))
+    stretch = math.ceil(count / (_MOST_POINTS // 2))
+    kept = {0, count - 1}
+    for start in range(0, count, stretch):
+        block = range(start, min(start + stretch, count))
+        finite = [i for i in block if math.isfinite(curve.values[i])] or [start]
+        kept |= {min(finite, key=curve.values.__getitem__), max(finite, key=curve.values.__getitem__)}
+        kept |= {i for i in block if not math.isfinite(curve.values[i])} if len(finite) < len(block) else set()
+    return sorted(kept)
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None

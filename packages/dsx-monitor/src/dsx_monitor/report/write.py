@@ -1,0 +1,132 @@
+"""From run data to one HTML file: the numbers as JSON inside, the page's own style and script around them."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from .panels import Panel, panels_of
+from .read import RunData, read_run
+
+__all__ = ["write_report"]
+
+
+def write_report(run_dir: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
+    """Write the report of a run directory.
+
+    Args:
+        run_dir: what `start_run`, the `jsonl` or `csv_monitor` writer and `MemoryLog` wrote.
+        out: file to write; None: `report.html` in the run directory.
+
+    Returns:
+        The file written.
+
+    Raises:
+        ReportError: nothing there that can be drawn.
+    """
+    data = read_run(Path(run_dir))
+    target = Path(out) if out is not None else Path(run_dir) / "report.html"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(_page(data, panels_of(data), str(run_dir)), encoding="utf-8")
+    return target
+
+
+def _page(data: RunData, panels: list[Panel], run_dir: str) -> str:
+    assets = files("dsx_monitor.report") / "assets"
+    title = str(data.meta.get("title") or Path(run_dir).resolve().name)
+    content = {
+        "panels": [asdict(panel) for panel in panels],
+        "starts": [{"step": s.get("step", 0), "ranks": s.get("world_size")} for s in data.meta.get("starts", [])],
+    }
+    replacements = {
+        "@TITLE@": html.escape(title),
+        "@SUBTITLE@": html.escape(_subtitle(data)),
+        "@TILES@": _tiles(data, panels),
+        "@TABLES@": _tables(data),
+        "@STYLE@": (assets / "report.css").read_text(encoding="utf-8"),
+        "@SCRIPT@": (assets / "report.js").read_text(encoding="utf-8"),
+        # Inside <script> only "</" could end the block early.
+        "@DATA@": json.dumps(content, separators=(",", ":")).replace("</", "<\\/"),
+    }
+    page = (assets / "report.html").read_text(encoding="utf-8")
+    parts = page.split("@")
+    return "".join(replacements.get(f"@{part}@", part) for part in parts)
+
+
+def _subtitle(data: RunData) -> str:
+    starts = data.meta.get("starts", [])
+    if not starts:
+        return ""
+    began = datetime.fromtimestamp(starts[0]["time"], tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    ranks = ", then ".join(f"{s['world_size']} process{'es' if s['world_size'] != 1 else ''}" for s in starts)
+    return f"started {began} on {ranks}"
+
+
+def _tiles(data: RunData, panels: list[Panel]) -> str:
+    """First and last value of the main curves, and the run's own facts, as a row of figures."""
+    tiles: list[tuple[str, str, str]] = []
+    for panel in panels:
+        if panel.title not in ("Loss", "Bits per byte", "Throughput"):
+            continue
+        for series in panel.series:
+            known = [y for y in series["y"] if y is not None]
+            if known:
+                name = f"{panel.title}, {series['name']}" if panel.title != "Throughput" else "Throughput"
+                note = f"from {_short(known[0])}" if panel.title != "Throughput" else panel.unit
+                shown = known[-1] if panel.title != "Throughput" else sorted(known)[len(known) // 2]
+                tiles.append((name, _short(shown), note))
+    for name, value in data.meta.get("facts", {}).items():
+        tiles.append((name, _short(value) if isinstance(value, (int, float)) else str(value), ""))
+    return "".join(
+        f'<div class="tile"><span>{html.escape(name)}</span><b{_kind(value)}>{html.escape(value)}</b>'
+        f"<i>{html.escape(note)}</i></div>"
+        for name, value, note in tiles
+    )
+
+
+def _kind(value: str) -> str:
+    """Figures are set large, words are not."""
+    return "" if value[:1].isdigit() or value[:1] == "-" else ' class="text"'
+
+
+def _short(value: float) -> str:
+    """Three or four digits, thousands as k, M, G."""
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if size == 1e4 else size):.3g}{unit}"
+    return f"{value:.4g}"
+
+
+def _tables(data: RunData) -> str:
+    tables = [("Environment", data.meta.get("environment", {})), ("Configuration", data.meta.get("config", {}))]
+    starts = data.meta.get("starts", [])
+    if starts:
+        last = starts[-1].get("command")
+        command = " ".join(map(str, last)) if isinstance(last, list) else ""
+        tables.insert(0, ("Run", {"command": command, "starts": len(starts)}))
+    if data.unreadable_lines:
+        tables.append(("Remarks", {"lines that could not be read": data.unreadable_lines}))
+    return "".join(_table(title, _flat(content)) for title, content in tables if content)
+
+
+def _table(title: str, rows: list[tuple[str, str]]) -> str:
+    body = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in rows)
+    return f"<section><h2>{html.escape(title)}</h2><table>{body}</table></section>"
+
+
+def _flat(content: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Nested mappings as dotted names."""
+    rows: list[tuple[str, str]] = []
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            rows += _flat(value, f"{name}.")
+        else:
+            rows.append((name, value if isinstance(value, str) else json.dumps(value, default=str)))
+    return rows

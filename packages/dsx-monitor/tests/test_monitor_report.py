@@ -1,0 +1,126 @@
+"""The HTML report: what it reads, what it refuses, that it needs no network, and that a real browser draws it."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from dsx_monitor import MemoryLog, MonitorMaster, ReportError, start_run, write_report
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run of 100 steps on two ranks, resumed on one, written by the package itself."""
+    folder = tmp_path / "run"
+    config = {"zero_optimization": {"stage": 2}, "note": "</script><b>bold</b>"}
+    start_run(folder, title="A <run>", config=config, world_size=2, facts={"parameters": 1_381_632})
+    writers = {"jsonl": {"enabled": True, "output_path": str(folder), "job_name": ""}}
+    with MonitorMaster(writers, rank=0) as monitor:
+        for step in range(1, 101):
+            loss = math.nan if step == 50 else 5 / step
+            monitor.write_events([("Train/Samples/train_loss", loss, step * 8), ("Train/Samples/lr", 1e-3, step * 8)])
+            monitor.write_events([("Train/Samples/tokens_per_second", 1000.0, step * 8), ("Mine/x", step, step * 8)])
+            if step % 20 == 0:
+                monitor.write_events([("Validation/Samples/bits_per_byte", 8 / step, step * 8)])
+    start_run(folder, title="A <run>", config=config, world_size=1, step=400, facts={"parameters": 1_381_632})
+    for rank in range(2):
+        with MemoryLog(folder, rank=rank) as log:
+            log.record(8, force=True)
+            log.record(800, force=True)
+    return folder
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)[1])
+
+
+def panels_by_title(page: str) -> dict:
+    return {panel["title"]: panel for panel in data_of(page)["panels"]}
+
+
+def test_the_report_holds_every_curve_under_its_title(run):
+    page = write_report(run).read_text()
+    panels = panels_by_title(page)
+    assert list(panels) == ["Loss", "Bits per byte", "Throughput", "Learning rate", "Memory of each process", "Mine/x"]
+    loss = panels["Loss"]["series"][0]
+    assert loss["x"] == [8.0 * s for s in range(1, 101)]
+    assert loss["y"][:2] == [5.0, 2.5] and loss["y"][49] is None  # not finite: a gap
+    assert [s["name"] for s in panels["Memory of each process"]["series"]] == ["rank 0", "rank 1"]
+    assert all(10 < y < 100_000 for s in panels["Memory of each process"]["series"] for y in s["y"])  # MiB
+    assert panels["Loss"]["main"] and not panels["Mine/x"]["main"]
+    assert data_of(page)["starts"] == [{"step": 0, "ranks": 2}, {"step": 400, "ranks": 1}]
+
+
+def test_the_report_is_one_file_that_asks_for_nothing_and_runs_nothing_foreign(run):
+    page = write_report(run).read_text()
+    assert not re.search(r"""(src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest""", page)
+    assert set(re.findall(r"https?://[^\"']+", page)) <= {"http://www.w3.org/2000/svg"}
+    assert page.count("</script>") == 2 and "<b>bold</b>" not in page and "A &lt;run&gt;" in page
+
+
+def test_configuration_environment_and_facts_are_shown(run):
+    page = write_report(run).read_text()
+    for text in ("zero_optimization.stage", "<td>2</td>", "python", "1.38 M", "on 2 processes, then 1 process"):
+        assert text in page
+
+
+def test_half_a_line_is_skipped_and_counted(run):
+    with (run / "events.jsonl").open("a") as stream:
+        stream.write('not json\n{"step": 3}\n{"time": 1, "step": 900, "label": "Train/Samp')
+    page = write_report(run, run.parent / "elsewhere" / "r.html").read_text()
+    assert panels_by_title(page)["Loss"]["series"][0]["x"][-1] == 800
+    assert "lines that could not be read" in page and "<td>3</td>" in page
+
+
+def test_csv_files_serve_where_there_is_no_jsonl(tmp_path):
+    config = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}}
+    with MonitorMaster(config, rank=0) as monitor:
+        monitor.write_events([("Train/Samples/train_loss", 3, 8), ("Train/Samples/lr", 0.5, 8)])
+        monitor.write_events([("Train/Samples/train_loss", 2, 16)])
+    (tmp_path / "other.csv").write_text("a,b,c\n1,2,3\n")
+    panels = panels_by_title(write_report(tmp_path).read_text())
+    assert list(panels) == ["Loss", "Learning rate"]
+    assert panels["Loss"]["series"][0]["y"] == [3.0, 2.0] and panels["Loss"]["series"][0]["t"] == []
+
+
+def test_long_curves_are_thinned_but_keep_their_extremes(tmp_path):
+    config = {"jsonl": {"enabled": True, "output_path": str(tmp_path), "job_name": ""}}
+    with MonitorMaster(config, rank=0) as monitor:
+        monitor.write_events([("loss/train_loss", 99.0 if i == 12345 else math.sin(i / 9), i) for i in range(30_000)])
+    series = panels_by_title(write_report(tmp_path).read_text())["Loss"]["series"][0]
+    assert len(series["x"]) < 2100 and series["y"][series["x"].index(12345)] == 99.0
+    assert (series["x"][0], series["x"][-1]) == (0, 29_999)
+
+
+def test_what_cannot_be_drawn_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(ReportError, match="csv_monitor"):
+        write_report(tmp_path)
+    with pytest.raises(ReportError, match="got nothing"):
+        write_report(tmp_path / "none")
+    (tmp_path / "meta.json").write_text("{")
+    with pytest.raises(ReportError, match=r"meta\.json is no JSON"):
+        write_report(tmp_path)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_a_browser_draws_the_curves_and_shows_values_under_the_pointer(run, tmp_path):
+    page = write_report(run).read_text()
+    probe = """<script>addEventListener("error", e => document.title = "failed: " + e.message);
+      setTimeout(() => { const s = document.querySelector("svg"), b = s.getBoundingClientRect();
+        s.dispatchEvent(new PointerEvent("pointermove", {clientX: b.left + 55, clientY: b.top + 9, bubbles: true})) }, 300)
+      </script>"""
+    (tmp_path / "probe.html").write_text(page.replace("</body>", probe + "</body>"))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "probe.html").as_uri()]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert "<title>A &lt;run&gt;</title>" in found  # no script failed
+    assert found.count('class="curve"') == 6  # four main charts with one curve, memory with two
+    assert ">nothing to show<" not in found and "resumed on 1 process" in found
+    assert re.search(r"training<b>5</b>", found)  # the value at the left edge, not the last one
+    points = re.search(r'<path d="(M[^"]+)" class="curve"', found)[1]
+    assert points.count("M") == 2 and points.count("L") == 97  # a gap where the loss was not finite
