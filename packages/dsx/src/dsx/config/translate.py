@@ -6,6 +6,7 @@ neighbours first and against the whole schema second.
 
 from __future__ import annotations
 
+import functools
 import json
 import typing
 from collections.abc import Callable, Iterator
@@ -219,16 +220,19 @@ def _aliases(section: type[BaseModel]) -> Iterator[str]:
         yield from (choice for choice in choices if isinstance(choice, str))
 
 
-def all_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every key of the schema; objects under chosen names appear as ``*``."""
+@functools.cache
+def all_paths(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
+    """Return the dotted path of every key of the schema; objects under chosen names appear as ``*``."""
+    paths = []
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
-        yield path
+        paths.append(path)
         inner = _model_in(field.annotation)
         if isinstance(inner, _Named):
-            yield from all_paths(inner.model, f"{path}.*.")
+            paths += all_paths(inner.model, f"{path}.*.")
         elif inner is not None:
-            yield from all_paths(inner, f"{path}.")
+            paths += all_paths(inner, f"{path}.")
+    return tuple(paths)
 
 
 def _expected_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
