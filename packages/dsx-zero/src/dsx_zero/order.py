@@ -245,7 +245,7 @@ class AgreedOrder:
         self._new_step()
 
     def _new_step(self) -> None:
-        self._checksum = 0
+        self._sums = {Kind.GATHER: 0, Kind.REDUCE: 0}  # apart, as the two groups run beside each other
         self._deviation: Operation | None = None
         self._uniform = True
         self._record: list[Operation] = []
@@ -322,11 +322,14 @@ class AgreedOrder:
             self._replay.run_ahead(accept)
 
     def _run(self, operation: Operation) -> None:
-        self._checksum = checksum(operation, self._checksum)
+        self._sums[operation.kind] = checksum(operation, self._sums[operation.kind])
         if operation.kind is Kind.GATHER:
             self._executor.run_gather(operation.unit)
         else:
             self._executor.run_reduce(operation.unit)
+
+    def _checksum(self) -> int:
+        return (self._sums[Kind.GATHER] << 31) ^ self._sums[Kind.REDUCE]
 
     def _stray(self, wanted: Operation) -> None:
         replay = self._replay
@@ -339,7 +342,7 @@ class AgreedOrder:
         """Post ``wanted`` round by round, serving the others, until it is fulfilled."""
         while True:
             position = 0 if self._replay is None else self._replay.position
-            mine = Post(wanted, training, position, self._checksum, self._deviation)
+            mine = Post(wanted, training, position, self._checksum(), self._deviation)
             posts = [Post.from_words(words) for words in self._channel.exchange(mine.to_words())]
             decision = decide(posts)
             self._carry_out(decision, wanted)
@@ -366,7 +369,7 @@ class AgreedOrder:
     def _finish(self, posts: list[Post]) -> None:
         """All ranks are at the boundary: compare, and choose the mode of the next step. The same outcome on every rank."""
         if len({post.checksum for post in posts}) > 1:
-            sums = ", ".join(f"rank {rank}: {post.checksum:08x}" for rank, post in enumerate(posts))
+            sums = ", ".join(f"rank {rank}: {post.checksum:016x}" for rank, post in enumerate(posts))
             raise ScheduleDivergence(
                 f"the ranks executed different collectives in this step ({sums}); results are not to be trusted. Every rank has to "
                 "build the same model and shard it with the same arguments"

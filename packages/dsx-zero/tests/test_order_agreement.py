@@ -1,0 +1,278 @@
+"""Whatever ranks execute, all of them issue the same collectives in the same order, nobody waits for ever, and no gradient is lost.
+
+Ranks are threads, collectives are a fabric that checks what it is told: an operation ends only when every rank has issued
+the same one at the same place of its group.
+"""
+
+import logging
+import random
+import threading
+
+import pytest
+from dsx_zero.order import AgreedOrder, NullOrder, ReuseLimits, ScheduleDivergence
+from dsx_zero.schedule import Kind
+
+PATIENCE = 20.0
+
+
+class Fabric:
+    """What all ranks share: logs of two groups, words, and an accounting of gradients."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self.changed = threading.Condition()
+        self.logs = {kind: [[] for _ in range(ranks)] for kind in ("gather", "reduce")}
+        self.rounds = [[] for _ in range(ranks)]
+        self.reduced = 0
+        self.broken = False
+
+    def wait(self, ready, what):
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.broken or ready(), PATIENCE) or (self.broken and not ready()):
+                self.broken = True
+                self.changed.notify_all()
+                raise TimeoutError(what)
+
+    def issue(self, kind, rank, unit):
+        with self.changed:
+            log = self.logs[kind][rank]
+            log.append(unit)
+            for other in self.logs[kind]:
+                if len(other) >= len(log) and other[len(log) - 1] != unit:
+                    self.broken = True
+                    self.changed.notify_all()
+                    raise AssertionError(f"{kind} {len(log) - 1}: rank {rank} {unit}, another {other[len(log) - 1]}")
+            self.changed.notify_all()
+            return len(log)
+
+    def everybody(self, kind, count):
+        return lambda: all(len(log) >= count for log in self.logs[kind])
+
+
+class Rank:
+    """A rank's executor, channel and program."""
+
+    def __init__(self, fabric, rank, **options):
+        self.fabric, self.rank = fabric, rank
+        self.order = AgreedOrder(self, self, **options)
+        self.held, self.arrived, self.outstanding, self.gradients = {}, set(), [], {}
+        self.produced = 0
+
+    def exchange(self, words):
+        with self.fabric.changed:
+            mine = self.fabric.rounds[self.rank]
+            mine.append(words)
+            turn = len(mine)
+            self.fabric.changed.notify_all()
+        self.fabric.wait(
+            lambda: all(len(r) >= turn for r in self.fabric.rounds), f"rank {self.rank} round {turn} {words}"
+        )
+        return [r[turn - 1] for r in self.fabric.rounds]
+
+    def run_gather(self, unit):
+        self.held[unit] = self.fabric.issue("gather", self.rank, unit)
+
+    def holds(self, unit):
+        return unit in self.held
+
+    def discard(self, unit):
+        self.held.pop(unit, None)
+        self.arrived.discard(unit)
+
+    def run_reduce(self, unit):
+        if len(self.outstanding) >= 2:
+            self.fabric.wait(
+                self.fabric.everybody("reduce", self.outstanding.pop(0)), f"rank {self.rank} reduce {unit}"
+            )
+        self.outstanding.append(self.fabric.issue("reduce", self.rank, unit))
+        with self.fabric.changed:
+            self.fabric.reduced += self.gradients.pop(unit, 0)
+
+    def use(self, unit):
+        if unit in self.arrived:
+            self.order.use(unit)
+        else:
+            self.order.gather(unit)
+            self.order.run_ahead(lambda other: len(self.held) < 2 and other not in self.held)
+        assert unit in self.held
+        self.arrived.add(unit)
+        self.fabric.wait(self.fabric.everybody("gather", self.held[unit]), f"rank {self.rank} gather {unit}")
+        if not self.order.keeps(unit):
+            self.discard(unit)
+
+    def step(self, program):
+        """``program``: passes, each ('forward', units) or ('backward', units)."""
+        for kind, units in program:
+            for unit in units:
+                self.use(unit)
+                if kind == "backward":
+                    self.gradients[unit] = self.gradients.get(unit, 0) + 1
+                    self.produced += 1
+                    self.order.reduce(unit)
+            if kind == "forward":
+                self.order.end_forward()
+            else:
+                for unit in sorted(self.gradients, reverse=True):
+                    self.order.reduce(unit)
+                self.order.end_backward()
+                for count in self.outstanding:
+                    self.fabric.wait(self.fabric.everybody("reduce", count), f"rank {self.rank} end of backward")
+                self.outstanding.clear()
+        self.order.boundary(lambda: list(self.gradients))
+        assert not self.gradients
+
+
+def run(programs, **options):
+    """``programs[rank][step]``; returns fabric and ranks."""
+    fabric = Fabric(len(programs))
+    ranks = [Rank(fabric, rank, **options) for rank in range(len(programs))]
+    errors = []
+
+    def work(rank, steps):
+        try:
+            for program in steps:
+                rank.step(program)
+        except BaseException as error:
+            errors.append(error)
+            with fabric.changed:
+                fabric.broken = True
+                fabric.changed.notify_all()
+
+    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in zip(ranks, programs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * PATIENCE)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+    for logs in fabric.logs.values():
+        assert all(log == logs[0] for log in logs)
+    assert fabric.reduced == sum(rank.produced for rank in ranks)
+    return fabric, ranks
+
+
+FULL = [("forward", [0, 1, 2]), ("backward", [2, 1, 0])]
+
+
+def test_uniform_steps_are_frozen_and_need_one_round_each():
+    fabric, ranks = run([[FULL] * 5] * 3)
+    assert str(ranks[0].order.schedule).splitlines() == [
+        "gather(0) gather(1) gather(2) forward_end",
+        "gather(2) reduce(2) gather(1) reduce(1) gather(0) reduce(0) backward_end",
+    ]
+    agreed = 2 * (3 + 1 + 6 + 1 + 1)  # two steps of agreement, then one round per boundary
+    assert len(fabric.rounds[0]) == agreed + 3
+    assert fabric.logs["gather"][0] == [0, 1, 2, 2, 1, 0] * 5
+
+
+def test_a_rank_that_skips_units_joins_on_its_way():
+    skips = [("forward", [0, 2]), ("backward", [2, 0])]
+    fabric, _ = run([[FULL] * 6, [FULL] * 3 + [skips] * 3])
+    assert len(fabric.logs["gather"][0]) == 36
+
+
+def test_a_rank_that_skips_a_whole_backward_and_one_that_skips_a_micro_batch():
+    two = FULL + FULL
+    run([[two] * 5, [two] * 3 + [FULL, [FULL[0], *FULL]], [two] * 3 + [[], two]])
+
+
+def test_needs_beyond_the_schedule_are_served_and_reported(caplog):
+    caplog.set_level(logging.WARNING, logger="dsx_zero.order")
+    other = [("forward", [0, 2, 1, 0]), ("backward", [0, 1, 2])]
+    fabric, ranks = run([[FULL] * 4, [FULL] * 3 + [other]])
+    assert "rank 1 needed" in caplog.text
+    assert ranks[0].order.schedule is not None  # one such step does not unfreeze
+
+
+def test_lasting_change_is_learnt_anew():
+    other = [("forward", [0, 2, 1]), ("backward", [1, 2, 0])]
+    _, ranks = run([[FULL] * 3 + [other] * 6] * 2)
+    assert str(ranks[0].order.schedule).startswith("gather(0) gather(2) gather(1)")
+
+
+def test_strict_mode_raises_on_every_rank_and_names_rank_and_operation():
+    other = [("forward", [0, 1, 2, 0]), ("backward", [2, 1, 0])]
+    with pytest.raises(ScheduleDivergence, match=r"rank 1 needed gather\(\d\)"):
+        run([[FULL] * 4, [FULL] * 3 + [other]], strict=True)
+
+
+def test_kept_units_are_gathered_once():
+    reuse = [("forward", [0, 1, 0, 1]), ("backward", [1, 0])]
+    limits = ReuseLimits([1, 1], max_reuse_distance=10, max_live=10)
+    fabric, _ = run([[reuse] * 4] * 2, limits=limits)
+    assert fabric.logs["gather"][0][12:] == [0, 1, 1, 0] * 2
+
+
+def test_ranks_that_executed_different_things_are_told():
+    class Broken(AgreedOrder):
+        def boundary(self, pending):
+            self._sums[Kind.GATHER] += self._channel.rank  # as if this rank had executed something else
+            super().boundary(pending)
+
+    fabric = Fabric(2)
+    ranks = [Rank(fabric, rank) for rank in range(2)]
+    seen = []
+    for rank in ranks:
+        rank.order = Broken(rank, rank)
+
+    def work(rank):
+        try:
+            rank.step(FULL)
+        except ScheduleDivergence as error:
+            seen.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in ranks]
+    [thread.start() for thread in threads]
+    [thread.join(PATIENCE) for thread in threads]
+    assert len(seen) == 2
+    assert "rank 0" in seen[0] and "rank 1" in seen[0]
+
+
+def _random_pass(rng, units):
+    chosen = [u for u in range(units) if rng.random() < 0.7]
+    if rng.random() < 0.3:
+        rng.shuffle(chosen)
+    return chosen + [rng.randrange(units) for _ in range(rng.random() < 0.3)]
+
+
+def _random_step(rng, units):
+    program = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        program.append(("forward", _random_pass(rng, units)))
+        if rng.random() < 0.85:
+            program.append(("backward", _random_pass(rng, units)[::-1]))
+    return program
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_never_hang_and_lose_nothing(seed):
+    rng = random.Random(seed)
+    ranks, units = rng.randint(2, 6), rng.randint(1, 5)
+    common = _random_step(rng, units)
+    frozen = [common] * rng.choice([0, 2, 3])
+    limits = ReuseLimits([1] * units, max_reuse_distance=rng.choice([0, 3]), max_live=100)
+    programs = [
+        frozen + [common if rng.random() < 0.4 else _random_step(rng, units) for _ in range(4)] + [common] * 2
+        for _ in range(ranks)
+    ]
+    run(programs, limits=limits)
+
+
+def test_one_rank_needs_no_agreement():
+    done = []
+
+    class Executor:
+        def run_gather(self, unit):
+            done.append((Kind.GATHER, unit))
+
+        def run_reduce(self, unit):
+            done.append((Kind.REDUCE, unit))
+
+    order = NullOrder(Executor())
+    order.gather(1)
+    order.end_forward()
+    order.reduce(1)
+    order.end_backward()
+    order.boundary(lambda: [4])
+    assert done == [(Kind.GATHER, 1), (Kind.REDUCE, 1), (Kind.REDUCE, 4)]

@@ -1,0 +1,111 @@
+"""The agreement as a pure function, and schedules as data."""
+
+import itertools
+
+import pytest
+from dsx_zero.schedule import Decision, Kind, Operation, Post, Schedule, checksum, decide, elide_gathers
+
+G, R = (lambda u: Operation(Kind.GATHER, u)), (lambda u: Operation(Kind.REDUCE, u))
+U = lambda u: Operation(Kind.USE, u)  # noqa: E731
+FWD, BWD, END = Operation(Kind.FORWARD_END), Operation(Kind.BACKWARD_END), Operation(Kind.BOUNDARY)
+
+
+def posts(*operations):
+    return [Post(operation) for operation in operations]
+
+
+@pytest.mark.parametrize(
+    ("asked", "operations", "resume"),
+    [
+        ([G(3), G(3)], [G(3)], {0, 1}),
+        ([G(3), G(1)], [G(3), G(1)], {0, 1}),
+        ([G(3), R(5)], [G(3)], {0}),
+        ([G(3), END, FWD], [G(3)], {0}),
+        ([R(4), R(4)], [R(4)], {0, 1}),
+        ([R(4), END], [R(4)], {0}),
+        ([R(2), R(4), BWD], [R(4)], {1}),
+        ([FWD, FWD], [], {0, 1}),
+        ([FWD, BWD, END], [], {0, 1}),
+        ([END, END, END], [], {0, 1, 2}),
+        ([END], [], {0}),
+    ],
+)
+def test_who_executes_what_and_who_goes_on(asked, operations, resume):
+    assert decide(posts(*asked)) == Decision(0, tuple(operations), frozenset(resume))
+
+
+def test_every_combination_lets_somebody_go_on_and_executes_only_what_was_asked():
+    kinds = [G(0), G(1), R(0), R(1), FWD, BWD, END]
+    for asked in itertools.product(kinds, repeat=4):
+        decision = decide(posts(*asked))
+        assert decision.resume
+        assert set(decision.operations) <= set(asked)
+        for rank, operation in enumerate(asked):
+            if operation.kind in (Kind.GATHER, Kind.REDUCE):
+                assert (rank in decision.resume) == (operation in decision.operations)
+            elif operation == END:
+                assert (rank in decision.resume) == (set(asked) == {END})
+        assert sum(op.kind is Kind.REDUCE for op in decision.operations) <= 1
+
+
+def test_all_align_to_the_one_who_is_farthest():
+    assert decide([Post(G(0), position=3), Post(END, position=7)]).align == 7
+
+
+def test_words_survive_the_wire():
+    for post in (Post(G(7)), Post(END, False, 12, 0xFFFFFFFF, R(3)), Post(FWD, True, 1, 2, None)):
+        words = post.to_words()
+        assert len(words) == Post.WORDS
+        assert Post.from_words(words) == post
+
+
+def test_the_checksum_tells_orders_apart():
+    one = checksum(G(1), checksum(G(0)))
+    other = checksum(G(0), checksum(G(1)))
+    assert one != other
+    assert one == checksum(G(1), checksum(G(0)))
+    assert checksum(G(1)) != checksum(R(1))
+
+
+STEP = Schedule((G(0), G(1), G(0), FWD, G(1), R(1), G(0), R(0), BWD))
+
+
+def test_find_stays_in_the_pass_where_it_should():
+    assert STEP.find(G(1), 0) == 1
+    assert STEP.find(G(1), 2) == 4
+    assert STEP.find(R(9), 0) is None
+    assert STEP.find_in_pass(G(1), 2) is None
+    assert STEP.find_in_pass(R(0), 4) == 7
+
+
+def test_a_schedule_prints_one_pass_per_line():
+    assert str(STEP).splitlines() == [
+        "gather(0) gather(1) gather(0) forward_end",
+        "gather(1) reduce(1) gather(0) reduce(0) backward_end",
+    ]
+
+
+def test_reuse_within_the_distance_needs_no_second_gather():
+    kept = elide_gathers(STEP, [10, 5], max_reuse_distance=15, max_live=100)
+    assert kept.entries == (G(0), G(1), U(0), FWD, G(1), R(1), G(0), R(0), BWD)
+    kept.validate(2)
+
+
+@pytest.mark.parametrize(("distance", "live"), [(14, 100), (15, 14), (0, 100)])
+def test_reuse_beyond_the_limits_gathers_again(distance, live):
+    assert elide_gathers(STEP, [10, 5], max_reuse_distance=distance, max_live=live) == STEP
+
+
+def test_units_kept_at_the_same_time_share_the_live_limit():
+    step = Schedule((G(0), G(1), G(2), G(0), G(1), FWD))
+    both = elide_gathers(step, [10, 10, 10], max_reuse_distance=100, max_live=30)
+    assert both.entries.count(U(0)) == both.entries.count(U(1)) == 1
+    one = elide_gathers(step, [10, 10, 10], max_reuse_distance=100, max_live=29)
+    assert one.entries == (G(0), G(1), G(2), U(0), G(1), FWD)
+    assert elide_gathers(step, [10, 10, 10], max_reuse_distance=100, max_live=19) == step
+
+
+@pytest.mark.parametrize("entries", [(G(2),), (U(0),), (G(0), FWD, U(0)), (END,), (G(-1),)])
+def test_an_impossible_schedule_is_refused(entries):
+    with pytest.raises(ValueError, match="schedule entry"):
+        Schedule(entries).validate(2)
