@@ -1,6 +1,6 @@
 """The ``dsx`` command: one word per task, each loaded only when it is called, so that ``dsx --help`` answers at once.
 
-A subcommand is an entry in `COMMANDS`: a module and a function ``(argv) -> exit code``. Words for features that do not exist yet are known and refused.
+A subcommand is an entry in `COMMANDS`: a module with a function ``main(argv) -> exit code``. Words for features that do not exist yet are known and refused.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ class Subcommand:
     """Where a subcommand lives and what it does, in one line."""
 
     module: str
-    function: str
     summary: str
 
 
 COMMANDS = {
-    "launch": Subcommand("dsx.launcher.main", "main", "start a program on every device of one or many machines"),
-    "doctor": Subcommand("dsx.doctor", "main", "report what this machine and installation offer, and what is missing"),
-    "ssh": Subcommand("dsx.launcher.remote_shell", "main", "run one command on every host of a hostfile"),
-    "config": Subcommand("dsx.config_cli", "main", "explain a configuration, print its schema or reference"),
-    "report": Subcommand("dsx.report_cli", "main", "write the HTML report of a training run"),
+    "launch": Subcommand("dsx.launcher.main", "start a program on every device of one or many machines"),
+    "doctor": Subcommand("dsx.doctor", "report what this machine and installation offer, and what is missing"),
+    "ssh": Subcommand("dsx.launcher.remote_shell", "run one command on every host of a hostfile"),
+    "config": Subcommand("dsx.config.__main__", "explain a configuration, print its schema or reference"),
+    "report": Subcommand("dsx.cli_report", "write the HTML report of a training run"),
 }
 
 NOT_YET = {
@@ -40,11 +39,11 @@ NOT_YET = {
 def usage() -> str:
     """What ``dsx --help`` prints."""
     width = max(map(len, {**COMMANDS, **NOT_YET}))
-    lines = ["usage: dsx <command> [options]", "", "commands:"]
+    lines = ["usage: dsx <command> [options]", "commands:"]
     lines += [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
     lines += ["", "not available yet:"]
     lines += [f"  {name:{width}}  {summary}" for name, summary in NOT_YET.items()]
-    return "\n".join([*lines, "", "dsx <command> --help tells more; dsx --version prints the version", ""])
+    return "\n".join([*lines, "dsx <command> --help tells more; dsx --version prints the version", ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,8 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean 'dsx {near[0]}'?" if near else "; see dsx --help"
         sys.stderr.write(f"dsx: unknown command {name!r}{hint}\n")
         return 2
-    command = COMMANDS[name]
-    return int(getattr(importlib.import_module(command.module), command.function)(rest))
+    module = COMMANDS[name].module
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        sys.stderr.write(f"dsx {name}: not available yet in this version ({module} is missing)\n")
+        return 2
+    return int(found.main(rest) or 0)
 
 
 if __name__ == "__main__":

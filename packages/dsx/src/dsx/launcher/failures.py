@@ -90,5 +90,11 @@ def render(cause: RankFailure, others: Iterable[RankFailure]) -> str:
     lines = [f"[rank {cause.rank}] {line}" for line in cause.traceback.rstrip().splitlines()]
     what = f"failed on {cause.host}" + (f" (pid {cause.pid})" if cause.pid else "") + f": {cause.reason}"
     lines.append(f"[rank {cause.rank}] {what}" if not cause.traceback else f"[dsx] rank {cause.rank} {what}")
-    lines += [f"[dsx] rank {other.rank} failed after it: {other.reason}" for other in others]
+    others = sorted(others, key=lambda failure: failure.rank)
+    same = [str(other.rank) for other in others if (other.type, other.message) == (cause.type, cause.message)]
+    if same:
+        lines.append(f"[dsx] the same on rank {', '.join(same)}")
+    lines += [
+        f"[dsx] rank {other.rank} failed after it: {other.reason}" for other in others if str(other.rank) not in same
+    ]
     return "\n".join(lines) + "\n"

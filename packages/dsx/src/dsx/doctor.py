@@ -1,0 +1,337 @@
+"""``dsx doctor``: what this machine and this installation offer, what is missing, and what to do about it.
+
+Each probe answers one question and is run on its own: a probe that fails is reported as a finding and never stops the others. Nothing is changed,
+compiled or started, except asking a compiler for its version. The exit code is 0 when a training run can start here, 1 when something it
+needs is broken; warnings do not change it.
+
+Left out: benchmarks, and anything about other hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+OK, WARNING, BROKEN = "ok", "warning", "broken"
+SMALL_SHM_BYTES = 512 * 2**20
+PACKAGES = ("dsx", "dsx-zero", "dsx-comm", "dsx-ops", "dsx-monitor")
+_IO_URING_SETUP = {"x86_64": 425, "aarch64": 425}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``hint`` says what to do; it is empty where nothing is to be done."""
+
+    topic: str
+    name: str
+    value: str
+    status: str = OK
+    hint: str = ""
+
+
+def python_and_system() -> list[Finding]:
+    return [
+        Finding("system", "python", f"{platform.python_version()} ({sys.executable})"),
+        Finding("system", "platform", platform.platform()),
+        Finding("system", "cpu cores", f"{os.cpu_count()} ({_usable_cores()} usable by this process)"),
+    ]
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def packages() -> list[Finding]:
+    """Our distributions and their versions; versions that differ from dsx's own do not belong together."""
+    found = []
+    wanted = metadata.version("dsx")
+    for name in PACKAGES:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found.append(Finding("packages", name, "not installed", BROKEN, f"pip install {name}=={wanted}"))
+            continue
+        fits = version == wanted
+        found.append(
+            Finding(
+                "packages",
+                name,
+                version,
+                OK if fits else WARNING,
+                "" if fits else f"dsx is {wanted}: install the same version of both",
+            )
+        )
+    return found
+
+
+def torch_and_devices() -> list[Finding]:
+    """torch, what it was built for, and the devices it sees."""
+    import torch
+
+    found = [
+        Finding("torch", "version", f"{torch.__version__} ({os.path.dirname(torch.__file__)})"),
+        Finding("torch", "built for CUDA", str(torch.version.cuda or "no")),
+    ]
+    if torch.version.cuda and not torch.cuda.is_available():
+        found.append(
+            Finding(
+                "torch",
+                "devices",
+                "none",
+                WARNING,
+                "torch is built for CUDA but sees no device: check the driver (nvidia-smi)",
+            )
+        )
+        return found
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        found.append(
+            Finding(
+                "torch",
+                f"device {index}",
+                f"{device.name}, {device.total_memory / 2**30:.0f} GiB, sm_{device.major}{device.minor}",
+            )
+        )
+    if not torch.cuda.is_available():
+        found.append(Finding("torch", "devices", "none; jobs run on the CPU (dsx launch --num_procs N)"))
+    return found
+
+
+def driver() -> list[Finding]:
+    """The NVIDIA driver, as the kernel reports it."""
+    path = "/proc/driver/nvidia/version"
+    if not os.path.exists(path):
+        return [Finding("torch", "NVIDIA driver", "none")]
+    with open(path, encoding="utf-8") as file:
+        return [Finding("torch", "NVIDIA driver", file.readline().strip())]
+
+
+def backends() -> list[Finding]:
+    """The communication backends torch was built with."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return [
+            Finding(
+                "communication",
+                "torch.distributed",
+                "not built in",
+                BROKEN,
+                "install a build of torch with distributed support",
+            )
+        ]
+    there = [name for name, check in _backend_checks(dist) if check()]
+    return [
+        Finding(
+            "communication",
+            "backends",
+            ", ".join(there) or "none",
+            OK if there else BROKEN,
+            "" if there else "torch offers no backend",
+        )
+    ]
+
+
+def _backend_checks(dist: object) -> list[tuple[str, Callable[[], bool]]]:
+    names = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    checks = [(name, getattr(dist, f"is_{name}_available", None)) for name in names]
+    return [(name, check) for name, check in checks if check is not None]
+
+
+def native_code() -> list[Finding]:
+    """Is the compiled part of dsx-ops there, for which instruction set, and if not, why."""
+    import dsx_ops
+
+    status = dsx_ops.native_status()
+    if not status["native"]:
+        return [
+            Finding(
+                "native code",
+                "dsx-ops",
+                "not in use",
+                WARNING,
+                f"{status['reason']}; everything works, optimizers on the CPU are slower",
+            )
+        ]
+    return [
+        Finding("native code", "dsx-ops", f"{status['isa']} in use; this CPU runs {', '.join(status['isas'])}"),
+        Finding("native code", "threads", f"{status['threads']['count']} ({status['threads']['backend']})"),
+        Finding("native code", "CUDA tensors", str(status["cuda"])),
+    ]
+
+
+def shared_memory() -> list[Finding]:
+    path = "/dev/shm"
+    if not os.path.isdir(path):
+        return [
+            Finding("limits", path, "not there", WARNING, "data loaders with workers and gloo between processes use it")
+        ]
+    usage = shutil.disk_usage(path)
+    small = usage.total < SMALL_SHM_BYTES
+    hint = "too small for data loader workers; in a container: docker run --shm-size=8g" if small else ""
+    return [
+        Finding(
+            "limits",
+            path,
+            f"{usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MiB free",
+            WARNING if small else OK,
+            hint,
+        )
+    ]
+
+
+def limits() -> list[Finding]:
+    """Locked memory (pinned buffers) and open files (sockets between many ranks)."""
+    import resource
+
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    tight = locked != unlimited and locked < 64 * 2**20
+    few = files != unlimited and files < 4096
+    return [
+        Finding(
+            "limits",
+            "locked memory (ulimit -l)",
+            "unlimited" if locked == unlimited else f"{locked / 2**20:.0f} MiB",
+            WARNING if tight else OK,
+            "InfiniBand and io_uring register memory: raise it to unlimited" if tight else "",
+        ),
+        Finding(
+            "limits",
+            "open files (ulimit -n)",
+            "unlimited" if files == unlimited else str(files),
+            WARNING if few else OK,
+            "many ranks or data loader workers need more: ulimit -n 65536" if few else "",
+        ),
+    ]
+
+
+def compilers() -> list[Finding]:
+    """Compilers are needed for building from source only."""
+    found = []
+    for name in (os.environ.get("CXX") or "c++", "nvcc", "ninja"):
+        path = shutil.which(name)
+        if path is None:
+            found.append(Finding("compilers", name, "none (needed only to build from source)"))
+            continue
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
+        lines = [line for line in answer.stdout.splitlines() if line.strip()]
+        chosen = [line for line in lines if "release" in line] if name == "nvcc" else lines
+        found.append(Finding("compilers", name, f"{(chosen or ['?'])[0].strip()} ({path})"))
+    return found
+
+
+def io_uring() -> list[Finding]:
+    """Ask the kernel for an impossible ring: the kind of refusal tells whether the call exists and is allowed."""
+    number = _IO_URING_SETUP.get(platform.machine())
+    if not sys.platform.startswith("linux") or number is None:
+        return [Finding("disk", "io_uring", "not on this platform")]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(ctypes.c_long(number), ctypes.c_uint(0), None)
+    code = ctypes.get_errno()
+    if code in (22, 14):  # EINVAL, EFAULT: the call looked at its arguments
+        return [Finding("disk", "io_uring", "available")]
+    return [
+        Finding(
+            "disk", "io_uring", f"refused by the kernel ({os.strerror(code)}); plain reads and writes serve instead"
+        )
+    ]
+
+
+def launching() -> list[Finding]:
+    """What can start processes on other hosts."""
+    there = [name for name in ("ssh", "pdsh", "mpirun", "srun") if shutil.which(name)]
+    return [Finding("launching", "ways to other hosts", ", ".join(there) or "none (one machine only)")]
+
+
+PROBES: tuple[Callable[[], list[Finding]], ...] = (
+    python_and_system,
+    packages,
+    torch_and_devices,
+    driver,
+    backends,
+    native_code,
+    shared_memory,
+    limits,
+    compilers,
+    io_uring,
+    launching,
+)
+_VITAL = (packages, torch_and_devices, backends)
+
+
+def examine(probes: Sequence[Callable[[], list[Finding]]] = PROBES) -> list[Finding]:
+    """Run every probe; one that fails becomes a finding that names the exception."""
+    found: list[Finding] = []
+    for probe in probes:
+        try:
+            found.extend(probe())
+        except Exception as error:  # noqa: BLE001 - a probe may fail in any way; that is what is reported
+            status = BROKEN if probe in _VITAL else WARNING
+            found.append(
+                Finding(
+                    "probes",
+                    probe.__name__.replace("_", " "),
+                    f"{type(error).__name__}: {error}",
+                    status,
+                    "this question could not be answered",
+                )
+            )
+    return found
+
+
+def render(findings: Sequence[Finding]) -> None:
+    """Print the findings as one table per topic."""
+    from rich.console import Console  # late: only for people
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    colours = {OK: "", WARNING: "yellow", BROKEN: "red"}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for column in ("topic", "name"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("value", overflow="fold")
+    last = ""
+    for finding in findings:
+        mark = "" if finding.status == OK else f"{finding.status}: "
+        value = Text(mark + finding.value, style=colours[finding.status])
+        if finding.hint:
+            value.append(f"\n-> {finding.hint}", style="dim")
+        table.add_row(Text(finding.topic if finding.topic != last else "", style="bold"), Text(finding.name), value)
+        last = finding.topic
+    console.print(table)
+    counts = {status: sum(finding.status == status for finding in findings) for status in (BROKEN, WARNING)}
+    console.print(Text(f"\n{counts[BROKEN]} broken, {counts[WARNING]} warning(s)"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0, or 1 when something a training run needs is broken."""
+    parser = argparse.ArgumentParser(
+        prog="dsx doctor", description="Report what this machine and installation offer, and what is missing."
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    args = parser.parse_args(argv)
+    findings = examine()
+    healthy = all(finding.status != BROKEN for finding in findings)
+    if args.json:
+        sys.stdout.write(
+            json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}, indent=1) + "\n"
+        )
+    else:
+        render(findings)
+    return 0 if healthy else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
