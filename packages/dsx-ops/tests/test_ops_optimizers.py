@@ -226,7 +226,7 @@ def test_lamb_on_shards_equals_lamb_on_wholes():
         def reduce(params, squares):
             assert [id(p) for p in params] == [id(p) for p in ranks[rank]]
             posted[rank] = squares
-            return posted["sum"] if "sum" in posted else squares
+            return posted.get("sum", squares)
 
         return reduce
 
@@ -369,7 +369,7 @@ def test_flat_step_refuses_what_does_not_fit():
     ],
 )
 def test_bad_numbers_are_refused(make):
-    with pytest.raises(dsx_ops.HyperparameterError, match="expected|not available"):
+    with pytest.raises(dsx_ops.HyperparameterError, match=r"expected|not available"):
         make([nn.Parameter(torch.ones(2))])
 
 

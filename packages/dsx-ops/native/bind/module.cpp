@@ -150,7 +150,7 @@ void step(int algorithm, const py::buffer& table_buffer, const std::vector<int>&
     std::vector<int64_t> sizes;
     const std::vector<Row> rows = rows_of(table, sizes);
     const Step s = step_of(algorithm, dtypes, hyper, flags, seed);
-    if (algorithm < ADAM || algorithm > ADAM8) throw std::invalid_argument("unknown algorithm");
+    if (algorithm < ADAM || (algorithm > ADAM8 && algorithm != TOUCH)) throw std::invalid_argument("unknown algorithm");
     const Kernels& k = kernels();
     py::gil_scoped_release release;
     Plan(sizes, algorithm == ADAM8 ? BLOCK8 : ALIGN).parallel(sizes, threads, [&](size_t row, int64_t begin, int64_t end) {

@@ -8,7 +8,7 @@
 namespace dsx {
 
 enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2, SPLIT = 3, NONE = 4 };  // SPLIT: bf16 weight + 16 low bits of its fp32 master
-enum Algorithm : int32_t { ADAM = 0, ADAGRAD = 1, LION = 2, SGD = 3, ADAM8 = 4, LAMB_UPDATE = 5, LAMB_APPLY = 6 };
+enum Algorithm : int32_t { ADAM = 0, ADAGRAD = 1, LION = 2, SGD = 3, ADAM8 = 4, LAMB_UPDATE = 5, LAMB_APPLY = 6, TOUCH = 7 };
 
 // One tensor of an update. Pointers that an algorithm does not use are null.
 struct Row {
