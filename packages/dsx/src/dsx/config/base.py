@@ -8,11 +8,13 @@ Importing this module costs pydantic; only the code that loads a configuration i
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-__all__ = ["Count", "Int", "Probability", "Ratio", "Real", "Section", "Size", "Toggle", "nested"]
+__all__ = ["Count", "Int", "Probability", "Ratio", "Real", "Section", "Size", "Toggle", "from_dataclass", "nested"]
 
 
 class Section(BaseModel):
@@ -40,6 +42,33 @@ Ratio = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-def nested(model: type[BaseModel], description: str) -> Any:
+def nested(model: Any, description: str) -> Any:
     """Return a field that holds a section and is that section's defaults when it is not given."""
     return Field(default_factory=model, description=description)
+
+
+def from_dataclass(source: type, *, module: str) -> type[Section]:
+    """Return the section that a sibling describes as a frozen dataclass, for packages without a validation library.
+
+    Field names, types and defaults are taken over; ``metadata["description"]`` documents a field. Text of the class is
+    its documentation. JSON has lists only, so a tuple is read from a list.
+
+    Args:
+        source: the dataclass.
+        module: the module that keeps the result under the dataclass's name, so that values can be pickled.
+    """
+    hints = typing.get_type_hints(source)
+    fields: dict[str, Any] = {}
+    for item in dataclasses.fields(source):
+        factory = item.default_factory
+        default = factory() if factory is not dataclasses.MISSING else item.default
+        lists = typing.get_origin(hints[item.name]) is tuple
+        fields[item.name] = (
+            hints[item.name],
+            Field(
+                default=... if default is dataclasses.MISSING else default,
+                description=item.metadata.get("description"),
+                strict=False if lists else None,
+            ),
+        )
+    return create_model(source.__name__, __base__=Section, __module__=module, __doc__=source.__doc__, **fields)

@@ -13,7 +13,7 @@ from pydantic import Field
 from .base import Count, Real, Section, Size, Toggle
 
 __all__ = [
-    "ActivationCheckpointing", "Aio", "Autotuning", "CommsLogger", "CompileSection", "CurriculumLearning", "Eigenvalue", "Elasticity",
+    "ActivationCheckpointing", "Aio", "Autotuning", "CompileSection", "CurriculumLearning", "Eigenvalue", "Elasticity",
     "HybridEngine", "Nebula", "Pipeline", "ProgressiveLayerDrop", "SparseAttention", "TensorParallel",
 ]  # fmt: skip
 
@@ -70,15 +70,6 @@ class SparseAttention(Section):
     global_block_indices: list[int] = Field([0], description="global blocks (variable, bslongformer)")
     global_block_end_indices: list[int] | None = Field(None, description="exclusive ends of global ranges")
     num_sliding_window_blocks: Count = Field(3, description="blocks of the sliding window (bigbird, bslongformer)")
-
-
-class CommsLogger(Toggle):
-    """Log of communication: which operations, how large, how long."""
-
-    verbose: bool = Field(False, description="log every operation at once")
-    prof_all: bool = Field(True, description="time all operations")
-    prof_ops: list[str] = Field(default_factory=list, description="operations to time when prof_all is false")
-    debug: bool = Field(False, description="add the caller's name to the log name")
 
 
 class ModelInfo(Section):

@@ -6,20 +6,20 @@ loaded, never before, because pydantic and the siblings cost time.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from dsx_comm import config as comm_section
 from dsx_monitor.config import CometConfig, CSVConfig, FlopsProfilerConfig, JSONLConfig, TensorBoardConfig, WandbConfig
 from dsx_zero.config import ZeroConfig
 from pydantic import Field
 
-from .base import Count, Ratio, Real, Section, Size, nested
+from .base import Count, Ratio, Real, Section, Size, from_dataclass, nested
 from .compression import CompressionTraining, QuantizeTraining
 from .data import DataEfficiency
 from .later import (
     ActivationCheckpointing,
     Aio,
     Autotuning,
-    CommsLogger,
     CompileSection,
     CurriculumLearning,
     Eigenvalue,
@@ -45,6 +45,11 @@ from .training import (
 )
 
 __all__ = ["Root"]
+
+if TYPE_CHECKING:
+    CommsLoggerConfig = comm_section.CommsLoggerConfig
+else:
+    CommsLoggerConfig = from_dataclass(comm_section.CommsLoggerConfig, module=__name__)
 
 
 class Root(Section):
@@ -107,7 +112,7 @@ class Root(Section):
     jsonl: JSONLConfig = nested(JSONLConfig, "events to one file of JSON lines; what the HTML report reads")
     comet: CometConfig = nested(CometConfig, "events to Comet")
     flops_profiler: FlopsProfilerConfig = nested(FlopsProfilerConfig, "floating-point operations per module")
-    comms_logger: CommsLogger = nested(CommsLogger, "log of communication")
+    comms_logger: CommsLoggerConfig = nested(CommsLoggerConfig, "log of communication")
 
     # - not there yet
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing, "recomputation in depth")
