@@ -76,10 +76,12 @@ def masters_of(world, dtype, skipped=(), lrs=None, scales=None):
     return dict(zip(dict(net.named_parameters()), masters))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2])
-def test_dynamic_scale_skips_and_recovers(stage, world):
-    settings = config(
+def each(rank, world, all_settings, poison=()):
+    return [trained(rank, world, settings, poison) for settings in all_settings]
+
+
+def overflowing(stage):
+    return config(
         fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1},
         zero_optimization={"stage": stage},
         communication_data_type="fp32",
@@ -89,11 +91,15 @@ def test_dynamic_scale_skips_and_recovers(stage, world):
             "params": {"warmup_max_lr": 0.25, "warmup_num_steps": 4, "warmup_type": "linear"},
         },
     )
-    results = run_ranks(trained, world, settings, [(1, world - 1), (4, 0)])
+
+
+@pytest.mark.parametrize("world, stages", [(1, (0, 2)), (2, (0, 1, 2, 3))])
+def test_dynamic_scale_skips_and_recovers(world, stages):
+    results = run_ranks(each, world, [overflowing(stage) for stage in stages], [(1, world - 1), (4, 0)])
     # overflow at steps 1 and 4 halves at once; doubling after window + 1 good steps never comes
     expected = [16.0, 16.0, 8.0, 8.0, 8.0, 4.0, 4.0]
     rates = [0.0, 0.0625, 0.0625, 0.125, 0.1875, 0.1875, 0.25]
-    for trace, skipped, masters in results:
+    for trace, skipped, masters in [result for of_rank in results for result in of_rank]:
         assert [scale for scale, _, _ in trace] == expected
         assert [step for step, (_, _, applied) in enumerate(trace) if not applied] == [1, 4] and skipped == 2
         assert [lr for _, lr, _ in trace] == pytest.approx(rates)
@@ -102,39 +108,39 @@ def test_dynamic_scale_skips_and_recovers(stage, world):
             torch.testing.assert_close(masters[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_update_is_right_on_the_step_at_which_the_scale_grows():
-    settings = config(fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2})
-    ((trace, skipped, masters),) = run_ranks(trained, 1, settings)
-    scales = [scale for scale, _, _ in trace]
+def test_scales_of_a_good_run():
+    growing = config(fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2})
+    static = config(fp16={"enabled": True, "loss_scale": 1024})
+    (((grown, skipped, after_growth), (fixed, _, after_static)),) = run_ranks(each, 1, [growing, static])
+    # the update on the step at which the scale doubles is divided by the scale its backward used
+    scales = [scale for scale, _, _ in grown]
     assert scales == [16, 16, 16, 32, 32, 64, 64] and skipped == 0
     for name, value in masters_of(1, torch.float16, scales=scales).items():
-        torch.testing.assert_close(masters[name], value, rtol=1e-4, atol=1e-5)
-
-
-def test_static_scale_at_stage_0_scales_the_loss():
-    settings = config(fp16={"enabled": True, "loss_scale": 1024})
-    ((trace, _, masters),) = run_ranks(trained, 1, settings)
-    assert {scale for scale, _, _ in trace} == {1024.0}
+        torch.testing.assert_close(after_growth[name], value, rtol=1e-4, atol=1e-5)
+    # stage 0 scales the loss as well as the gradients
+    assert {scale for scale, _, _ in fixed} == {1024.0}
     for name, value in masters_of(1, torch.float16, scales=[1024.0] * 7).items():
-        torch.testing.assert_close(masters[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(after_static[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_bf16_keeps_fp32_masters(stage):
-    settings = config(
-        bf16={"enabled": True},
-        zero_optimization={"stage": stage},
-        communication_data_type="fp32",
-        data_types={"grad_accum_dtype": "fp32"},
-    )
+def test_bf16_keeps_fp32_masters():
+    settings = [
+        config(
+            bf16={"enabled": True},
+            zero_optimization={"stage": stage},
+            communication_data_type="fp32",
+            data_types={"grad_accum_dtype": "fp32"},
+        )
+        for stage in (0, 2)
+    ]
     reference = masters_of(2, torch.bfloat16)
-    for trace, _, masters in run_ranks(trained, 2, settings):
+    for trace, _, masters in [result for of_rank in run_ranks(each, 2, settings) for result in of_rank]:
         assert {scale for scale, _, _ in trace} == {1.0}
         for name, value in reference.items():
             torch.testing.assert_close(masters[name], value, rtol=1e-4, atol=1e-5)
 
 
-def inputs(rank, world, settings):
+def inputs(settings):
     import dsx
 
     class Echo(torch.nn.Module):
@@ -151,10 +157,10 @@ def inputs(rank, world, settings):
 
 
 def test_inputs_are_cast_where_the_config_says_so():
-    (got,) = run_ranks(inputs, 1, config(fp16={"enabled": True, "auto_cast": True}))
+    got = inputs(config(fp16={"enabled": True, "auto_cast": True}))
     assert got == (torch.float16, torch.float16, torch.int64, torch.float16)
 
 
 def test_autocast_keeps_parameters_in_fp32():
-    (got,) = run_ranks(inputs, 1, config(torch_autocast={"enabled": True, "dtype": "bfloat16"}))
+    got = inputs(config(torch_autocast={"enabled": True, "dtype": "bfloat16"}))
     assert got == (torch.bfloat16, torch.float32, torch.int64, torch.float32)

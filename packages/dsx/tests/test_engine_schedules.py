@@ -15,7 +15,7 @@ def config(**changes):
     }
 
 
-def rates(rank, world, settings, steps, make=None, lr_kwargs=None):
+def rates(settings, steps, make=None, lr_kwargs=None):
     import dsx
 
     engine, _, _, scheduler = dsx.initialize(model=torch.nn.Linear(2, 1), config=settings, lr_scheduler=make)
@@ -33,7 +33,7 @@ def test_updates_use_the_published_sequence():
     settings = config(
         scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}}
     )
-    (seen,) = run_ranks(rates, 1, settings, 6)
+    seen = rates(settings, 6)
     assert [lr for lr, _ in seen] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
 
 
@@ -45,14 +45,14 @@ def test_one_cycle_sets_momentum_too():
         "decay_lr_rate": 0.5,
         "decay_step_size": 1,
     }
-    (seen,) = run_ranks(rates, 1, config(scheduler={"type": "OneCycle", "params": params}), 8)
+    seen = rates(config(scheduler={"type": "OneCycle", "params": params}), 8)
     assert [lr for lr, _ in seen] == pytest.approx([0.04, 0.07, 0.1, 0.07, 0.04, 0.01, 0.02 / 3, 0.005])
     assert [mom[0] for _, mom in seen][:3] == pytest.approx([0.86666667, 0.83333333, 0.8])
 
 
 def test_a_schedule_of_torch_by_name_steps_as_in_torch():
     settings = config(scheduler={"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}})
-    (seen,) = run_ranks(rates, 1, settings, 5)
+    seen = rates(settings, 5)
     assert [lr for lr, _ in seen] == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
@@ -60,7 +60,7 @@ def test_a_callable_and_arguments_of_step():
     def plateau(optimizer):
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
 
-    (seen,) = run_ranks(rates, 1, config(), 3, plateau, {"metrics": 1.0})
+    seen = rates(config(), 3, plateau, {"metrics": 1.0})
     assert [lr for lr, _ in seen] == pytest.approx([1.0, 1.0, 0.1])
 
 

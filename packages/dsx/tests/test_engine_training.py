@@ -1,12 +1,14 @@
 """The engine against plain torch in one process on the same global batch: accumulation, clipping, precision, schedules."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
 from dsx_testkit import run_ranks, tiny
 
 MICRO, WIDTH = 2, 6
+PATTERNS = [(True, True, False), (True, False, True), (False, True, False)]
 
 
 def model():
@@ -74,41 +76,70 @@ def plain(world, gas, steps=3, *, max_norm=0.0):
     return values(net), norms
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+CASES = [(stage, gas, clip) for stage in (0, 1, 2, 3) for gas in (1, 3) for clip in (0.0, 0.1)]
+
+
+def settings_of(stage, gas, clip):
+    return config(gradient_accumulation_steps=gas, gradient_clipping=clip, zero_optimization={"stage": stage})
+
+
+def all_cases(rank, world):
+    return [trained(rank, world, settings_of(*case)) for case in CASES]
+
+
+@functools.lru_cache
+def results(world):
+    """Every case in one start of the ranks: starting them is what costs time."""
+    return run_ranks(all_cases, world, timeout=200)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("gas", [1, 3])
-def test_updates_are_those_of_one_process(stage, world, gas):
-    settings = config(gradient_accumulation_steps=gas, zero_optimization={"stage": stage})
-    results = run_ranks(trained, world, settings)
-    expected, norms = plain(world, gas)
-    for _, weights, got_norms in results:
+@pytest.mark.parametrize("stage, gas, clip", CASES)
+def test_updates_are_those_of_one_process(world, stage, gas, clip):
+    expected, norms = plain(world, gas, max_norm=clip)
+    assert max(norms) > 0.1, "the clipped cases must clip"
+    for of_rank in results(world):
+        _, weights, got_norms = of_rank[CASES.index((stage, gas, clip))]
         assert list(weights) == list(expected)
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
         assert got_norms == pytest.approx(norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_clipping_uses_the_norm_over_all_ranks(stage):
-    settings = config(gradient_clipping=0.1, zero_optimization={"stage": stage}, gradient_accumulation_steps=2)
-    expected, norms = plain(2, 2, max_norm=0.1)
-    assert max(norms) > 0.1, "the case must clip"
-    for _, weights, got_norms in run_ranks(trained, 2, settings):
+def other_cases(rank, world):
+    without_clipping_key = config()
+    del without_clipping_key["gradient_clipping"]
+    return {
+        "default clip": trained(rank, world, without_clipping_key)[1],
+        **{kind: output_shape(kind) for kind in ("dict", "tuple", "tensor")},
+        **{("by hand", stage): by_hand(rank, world, stage) for stage in (1, 2)},
+        **{
+            ("no_sync", stage, pattern): with_no_sync(rank, world, stage, pattern)
+            for stage in (0, 1, 2, 3)
+            for pattern in PATTERNS
+        },
+        "boundary by hand": boundary_by_hand(rank, world),
+        **{("eval", stage): evaluate(rank, world, stage) for stage in (0, 2, 3)},
+    }
+
+
+@functools.lru_cache
+def others():
+    return run_ranks(other_cases, 2, timeout=200)
+
+
+def assert_weights(key, expected):
+    for of_rank in others():
         for name, value in expected.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
-        assert got_norms == pytest.approx(norms, rel=1e-5)
+            torch.testing.assert_close(of_rank[key][name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_default_clipping_is_one():
-    settings = config()
-    del settings["gradient_clipping"]
-    (_, weights, _), *_ = run_ranks(trained, 1, settings)
-    expected, _ = plain(1, 1, max_norm=1.0)
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+    expected, _ = plain(2, 1, max_norm=1.0)
+    assert_weights("default clip", expected)
 
 
-def output_shapes(rank, world, kind):
+def output_shape(kind):
     """A loss that is a term of the output and one that never went through it, with accumulation."""
     import dsx
 
@@ -135,7 +166,7 @@ def output_shapes(rank, world, kind):
 @pytest.mark.parametrize("kind", ["dict", "tuple", "tensor"])
 def test_loss_is_scaled_once_whatever_the_model_returns(kind):
     # gradient: mean of 0, 1, 2, 3 through the output, and 1 beside it
-    assert run_ranks(output_shapes, 1, kind) == [2.0 - (1.5 + 1.0)]
+    assert [of_rank[kind] for of_rank in others()] == [2.0 - (1.5 + 1.0)] * 2
 
 
 def by_hand(rank, world, stage):
@@ -153,10 +184,7 @@ def by_hand(rank, world, stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_backward_by_hand_on_the_scaled_loss(stage):
-    expected, _ = plain(2, 3, steps=2)
-    for weights in run_ranks(by_hand, 2, stage):
-        for name, value in expected.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+    assert_weights(("by hand", stage), plain(2, 3, steps=2)[0])
 
 
 def with_no_sync(rank, world, stage, pattern):
@@ -176,12 +204,9 @@ def with_no_sync(rank, world, stage, pattern):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("pattern", [(True, True, False), (True, False, True), (False, True, False)])
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_no_sync_changes_when_not_what_is_reduced(stage, pattern):
-    expected, _ = plain(2, 3, steps=2)
-    for weights in run_ranks(with_no_sync, 2, stage, pattern):
-        for name, value in expected.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+    assert_weights(("no_sync", stage, pattern), plain(2, 3, steps=2)[0])
 
 
 def boundary_by_hand(rank, world):
@@ -200,10 +225,7 @@ def boundary_by_hand(rank, world):
 
 
 def test_boundary_and_scale_by_hand():
-    expected, _ = plain(2, 2, steps=2)
-    for weights in run_ranks(boundary_by_hand, 2):
-        for name, value in expected.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+    assert_weights("boundary by hand", plain(2, 2, steps=2)[0])
 
 
 def evaluate(rank, world, stage):
@@ -228,4 +250,4 @@ def evaluate(rank, world, stage):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_evaluation_between_steps(stage):
-    assert run_ranks(evaluate, 2, stage) == [True, True]
+    assert [of_rank[("eval", stage)] for of_rank in others()] == [True, True]

@@ -231,7 +231,7 @@ def _parts(
     watch = _observers(config, topology, optimizer, counters, clock) if trains else _Watch()
 
     def release() -> None:
-        optimizer.release()
+        getattr(optimizer, "release", lambda: None)()
         watch.close()
 
     return EngineParts(

@@ -1,0 +1,415 @@
+"""`dsx.verify` notices mistakes: each bug below is planted in dsx itself, inside the test ranks, and must be caught.
+
+A bug is a context manager that replaces one internal function by a wrong one. The same settings without the bug must pass, or
+the catch would prove nothing. `python tests/integration/test_planted_bugs.py` runs them all and rewrites the table in
+`docs/verify.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from dsx_testkit import run_ranks, tiny
+from torch import nn
+
+WORLD = 2
+BASE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9}},
+    "gradient_clipping": 0.0,
+    "steps_per_print": None,
+}
+FP16 = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}}
+WARMUP = {
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.3, "warmup_num_steps": 5, "warmup_type": "linear"}}
+}
+
+
+class Net(tiny.MLP):
+    """An MLP whose forward returns the loss; started from torch's generator, so that ranks start differently."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 10, 3, depth=2)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(super().forward(x).float(), y.float())
+
+
+class Sometimes(Net):
+    """A Net with a branch that is used on one rank only in turn, and never for the first micro-batch of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.branch(x) if float(x[0, 0]) > 0 else x, y)
+
+
+def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(2, 6, generator=generator), torch.randn(2, 3, generator=generator)
+
+
+def overflowing(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The second step's batches make the loss infinite."""
+    x, y = batch(index)
+    return x, (y * torch.inf if index // WORLD == 1 else y)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One mistake: how to plant it, and the settings under which it matters."""
+
+    name: str
+    plant: Callable[[], AbstractContextManager[Any]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: type[nn.Module] = Net
+    batch: Callable[[int], Any] = batch
+
+    def config(self) -> dict[str, Any]:
+        return {**BASE, **self.settings}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+# - The bugs. Modules are looked up when a bug is planted: importing this file loads nothing.
+
+
+def module(name: str) -> Any:
+    import importlib
+
+    return importlib.import_module(name)
+
+
+def skip_one_unit() -> Any:
+    gradients = module("dsx_zero.gradient_buffers").GroupGradients
+    right = gradients.launch
+
+    def launch(self):
+        right(self) if self.group.layout.names[0] != "layers.0.weight" else keep_local(self)
+
+    def keep_local(self):
+        self._whole()
+        self.dirty, self.result = False, self._target(self.buffer)
+        if self.stage > 0:
+            self.result.copy_(self.group.shard_of(self.buffer))
+
+    return patch.object(gradients, "launch", launch)
+
+
+def reduce_twice() -> Any:
+    reducer = module("dsx_zero.reduction").Reducer
+    right = reducer._put
+
+    def put(self, result, out, add):
+        right(self, result, out, add)
+        right(self, result, out, True)
+
+    return patch.object(reducer, "_put", put)
+
+
+def sum_instead_of_mean() -> Any:
+    return patch.object(module("dsx_zero.reduction").Reduction, "factors", lambda self, world_size: (1.0, False, 1.0))
+
+
+def reduce_in_bf16() -> Any:
+    precision = module("dsx_zero.precision").Precision
+    return patch.object(precision, "wire_dtype", lambda self, parameter: torch.bfloat16)
+
+
+def no_gather_after_step() -> Any:
+    return patch.object(module("dsx_zero.gather").Gathering, "publish", lambda self, unit: None)
+
+
+def stale_low_precision_copy() -> Any:
+    return patch("dsx_zero.optimizer.write_parameters", lambda group, whole: None)
+
+
+def no_broadcast_at_start() -> Any:
+    return patch.object(module("dsx_zero.api")._Build, "_broadcast", lambda self, buffers: None)
+
+
+def shifted_shard() -> Any:
+    flat = module("dsx_zero.flat").FlatGroup
+
+    def shard_of(self, buffer):
+        start, stop = self.layout.shard_range((self.rank + 1) % WORLD)
+        return buffer[start:stop]
+
+    return patch.object(flat, "shard_of", shard_of)
+
+
+def off_by_one_slice() -> Any:
+    layout = module("dsx_zero.layout")
+    right = layout.FlatLayout.local_slice
+
+    def local_slice(self, name, rank):
+        found = right(self, name, rank)
+        if found is None or found.offset == 0 or found.numel < 2:
+            return found
+        return layout.LocalSlice(found.start, found.stop, found.offset - 1)
+
+    return patch.object(layout.FlatLayout, "local_slice", local_slice)
+
+
+def dirty_padding() -> Any:
+    gradients = module("dsx_zero.gradient_buffers").GroupGradients
+    right = gradients._whole
+
+    def whole(self):
+        fresh, buffer = self.buffer is None, right(self)
+        for start, stop in self.group.layout.gaps:
+            if fresh:
+                buffer[start:stop].fill_(3.0)
+        return buffer
+
+    return patch.object(gradients, "_whole", whole)
+
+
+def norm_of_own_shard() -> Any:
+    right = module("dsx_zero.norm").global_norm
+    return patch(
+        "dsx_zero.optimizer.global_norm",
+        lambda blocks, *, device, group, shared: right(blocks, device=device, group=group, shared=False),
+    )
+
+
+def clip_before_unscaling() -> Any:
+    optimizer = module("dsx_zero.optimizer").ZeroOptimizer
+    return patch.object(optimizer, "_norm", functools.partialmethod(_scaled_norm, optimizer._norm))
+
+
+def _scaled_norm(self, right, grad_scale):
+    return right(self, 1.0)
+
+
+def forget_accumulation_factor() -> Any:
+    return patch.object(module("dsx.engine.engine").Engine, "_divisor", lambda self, scale_wrt_gas: 1)
+
+
+def keep_gradients_after_step() -> Any:
+    return patch.object(module("dsx_zero.optimizer").ZeroOptimizer, "zero_grad", lambda self, set_to_none=True: None)
+
+
+def unscale_with_the_next_scale() -> Any:
+    stepper = module("dsx.engine.stepper").ShardedStepper
+
+    def step(self):
+        self._scaler.update(False)
+        outcome = self._optimizer.step(grad_scale=self._scaler.scale, max_norm=self._max_norm)
+        self._optimizer.zero_grad()
+        return outcome
+
+    return patch.object(stepper, "step", step)
+
+
+def loss_not_scaled() -> Any:
+    engine = module("dsx.engine.engine").Engine
+    right = engine.scale
+
+    def scale(self, loss, scale_wrt_gas=True):
+        return right(self, loss, scale_wrt_gas) / self._parts.scaler.scale
+
+    return patch.object(engine, "scale", scale)
+
+
+def schedule_steps_on_overflow() -> Any:
+    engine = module("dsx.engine.engine").Engine
+    right = engine._update
+
+    def update(self, lr_kwargs):
+        right(self, lr_kwargs)
+        if not self._applied:
+            self._parts.schedule.step(**lr_kwargs)
+
+    return patch.object(engine, "_update", update)
+
+
+def schedule_not_stepped_when_built() -> Any:
+    def init(self, scheduler):
+        self.scheduler = scheduler
+
+    return patch.object(module("dsx.engine.schedule").DrivenSchedule, "__init__", init)
+
+
+def overflow_not_checked() -> Any:
+    return patch.object(module("dsx_zero.precision").Precision, "checks_overflow", lambda self, parameters: False)
+
+
+def unused_parameters_keep_old_gradients() -> Any:
+    gradients = module("dsx_zero.gradient_buffers").GroupGradients
+    right = gradients.launch
+
+    def launch(self):
+        if self.buffer is not None:
+            self._filled = bytearray(b"\x01") * len(self._filled)
+        right(self)
+
+    return patch.object(gradients, "launch", launch)
+
+
+def optimizer_forgets() -> Any:
+    optimizer = module("dsx_zero.optimizer").ZeroOptimizer
+    right = optimizer._step_inner
+
+    def step_inner(self, factor):
+        right(self, factor)
+        self.inner.state.clear()
+
+    return patch.object(optimizer, "_step_inner", step_inner)
+
+
+def last_micro_batch_only() -> Any:
+    window = module("dsx.engine.accumulation").SyncWindow
+    right = window.before_step
+
+    def before_step(self):
+        right(self)
+        self.dropped = getattr(self, "dropped", 0) + 1
+        if self.dropped % 3 == 1:
+            self._no_sync.__self__.zero_grad()
+
+    return patch.object(window, "before_step", before_step)
+
+
+def frozen_parameters_decay() -> Any:
+    optimizer = module("dsx_zero.optimizer").ZeroOptimizer
+    right = optimizer._step_inner
+
+    def step_inner(self, factor):
+        right(self, factor)
+        for unit in self._runtime.units:
+            for group in unit.groups:
+                if not group.trainable:
+                    group.full.mul_(0.9)
+
+    return patch.object(optimizer, "_step_inner", step_inner)
+
+
+class HalfFrozen(Net):
+    """A Net whose first layer is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+
+GAS = {"gradient_accumulation_steps": 3}
+BUGS = [
+    Bug("one unit is not reduced", skip_one_unit, {**zero(1, reduce_bucket_size=32)}),
+    Bug("each micro-batch is added twice to the shard", reduce_twice, {**zero(2), **GAS}),
+    Bug("gradients are summed over the ranks, not averaged", sum_instead_of_mean, zero(2)),
+    Bug("fp32 gradients travel as bf16", reduce_in_bf16, zero(1)),
+    Bug("updated shards are not gathered", no_gather_after_step, zero(2)),
+    Bug("the 16-bit parameters keep their old values", stale_low_precision_copy, {**FP16, **zero(1)}),
+    Bug("rank 0's parameters are not broadcast at start", no_broadcast_at_start, zero(0)),
+    Bug("a reduced shard is written over another rank's part of the buffer", shifted_shard, zero(1)),
+    Bug("a parameter's slice begins one element too early", off_by_one_slice, zero(2)),
+    Bug("padding is not zeroed and enters the norm", dirty_padding, {**zero(2), "gradient_clipping": 0.1}),
+    Bug("each rank clips by the norm of its own shard", norm_of_own_shard, {**zero(1), "gradient_clipping": 0.1}),
+    Bug(
+        "the norm for clipping still has the loss scale",
+        clip_before_unscaling,
+        {**FP16, **zero(0), "gradient_clipping": 0.1},
+    ),
+    Bug("the loss is not divided by the accumulation steps", forget_accumulation_factor, {**zero(0), **GAS}),
+    Bug("gradients are not cleared after the step", keep_gradients_after_step, zero(0)),
+    Bug("unscaled with the scale of the next step", unscale_with_the_next_scale, {**FP16, **zero(1)}),
+    Bug("the loss is not scaled but the gradients are unscaled", loss_not_scaled, {**FP16, **zero(0)}),
+    Bug(
+        "the schedule steps on a skipped update",
+        schedule_steps_on_overflow,
+        {**FP16, **WARMUP, **zero(1)},
+        batch=overflowing,
+    ),
+    Bug("the schedule is not stepped when the engine is built", schedule_not_stepped_when_built, {**WARMUP, **zero(0)}),
+    Bug("overflow is not noticed", overflow_not_checked, {**FP16, **zero(2)}, batch=overflowing),
+    Bug(
+        "a parameter unused in this step keeps the last step's gradient",
+        unused_parameters_keep_old_gradients,
+        zero(1),
+        model=Sometimes,
+    ),
+    Bug("the optimizer's state is lost at each step", optimizer_forgets, zero(2)),
+    Bug("the first micro-batch of an update is dropped", last_micro_batch_only, {**zero(0), **GAS}),
+    Bug("frozen parameters change", frozen_parameters_decay, zero(1), model=HalfFrozen),
+]
+
+
+# - Running
+
+
+def verify(bug: Bug, planted: bool) -> tuple[bool, str, str]:
+    import contextlib
+
+    import dsx
+
+    with bug.plant() if planted else contextlib.nullcontext():
+        report = dsx.verify(bug.model, bug.config(), bug.batch, steps=4, raise_error=False)
+    return report.ok, "" if report.first is None else report.first.kind, str(report.first or report)
+
+
+def all_bugs(rank: int, world: int) -> list[dict[bool, tuple[bool, str, str]]]:
+    return [{planted: verify(bug, planted) for planted in (False, True)} for bug in BUGS]
+
+
+@functools.lru_cache
+def outcomes() -> list[dict[bool, tuple[bool, str, str]]]:
+    by_rank = run_ranks(all_bugs, WORLD, timeout=250)
+    assert by_rank[0] == by_rank[1], "all ranks give the same report"
+    return by_rank[0]
+
+
+@pytest.mark.parametrize("index", range(len(BUGS)), ids=[bug.name.replace(" ", "-") for bug in BUGS])
+def test_the_bug_is_caught_and_the_right_code_passes(index):
+    right, wrong = outcomes()[index][False], outcomes()[index][True]
+    assert right[0], f"without the bug: {right[2]}"
+    assert not wrong[0], f"with the bug: {wrong[2]}"
+
+
+def test_there_are_enough_distinct_bugs():
+    assert len({bug.plant for bug in BUGS}) == len(BUGS) >= 12
+
+
+def test_the_table_in_the_docs_is_this_list():
+    text = DOCUMENT.read_text()
+    assert all(f"| {bug.name} |" in text for bug in BUGS), f"run: python {Path(__file__).name}"
+
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "verify.md"
+MARK = "<!-- table: written by tests/integration/test_planted_bugs.py -->"
+
+
+def table() -> str:
+    rows = ["| planted bug | stage | kind | what dsx.verify says |", "|---|---|---|---|"]
+    for bug, outcome in zip(BUGS, outcomes()):
+        _, kind, text = outcome[True]
+        stage = bug.settings["zero_optimization"]["stage"]
+        rows.append(f"| {bug.name} | {stage} | {kind} | {text} |")
+    return "\n".join(rows)
+
+
+def write_document() -> None:
+    """Replace what follows the mark in the document."""
+    before, _, _ = DOCUMENT.read_text().partition(MARK)
+    DOCUMENT.write_text(f"{before}{MARK}\n\n{table()}\n")
+
+
+if __name__ == "__main__":
+    write_document()
+    caught = sum(not outcome[True][0] for outcome in outcomes())
+    sys.stdout.write(f"{caught} of {len(BUGS)} planted bugs caught; {DOCUMENT.name} written\n")
