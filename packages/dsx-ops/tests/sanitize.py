@@ -50,7 +50,7 @@ def main() -> int:
             # Python and torch keep memory until the end of the process.
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",
             "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-            "OMP_NUM_THREADS": "2",
+            "OMP_NUM_THREADS": "1",
         }
         check = "import sys, dsx_ops; s = dsx_ops.native_status(); print(s); sys.exit(s['sanitizer'] != 'address')"
         subprocess.check_call([sys.executable, "-c", check], cwd=folder, env=env)

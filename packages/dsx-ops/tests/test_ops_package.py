@@ -78,7 +78,7 @@ def test_large_updates_without_native_code_warn_once():
         "    p = torch.nn.Parameter(torch.ones(n)); p.grad = torch.ones(n)\n"
         "    dsx_ops.FusedAdam([p]).step()\n"
     )
-    returncode, out, err = python(code, DSX_OPS_NATIVE="0")
+    returncode, _, err = python(code, DSX_OPS_NATIVE="0")
     assert returncode == 0 and err.count("RuntimeWarning") == 1 and "1048576 elements" in err
 
 

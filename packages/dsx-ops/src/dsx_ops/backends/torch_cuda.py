@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Private names, but the ones torch.optim itself calls; present in every torch these packages admit.
+from torch._C import _VariableFunctions as _functions
+
 from .. import reference
 from ..spec import Algorithm, Batch, Slot
 
@@ -34,7 +37,7 @@ def run(batch: Batch) -> None:
         grads = [s.grad for s in slots]
         scale = batch.hyper.grad_scale
         if isinstance(scale, Tensor) or scale != 1.0:
-            grads = list(torch._foreach_mul(grads, _reciprocal(scale, grads[0].device)))
+            grads = list(_functions._foreach_mul(grads, _reciprocal(scale, grads[0].device)))
         if batch.algorithm is Algorithm.ADAM:
             _adam(batch, slots, grads)
         else:
@@ -67,7 +70,7 @@ def _groups(batch: Batch) -> list[list[Slot]]:
 def _adam(batch: Batch, slots: list[Slot], grads: list[Tensor]) -> None:
     h = batch.hyper
     step = torch.full((), float(h.step), device=slots[0].param.device)
-    fused = torch._fused_adamw_ if h.decoupled else torch._fused_adam_
+    fused = _functions._fused_adamw_ if h.decoupled else _functions._fused_adam_
     fused(
         [s.param.detach() for s in slots],
         grads,
@@ -87,7 +90,7 @@ def _adam(batch: Batch, slots: list[Slot], grads: list[Tensor]) -> None:
 
 def _sgd(batch: Batch, slots: list[Slot], grads: list[Tensor]) -> None:
     h = batch.hyper
-    torch._fused_sgd_(
+    _functions._fused_sgd_(
         [s.param.detach() for s in slots],
         grads,
         [s.states[0] for s in slots] if h.momentum else [],
