@@ -34,12 +34,40 @@ from .estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from .external import register_external_parameter, unregister_external_parameter
+from .gathered import GatheredParameters, UnownedEditError
+from .init import Init
+from .leaves import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 from .optimizer import StepOutcome, ZeroOptimizer
+from .order import ScheduleDivergence
+from .partitioned import PartitionedParameter, PartitionedParameterError
 from .precision import Precision
 from .reduction import Reduction
 from .slices import ParamSlice, Reader
+from .tiled import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
+    "GatheredParameters",
+    "Init",
+    "PartitionedParameter",
+    "PartitionedParameterError",
+    "ScheduleDivergence",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "UnownedEditError",
+    "get_z3_leaf_modules",
+    "register_external_parameter",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "unregister_external_parameter",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
     "MemoryNeeds",
     "ParamSlice",
     "Precision",

@@ -15,9 +15,11 @@ from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
 from .flat import FlatGroup, Unit
 from .gather import Gathering, Replicated
 from .gradients import LocalGradients, ReducedGradients, ReduceOrder
+from .init import InitParameter
 from .inorder import InOrder
 from .masters import check_optimizer, make_masters, place_masters, replace_parameters
 from .optimizer import Residency, Runtime, ZeroOptimizer
+from .partitioned import PartitionedParameter
 from .precision import Precision
 from .reduction import LocalReducer, Reducer, Reduction
 from .units import ParameterInfo, Persistence, UnitPlan, find_parameters, plan_units
@@ -83,7 +85,7 @@ def shard(
     inner: Any = _NoOptimizer() if optimizer is None else _inner(model, optimizer, stage=settings.stage)
     held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
     infos = find_parameters(model, held)
-    _check_model(model, infos)
+    _check_model(model, infos, stage=settings.stage)
     plans = plan_units(
         model,
         infos,
@@ -109,6 +111,8 @@ def shard(
         for group in unit.groups:
             for name, parameter in zip(group.layout.names, group.parameters):
                 OWNERS.add(parameter, sharded, name)
+    for info in infos:  # at stage 3 the model holds other objects than the gradients' between uses
+        OWNERS.add(model.get_parameter(info.name), sharded, info.name)
     return model, sharded
 
 
@@ -163,7 +167,7 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
+def _check_model(model: nn.Module, infos: Sequence[ParameterInfo], *, stage: int) -> None:
     for info in infos:
         if info.device.type == "meta":
             raise ZeroModelError(
@@ -176,6 +180,13 @@ def _check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
             raise ZeroModelError(f"{name}: is a DTensor; a model that is divided by DTensors cannot be sharded again")
+        if isinstance(parameter, PartitionedParameter):
+            if not isinstance(parameter.source, InitParameter):
+                raise ZeroModelError(f"{name}: is partitioned already; a model can be sharded once")
+            if stage != 3:
+                raise ZeroModelError(
+                    f"{name}: was partitioned by Init, which needs stage 3, got stage {stage}; build the model without Init"
+                )
 
 
 class _Build:

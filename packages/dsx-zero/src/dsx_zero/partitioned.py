@@ -275,12 +275,9 @@ def _write_with_whole(target: PartitionedParameter, func: Callable, args: Any, k
 
 def _compute(func: Callable, args: Any, kwargs: Any) -> Any:
     """An operation that reads values: possible inside a forward, refused by name elsewhere."""
-    param = _first(args, kwargs)
     what = getattr(func, "__name__", str(func))
-    if what in {"data_ptr", "numpy", "tolist", "item", "untyped_storage", "storage", "__array__", "__reduce_ex__"}:
-        raise param._refusal(f"read by {what}()")
     if what in _NOT_WRITES or what in {"register_hook", "register_post_accumulate_grad_hook", "to", "cuda", "cpu"}:
-        raise param._refusal(f"treated with {what}()")
+        raise _first(args, kwargs)._refusal(f"treated with {what}()")
     borrowed: list[ParameterSource] = []
 
     def plain(partitioned: PartitionedParameter) -> torch.Tensor:
@@ -304,7 +301,8 @@ def _set_data(param: PartitionedParameter, value: torch.Tensor) -> None:
         if value._source is param._source:
             return
         value = value.full_tensor()
-    param._source.write(lambda whole: whole.copy_(value))
+    with torch.no_grad():
+        param._source.write(lambda whole: whole.copy_(value))
 
 
 def _set_grad(param: PartitionedParameter, value: torch.Tensor | None) -> None:

@@ -7,7 +7,8 @@ parameter (a tied one has several places).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -48,6 +49,7 @@ class UnitParameter:
     def __init__(self, name: str, unit: PartitionedUnit, group: FlatGroup) -> None:
         self.name, self.unit, self.group = name, unit, group
         self._index = group.layout.index(name)
+        self._opened = False
 
     def local_shard(self) -> torch.Tensor:
         part = self.group.layout.local_slice(self.name, self.group.rank)
@@ -57,10 +59,27 @@ class UnitParameter:
         return read_whole(self.group.layout, self.name, self.group.shard, self.unit.process_group)
 
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:
+        if self._opened:
+            edit(self.plain.detach())
+            return
         whole = self.full_tensor()
         edit(whole)
-        write_whole(self.group, self.name, whole, self.unit.process_group)
+        whole = write_whole(self.group, self.name, whole, self.unit.process_group)
         if self.unit.state is UnitState.GATHERED:
+            self.plain.detach().copy_(whole)
+
+    def open(self) -> torch.Tensor:
+        """Treat operations on the partitioned face as operations on the gathered parameter (which must be there)."""
+        self._opened = True
+        return self.plain.detach()
+
+    def close(self, *, source_rank: int | None) -> None:
+        """The end of ``open``; with a ``source_rank``, keep that rank's values (collective)."""
+        self._opened = False
+        if source_rank is not None:
+            whole = write_whole(
+                self.group, self.name, self.plain.detach(), self.unit.process_group, source_rank=source_rank
+            )
             self.plain.detach().copy_(whole)
 
     @property
@@ -69,12 +88,14 @@ class UnitParameter:
         return self.group.parameters[self._index]
 
     def borrow(self) -> torch.Tensor | None:
+        if self._opened:
+            return self.plain
         lender = self.unit.lender
         return self.plain if lender is not None and lender.lends(self.unit) else None
 
     def lend(self, output: Any) -> Any:
         lender = self.unit.lender
-        return output if lender is None else lender.watch(self.unit, output)
+        return output if lender is None or self._opened else lender.watch(self.unit, output)
 
 
 class Lender:
@@ -82,6 +103,10 @@ class Lender:
 
     def lends(self, unit: PartitionedUnit) -> bool:
         """Gather the unit until the running forward ends; False if none runs."""
+        raise NotImplementedError
+
+    def gathered(self, units: Sequence[int]) -> AbstractContextManager[None]:
+        """The units' whole parameters are there for the length of the context."""
         raise NotImplementedError
 
     def watch(self, unit: PartitionedUnit, output: Any) -> Any:
@@ -149,6 +174,8 @@ class PartitionedUnit:
         with torch.no_grad():
             whole = original.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
             write_whole(group, info.name, whole, self.process_group)
+        if isinstance(original, PartitionedParameter):
+            original._source = source  # who still has the parameter of `Init` has this one; its shard goes
         return original
 
     def swap_in(self) -> None:
@@ -169,6 +196,12 @@ class PartitionedUnit:
         """Take the memory of the gathered parameters."""
         for storage in self.storages:
             storage.allocate()
+
+    def faces(self) -> Iterator[torch.Tensor]:
+        """Both objects of every parameter."""
+        for place in self._places:
+            yield place.plain
+            yield place.partitioned
 
     def partitioned_parameters(self) -> dict[str, PartitionedParameter]:
         """The partitioned face of each parameter, by its first name."""

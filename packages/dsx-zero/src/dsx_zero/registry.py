@@ -5,25 +5,22 @@ Weak on both sides: an entry goes with its model.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from .stage3 import Stage3
-
 __all__ = ["remember", "stage3_of"]
 
-_STAGES: WeakKeyDictionary[nn.Module, Stage3] = WeakKeyDictionary()
+_STAGES: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-def remember(model: nn.Module, stage: Stage3) -> None:
+def remember(model: nn.Module, stage: Any) -> None:
     """Note that ``model`` is sharded by ``stage``."""
     _STAGES[model] = stage
 
 
-def stage3_of(module: nn.Module) -> Stage3 | None:
+def stage3_of(module: nn.Module) -> Any:
     """The stage that shards ``module`` or a model that contains it; None if there is none."""
     for model, stage in _STAGES.items():
         if any(child is module for child in model.modules()):

@@ -15,6 +15,7 @@ import dsx_comm
 import torch
 from torch import nn
 
+from .external import take_pending, unit_index
 from .flat import FlatGroup, Unit
 from .gather import Gathering
 from .hooks import UnitHooks
@@ -79,14 +80,22 @@ class ControlChannel:
 class Stage3:
     """Where whole parameters live at stage 3, for the optimizer and the accessors (``optimizer.Residency``)."""
 
-    def __init__(self, resident: Sequence[Unit], partitioned: Sequence[PartitionedUnit], gathering: Gathering) -> None:
+    def __init__(
+        self,
+        resident: Sequence[Unit],
+        partitioned: Sequence[PartitionedUnit],
+        gathering: Gathering,
+        process_group: Any,
+    ) -> None:
         self._resident = {unit.index: unit for unit in resident}
         self._units = {unit.index: unit for unit in partitioned}
-        self._gathering = gathering
+        self._gathering, self._group = gathering, process_group
         self.residency: Residency
         self.order: Order
         self.executor: GatherExecutor
         self.hooks: UnitHooks
+        self.pending: list[tuple[nn.Module, int]] = []
+        self.unit_of_original: dict[int, int] = {}
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -99,10 +108,20 @@ class Stage3:
         """The units that are gathered and freed."""
         return tuple(self._units.values())
 
+    def unit_of(self, parameter: torch.Tensor) -> int | None:
+        """Index of the unit a parameter belongs to (either face); None if it is always whole."""
+        for index, unit in self._units.items():
+            if any(parameter is face for face in unit.faces()):
+                return index
+        return unit_index(parameter)
+
     def publish(self, unit: Unit) -> None:
         """See ``optimizer.Residency``: the small parameters are gathered, the others at their next use."""
         if unit.index in self._resident:
             self._gathering.publish(unit)
+            for group in unit.groups:
+                if not group.trainable and group.layout.numel:  # only after loading: steps do not publish frozen units
+                    dsx_comm.all_gather_into_tensor(group.full, group.shard, group=self._group)
 
     def finish(self) -> None:
         """See ``optimizer.Residency``."""
@@ -145,6 +164,10 @@ class Stage3:
         self.residency.begin_backward = gradients.begin_backward
         self.hooks = UnitHooks(model, self.partitioned, self.residency)
         remember(model, self)
+        for module, key in self.pending:
+            index = self.unit_of_original.get(key)
+            if index is not None:
+                self.hooks.add(module, index)
 
 
 def build_stage3(
@@ -164,6 +187,7 @@ def build_stage3(
     by_name = {info.name: info for info in infos}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     resident, partitioned, plain_of = [], [], {}
+    pending, unit_of_original = take_pending(model), {}
     for plan in plans:
         if plan.resident:
             resident.append(_resident(plan, parameters, ranks))
@@ -171,10 +195,11 @@ def build_stage3(
         unit = PartitionedUnit(plan, rank=ranks.rank, process_group=ranks.process_group)
         originals = unit.adopt(model, by_name)
         plain_of.update(originals)
+        unit_of_original.update(dict.fromkeys(originals, plan.index))
         partitioned.append(unit)
-    stage = Stage3(
-        resident, partitioned, Gathering(ranks.process_group, ranks.world_size, limits.allgather_bucket_size)
-    )
+    gathering = Gathering(ranks.process_group, ranks.world_size, limits.allgather_bucket_size)
+    stage = Stage3(resident, partitioned, gathering, ranks.process_group)
+    stage.pending, stage.unit_of_original = pending, unit_of_original
     stage.executor = GatherExecutor(
         partitioned,
         all_gather=lambda out, piece: dsx_comm.all_gather_into_tensor(out, piece, group=ranks.gathers, async_op=True),

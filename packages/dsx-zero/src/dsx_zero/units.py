@@ -118,15 +118,20 @@ def find_parameters(model: nn.Module, trainable: frozenset[int] | None = None) -
 
 
 def block_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the children of the outermost `nn.ModuleList`s that hold parameters, in definition order."""
+    """Names of leaf modules and of the children of the outermost `nn.ModuleList`s that hold parameters, in definition order."""
     from torch import nn  # here, so that reading plans needs no torch
+
+    from .leaves import z3_leaf_module
 
     found: list[str] = []
 
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             path = f"{prefix}{name}"
-            if not isinstance(child, nn.ModuleList):
+            if z3_leaf_module(child):
+                if next(child.parameters(), None) is not None:
+                    found.append(path)
+            elif not isinstance(child, nn.ModuleList):
                 visit(child, f"{path}.")
                 continue
             for index, block in child.named_children():
@@ -135,6 +140,17 @@ def block_names(model: nn.Module) -> tuple[str, ...]:
 
     visit(model, "")
     return tuple(found)
+
+
+def tile_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of modules that are units although they may lie in a block: the tiles of a `TiledLinear`."""
+    return tuple(
+        f"{name}.{inner}" if name else inner
+        for name, module in model.named_modules()
+        if getattr(type(module), "children_are_units", False)
+        for inner, child in module.named_modules()
+        if next(child.children(), None) is None and next(child.parameters(), None) is not None
+    )
 
 
 def common_module(names: tuple[str, ...]) -> str:
@@ -149,9 +165,9 @@ def common_module(names: tuple[str, ...]) -> str:
 
 
 def _home(info: ParameterInfo, blocks: frozenset[str]) -> str:
-    """The block a parameter belongs to; "" when it belongs to the root."""
+    """The innermost block a parameter belongs to; "" when it belongs to the root."""
     parts = common_module((info.name, *info.aliases)).split(".")
-    for end in range(1, len(parts) + 1):
+    for end in range(len(parts), 0, -1):
         if ".".join(parts[:end]) in blocks:
             return ".".join(parts[:end])
     return ""
@@ -216,8 +232,10 @@ def plan_units(
     if stage != 3:
         chosen = _by_size(infos, blocks, reduce_bucket_size)
         return tuple(UnitPlan(i, module, _groups(members, world_size)) for i, (module, members) in enumerate(chosen))
+    blocks += tuple(name for name in tile_names(model) if name not in blocks)
     small = (persistence or Persistence()).choose(infos)
     kept = frozenset(info.name for info in small)
-    units = [("", list(small), True)] if small else []
+    halves = ([i for i in small if i.trainable], [i for i in small if not i.trainable])
+    units = [("", half, True) for half in halves if half]
     units += [(m, found, False) for m, found in _by_module(tuple(i for i in infos if i.name not in kept), blocks)]
     return tuple(UnitPlan(i, m, _groups(found, world_size), resident) for i, (m, found, resident) in enumerate(units))

@@ -5,15 +5,14 @@ Used outside training's own passes (``full_tensor``, in-place writes, saving); p
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import dsx_comm
 import torch
 
-from .flat import FlatGroup
 from .layout import FlatLayout, LocalSlice
 
-__all__ = ["read_whole", "write_whole"]
+__all__ = ["Shards", "read_whole", "write_whole"]
 
 
 def _slices(layout: FlatLayout, name: str) -> list[LocalSlice | None]:
@@ -43,18 +42,33 @@ def read_whole(layout: FlatLayout, name: str, shard: torch.Tensor, process_group
     return whole
 
 
-def write_whole(group: FlatGroup, name: str, whole: torch.Tensor, process_group: Any) -> None:
-    """Make rank 0's ``whole`` the parameter's value: each rank keeps its elements, in the shard and in the master."""
+class Shards(Protocol):
+    """What holds a rank's shard of a flat layout (a ``FlatGroup``, or a parameter of ``Init``)."""
+
+    layout: FlatLayout
+    shard: torch.Tensor
+    rank: int
+    master: torch.Tensor | None
+
+
+def write_whole(
+    group: Shards, name: str, whole: torch.Tensor, process_group: Any, *, source_rank: int = 0
+) -> torch.Tensor:
+    """Make ``whole`` of rank ``source_rank`` (in the group) the parameter's value: each rank keeps its elements, in shard and master.
+
+    Returns that rank's tensor, which may be ``whole`` itself, written to.
+    """
     if whole.numel() == 0:
-        return
+        return whole
     layout = group.layout
     if layout.world_size > 1:
         whole = whole.contiguous()
-        dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(process_group, 0), group=process_group)
+        dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(process_group, source_rank), group=process_group)
     part = layout.local_slice(name, group.rank)
     if part is None:
-        return
+        return whole
     values = whole.reshape(-1)[part.start : part.stop]
     group.shard[part.offset : part.offset + part.numel] = values
     if group.master is not None and group.master.data_ptr() != group.shard.data_ptr():
         group.master[part.offset : part.offset + part.numel] = values
+    return whole

@@ -1,0 +1,127 @@
+"""``GatheredParameters``: whole parameters for a while, outside the forward of their modules.
+
+Edits are kept only if a ``modifier_rank`` says whose they are; without one an edit raises when the context ends. It never vanishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from .errors import ZeroStateError
+from .external import register_external_parameter
+from .init import InitParameter
+from .partitioned import PartitionedParameter
+from .partitioned_unit import UnitParameter
+
+__all__ = ["GatheredParameters", "UnownedEditError"]
+
+_CHUNK = 1 << 16
+
+
+class UnownedEditError(ZeroStateError):
+    """Parameters were changed inside ``GatheredParameters`` without a ``modifier_rank``."""
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """A number that changes when any bit of the tensor does, or their order."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for start in range(0, data.numel(), _CHUNK):
+        chunk = data[start : start + _CHUNK].to(torch.int64) + 1
+        weights = torch.arange(start + 1, start + 1 + chunk.numel(), dtype=torch.int64, device=data.device)
+        # Odd factors of a multiplicative hash; the sums wrap, which loses nothing here.
+        total = total * 31 + int((chunk * (weights * -7046029254386353131 + 1)).sum().item())
+    return total & (2**64 - 1)
+
+
+class GatheredParameters:
+    """Gather parameters for reading or changing them (collective: every rank enters and leaves).
+
+        with dsx_zero.GatheredParameters(layer.weight, modifier_rank=0):
+            if rank == 0:
+                layer.weight.data[:, 0] = 0
+
+    Inside, ``module.weight`` and the partitioned object itself can be used like any tensor.
+
+    Args:
+        params: a parameter, a module, or any nesting of lists and tuples of them. Parameters that are not partitioned are taken as they are.
+        modifier_rank: the rank (in the model's process group) whose values become everybody's at the end; None for reading.
+        fwd_module: a module whose forward uses the parameters although they are not its own; they are registered with it.
+        enabled: False makes the context do nothing.
+
+    Raises:
+        UnownedEditError: at the end, if parameters were changed without a ``modifier_rank``.
+    """
+
+    def __init__(
+        self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+    ) -> None:
+        self._parameters = list({id(p): p for p in _flatten(params)}.values()) if enabled else []
+        self._modifier = modifier_rank
+        self._stack = ExitStack()
+        self._before: list[tuple[str, torch.Tensor, int]] = []
+        if fwd_module is not None and enabled:
+            for parameter in self._parameters:
+                register_external_parameter(fwd_module, parameter)
+
+    def __enter__(self) -> GatheredParameters:
+        sources = [p.source for p in self._parameters if isinstance(p, PartitionedParameter)]
+        by_lender: dict[int, list[UnitParameter]] = {}
+        for source in sources:
+            if isinstance(source, UnitParameter):
+                by_lender.setdefault(id(source.unit.lender), []).append(source)
+        for group in by_lender.values():
+            lender = group[0].unit.lender
+            if lender is not None:
+                self._stack.enter_context(lender.gathered([source.unit.index for source in group]))
+        self._opened = [
+            (source, source.open()) for source in sources if isinstance(source, (UnitParameter, InitParameter))
+        ]
+        if self._modifier is None:
+            self._before = [(source.name, whole, fingerprint(whole)) for source, whole in self._opened]
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        modifier = self._modifier if kind is None else None
+        changed = [name for name, whole, before in self._before if fingerprint(whole) != before] if kind is None else []
+        with torch.no_grad(), self._stack:
+            for source, _ in self._opened:
+                source.close(source_rank=modifier)
+            if modifier is not None:
+                self._spread_plain(modifier)
+        self._opened, self._before = [], []
+        if changed:
+            raise UnownedEditError(
+                f"GatheredParameters: changed without a modifier_rank: {', '.join(changed)}. The changes are undone; give "
+                "modifier_rank=0 (all ranks take rank 0's values) to keep them"
+            )
+
+    def _spread_plain(self, modifier: int) -> None:
+        """Parameters that every rank holds whole: the modifier's values for all."""
+        if not dsx_comm.is_initialized():
+            return
+        for parameter in self._parameters:
+            if not isinstance(parameter, PartitionedParameter) and parameter.numel():
+                whole = parameter.detach().contiguous()
+                dsx_comm.broadcast(whole, src=modifier)
+                parameter.detach().copy_(whole)
+
+
+def _flatten(params: Any) -> Iterator[torch.Tensor]:
+    if isinstance(params, torch.Tensor):
+        yield params
+    elif isinstance(params, nn.Module):
+        yield from params.parameters()
+    elif isinstance(params, Iterable):
+        for item in params:
+            yield from _flatten(item)
+    else:
+        raise TypeError(
+            f"GatheredParameters got {type(params).__name__}, expected parameters, modules, or lists of them"
+        )
