@@ -77,9 +77,7 @@ def test_switches_of_the_modes_reach_the_record():
     assert record(bf16={"enabled": True}).check_overflow and not record(bf16={"enabled": True}).needs_loss_scale
     assert not record(bf16={"enabled": True, "check_grad_overflow": False}).check_overflow
     assert not record().check_overflow
-    modules = ["torch.nn.Linear"]
-    named = record(torch_autocast={"enabled": True, "lower_precision_safe_modules": modules})
-    assert named.safe_modules == ("torch.nn.Linear",)
+    assert record(torch_autocast={"enabled": True}).safe_modules is None
 
 
 ILLEGAL = [

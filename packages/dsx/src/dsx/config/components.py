@@ -151,7 +151,7 @@ def _required_problems(
 ) -> list[Problem]:
     fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
-        Problem("missing", f"{path}.{name}", f"{owner} needs this argument", where=where(path), fix=f'add "{name}"')
+        Problem("missing", f"{path}.{name}", f"{owner} needs this argument", where=where(path), fix=f'add "{name}"; it has no default, and "auto" cannot be resolved for it')
         for name, parameter in signature.parameters.items()
         if name not in skip and parameter.default is inspect.Parameter.empty and parameter.kind not in fixed
         and name not in params

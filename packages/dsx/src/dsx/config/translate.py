@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ..errors import Problem
+from .describe import type_text
 from .names import edits, nearest
 from .normal import SECOND_NAMES
 
@@ -241,8 +242,6 @@ def _expected_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
     field = owner.model_fields.get(str(loc[-1])) if owner else None
     if field is None:
         return ""
-    from .describe import type_text  # late: describe imports this module's helpers
-
     text = type_text(field)
     if field.is_required():
         return text
