@@ -33,6 +33,7 @@ from .collectives import (
     reduce_scatter_tensor,
     scatter,
 )
+from .config import CommsLoggerConfig
 from .errors import CommArgumentError, CommConfigError, CommError, TopologyError
 from .exchange import all_to_all, all_to_all_single, barrier, monitored_barrier
 from .groups import (
@@ -51,15 +52,40 @@ from .groups import (
     new_group,
 )
 from .init import init_distributed
+from .log import (
+    configure,
+    get_comm_operation_count,
+    get_logged_comm_ops,
+    has_comm_data,
+    reset_log,
+)
+from .mpu import Mpu, MpuGroups, read_mpu
 from .objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from .registry import AxisGroup, GroupRegistry
+from .summary import log_summary
+from .topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+    block_groups,
+    expert_groups,
+)
 from .traffic import Traffic, count_traffic
 
 __all__ = [
+    "AxisGroup",
     "CommArgumentError",
     "CommConfigError",
     "CommError",
+    "CommsLoggerConfig",
+    "GroupRegistry",
+    "Mpu",
+    "MpuGroups",
     "P2POp",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "ProcessTopology",
     "ReduceOp",
     "TopologyError",
     "Traffic",
@@ -75,23 +101,29 @@ __all__ = [
     "allgather_fn",
     "barrier",
     "batch_isend_irecv",
+    "block_groups",
     "broadcast",
     "broadcast_object_list",
+    "configure",
     "count_traffic",
     "destroy_process_group",
+    "expert_groups",
     "gather",
     "gather_object",
     "get_all_ranks_from_group",
     "get_backend",
+    "get_comm_operation_count",
     "get_global_rank",
     "get_group_rank",
     "get_local_rank",
+    "get_logged_comm_ops",
     "get_rank",
     "get_world_group",
     "get_world_size",
     "has_all_gather_into_tensor",
     "has_all_reduce_coalesced",
     "has_coalescing_manager",
+    "has_comm_data",
     "has_reduce_scatter_tensor",
     "inference_all_reduce",
     "init_distributed",
@@ -100,14 +132,17 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "log_summary",
     "monitored_barrier",
     "new_group",
+    "read_mpu",
     "recv",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_coalesced",
     "reduce_scatter_fn",
     "reduce_scatter_tensor",
+    "reset_log",
     "scatter",
     "scatter_object_list",
     "send",

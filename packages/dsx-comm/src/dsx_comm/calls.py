@@ -21,7 +21,7 @@ import torch
 class Labels(TypedDict, total=False):
     """Keyword arguments that every function takes on top of torch's: they steer the communication log.
 
-    prof: log this call even if the log is restricted to certain operations.
+    prof: log this call although the log, which must be on, is restricted to other operations (`prof_all: false`).
     log_name: the name to log it under (default: the function's).
     debug: who called; appended to the name when the log's `debug` is on (default: found from the stack).
     """
@@ -72,10 +72,11 @@ OBSERVERS = Observers()
 
 def run(call: Call, issue: Callable[[], Any], is_async: bool = False) -> Any:
     """Issue the call and tell the observers."""
-    if not OBSERVERS.active:
-        return issue()
-    tokens = [(o, o.begin(call)) for o in OBSERVERS.active]
-    result = issue()
+    with torch.no_grad():  # communication is no part of a graph
+        if not OBSERVERS.active:
+            return issue()
+        tokens = [(o, o.begin(call)) for o in OBSERVERS.active]
+        result = issue()
     for observer, token in tokens:
         if token is not None:
             observer.end(token, call, result, is_async)

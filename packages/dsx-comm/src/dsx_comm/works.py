@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 
 class Handle:
     """An operation under way.
@@ -47,7 +49,8 @@ class Handle:
                     self._receive(timeout)
                     self._arrive()
                     if self._finish is not None:
-                        self._finish()
+                        with torch.no_grad():
+                            self._finish()
                 except BaseException as error:
                     self._error = error
                     raise
@@ -86,6 +89,8 @@ class Handle:
                 self._callbacks.append(callback)
                 if not self._pollable:
                     self._start_poller()
+                elif len(self._callbacks) == 1:
+                    notify(self._transfers, self._arrive)
                 return
         callback()
 
@@ -130,6 +135,34 @@ class Handle:
                 work.wait(timeout)
 
 
+def notify(works: Sequence[Any], callback: Callable[[], None]) -> None:
+    """Call `callback` once when all works (handles, or torch Works by their futures) have arrived.
+
+    A torch Work whose backend has no futures counts as arrived at once.
+    """
+    lock, left = threading.Lock(), [len(works)]
+
+    def arrived(_: Any = None) -> None:
+        with lock:
+            left[0] -= 1
+            last = left[0] == 0
+        if last:
+            callback()
+
+    if not works:
+        callback()
+    for work in works:
+        if isinstance(work, Handle):
+            work.on_arrival(arrived)
+            continue
+        try:
+            future = work.get_future()
+        except RuntimeError:
+            arrived()
+        else:
+            future.then(arrived)
+
+
 class Done(Handle):
     """An operation that was complete when it was issued (one rank, no elements)."""
 
@@ -153,6 +186,10 @@ class TwoPhase(Handle):
         try:
             self._first.wait()
             self._rest = self._second()
+            with self._lock:
+                callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                self._rest.on_arrival(callback)
         except BaseException as error:
             self._error = error
             raise
@@ -170,6 +207,14 @@ class TwoPhase(Handle):
         self._done = True
         self._arrive()
         return True
+
+    def on_arrival(self, callback: Callable[[], None]) -> None:
+        """As for every handle; the second phase only begins when somebody waits or asks."""
+        with self._lock:
+            if self._rest is None:
+                self._callbacks.append(callback)
+                return
+        self._rest.on_arrival(callback)
 
     def is_completed(self) -> bool:
         """True if the result is in place; never waits for another rank."""

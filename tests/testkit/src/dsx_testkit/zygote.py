@@ -79,6 +79,9 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
             __import__(name)
     gc.freeze()
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    request["port"] = listener.getsockname()[1]
+    if request["backend"] is None:
+        listener.close()  # the port is free for rank 0; held open in any rank it would not be
     release_read, release_write = os.pipe()
     began = time.monotonic()
     statuses: dict[int, int] = {}  # read end of a rank's status pipe -> rank
@@ -232,7 +235,7 @@ def _prepare(request: dict[str, Any], rank: int, folder: Path) -> tuple[Any, tup
 def _init_process_group(request: dict[str, Any], rank: int, listener: socket.socket) -> None:
     import torch.distributed as dist
 
-    world_size, port = request["world_size"], listener.getsockname()[1]
+    world_size, port = request["world_size"], request["port"]
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -243,7 +246,6 @@ def _init_process_group(request: dict[str, Any], rank: int, listener: socket.soc
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of the host's name
     if request["backend"] is None:
-        listener.close()
         return
     # the listening socket was bound before the fork: no race for the port
     fd = listener.detach()

@@ -1,0 +1,130 @@
+import dsx_comm
+import pytest
+import torch
+import torch.distributed as dist
+from dsx_testkit import run_ranks
+
+
+def objects(rank, n):
+    for src in range(n):
+        values = [f"from {src}", {"n": src}, None] if rank == src else [None, None, "old"]
+        dsx_comm.broadcast_object_list(values, src)
+        assert values == [f"from {src}", {"n": src}, None]
+        got = [None] * n if rank == src else None
+        dsx_comm.gather_object(("object", rank), got, src)
+        assert got is None or got == [("object", r) for r in range(n)]
+        out = [None]
+        dsx_comm.scatter_object_list(out, [b"x" * r for r in range(n)] if rank == src else None, src)
+        assert out == [b"x" * rank]
+    got = [None] * n
+    dsx_comm.all_gather_object(got, torch.full((rank,), rank))
+    assert [t.tolist() for t in got] == [[r] * r for r in range(n)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_object_collectives(world_size):
+    run_ranks(objects, world_size)
+
+
+def ring(rank, n):
+    right, left = (rank + 1) % n, (rank - 1) % n
+    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
+        mine, got = torch.full((5,), rank % 2, dtype=dtype), torch.empty(5, dtype=dtype)
+        sending = dsx_comm.isend(mine, right, tag=3)
+        receiving = dsx_comm.irecv(got, left, tag=3)  # a blocking irecv or isend could not get here
+        assert sending.wait() and receiving.wait()
+        assert torch.equal(got, torch.full((5,), left % 2, dtype=dtype))
+    mine, got = torch.tensor([float(rank)]), torch.empty(1)
+    ops = [dsx_comm.P2POp(dsx_comm.isend, mine, right), dsx_comm.P2POp(dist.irecv, got, left)]
+    with dsx_comm.count_traffic() as t:
+        for handle in dsx_comm.batch_isend_irecv(ops):
+            handle.wait()
+    assert got.item() == left and t.sent_bytes("batch_isend_irecv") == 4
+    if rank == 0:
+        dsx_comm.send(torch.tensor([7, 8]), 1)
+    if rank == 1:
+        pair = torch.zeros(2, dtype=torch.int64)
+        assert dsx_comm.recv(pair, 0) == 0
+        assert pair.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_point_to_point(world_size):
+    run_ranks(ring, world_size)
+
+
+def two_tags(rank, n):
+    a, b = torch.zeros(1), torch.zeros(1)
+    if rank == 0:
+        handles = [dsx_comm.isend(torch.tensor([1.0]), 1, tag=1), dsx_comm.isend(torch.tensor([2.0]), 1, tag=2)]
+    else:
+        handles = [dsx_comm.irecv(b, 0, tag=2), dsx_comm.irecv(a, 0, tag=1)]
+    for handle in handles:
+        handle.wait()
+    return a.item(), b.item()
+
+
+def test_tags_match_sends_with_receives():
+    assert run_ranks(two_tags, 2)[1] == (1.0, 2.0)
+
+
+def bad_p2p(rank, n):
+    t = torch.ones(4)
+    for call, message in [
+        (lambda: dsx_comm.P2POp(print, t, 1 - rank), "expected dsx_comm.isend or"),
+        (lambda: dsx_comm.batch_isend_irecv([]), "empty list"),
+        (lambda: dsx_comm.isend(t[::2], 1 - rank), "not contiguous"),
+        (lambda: dsx_comm.isend(t, 1 - rank, tag=-1), "tag: got -1"),
+    ]:
+        with pytest.raises(dsx_comm.CommArgumentError, match=message):
+            call()
+
+
+def test_point_to_point_mistakes_are_named():
+    run_ranks(bad_p2p, 2)
+
+
+def coalesced(rank, n):
+    tensors = [
+        torch.full((3, 2), float(rank)),
+        torch.full((5,), rank, dtype=torch.bfloat16),
+        torch.full((1,), float(rank)),
+    ]
+    strided = torch.zeros(4, 2)[:, 0]
+    total = sum(range(n))
+    dsx_comm.all_reduce_coalesced([*tensors, strided.add_(rank)])
+    assert all((t == total).all() for t in [*tensors, strided])
+    handle = dsx_comm.all_reduce_coalesced(tensors, dsx_comm.ReduceOp.AVG, async_op=True)
+    handle.wait()
+    assert all((t.float() - total).abs().max() < 1e-6 for t in tensors)
+    sources = [torch.tensor([float(rank)]), torch.tensor([rank, -rank])]
+    outputs = [torch.empty(n), torch.empty(2 * n, dtype=torch.int64)]
+    dsx_comm.all_gather_coalesced(outputs, sources, async_op=True).wait()
+    assert outputs[0].tolist() == list(range(n))
+    assert outputs[1].tolist() == [s * r for r in range(n) for s in (1, -1)]
+    parts = [torch.empty(1), torch.empty(2)]
+    dsx_comm.reduce_scatter_coalesced(parts, [torch.arange(float(n)), torch.ones(2 * n)])
+    assert parts[0].item() == n * rank and parts[1].tolist() == [n, n]
+    t = torch.tensor([1.0 + rank])
+    dsx_comm.inference_all_reduce(t)
+    assert t.item() == total + n
+    assert dsx_comm.has_all_gather_into_tensor() and dsx_comm.has_reduce_scatter_tensor()
+    assert dsx_comm.has_all_reduce_coalesced() and dsx_comm.has_coalescing_manager()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_coalesced_forms(world_size):
+    run_ranks(coalesced, world_size)
+
+
+def lonely(rank, n):
+    from datetime import timedelta
+
+    if rank == 1:
+        return
+    with pytest.raises(RuntimeError, match=r"(?s)[Rr]ank.* 1"):
+        dsx_comm.monitored_barrier(timeout=timedelta(seconds=0.5))
+
+
+def test_monitored_barrier_names_the_missing_rank():
+    run_ranks(lonely, 2)
