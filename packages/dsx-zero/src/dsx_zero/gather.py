@@ -31,6 +31,9 @@ class Replicated:
         """None."""
         return []
 
+    def remove_hooks(self) -> None:
+        """There are none."""
+
 
 class Gathering(Replicated):
     """Stages 1-2: shards are gathered in place into the buffers that the parameters are views of, unit after unit."""

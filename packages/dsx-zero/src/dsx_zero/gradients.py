@@ -73,6 +73,8 @@ class Gradients(Protocol):
 
     def clear(self) -> None: ...
 
+    def remove_hooks(self) -> None: ...
+
     def tensors(self) -> list[torch.Tensor]: ...
 
     def idle(self) -> list[torch.Tensor]: ...
@@ -264,6 +266,9 @@ class LocalGradients:
     def no_sync(self) -> Iterator[None]:
         """Nothing to hold back."""
         yield
+
+    def remove_hooks(self) -> None:
+        """There are none."""
 
     def finish(self) -> None:
         """Give parameters without a gradient zeros."""

@@ -74,6 +74,10 @@ class Residency(Protocol):
         """Buffers held beside the groups' own."""
         ...
 
+    def remove_hooks(self) -> None:
+        """Take hooks of its own off the model."""
+        ...
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -173,6 +177,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate; legal in all stages."""
         return self._runtime.gradients.no_sync()
+
+    def release(self) -> None:
+        """Take every hook off the model, which then trains no more through this optimizer. At stage 3 its parameters stay partitioned."""
+        self._runtime.gradients.remove_hooks()
+        self._runtime.residency.remove_hooks()
 
     # The step ---------------------------------------------------------------------------------------------------------
 
