@@ -24,25 +24,30 @@ def visible_tokens(value: str | None) -> Slots | None:
     return tuple(tokens)
 
 
-def local_devices(environ: Mapping[str, str]) -> Slots:
-    """The devices a job on this machine may use: ``CUDA_VISIBLE_DEVICES`` if set, else all, else none."""
-    listed = visible_tokens(environ.get("CUDA_VISIBLE_DEVICES"))
-    if listed == ():
-        return ()
+def device_count(environ: Mapping[str, str]) -> int:
+    """How many devices this process may use; 0 without asking when ``CUDA_VISIBLE_DEVICES`` allows none."""
+    if visible_tokens(environ.get("CUDA_VISIBLE_DEVICES")) == ():
+        return 0
     import torch  # late: costs seconds, and `--help` and remote launches do not need it
 
-    count = torch.cuda.device_count()
+    return torch.cuda.device_count()
+
+
+def local_devices(environ: Mapping[str, str]) -> Slots:
+    """The devices a job on this machine may use: ``CUDA_VISIBLE_DEVICES`` if set, else all, else none."""
+    count = device_count(environ)
     if count == 0:
         return ()
+    listed = visible_tokens(environ.get("CUDA_VISIBLE_DEVICES"))
     return listed if listed is not None else tuple(str(index) for index in range(count))
 
 
-def devices_for(slots: Sequence[str], environ: Mapping[str, str], device_count: int) -> Slots | None:
+def devices_for(slots: Sequence[str], environ: Mapping[str, str], count: int) -> Slots | None:
     """What ``CUDA_VISIBLE_DEVICES`` a host gives its workers for the hostfile's ``slots``; None on a host without devices.
 
     Where the host's own environment already restricts the devices (a batch system, the user), slot ``i`` is the i-th of those.
     """
-    if device_count == 0:
+    if count == 0:
         return None
     listed = visible_tokens(environ.get("CUDA_VISIBLE_DEVICES"))
     if listed is None:

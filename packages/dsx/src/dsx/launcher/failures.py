@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -67,13 +67,13 @@ def first_cause(failures: Iterable[RankFailure]) -> RankFailure | None:
     return min(failures, key=lambda failure: (failure.follows_another, failure.time, failure.rank), default=None)
 
 
-def read_records(folder: Path, *, host: str, exitcodes: Mapping[int, int]) -> list[RankFailure]:
-    """The failures the ranks of this host wrote into ``folder``; ``exitcodes`` by rank completes them."""
+def read_records(folder: Path, *, host: str) -> list[RankFailure]:
+    """The exceptions the ranks of this host wrote into ``folder``. Their exit code is Python's, 1, however the process was ended afterwards."""
     found = []
     for path in sorted(folder.glob("rank*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
         data.pop("local_rank", None)
-        found.append(RankFailure(host=host, exitcode=exitcodes.get(data["rank"], 1) or 1, **data))
+        found.append(RankFailure(host=host, exitcode=1, **data))
     return found
 
 

@@ -108,7 +108,7 @@ def _run_in(job: HostJob, folder: Path) -> int:
         if failed:
             _ignore_signals()
             kill_descendants()
-    failures = _collect(job, agent.failed, agent.exitcodes, failure_dir)
+    failures = _collect(job, agent.failed, failure_dir)
     if stopped_by is not None and not (failures and agent.hurry):
         return _conclude_stop(job, stopped_by, failed_elsewhere=agent.hurry)
     return _conclude(job, rendezvous.port, failures) if failed else 0
@@ -165,11 +165,9 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _collect(
-    job: HostJob, failed: dict[int, tuple[int, int]], exitcodes: dict[int, int], failure_dir: Path
-) -> list[RankFailure]:
+def _collect(job: HostJob, failed: dict[int, tuple[int, int]], failure_dir: Path) -> list[RankFailure]:
     """The ranks that failed by themselves: those that reported an exception, and those that ended badly without a word."""
-    found = read_records(failure_dir, host=job.host, exitcodes=exitcodes)
+    found = read_records(failure_dir, host=job.host)
     reported = {failure.rank for failure in found}
     now = time.time()
     silent = [

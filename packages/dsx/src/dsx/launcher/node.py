@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from .binding import cores_for
-from .devices import devices_for
+from .devices import device_count, devices_for
 from .errors import LaunchError, ResourceError
 from .host import HostJob, Program, run_host
 from .host_rank import host_rank_from
@@ -52,11 +52,7 @@ def job_from(args: argparse.Namespace, environ: Mapping[str, str]) -> HostJob:
     if not 0 <= rank < len(hosts):
         raise ResourceError(f"this host is number {rank}, but the job has {len(hosts)} hosts: {', '.join(hosts)}")
     slots = pool[hosts[rank]]
-    devices = None
-    if not args.no_devices:
-        import torch  # late: only where devices count
-
-        devices = devices_for(slots, environ, torch.cuda.device_count())
+    devices = None if args.no_devices else devices_for(slots, environ, device_count(environ))
     return HostJob(
         program=Program(script, script_args, kind=args.kind, pass_local_rank=not args.no_local_rank),
         procs=len(slots),

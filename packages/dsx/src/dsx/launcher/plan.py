@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .binding import cores_for
-from .devices import devices_for, local_devices
+from .devices import device_count, devices_for, local_devices
 from .environment import exported, read_env_files
 from .errors import ResourceError
 from .host import HostJob, Program
@@ -138,9 +138,7 @@ def _single_host(options: LaunchOptions, environ: Mapping[str, str], pool: Pool)
 def _devices(slots: tuple[str, ...], environ: Mapping[str, str], *, wanted: bool) -> tuple[str, ...] | None:
     if not wanted:
         return None
-    import torch  # late: seconds
-
-    return devices_for(slots, environ, torch.cuda.device_count())
+    return devices_for(slots, environ, device_count(environ))
 
 
 def _job(options: LaunchOptions, *, procs: int, devices: tuple[str, ...] | None) -> HostJob:

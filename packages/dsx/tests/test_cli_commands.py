@@ -1,0 +1,60 @@
+"""The ``dsx`` command: every word answers, quickly and without torch; unknown and future words are refused by name."""
+
+import subprocess
+import sys
+
+import pytest
+from dsx import __version__
+from dsx.cli import COMMANDS, NOT_YET, main
+from dsx.launcher.remote_shell import main as remote_shell
+from dsx.launcher.remote_shell import remote_text
+
+
+def test_help_and_version(capsys):
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name}" in said for name in {**COMMANDS, **NOT_YET})
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"dsx {__version__}\n"
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize("name", sorted(NOT_YET))
+def test_words_for_later_are_refused(name, capsys):
+    assert main([name, "--anything"]) == 2
+    assert "not available yet" in capsys.readouterr().err
+
+
+def test_an_unknown_word_gets_the_nearest_known_one(capsys):
+    assert main(["lanuch"]) == 2
+    assert "did you mean 'dsx launch'" in capsys.readouterr().err
+
+
+def test_help_loads_neither_torch_nor_pydantic():
+    code = """
+import sys
+from dsx.cli import main
+for words in (["--help"], ["launch", "--help"], ["ssh", "--help"], ["doctor", "--help"], ["report", "--help"]):
+    try:
+        assert main(words) == 0
+    except SystemExit as end:
+        assert end.code == 0, words
+assert not {"torch", "pydantic", "rich"} & set(sys.modules), sorted(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_words_reach_the_hosts_as_typed(tmp_path, capsys):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=1\nb slots=1\n")
+    assert remote_text(["echo", "two  words", "$HOME", "it's"]) == """echo 'two  words' '$HOME' 'it'"'"'s'"""
+    assert remote_text(["echo $HOME | wc"]) == "echo $HOME | wc"
+    assert remote_shell(["-f", str(hosts), "-e", "a", "--ssh_port", "2222", "--dry_run", "ls", "-l", "a b"]) == 0
+    assert capsys.readouterr().out == "ssh -o BatchMode=yes -p 2222 b 'ls -l '\"'\"'a b'\"'\"''\n"
+    assert remote_shell(["-f", str(tmp_path / "gone"), "ls"]) == 2
+
+
+def test_report_of_a_folder_without_a_run(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "gone")]) == 1
+    assert "dsx report: " in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""``dsx doctor``: it answers every question it can, shows the ones it cannot, and says by its exit code whether a run can start."""
+
+import json
+
+from dsx import doctor
+from dsx.doctor import BROKEN, OK, WARNING, Finding, examine, main, render
+
+
+def test_json_report_of_this_machine(capsys):
+    code = main(["--json"])
+    report = json.loads(capsys.readouterr().out)
+    findings = {(one["topic"], one["name"]): one for one in report["findings"]}
+    assert code == (0 if report["healthy"] else 1)
+    assert not [one for one in report["findings"] if one["topic"] == "probes"], "a probe failed"
+    assert "gloo" in findings["communication", "backends"]["value"]
+    assert findings["packages", "dsx-zero"]["value"]
+    assert (
+        ("limits", "/dev/shm") in findings
+        and ("disk", "io_uring") in findings
+        and ("native code", "dsx-ops") in findings
+    )
+    assert all(one["hint"] for one in report["findings"] if one["status"] != OK)
+
+
+def boom() -> list[Finding]:
+    raise OSError("no such thing")
+
+
+def test_a_failing_probe_is_a_finding_and_the_rest_goes_on(capsys):
+    found = examine([boom, lambda: [Finding("a", "b", "[c]", WARNING, "do this")]])
+    assert (found[0].name, found[0].status) == ("boom", WARNING) and "no such thing" in found[0].value
+    render(found)
+    said = capsys.readouterr().out
+    assert "OSError: no such thing" in said and "[c]" in said and "do this" in said and "2 warning(s)" in said
+
+
+def test_what_a_run_needs_decides_the_exit_code(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_VITAL", (boom,))
+    assert examine([boom])[0].status == BROKEN
+    monkeypatch.setattr(doctor, "examine", lambda: [Finding("torch", "backends", "none", BROKEN, "x")])
+    assert main([]) == 1
+    assert "1 broken" in capsys.readouterr().out
+
+
+def test_small_shared_memory_is_a_warning(monkeypatch):
+    class Usage:
+        total, free = 64 * 2**20, 2**20
+
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage)
+    (found,) = doctor.shared_memory()
+    assert found.status == WARNING and "--shm-size" in found.hint and found.value == "1 of 64 MiB free"
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    def version(name: str) -> str:
+        if name == "dsx-zero":
+            raise doctor.metadata.PackageNotFoundError(name)
+        return "9.9" if name == "dsx-ops" else "1.0"
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    found = {one.name: one for one in doctor.packages()}
+    assert found["dsx-zero"].status == BROKEN and found["dsx-zero"].hint == "pip install dsx-zero==1.0"
+    assert found["dsx-ops"].status == WARNING
+    assert found["dsx-comm"].status == OK
