@@ -84,16 +84,21 @@ def out_of_time(engine: dsx.Engine, deadline: float) -> bool:
     return bool(late > 0)
 
 
+def writers(out: Path) -> dict:
+    """Metrics go to `events.jsonl`, which the report is made from, and to one CSV file each. TensorBoard, W&B and Comet
+    are further sections of the same kind."""
+    return {
+        "jsonl": {"enabled": True, "output_path": str(out), "job_name": ""},
+        "csv_monitor": {"enabled": True, "output_path": str(out), "job_name": "csv"},
+    }
+
+
 def train(engine: dsx.Engine, loader, held_out: Windows, options: argparse.Namespace) -> float:
     """Train up to the last step and return the validation loss in bits per byte."""
     last_step = min(options.steps, options.stop_at or options.steps)
     deadline = time.monotonic() + options.seconds
     speed = dsx.monitor.ThroughputTimer(engine.train_batch_size(), tokens_per_sample=options.context)
-    writers = {
-        "jsonl": {"enabled": True, "output_path": str(options.out), "job_name": ""},
-        "csv_monitor": {"enabled": True, "output_path": str(options.out), "job_name": "csv"},
-    }
-    monitor = dsx.monitor.MonitorMaster(writers)  # only rank 0 writes
+    monitor = dsx.monitor.MonitorMaster(writers(options.out))  # only rank 0 writes
     memory = dsx.monitor.MemoryLog(options.out)  # every rank writes its own file
     display = progress_display(engine, last_step)
     batches = iter(dsx.RepeatingLoader(loader))
@@ -119,14 +124,9 @@ def train(engine: dsx.Engine, loader, held_out: Windows, options: argparse.Names
 
             speed.step()
             memory.record(samples)
-            monitor.write_events(
-                [
-                    ("Train/Samples/train_loss", report.loss, samples),
-                    ("Train/Samples/lr", report.lr[0], samples),
-                    ("Train/Samples/grad_norm", report.grad_norm, samples),
-                    *speed.events(samples),
-                ]
-            )
+            figures = {"train_loss": report.loss, "lr": report.lr[0], "grad_norm": report.grad_norm}
+            events = [(f"Train/Samples/{name}", value, samples) for name, value in figures.items() if value is not None]
+            monitor.write_events(events + speed.events(samples))
             display.step(report, speed.tokens_per_second)
             if engine.global_steps % 40 == 0 and engine.global_steps < last_step:
                 validate()
