@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["NOTES"]
+__all__ = ["ALWAYS_SHOWN", "NOTES"]
+
+# Defaults that do something nobody asked for; reported even where defaults are left out.
+ALWAYS_SHOWN = frozenset({"gradient_clipping"})
 
 NOTES: dict[str, str] = {
     "gradient_clipping": "Gradients are clipped to norm 1.0 by default; 0 switches it off.",

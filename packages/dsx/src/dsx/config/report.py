@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .notes import ALWAYS_SHOWN
+
 __all__ = ["Explanation", "Row", "UsageTracker", "leaves"]
 
 
@@ -46,8 +48,8 @@ class Explanation:
         raise KeyError(path)
 
     def chosen(self) -> tuple[Row, ...]:
-        """Return the rows that are not plain defaults."""
-        return tuple(row for row in self.rows if row.origin != "default" or row.note)
+        """Return the rows that are not defaults, and the defaults that change the training unasked."""
+        return tuple(row for row in self.rows if row.origin != "default" or row.path in ALWAYS_SHOWN)
 
     def render(self, *, everything: bool = True) -> str:
         """Return the table as text, one line per value.
