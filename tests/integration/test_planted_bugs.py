@@ -83,7 +83,7 @@ class Bug:
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, **more}}
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **more}}
 
 
 # - The bugs. Modules are looked up when a bug is planted: importing this file loads nothing.
@@ -300,6 +300,43 @@ def frozen_parameters_decay() -> Any:
     return patch.object(optimizer, "_step_inner", step_inner)
 
 
+def freed_memory_not_refilled() -> Any:
+    executor = module("dsx_zero.residency").GatherExecutor
+    right, seen = executor._job, set()
+
+    def job(self, store, shard):
+        first = id(store) not in seen
+        seen.add(id(store))
+
+        def refill():
+            store.allocate()
+            store.fill.zero_()
+
+        return right(self, store, shard) if first else refill
+
+    return patch.object(executor, "_job", job)
+
+
+def old_values_after_step() -> Any:
+    executor = module("dsx_zero.residency").GatherExecutor
+    right, kept = executor._job, {}
+
+    def job(self, store, shard):
+        def gather():
+            store.allocate()
+            store.fill.copy_(kept[id(store)])
+
+        def first():
+            work = right(self, store, shard)()
+            if work is not None:
+                work.wait()
+            kept[id(store)] = store.fill.clone()
+
+        return gather if id(store) in kept else first
+
+    return patch.object(executor, "_job", job)
+
+
 class HalfFrozen(Net):
     """A Net whose first layer is not trained."""
 
@@ -346,6 +383,8 @@ BUGS = [
     ),
     Bug("the optimizer's state is lost at each step", optimizer_forgets, zero(2)),
     Bug("the first micro-batch of an update is dropped", last_micro_batch_only, {**zero(0), **GAS}),
+    Bug("stage 3: a freed unit's memory is taken again but not refilled", freed_memory_not_refilled, zero(3)),
+    Bug("stage 3: a unit is refilled with values of before the step", old_values_after_step, zero(3)),
     Bug("frozen parameters change", frozen_parameters_decay, zero(1), model=HalfFrozen),
 ]
 

@@ -83,7 +83,7 @@ def each(rank, world, all_settings, poison=()):
 def overflowing(stage):
     return config(
         fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1},
-        zero_optimization={"stage": stage},
+        zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
         communication_data_type="fp32",
         data_types={"grad_accum_dtype": "fp32"},
         scheduler={
@@ -127,7 +127,7 @@ def test_bf16_keeps_fp32_masters():
     settings = [
         config(
             bf16={"enabled": True},
-            zero_optimization={"stage": stage},
+            zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
             communication_data_type="fp32",
             data_types={"grad_accum_dtype": "fp32"},
         )

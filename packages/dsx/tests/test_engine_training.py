@@ -30,6 +30,10 @@ def config(**changes):
     return {**base, **changes}
 
 
+def zero(stage):
+    return {"stage": stage, "stage3_param_persistence_threshold": 0}
+
+
 def values(module):
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
@@ -80,7 +84,7 @@ CASES = [(stage, gas, clip) for stage in (0, 1, 2, 3) for gas in (1, 3) for clip
 
 
 def settings_of(stage, gas, clip):
-    return config(gradient_accumulation_steps=gas, gradient_clipping=clip, zero_optimization={"stage": stage})
+    return config(gradient_accumulation_steps=gas, gradient_clipping=clip, zero_optimization=zero(stage))
 
 
 def all_cases(rank, world):
@@ -173,7 +177,7 @@ def by_hand(rank, world, stage):
     import dsx
 
     engine, *_ = dsx.initialize(
-        model=model(), config=config(gradient_accumulation_steps=3, zero_optimization={"stage": stage})
+        model=model(), config=config(gradient_accumulation_steps=3, zero_optimization=zero(stage))
     )
     for index in range(6):
         x, y = batch(index * world + rank)
@@ -192,7 +196,7 @@ def with_no_sync(rank, world, stage, pattern):
     import dsx
 
     engine, *_ = dsx.initialize(
-        model=model(), config=config(gradient_accumulation_steps=len(pattern), zero_optimization={"stage": stage})
+        model=model(), config=config(gradient_accumulation_steps=len(pattern), zero_optimization=zero(stage))
     )
     for step in range(2):
         for micro, quiet in enumerate(pattern):
@@ -232,7 +236,7 @@ def evaluate(rank, world, stage):
     import dsx
 
     net = torch.nn.Sequential(model(), torch.nn.Dropout(0.5))
-    engine, *_ = dsx.initialize(model=net, config=config(zero_optimization={"stage": stage}))
+    engine, *_ = dsx.initialize(model=net, config=config(zero_optimization=zero(stage)))
     x, y = batch(rank)
     engine.eval()
     assert not engine.training and not net.training

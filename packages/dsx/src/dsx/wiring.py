@@ -231,7 +231,7 @@ def _parts(
     watch = _observers(config, topology, optimizer, counters, clock) if trains else _Watch()
 
     def release() -> None:
-        getattr(optimizer, "release", lambda: None)()
+        optimizer.release()
         watch.close()
 
     return EngineParts(
