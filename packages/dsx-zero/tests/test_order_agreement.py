@@ -180,7 +180,7 @@ def test_a_rank_that_skips_a_whole_backward_and_one_that_skips_a_micro_batch():
 def test_needs_beyond_the_schedule_are_served_and_reported(caplog):
     caplog.set_level(logging.WARNING, logger="dsx_zero.order")
     other = [("forward", [0, 2, 1, 0]), ("backward", [0, 1, 2])]
-    fabric, ranks = run([[FULL] * 4, [FULL] * 3 + [other]])
+    _, ranks = run([[FULL] * 4, [FULL] * 3 + [other]])
     assert "rank 1 needed" in caplog.text
     assert ranks[0].order.schedule is not None  # one such step does not unfreeze
 

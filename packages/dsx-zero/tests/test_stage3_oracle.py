@@ -47,7 +47,7 @@ def _optimizer(model):
     )
 
 
-def _train(rank, world, name, accumulation, steps=4):
+def _train(rank, world, name, accumulation, steps=3):
     from contextlib import nullcontext
 
     import dsx_zero
@@ -76,12 +76,12 @@ def _train(rank, world, name, accumulation, steps=4):
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_equals_one_process(world):
     def work(rank, world):
-        for name in MODELS:
-            for accumulation in (1, 3):
-                try:
-                    _train(rank, world, name, accumulation)
-                except AssertionError as error:
-                    raise AssertionError(f"{name}, accumulation {accumulation}: {error}") from error
+        for index, name in enumerate(MODELS):
+            accumulation = 1 if (index + world) % 2 else 3  # each model sees both, at different world sizes
+            try:
+                _train(rank, world, name, accumulation)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, accumulation {accumulation}: {error}") from error
 
     run_ranks(work, world, timeout=200)
 
@@ -117,7 +117,7 @@ def test_every_rank_skips_branches_at_random_without_hanging():
         reference = sgd(oracle.parameters())
         model, optimizer = dsx_zero.shard(model, sgd, stage=3, config=EXACT)
         rng = random.Random(5)
-        for step in range(30):
+        for step in range(20):
             uniform = step < 5 or step % 4 == 0
             used = [[i for i in range(4) if uniform or rng.random() < 0.5] for _ in range(world)]
             if step % 7 == 6:

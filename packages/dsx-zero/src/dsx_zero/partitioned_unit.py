@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .flat import FlatGroup, Unit
-from .partitioned import PartitionedParameter
+from .partitioned import PartitionedParameter, PartitionedParameterError
 from .storage import GatheredStorage
 from .units import GroupPlan, ParameterInfo, UnitPlan
 from .whole import read_whole, write_whole
@@ -112,6 +112,22 @@ class Lender:
     def watch(self, unit: PartitionedUnit, output: Any) -> Any:
         """See to it that the backward of ``output`` finds the unit gathered."""
         raise NotImplementedError
+
+
+class PartitionedGroup(FlatGroup):
+    """A flat group whose parameters have no memory between uses. Copying it would read memory that is not there."""
+
+    def __deepcopy__(self, memo: dict) -> FlatGroup:
+        raise self._refusal("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._refusal("pickled")
+
+    def _refusal(self, what: str) -> PartitionedParameterError:
+        return PartitionedParameterError(
+            f"a model sharded at stage 3 cannot be {what} (its parameter '{next(iter(self.layout.names), '')}' is partitioned over "
+            "the ranks): copy the model before it is sharded, or save it with a checkpoint function"
+        )
 
 
 class PartitionedUnit:
@@ -216,4 +232,4 @@ def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, rank: int) -> 
     ]
     storage.free()
     shard = torch.zeros(layout.shard_numel, dtype=plan.key.dtype, device=plan.key.device)
-    return FlatGroup(plan, parameters, rank=rank, full=storage.fill, shard=shard)
+    return PartitionedGroup(plan, parameters, rank=rank, full=storage.fill, shard=shard)

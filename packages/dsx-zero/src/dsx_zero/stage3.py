@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import dsx_comm
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .external import take_pending, unit_index
 from .flat import FlatGroup, Unit
@@ -21,13 +23,30 @@ from .gather import Gathering
 from .hooks import UnitHooks
 from .lanes import Lane, make_lane
 from .order import AgreedOrder, Order, ReuseLimits
-from .partitioned import PartitionedParameter
-from .partitioned_unit import PartitionedUnit
+from .partitioned import PartitionedParameter, PartitionedParameterError
+from .partitioned_unit import PartitionedUnit, UnitState
 from .registry import remember
 from .residency import GatherExecutor, GatherLimits, Residency
 from .units import ParameterInfo, UnitPlan
 
 __all__ = ["ControlChannel", "Ranks", "Stage3", "Stage3Limits", "build_stage3"]
+
+
+@cache
+def _guard_optimizers() -> None:
+    """From the first model of stage 3 on: an optimizer over partitioned parameters raises at its step instead of doing nothing."""
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, PartitionedParameter):
+                    raise PartitionedParameterError(
+                        f"{type(optimizer).__name__}.step(): the optimizer holds the partitioned parameter "
+                        f"'{parameter.source.name}', which has neither values nor gradients on this rank; use the optimizer that "
+                        "dsx_zero.shard returned, and give new ones to shard"
+                    )
+
+    register_optimizer_step_pre_hook(check)
 
 
 @dataclass(frozen=True)
@@ -128,6 +147,18 @@ class Stage3:
         self._gathering.finish()
         self.residency.parameters_changed()
 
+    def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:
+        """See ``optimizer.Residency``: into the shard, and into the whole parameter where it is there."""
+        name = group.layout.names[index]
+        part = group.layout.local_slice(name, group.rank)
+        with torch.no_grad():
+            if part is not None:
+                values = whole.reshape(-1)[part.start : part.stop]
+                group.shard.narrow(0, part.offset, part.numel).copy_(values)
+            unit = next((u for u in self._units.values() if group in u.groups), None)
+            if unit is None or unit.state is UnitState.GATHERED:
+                group.parameters[index].detach().copy_(whole)
+
     @contextmanager
     def whole(self, unit: Unit) -> Iterator[None]:
         """See ``optimizer.Residency``."""
@@ -139,6 +170,10 @@ class Stage3:
         return [
             store.fill for unit in self._units.values() for store in unit.storages if store.numel and store.allocated
         ]
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off the model's modules."""
+        self.hooks.remove()
 
     # The order, as the gradients see it: backward ends once, for gathers and reduces.
 
@@ -184,6 +219,7 @@ def build_stage3(
     Returns:
         The parts, and for each parameter that was in the model (by ``id``) the plain one that takes gradients from now on.
     """
+    _guard_optimizers()
     by_name = {info.name: info for info in infos}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     resident, partitioned, plain_of = [], [], {}

@@ -129,14 +129,12 @@ def block_names(model: nn.Module) -> tuple[str, ...]:
         for name, child in module.named_children():
             path = f"{prefix}{name}"
             if z3_leaf_module(child):
-                if next(child.parameters(), None) is not None:
-                    found.append(path)
-            elif not isinstance(child, nn.ModuleList):
+                found.extend([path] if next(child.parameters(), None) is not None else [])
+            elif isinstance(child, nn.ModuleList):
+                blocks = ((f"{path}.{index}", block) for index, block in child.named_children())
+                found.extend(name for name, block in blocks if next(block.parameters(), None) is not None)
+            else:
                 visit(child, f"{path}.")
-                continue
-            for index, block in child.named_children():
-                if next(block.parameters(), None) is not None:
-                    found.append(f"{path}.{index}")
 
     visit(model, "")
     return tuple(found)
