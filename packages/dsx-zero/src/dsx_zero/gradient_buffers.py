@@ -19,26 +19,30 @@ __all__ = ["BufferPool", "GroupGradients"]
 
 
 class BufferPool:
-    """Whole gradient buffers to reuse: as many as were in use at the same time, at most `limit` idle ones per size."""
+    """Whole gradient buffers to reuse: at most `limit` idle ones, the least recently used leave first.
+
+    Blocks of a model have one size, so that two buffers serve all of them; how many units there are does not matter.
+    """
 
     def __init__(self, limit: int = 2) -> None:
         self._limit = limit
-        self._idle: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self._idle: list[torch.Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer with arbitrary contents."""
-        idle = self._idle.get((numel, dtype, device))
-        return idle.pop() if idle else torch.empty(numel, dtype=dtype, device=device)
+        for place, buffer in enumerate(self._idle):
+            if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device:
+                return self._idle.pop(place)
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Hand a buffer back; nobody may use it any more."""
-        idle = self._idle.setdefault((buffer.numel(), buffer.dtype, buffer.device), [])
-        if len(idle) < self._limit:
-            idle.append(buffer)
+        self._idle.append(buffer)
+        del self._idle[: -self._limit]
 
     def tensors(self) -> list[torch.Tensor]:
         """The idle buffers."""
-        return [buffer for idle in self._idle.values() for buffer in idle]
+        return list(self._idle)
 
 
 class GroupGradients:
