@@ -16,10 +16,10 @@
 namespace py = pybind11;
 
 namespace dsx {
-namespace base { extern const Kernels table; }
+namespace base { extern const Kernels table; extern const QuantKernels quant_table; }
 #ifdef DSX_X86
-namespace avx2 { extern const Kernels table; }
-namespace avx512 { extern const Kernels table; }
+namespace avx2 { extern const Kernels table; extern const QuantKernels quant_table; }
+namespace avx512 { extern const Kernels table; extern const QuantKernels quant_table; }
 #endif
 
 namespace {
@@ -62,6 +62,14 @@ const Kernels& kernels() {
         c.kernels = wanted && *wanted ? named(wanted) : available().back();
     }
     return *c.kernels;
+}
+
+const QuantKernels& quant_kernels() {
+#ifdef DSX_X86
+    if (&kernels() == &avx512::table) return avx512::quant_table;
+    if (&kernels() == &avx2::table) return avx2::quant_table;
+#endif
+    return base::quant_table;
 }
 
 constexpr int64_t SERIAL_BELOW = 32768;
@@ -238,13 +246,31 @@ void convert(int from, int64_t in, int to, int64_t out, int64_t numel, int threa
     });
 }
 
+// addresses: x, codes, scale, zero (0 when symmetric). numbers: numel, group, bits, offset.
+void quantize(bool forward, const std::vector<int64_t>& addresses, int dtype, const std::vector<int64_t>& numbers, bool symmetric,
+              bool stochastic, uint32_t seed, int threads) {
+    if (addresses.size() != 4 || numbers.size() != 4) throw std::invalid_argument("expected 4 addresses and 4 numbers");
+    const Quant q{static_cast<DType>(dtype), numbers[1], static_cast<int32_t>(numbers[2]), symmetric, stochastic, seed, numbers[3]};
+    if (q.group <= 0 || q.group % LANES != 0 || (q.bits != 4 && q.bits != 8) || numbers[0] < 0)
+        throw std::invalid_argument("expected a group that is a multiple of 16, and 4 or 8 bits");
+    const QuantKernels& k = quant_kernels();
+    const std::vector<int64_t> sizes{numbers[0]};
+    char *x = pointer<char>(addresses[0]), *codes = pointer<char>(addresses[1]);
+    float *scale = pointer<float>(addresses[2]), *zero = pointer<float>(addresses[3]);
+    py::gil_scoped_release release;
+    Plan(sizes, q.group).parallel(sizes, threads, [&](size_t, int64_t begin, int64_t end) {
+        if (forward) k.quantize(q, x, codes, scale, zero, begin, end);
+        else k.dequantize(q, codes, scale, zero, x, begin, end);
+    });
+}
+
 }  // namespace
 }  // namespace dsx
 
 PYBIND11_MODULE(_C, m) {
     using namespace dsx;
     m.doc() = "CPU kernels of dsx-ops. Takes addresses; dsx_ops.native checks tensors before calling.";
-    m.attr("ABI") = 1;
+    m.attr("ABI") = 2;
     m.def("isa", [] { return std::string(kernels().name); });
     m.def("isas", [] {
         std::vector<std::string> names;
@@ -269,4 +295,5 @@ PYBIND11_MODULE(_C, m) {
     m.def("squares", &squares);
     m.def("scale", &scale);
     m.def("convert", &convert);
+    m.def("quantize", &quantize);
 }

@@ -14,6 +14,7 @@ from .native import native_status, reference_only
 from .optim.adam import Adam8bit, CPUAdam, FusedAdam
 from .optim.lamb import FusedLamb
 from .optim.simple import SGD, CPUAdagrad, CPULion, FusedLion
+from .quantize import Quantized, dequantize, quantize
 from .update import Norm, clip_grad_norm_, norm, scale_, squared_norms
 
 # The names under which existing scripts know them.
@@ -36,12 +37,15 @@ __all__ = [
     "NativeMissingError",
     "Norm",
     "OpsError",
+    "Quantized",
     "SGD",
     "TensorError",
     "__version__",
     "clip_grad_norm_",
+    "dequantize",
     "native_status",
     "norm",
+    "quantize",
     "reference_only",
     "scale_",
     "squared_norms",

@@ -61,6 +61,22 @@ constexpr int64_t ALIGN = 64;      // thread borders fall on multiples of this, 
 constexpr int64_t BLOCK8 = 256;    // elements per scale of the 8-bit states
 constexpr int64_t CHUNK = 4096;    // elements per partial sum of a reduction
 
+// Groupwise integer quantisation. Symmetric: scale = max|x| / (2^(bits-1) - 1). Asymmetric: scale = (max - min) / (2^bits - 1), zero = min.
+struct Quant {
+    DType dtype;       // of x
+    int64_t group;     // elements per scale; a multiple of 16
+    int32_t bits;      // 8 or 4 (two codes per byte, the even element in the low half)
+    bool symmetric, stochastic;
+    uint32_t seed;
+    int64_t offset;
+};
+
+struct QuantKernels {
+    // [begin, end) in elements; begin is a multiple of the group.
+    void (*quantize)(const Quant& q, const char* x, char* codes, float* scale, float* zero, int64_t begin, int64_t end);
+    void (*dequantize)(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin, int64_t end);
+};
+
 struct Kernels {
     const char* name;
     // Both work on the elements [begin, end) of one row; begin is a multiple of ALIGN (BLOCK8, CHUNK where they matter).

@@ -6,15 +6,16 @@ Gradients are never changed: with a `grad_scale` they are unscaled into temporar
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-
-# Private names, but the ones torch.optim itself calls; present in every torch these packages admit.
-from torch._C import _VariableFunctions as _functions
 
 from .. import reference
 from ..spec import Algorithm, Batch, Slot
 
+# Private names, but the ones torch.optim itself calls; present in every torch this package admits.
+_functions: Any = torch._C._VariableFunctions  # pyright: ignore[reportAttributeAccessIssue]
 PIECE_BYTES = 256 << 20  # temporaries for unscaled gradients
 
 

@@ -1,0 +1,123 @@
+"""Groupwise int8 and int4: error bounds in float64, the same bits on every path, and torch's own checks of operators."""
+
+import itertools
+
+import dsx_ops
+import pytest
+import torch
+from dsx_ops import native
+
+KINDS = list(itertools.product((8, 4), (True, False), (False, True)))
+
+
+def data(n, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(n, generator=generator) * 10 ** torch.linspace(-3, 3, max(n, 1))[:n]).to(dtype)
+
+
+@pytest.fixture(params=[False, True], ids=["native", "reference"])
+def either_path(request):
+    if request.param:
+        with dsx_ops.reference_only():
+            yield
+    elif native.module() is None:
+        pytest.skip("needs the compiled module")
+    else:
+        yield
+
+
+@pytest.mark.parametrize("bits,symmetric,stochastic", KINDS)
+def test_error_is_below_one_step(bits, symmetric, stochastic, either_path):
+    x = data(3001)
+    options = {"bits": bits, "symmetric": symmetric, "group_size": 64}
+    q = dsx_ops.quantize(x, stochastic=stochastic, seed=3, **options)
+    assert q.codes.numel() == (3001 if bits == 8 else 1501)
+    back = dsx_ops.dequantize(q, 3001, **options)
+    step = q.scale.double().repeat_interleave(64)[:3001]
+    error = (back.double() - x.double()).abs() / step
+    assert error.max() <= (1.0 if stochastic else 0.5) * (1 + 1e-4)
+    assert stochastic or error.max() > 0.45
+    padded = torch.nn.functional.pad(x.double(), (0, -3001 % 64), value=x[-1].item()).view(-1, 64)
+    levels = 2 ** (bits - 1) - 1 if symmetric else 2**bits - 1
+    spread = padded.abs().amax(1) if symmetric else padded.amax(1) - padded.amin(1)
+    assert torch.allclose(q.scale.double(), spread / levels, rtol=1e-6)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("bits,symmetric,stochastic", KINDS)
+def test_every_path_gives_the_same_bits(bits, symmetric, stochastic):
+    module = native.module()
+    if module is None:
+        pytest.skip("needs the compiled module")
+    kept, threads = module.isa(), torch.get_num_threads()
+    options = {"bits": bits, "symmetric": symmetric}
+
+    def run(x, group):
+        q = dsx_ops.quantize(x, stochastic=stochastic, seed=9, group_size=group, **options)
+        return [*q, dsx_ops.dequantize(q, x.shape, group_size=group, dtype=x.dtype, **options)]
+
+    try:
+        for n, group, dtype in itertools.product(
+            (0, 1, 15, 16, 700, 40_001), (16, 1040), (torch.float32, torch.bfloat16, torch.float16)
+        ):
+            x = data(n, torch.float32).clamp(-6e4, 6e4).to(dtype)
+            with dsx_ops.reference_only():
+                expected = run(x, group)
+            for isa in module.isas():
+                module.set_isa(isa)
+                torch.set_num_threads(3 if isa == "avx2" else 1)
+                assert all(torch.equal(a, b) for a, b in zip(expected, run(x, group))), (n, group, dtype, isa)
+    finally:
+        module.set_isa(kept)
+        torch.set_num_threads(threads)
+
+
+def test_stochastic_rounding_is_unbiased_and_keyed_by_place(either_path):
+    x = torch.full((65536,), 0.3)
+    x[::256] = 1.0
+    q = dsx_ops.quantize(x, bits=4, stochastic=True, seed=1)
+    kept = torch.ones(65536, dtype=torch.bool)
+    kept[::256] = False
+    assert dsx_ops.dequantize(q, 65536, bits=4)[kept].mean().item() == pytest.approx(0.3, abs=2e-3)
+    tail = dsx_ops.quantize(x[32768:], bits=4, stochastic=True, seed=1, offset=32768)
+    assert torch.equal(tail.codes, q.codes[16384:])
+    assert not torch.equal(dsx_ops.quantize(x, bits=4, stochastic=True, seed=2).codes, q.codes)
+
+
+def test_zeros_constants_and_what_is_not_finite(either_path):
+    for symmetric in (True, False):
+        assert not dsx_ops.dequantize(
+            dsx_ops.quantize(torch.zeros(40), symmetric=symmetric), 40, symmetric=symmetric
+        ).any()
+        for bad in (float("nan"), float("inf")):
+            x = torch.ones(512)
+            x[300] = bad
+            back = dsx_ops.dequantize(dsx_ops.quantize(x, symmetric=symmetric), 512, symmetric=symmetric)
+            assert not back[256:].isfinite().all()
+            assert torch.allclose(back[:256], torch.ones(256), rtol=1e-6)
+    constant = torch.full((40,), 7.25)
+    assert torch.equal(dsx_ops.dequantize(dsx_ops.quantize(constant, symmetric=False), 40, symmetric=False), constant)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_operators_pass_torchs_checks(symmetric):
+    x = data(100)
+    torch.library.opcheck(torch.ops.dsx_ops.quantize.default, (x, 4, 32, symmetric, False, 0, 0))
+    codes, scale, zero = torch.ops.dsx_ops.quantize(x, 4, 32, symmetric, False, 0, 0)
+    torch.library.opcheck(
+        torch.ops.dsx_ops.dequantize.default, (codes, scale, zero, [100], 4, 32, symmetric, torch.bfloat16)
+    )
+
+
+def test_wrong_arguments_are_named():
+    x = torch.ones(64)
+    for text, call in (
+        ("bits: got 3", lambda: dsx_ops.quantize(x, bits=3)),
+        ("group_size: got 24", lambda: dsx_ops.quantize(x, group_size=24)),
+        ("offset: got 8", lambda: dsx_ops.quantize(x, offset=8)),
+        ("contiguous", lambda: dsx_ops.quantize(torch.ones(8, 8).t())),
+        ("int64", lambda: dsx_ops.quantize(torch.ones(8, dtype=torch.int64))),
+        ("expected .65, 1, 0.", lambda: dsx_ops.dequantize(dsx_ops.quantize(x), 65)),
+    ):
+        with pytest.raises(dsx_ops.TensorError, match=text):
+            call()
