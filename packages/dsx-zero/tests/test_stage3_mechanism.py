@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 class Sharded:
     """A model under the residency of stage 3, on one rank; plain gradients."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, bucket_size: int = 1 << 20):
         self.model = model
         infos = find_parameters(model)
         self.units = [
             PartitionedUnit(plan, rank=0, process_group=None)
-            for plan in plan_units(model, infos, stage=3, world_size=1)
+            for plan in plan_units(model, infos, stage=3, world_size=1, bucket_size=bucket_size)
         ]
         for unit in self.units:
             unit.adopt(model, {info.name: info for info in infos})
@@ -62,7 +62,7 @@ class Sharded:
         assert all(isinstance(p, PartitionedParameter) for p in self.model.parameters())
 
 
-def check(model, run, prepare=None):
+def check(model, run, prepare=None, **sharding):
     """``run(model)`` returns a loss; gradients with and without the mechanism are the same bits."""
     oracle = copy.deepcopy(model)
     if prepare:
@@ -70,7 +70,7 @@ def check(model, run, prepare=None):
     for _ in range(2):
         run(oracle).backward()
     want = {n.replace("_orig_mod.", ""): p.grad for n, p in oracle.named_parameters() if p.grad is not None}
-    sharded = Sharded(model)
+    sharded = Sharded(model, **sharding)
     sharded.assert_freed()
     for _ in range(2):
         run(model).backward()
@@ -298,6 +298,26 @@ def test_a_weight_read_from_another_module_is_gathered_for_it():
             return self.out(F.linear(x, self.blocks[1].up.weight)[:, :6])
 
     check(Borrows(MLPBlock), loss)
+
+
+def test_a_loss_left_on_a_module_leads_into_its_backward():
+    class Gated(MLPBlock):
+        def forward(self, x):
+            self.losses = [self.up(x).square().mean()]
+            return super().forward(x)
+
+    def run(model):
+        model(X)
+        return sum(block.losses[0] for block in model.blocks)
+
+    check(Blocks(Gated), run)
+
+
+def test_a_model_without_blocks_is_gathered_in_buckets_of_modules():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 6)))
+    sharded = check(model, loss, bucket_size=80)
+    assert [unit.plan.users for unit in sharded.units] == [("0",), ("2",), ("3", "4.0")]
 
 
 def test_live_memory_is_bounded_by_the_root_and_two_units():

@@ -15,6 +15,20 @@ from .residency import Residency
 __all__ = ["UnitHooks"]
 
 
+def side_outputs(module: nn.Module) -> list[torch.Tensor]:
+    """Tensors of the running graph that a forward left on its modules (auxiliary losses): another way into its backward."""
+    if not torch.is_grad_enabled():
+        return []
+    return [
+        tensor
+        for child in module.modules()
+        for value in child.__dict__.values()
+        if isinstance(value, (torch.Tensor, list, tuple))
+        for tensor in ((value,) if isinstance(value, torch.Tensor) else value)
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
+    ]
+
+
 class UnitHooks:
     """The hooks of a sharded model: on each unit's module, and on the root to know where a forward ends."""
 
@@ -23,21 +37,24 @@ class UnitHooks:
         self._handles: list[Any] = []
         self._by_module: dict[nn.Module, list[int]] = {model: []}
         for unit in units:
-            self._by_module.setdefault(model.get_submodule(unit.plan.module), []).append(unit.index)
+            for name in unit.plan.users:
+                self._by_module.setdefault(model.get_submodule(name), []).append(unit.index)
         self._failures: list[BaseException | None] = []
         # A compiled module (``module.compile()``) traces its hooks; these must stay outside the graph.
-        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        self._hooks: tuple[Any, Any] = (torch.compiler.disable(self._before), torch.compiler.disable(self._after))
         for module in self._by_module:
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after, always_call=True))
+            self._register(module)
+
+    def _register(self, module: nn.Module) -> None:
+        before, after = self._hooks
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def add(self, module: nn.Module, unit: int) -> None:
         """Let ``module``'s forward use a unit besides its own (an external parameter)."""
         if module not in self._by_module:
             self._by_module[module] = []
-            before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after, always_call=True))
+            self._register(module)
         if unit not in self._by_module[module]:
             self._by_module[module].append(unit)
 
@@ -62,5 +79,5 @@ class UnitHooks:
         # With ``always_call`` this also runs while an exception passes through; then it is one that was not there before.
         failed = self._failures and sys.exc_info()[1] is not self._failures.pop()
         for unit in reversed(self._by_module[module]):
-            self._residency.after_forward(unit, output)
+            self._residency.after_forward(unit, (output, side_outputs(module)))
         self._residency.leave_forward(failed=bool(failed))

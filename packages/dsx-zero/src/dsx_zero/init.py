@@ -179,7 +179,7 @@ class Init:
         face = PartitionedParameter(
             source, value.shape, dtype=value.dtype, device=value.device, requires_grad=parameter.requires_grad
         )
-        face.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in ("_source", "_is_param")})
+        vars(face).update({k: v for k, v in vars(parameter).items() if k not in ("_source", "_is_param")})
         owner._parameters[name] = face  # type: ignore[assignment]
 
 

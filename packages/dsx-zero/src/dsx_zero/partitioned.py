@@ -138,6 +138,17 @@ class PartitionedParameter(torch.Tensor):
         self._source = source
         return self
 
+    def __init__(
+        self,
+        source: ParameterSource,
+        shape: torch.Size | tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool,
+    ) -> None:
+        """Everything is set in ``__new__``, as for all tensors."""
+
     @property
     def source(self) -> ParameterSource:
         """Where the values are."""

@@ -186,7 +186,7 @@ class PartitionedUnit:
         if original is None:
             raise RuntimeError(f"parameter {info.name} has no place in the model")
         for face in (plain, partitioned):
-            face.__dict__.update({k: v for k, v in original.__dict__.items() if k not in ("_source", "_is_param")})
+            vars(face).update({k: v for k, v in vars(original).items() if k not in ("_source", "_is_param")})
         with torch.no_grad():
             whole = original.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
             write_whole(group, info.name, whole, self.process_group)

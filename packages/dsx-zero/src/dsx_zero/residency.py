@@ -253,7 +253,7 @@ class Residency(Lender):
             self._executor.hold(unit)
         use = Use()
         self._open[unit].append(use)
-        if torch.is_grad_enabled() and self._units[unit].plan.module:
+        if torch.is_grad_enabled() and self._units[unit].plan.users != ("",):
             self._watch_inputs(unit, use, inputs)
 
     def after_forward(self, unit: int, output: Any) -> None:
@@ -319,7 +319,7 @@ class Residency(Lender):
             return
         holds = self._backward[unit]
         frozen = any(not group.trainable for group in self._units[unit].groups)
-        if not holds or frozen or not self._units[unit].plan.module:
+        if not holds or frozen or self._units[unit].plan.users == ("",):
             return
         if all(isinstance(use, Use) and not use.first_input_hooked for use in holds):
             holds.clear()

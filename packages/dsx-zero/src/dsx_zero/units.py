@@ -27,6 +27,9 @@ SMALL_MESSAGE = 1 << 20
 LARGE_MESSAGE = 1 << 23
 """Elements: at stages 0-2 parameters outside blocks are cut into messages of about this size, so that reducing overlaps backward."""
 
+STAGE3_BUCKET = 1 << 20
+"""Elements: at stage 3 parameters outside blocks beyond this many are gathered in buckets of modules, not all at once."""
+
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -83,6 +86,12 @@ class UnitPlan:
     module: str
     groups: tuple[GroupPlan, ...]
     resident: bool = False
+    members: tuple[str, ...] = ()
+
+    @property
+    def users(self) -> tuple[str, ...]:
+        """Names of the modules whose forward needs the unit: `module`, or the `members` of a bucket of modules."""
+        return self.members or (self.module,)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -200,6 +209,26 @@ def _by_size(
         yield label, members
 
 
+def _buckets(infos: list[ParameterInfo], bucket_size: int) -> Iterator[tuple[tuple[str, ...], list[ParameterInfo]]]:
+    """The root's parameters in buckets of whole modules, in definition order; those of the root module itself come first."""
+    owners: dict[str, list[ParameterInfo]] = {"": []}
+    for info in infos:
+        owners.setdefault(common_module((info.name, *info.aliases)), []).append(info)
+    own = owners.pop("")
+    if own:
+        yield ("",), own
+    names: list[str] = []
+    members: list[ParameterInfo] = []
+    for name, found in owners.items():
+        if members and sum(info.numel for info in (*members, *found)) > bucket_size:
+            yield tuple(names), members
+            names, members = [], []
+        names.append(name)
+        members.extend(found)
+    if members:
+        yield tuple(names), members
+
+
 def _groups(members: list[ParameterInfo], world_size: int) -> tuple[GroupPlan, ...]:
     keys: dict[GroupKey, list[ParameterInfo]] = {}
     for info in members:
@@ -221,10 +250,12 @@ def plan_units(
     world_size: int,
     reduce_bucket_size: int = 500_000_000,
     persistence: Persistence | None = None,
+    bucket_size: int = STAGE3_BUCKET,
 ) -> tuple[UnitPlan, ...]:
     """Divide the parameters among units, in definition order of the modules (the root unit first at stage 3).
 
-    `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in pieces.
+    `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in pieces. At stage 3
+    what lies outside all blocks is one unit up to `bucket_size` elements; more is divided into buckets of whole modules.
     """
     blocks = block_names(model)
     if stage != 3:
@@ -234,6 +265,14 @@ def plan_units(
     small = (persistence or Persistence()).choose(infos)
     kept = frozenset(info.name for info in small)
     halves = ([i for i in small if i.trainable], [i for i in small if not i.trainable])
-    units = [("", half, True) for half in halves if half]
-    units += [(m, found, False) for m, found in _by_module(tuple(i for i in infos if i.name not in kept), blocks)]
-    return tuple(UnitPlan(i, m, _groups(found, world_size), resident) for i, (m, found, resident) in enumerate(units))
+    units: list[tuple[str, list[ParameterInfo], bool, tuple[str, ...]]]
+    units = [("", half, True, ()) for half in halves if half]
+    for module, members in _by_module(tuple(info for info in infos if info.name not in kept), blocks):
+        if module or sum(info.numel for info in members) <= bucket_size:
+            units.append((module, members, False, ()))
+        else:
+            units.extend((home[0], found, False, home) for home, found in _buckets(members, bucket_size))
+    return tuple(
+        UnitPlan(i, module, _groups(members, world_size), resident, users)
+        for i, (module, members, resident, users) in enumerate(units)
+    )
