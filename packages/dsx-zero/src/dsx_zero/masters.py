@@ -77,6 +77,8 @@ def _of_group(group: FlatGroup, *, whole: bool) -> Iterator[tuple[nn.Parameter, 
         if whole:
             place = LocalSlice(0, layout.sizes[index], layout.offsets[index])
             view = group.views(master)[index]
+            # A 0-dim parameter gets a 1-D master: its states must differ in shape from single values such as `step`.
+            view = view if view.dim() else view.view(1)
         else:
             place = layout.local_slice(name, group.rank)
             if place is None:
@@ -107,13 +109,17 @@ def place_masters(optimizer: torch.optim.Optimizer, masters: Sequence[tuple[nn.P
             state = optimizer.state.pop(parameter, None)
             master = by_parameter.get(id(parameter))
             if master is not None and state:
-                optimizer.state[master.tensor] = {k: _cut(v, parameter, master) for k, v in state.items()}
+                optimizer.state[master.tensor] = {k: _cut(k, v, parameter, master) for k, v in state.items()}
         group["params"] = [by_parameter[id(parameter)].tensor for parameter in kept]  # type: ignore[union-attr]
 
 
-def _cut(value: Any, parameter: torch.Tensor, master: Master) -> Any:
+_SINGLE = ("step", "eta", "mu", "mu_product")
+"""States of torch's optimizers that are one number per parameter, whatever its shape."""
+
+
+def _cut(key: str, value: Any, parameter: torch.Tensor, master: Master) -> Any:
     """The master's part of a state tensor of the parameter's shape; anything else as it is."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.dim() == 0:
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or (value.dim() == 0 and key in _SINGLE):
         return value
     if value.dtype == parameter.dtype != master.tensor.dtype:
         value = value.to(master.tensor.dtype)

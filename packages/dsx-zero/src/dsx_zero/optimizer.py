@@ -300,7 +300,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit in run.trainable_units():
             for group in unit.trainable:
                 grads.extend(run.gradients.parts(group, whole=run.whole))
-        for master, grad in zip(self._masters, grads, strict=True):
+        grads = [grad.view(master.tensor.shape) for master, grad in zip(self._masters, grads, strict=True)]
+        for master, grad in zip(self._masters, grads):
             master.tensor.grad = grad
         try:
             self._call_inner(factor, grads)
