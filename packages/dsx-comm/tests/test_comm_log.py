@@ -210,3 +210,22 @@ def test_the_section_nests_in_a_pydantic_model():
     assert root.comms_logger == CommsLoggerConfig(enabled=True, prof_ops=("barrier",))
     with pytest.raises(pydantic.ValidationError, match="enabeld"):
         Root.model_validate({"comms_logger": {"enabeld": True}})
+
+
+def many_logged(rank, n):
+    dsx_comm.configure(enabled=True)
+    for k in range(60):  # callbacks of the backend meet waits that hold the handle's lock
+        t = torch.ones(50)
+        handle = dsx_comm.all_reduce(t, dsx_comm.ReduceOp.AVG, async_op=True)
+        if (k + rank) % 3 == 0:
+            time.sleep(0.002)
+        handle.wait()
+        out = torch.empty(10)
+        dsx_comm.reduce_scatter_tensor(out, torch.ones(10 * n), async_op=True).wait()
+        assert (t == 1).all() and (out == n).all()
+    dsx_comm.barrier()
+    return dsx_comm.get_comm_operation_count("all_reduce")
+
+
+def test_logged_asynchronous_calls_never_block_each_other():
+    assert run_ranks(many_logged, 2, timeout=40) == [60, 60]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -33,15 +32,19 @@ class Labels(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Call:
-    """What one call does: operation, group and the sizes in bytes on this rank."""
+    """What one call does: operation, group and the sizes in bytes on this rank.
+
+    `sent` is in units of 1/`per` bytes: the volume of an all-reduce need not be a whole number.
+    """
 
     op: str
     group: Any
     size: int
     message: int
-    sent: int | Fraction
+    sent: int
     device: torch.device
     labels: Labels
+    per: int = 1
 
 
 class Observer(Protocol):
@@ -85,6 +88,8 @@ def run(call: Call, issue: Callable[[], Any], is_async: bool = False) -> Any:
 
 def check_labels(labels: Labels) -> Labels:
     """Reject keyword arguments that no function has."""
+    if not labels:
+        return labels
     unknown = set(labels) - {"prof", "log_name", "debug"}
     if unknown:
         raise TypeError(
@@ -96,10 +101,9 @@ def check_labels(labels: Labels) -> Labels:
 # - volume formulas: bytes this rank sends, N ranks
 
 
-def all_reduce_volume(nbytes: int, size: int) -> int | Fraction:
-    """2 S (N-1)/N: a reduce-scatter and an all-gather."""
-    exact = Fraction(2 * nbytes * (size - 1), size)
-    return exact.numerator if exact.denominator == 1 else exact
+def all_reduce_volume(nbytes: int, size: int) -> int:
+    """2 S (N-1)/N, a reduce-scatter and an all-gather, in units of 1/N bytes (`Call.per`)."""
+    return 2 * nbytes * (size - 1)
 
 
 def share_volume(share: int, size: int) -> int:

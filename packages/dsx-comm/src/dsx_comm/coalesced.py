@@ -36,9 +36,8 @@ def all_reduce_coalesced(
     _not_empty(tensors, name)
     kinds = {t.dtype: reduce_kind(op, tensor_of(t, name), name) for t in tensors}
     size = sum(map(nbytes, tensors))
-    call = Call(
-        name, to.group, to.size, size, all_reduce_volume(size, to.size), tensors[0].device, check_labels(labels)
-    )
+    sent = all_reduce_volume(size, to.size)
+    call = Call(name, to.group, to.size, size, sent, tensors[0].device, check_labels(labels), per=to.size)
 
     def issue() -> Any:
         if to.backends.get(tensors[0].device.type) == "nccl":

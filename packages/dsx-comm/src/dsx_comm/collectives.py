@@ -28,7 +28,7 @@ _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 _COMPOSED_REDUCE = (torch.float16, torch.bfloat16, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _call(op: str, to: Membership, message: int, sent: Any, device: torch.device, labels: Any) -> Call:
+def _call(op: str, to: Membership, message: int, sent: int, device: torch.device, labels: Any) -> Call:
     return Call(op, to.group, to.size, message, sent, device, check_labels(labels))
 
 
@@ -73,7 +73,8 @@ def reduce_everywhere(name: str, tensor: torch.Tensor, op: Any, group: Any, asyn
     to = member(group)
     kind = reduce_kind(op, tensor_of(tensor, name), name)
     size = nbytes(tensor)
-    call = _call(name, to, size, all_reduce_volume(size, to.size), tensor.device, labels)
+    sent = all_reduce_volume(size, to.size)
+    call = Call(name, to.group, to.size, size, sent, tensor.device, check_labels(labels), per=to.size)
     return run(call, lambda: settle(start_all_reduce(tensor, kind, to), async_op), async_op)
 
 
@@ -244,8 +245,10 @@ def start_all_gather(output: torch.Tensor, source: torch.Tensor, to: Membership)
             output.view(-1).copy_(source.reshape(-1))
         return Done()
     flat = source.contiguous().view(-1)
-    if to.composes(source) and composed.direct(to.size, nbytes(source)):
-        return composed.all_gather(output.view(-1), flat, to)
+    if to.composes(source):
+        if composed.direct_gather(to.size, nbytes(source)):
+            return composed.all_gather(output.view(-1), flat, to)
+        output, flat = composed.as_bytes(output), composed.as_bytes(flat)  # gloo knows only some dtypes
     native = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     return native(output.view(-1), flat, to.group, async_op=True)
 

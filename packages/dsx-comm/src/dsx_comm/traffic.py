@@ -27,7 +27,7 @@ from .calls import OBSERVERS, Call
 @dataclass
 class _Sum:
     calls: int = 0
-    sent: int | Fraction = 0
+    sent: Fraction = Fraction(0)
 
 
 class Traffic:
@@ -42,7 +42,7 @@ class Traffic:
         with self._lock:
             entry = self._sums.setdefault((call.op, call.group), _Sum())
             entry.calls += 1
-            entry.sent += call.sent
+            entry.sent += Fraction(call.sent, call.per)
 
     def end(self, token: Any, call: Call, result: Any, is_async: bool) -> None:
         """Nothing to do at the end of a call."""

@@ -37,8 +37,10 @@ class Handle:
         self._done = False
         self._error: BaseException | None = None
         self._poller: threading.Thread | None = None
-        self._arrived = threading.Event()
+        self._arrived: threading.Event | None = None  # of the poller
+        self._callback_lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
+        self._has_arrived = False
         _UNWAITED.add(self)  # a transfer's buffers must outlive a dropped handle
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -53,6 +55,7 @@ class Handle:
                             self._finish()
                 except BaseException as error:
                     self._error = error
+                    self._arrive()
                     raise
                 finally:
                     self._done, self._finish, self._transfers = True, None, []
@@ -69,7 +72,7 @@ class Handle:
             ready = all(work.is_completed() for work in self._transfers)
         else:
             self._start_poller()
-            ready = self._arrived.is_set()
+            ready = self._done or (self._arrived is not None and self._arrived.is_set())
         if ready:
             self.wait()
         return ready
@@ -84,45 +87,50 @@ class Handle:
 
     def on_arrival(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, from any thread, when all transfers have arrived; before or while the finish runs."""
-        with self._lock:
-            if not self._done:
+        with self._callback_lock:
+            waiting = not self._has_arrived
+            if waiting:
                 self._callbacks.append(callback)
-                if not self._pollable:
-                    self._start_poller()
-                elif len(self._callbacks) == 1:
-                    notify(self._transfers, self._arrive)
-                return
-        callback()
+            first = len(self._callbacks) == 1
+        if not waiting:
+            callback()
+        elif not self._pollable:
+            self._start_poller()
+        elif first:
+            notify(list(self._transfers), self._arrive)
 
     def _arrive(self) -> None:
-        with self._lock:
-            self._arrived.set()
+        # not under self._lock: a thread inside wait() holds it until the backend's callbacks, of which this is one, are done
+        with self._callback_lock:
+            self._has_arrived = True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
     def _start_poller(self) -> None:
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is waiting and will tell
+        try:
             if self._poller is None and not self._done:
-                self._poller = threading.Thread(
-                    target=self._poll, args=(list(self._transfers),), daemon=True, name="dsx-comm-poll"
-                )
+                self._arrived = threading.Event()
+                arguments = (list(self._transfers), self._arrived)
+                self._poller = threading.Thread(target=self._poll, args=arguments, daemon=True, name="dsx-comm-poll")
                 self._poller.start()
+        finally:
+            self._lock.release()
 
-    def _poll(self, transfers: list[Any]) -> None:
+    def _poll(self, transfers: list[Any], arrived: threading.Event) -> None:
         try:
             for work in transfers:
                 work.wait()
         except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
             self._error = error
         finally:
-            self._arrived.set()
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+            arrived.set()
+        self._arrive()
 
     def _receive(self, timeout: timedelta | None) -> None:
-        if self._poller is not None:
+        if self._arrived is not None:
             if not self._arrived.wait(None if timeout is None else timeout.total_seconds()):
                 raise TimeoutError(f"the operation did not complete within {timeout}")
             if self._error is not None:
@@ -186,7 +194,7 @@ class TwoPhase(Handle):
         try:
             self._first.wait()
             self._rest = self._second()
-            with self._lock:
+            with self._callback_lock:
                 callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
                 self._rest.on_arrival(callback)
@@ -210,7 +218,7 @@ class TwoPhase(Handle):
 
     def on_arrival(self, callback: Callable[[], None]) -> None:
         """As for every handle; the second phase only begins when somebody waits or asks."""
-        with self._lock:
+        with self._callback_lock:
             if self._rest is None:
                 self._callbacks.append(callback)
                 return
