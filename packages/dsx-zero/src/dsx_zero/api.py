@@ -298,6 +298,7 @@ class _Build:
             reducer=LocalReducer() if alone else Reducer(self.process_group, self.world_size, self.reduction, bucket),
             order=order,
             expose=self.reduction.op == "mean",
+            overlap=self.settings.overlap_comm is not False,
             on_complete=on_complete,
         )
         if in_order is not None:

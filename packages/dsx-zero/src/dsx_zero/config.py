@@ -102,7 +102,8 @@ class ZeroConfig(_Section):
         0, description="0: nothing; 1: optimizer states; 2: and gradients; 3: and parameters"
     )
     keep_full_gradients: bool = Field(
-        False, description="stages 2-3: keep whole local gradients between micro-batches and reduce once per step"
+        False,
+        description="stages 2-3: whoever runs the micro-batches keeps all but the last in no_sync(), so that gradients are reduced once per step",
     )
 
     allgather_partitions: bool = Field(True, description="gather updated parameters by all-gather (always so here)")
@@ -199,6 +200,7 @@ class ZeroConfig(_Section):
 
 
 _LATER = (
+    "ignore_unused_parameters",
     "offload_param",
     "offload_optimizer",
     "cpu_offload",

@@ -94,7 +94,9 @@ class ReducedGradients:
         order: ReduceOrder,
         expose: bool,
         on_complete: Callable[[int], None] | None = None,
+        overlap: bool = True,
     ) -> None:
+        self._overlap = overlap
         pool = BufferPool(limit=IN_FLIGHT)
         self._pool, self._order, self._on_complete = pool, order, on_complete
         self._of: dict[FlatGroup, GroupGradients] = {}
@@ -200,6 +202,8 @@ class ReducedGradients:
         for buffers in self._by_unit[unit]:
             buffers.launch()
         self._in_flight.append(unit)
+        if not self._overlap:
+            self._wait()
 
     def _is_done(self, unit: int) -> bool:
         return all(buffers.is_done() for buffers in self._by_unit[unit])
