@@ -8,7 +8,7 @@ from dsx_testkit import run_ranks
 
 def config(**changes):
     return {
-        "train_batch_size": 1,
+        "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
         "steps_per_print": None,
         **changes,

@@ -3,5 +3,5 @@
 There is one identity of every class and function: this module only passes names on, and only when it is imported.
 """
 
-from dsx_monitor import *  # noqa: F403
+from dsx_monitor import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 from dsx_monitor import __all__ as __all__

@@ -22,20 +22,6 @@ _HERE = {
     "OnDevice": "on_device",
     "instrument_w_nvtx": "ranges",
 }
-_FROM_ZERO = (
-    "safe_get_full_fp32_param",
-    "safe_set_full_fp32_param",
-    "safe_get_full_optimizer_state",
-    "safe_set_full_optimizer_state",
-    "safe_get_full_grad",
-    "safe_set_full_grad",
-    "safe_get_local_fp32_param",
-    "safe_set_local_fp32_param",
-    "safe_get_local_optimizer_state",
-    "safe_set_local_optimizer_state",
-    "safe_get_local_grad",
-    "safe_set_local_grad",
-)
 
 __all__ = [
     "MemoryStatus",
@@ -48,8 +34,20 @@ __all__ = [
     "see_memory_usage",
     "set_log_level",
     "set_log_level_from_string",
-    *_FROM_ZERO,
+    "safe_get_full_fp32_param",
+    "safe_set_full_fp32_param",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_optimizer_state",
+    "safe_get_full_grad",
+    "safe_set_full_grad",
+    "safe_get_local_fp32_param",
+    "safe_set_local_fp32_param",
+    "safe_get_local_optimizer_state",
+    "safe_set_local_optimizer_state",
+    "safe_get_local_grad",
+    "safe_set_local_grad",
 ]
+_FROM_ZERO = tuple(name for name in __all__ if name.startswith("safe_"))
 
 
 def __getattr__(name: str) -> Any:

@@ -64,6 +64,12 @@ class Comparison:
         error = float(apart[place])
         self._judge(Difference(step, kind, name, self._rank, error, allowed, float(a[place]), float(b[place]), where))
 
+    def losses(self, step: int, name: str, rank: int, got: float, expected: float, allowed: float) -> None:
+        """Compare two losses that rank `rank` is answerable for."""
+        here, self._rank = self._rank, rank
+        self.numbers(step, "loss", name, got, expected, allowed)
+        self._rank = here
+
     def numbers(self, step: int, kind: str, name: str, got: float, expected: float, allowed: float) -> None:
         """Compare two numbers."""
         self.tensors(

@@ -27,6 +27,7 @@ from torch import nn
 
 from ..checkpoint.ranks import default_ranks
 from ..engine.engine import Engine
+from ..engine.errors import EngineError
 from .compare import Comparison, Tolerance, magnitude
 from .oracle import Loss, Oracle, default_loss
 from .report import VerifyError, VerifyReport
@@ -155,7 +156,10 @@ class _Run:
     def _master(self, name: str) -> torch.Tensor:
         import dsx_zero
 
-        return dsx_zero.safe_get_full_fp32_param(self._parameter(name))
+        master = dsx_zero.safe_get_full_fp32_param(self._parameter(name))
+        if master is None:
+            raise EngineError(f"verify: {name} is trained but has no master; is another engine using this model?")
+        return master
 
     def _gradient(self, name: str, scale: float) -> torch.Tensor:
         import dsx_zero
@@ -205,7 +209,9 @@ class _Run:
             for source, (theirs, got) in enumerate(everyone):
                 expected = self.oracle.micro_batch(theirs, scale=scale, seed=seed + micro_index * world + source)
                 allowed = self._tolerance.loss * max(abs(expected), 1e-3)
-                self._found.numbers(step, "loss", f"micro-batch {micro_index} of rank {source}", got, expected, allowed)
+                self._found.losses(
+                    step, f"micro-batch {index - self._ranks.rank + source}", source, got, expected, allowed
+                )
         self._agree()
 
     def _compare_gradients(self, step: int, scale: float) -> None:
