@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         WandbConfig,
     )
     from .errors import BackendMissing, MonitorConfigError, ReportError
+    from .flops import FlopsProfiler, get_model_profile
     from .memory import MemorySnapshot, memory_snapshot
     from .monitor import CometMonitor, JSONLMonitor, MonitorMaster, TensorBoardMonitor, WandbMonitor, csvMonitor
     from .report import write_report
@@ -39,6 +40,7 @@ _HOMES = {
         "WandbConfig",
     ),
     "errors": ("BackendMissing", "MonitorConfigError", "ReportError"),
+    "flops": ("FlopsProfiler", "get_model_profile"),
     "memory": ("MemorySnapshot", "memory_snapshot"),
     "monitor": ("CometMonitor", "JSONLMonitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"),
     "report": ("write_report",),
@@ -52,6 +54,7 @@ __all__ = [
     "CSVConfig",
     "CometConfig",
     "CometMonitor",
+    "FlopsProfiler",
     "FlopsProfilerConfig",
     "JSONLConfig",
     "JSONLMonitor",
@@ -69,6 +72,7 @@ __all__ = [
     "WandbMonitor",
     "__version__",
     "csvMonitor",
+    "get_model_profile",
     "memory_snapshot",
     "start_run",
     "write_report",

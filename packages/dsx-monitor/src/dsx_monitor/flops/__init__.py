@@ -1,0 +1,32 @@
+"""Counting the floating-point operations, time and parameters of each module of a model.
+
+The idea: operations are counted where PyTorch dispatches them, below modules and functional calls, so that einsum,
+attention on any device, custom modules and recomputation are counted by what really runs; hooks on modules only say whose
+operation it was. Backward is counted as it runs, not assumed to be twice the forward pass. An operation that does
+arithmetic and is not known is listed by name. Nothing stays on the model afterwards.
+
+Left out: an HTML page, pipeline stages, and operations inside kernels that PyTorch does not dispatch (their name is
+listed).
+"""
+
+from .profile import get_model_profile
+from .profiler import FlopsProfiler
+from .units import (
+    bytes_to_string,
+    duration_to_string,
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+)
+
+__all__ = [
+    "FlopsProfiler",
+    "bytes_to_string",
+    "duration_to_string",
+    "flops_to_string",
+    "get_model_profile",
+    "macs_to_string",
+    "number_to_string",
+    "params_to_string",
+]

@@ -1,0 +1,72 @@
+"""`get_model_profile`: the figures of one call of a model, in one line of code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .profiler import FlopsProfiler, ProfilerError
+from .units import flops_to_string, macs_to_string, params_to_string
+
+__all__ = ["get_model_profile"]
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Sequence[type[nn.Module]] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """Operations, multiply-accumulates and parameters of one forward pass (or of `generate`).
+
+    Args:
+        input_shape: of a tensor of ones to call the model with, in front of `args`.
+        args, kwargs: what to call it with.
+        print_profile, detailed, module_depth, top_modules, output_file: as `FlopsProfiler.print_model_profile`.
+        warm_up: calls before the one that is measured.
+        as_string: return texts with units instead of numbers.
+        ignore_modules: classes whose calls are left out.
+        mode: "forward" calls the model, "generate" its method of that name.
+
+    Returns:
+        `(flops, macs, params)`.
+
+    Raises:
+        ProfilerError: nothing to call the model with, or an unknown mode.
+    """
+    if mode not in ("forward", "generate"):
+        raise ProfilerError(f"get_model_profile(mode=...): got {mode!r}, expected 'forward' or 'generate'")
+    positional, named = list(args), dict(kwargs or {})
+    if input_shape is not None:
+        like = next(model.parameters(), torch.empty(0))
+        positional.insert(0, torch.ones(tuple(input_shape), dtype=like.dtype, device=like.device))
+    if not positional and not named:
+        raise ProfilerError("get_model_profile: got nothing to call the model with; pass input_shape, args or kwargs")
+    call: Any = model if mode == "forward" else model.generate
+    for _ in range(warm_up):
+        call(*positional, **named)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile(ignore_modules)
+    try:
+        call(*positional, **named)
+    finally:
+        profiler.stop_profile()
+    if print_profile:
+        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    flops, macs, params = profiler.root.flops, profiler.root.macs, profiler.root.params
+    profiler.end_profile()
+    if as_string:
+        return flops_to_string(flops), macs_to_string(macs), params_to_string(params)
+    return flops, macs, params

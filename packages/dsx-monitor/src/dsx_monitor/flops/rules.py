@@ -1,0 +1,334 @@
+"""How many operations a dispatched operator takes, from the shapes of its arguments and results. Pure arithmetic.
+
+A rule returns `(flops, macs)`. A multiply-accumulate is two flops. Attention counts both products in full, causal or not.
+Elementwise operators count one flop per element of the result, reductions and softmax one per element read, norms five
+per element with an affine part and four without. Moving data is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+__all__ = ["FREE", "RULES", "cost_of", "is_known"]
+
+Cost = tuple[int, int]
+Rule = Callable[[tuple[Any, ...], Any], Cost]
+
+
+def _macs(count: int, extra: int = 0) -> Cost:
+    return 2 * count + extra, count
+
+
+def _mm(args: tuple[Any, ...], out: Any) -> Cost:
+    return _macs(args[0].numel() * args[1].shape[-1])
+
+
+def _addmm(args: tuple[Any, ...], out: Any) -> Cost:
+    return _macs(args[1].numel() * args[2].shape[-1], out.numel())
+
+
+def _vector(args: tuple[Any, ...], out: Any) -> Cost:
+    return _macs(args[0].numel())
+
+
+def _conv_products(x: Any, weight: Any, result: Any, transposed: bool) -> int:
+    """Multiply-accumulates of a convolution; weight is (out, in / groups, *kernel), transposed (in, out / groups, *kernel)."""
+    places = prod((x if transposed else result).shape[2:])
+    return x.shape[0] * places * weight.numel()
+
+
+def _conv(args: tuple[Any, ...], out: Any) -> Cost:
+    x, weight, bias, transposed = args[0], args[1], args[2], bool(args[6])
+    return _macs(_conv_products(x, weight, out, transposed), out.numel() if bias is not None else 0)
+
+
+def _conv_backward(args: tuple[Any, ...], out: Any) -> Cost:
+    gradient, x, weight, transposed, wanted = args[0], args[1], args[2], bool(args[7]), args[10]
+    products = _conv_products(x, weight, gradient, transposed)
+    return _macs(products * (int(wanted[0]) + int(wanted[1])), gradient.numel() if wanted[2] else 0)
+
+
+def _attention_products(query: Any, key: Any, value: Any) -> tuple[int, int]:
+    """Of q k^T and of p v; tensors are (..., length, size of a head)."""
+    scores = prod(query.shape[:-1]) * key.shape[-2]
+    return scores * query.shape[-1], scores * value.shape[-1]
+
+
+def _attention(args: tuple[Any, ...], out: Any) -> Cost:
+    return _macs(sum(_attention_products(*args[:3])))
+
+
+def _attention_backward(args: tuple[Any, ...], out: Any) -> Cost:
+    """Fused kernels compute q k^T again, then the gradients of p, v, q and k."""
+    scores, values = _attention_products(*args[1:4])
+    return _macs(3 * scores + 2 * values)
+
+
+def _rnn_layer(args: tuple[Any, ...], out: Any) -> Cost:
+    """One layer of a fused LSTM or GRU: both products and about ten operations per gate value. Input (T, B, in)."""
+    x, input_weight, hidden_weight = args[:3]
+    return _macs(x.shape[0] * x.shape[1] * (input_weight.numel() + hidden_weight.numel()), 10 * _numel(out))
+
+
+def _elementwise(args: tuple[Any, ...], out: Any) -> Cost:
+    first = out[0] if isinstance(out, (tuple, list)) and out else out
+    # Counting steps in an integer buffer is no floating-point operation.
+    return (_numel(out) if getattr(first, "is_floating_point", bool)() else 0), 0
+
+
+def _reads(args: tuple[Any, ...], out: Any) -> Cost:
+    return _numel(args[0]), 0
+
+
+def _norm(affine_at: int) -> Rule:
+    def rule(args: tuple[Any, ...], out: Any) -> Cost:
+        affine = len(args) > affine_at and args[affine_at] is not None
+        return args[0].numel() * (5 if affine else 4), 0
+
+    return rule
+
+
+def _batch_norm_inference(args: tuple[Any, ...], out: Any) -> Cost:
+    return args[0].numel() * (2 if args[1] is not None else 1), 0
+
+
+def _batch_norm(args: tuple[Any, ...], out: Any) -> Cost:
+    training = next((a for a in args if isinstance(a, bool)), True)
+    return _norm(1)(args, out) if training else _batch_norm_inference(args, out)
+
+
+def _numel(value: Any) -> int:
+    """Elements of the first tensor found."""
+    if isinstance(value, (tuple, list)):
+        return next((n for v in value if (n := _numel(v))), 0)
+    return value.numel() if hasattr(value, "numel") else 0
+
+
+RULES: dict[str, Rule] = {
+    "mm": _mm,
+    "bmm": _mm,
+    "addmm": _addmm,
+    "baddbmm": _addmm,
+    "addbmm": _addmm,
+    "dot": _vector,
+    "vdot": _vector,
+    "mv": _vector,
+    "convolution": _conv,
+    "_convolution": _conv,
+    "convolution_backward": _conv_backward,
+    "mkldnn_rnn_layer": _rnn_layer,
+    "native_layer_norm": _norm(2),
+    "native_group_norm": _norm(1),
+    "_fused_rms_norm": _norm(2),
+    "native_batch_norm": _batch_norm,
+    "_native_batch_norm_legit": _batch_norm,
+    "_native_batch_norm_legit_no_training": _batch_norm_inference,
+    "cudnn_batch_norm": _batch_norm,
+}
+_FUSED = (
+    "flash_attention",
+    "flash_attention_for_cpu",
+    "efficient_attention",
+    "cudnn_attention",
+    "fused_attention_overrideable",
+)
+for _kind in _FUSED:
+    RULES[f"_scaled_dot_product_{_kind}"] = _attention
+    RULES[f"_scaled_dot_product_{_kind}_backward"] = _attention_backward
+
+_ELEMENTWISE = """
+    add sub rsub mul div true_divide remainder fmod floor_divide pow neg abs sign reciprocal square sqrt rsqrt exp exp2 expm1 log
+    log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh sigmoid erf erfc relu gelu silu mish elu selu celu softplus
+    leaky_relu hardtanh hardswish hardsigmoid prelu _prelu_kernel relu6 glu log_sigmoid_forward clamp clamp_min clamp_max maximum
+    minimum where lerp addcmul addcdiv floor ceil round trunc frac threshold threshold_backward gelu_backward silu_backward
+    sigmoid_backward tanh_backward hardswish_backward hardsigmoid_backward elu_backward softplus_backward leaky_relu_backward
+    hardtanh_backward mish_backward glu_backward log_sigmoid_backward _prelu_kernel_backward _softmax_backward_data
+    _log_softmax_backward_data native_layer_norm_backward native_group_norm_backward native_batch_norm_backward
+    _fused_rms_norm_backward masked_fill cumsum cumprod logit xlogy hypot upsample_nearest1d upsample_nearest2d
+    upsample_nearest3d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d upsample_linear1d
+    upsample_nearest2d_backward upsample_bilinear2d_backward avg_pool2d_backward max_pool2d_with_indices_backward
+    _adaptive_avg_pool2d_backward native_dropout_backward mse_loss_backward nll_loss_backward nll_loss2d_backward
+    smooth_l1_loss_backward binary_cross_entropy_with_logits_backward _thnn_fused_lstm_cell _thnn_fused_gru_cell
+"""
+_READS = """
+    _softmax _log_softmax _safe_softmax softmax log_softmax sum mean var std var_mean std_mean amax amin max min prod norm
+    linalg_vector_norm logsumexp argmax argmin any all nll_loss_forward nll_loss2d_forward mse_loss l1_loss smooth_l1_loss
+    huber_loss binary_cross_entropy binary_cross_entropy_with_logits avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices
+    max_pool3d_with_indices adaptive_max_pool2d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d topk sort cummax
+"""
+RULES.update(dict.fromkeys(_ELEMENTWISE.split(), _elementwise))
+RULES.update(dict.fromkeys(_READS.split(), _reads))
+
+FREE = frozenset(
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "_reshape_alias",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "detach",
+        "clone",
+        "copy_",
+        "copy",
+        "_to_copy",
+        "to",
+        "slice",
+        "select",
+        "narrow",
+        "unsqueeze",
+        "squeeze",
+        "cat",
+        "stack",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "chunk",
+        "unfold",
+        "index",
+        "index_put",
+        "_index_put_impl_",
+        "index_select",
+        "gather",
+        "scatter",
+        "scatter_",
+        "scatter_add",
+        "scatter_add_",
+        "scatter_reduce",
+        "index_add",
+        "index_copy",
+        "embedding",
+        "embedding_dense_backward",
+        "embedding_renorm_",
+        "_embedding_bag",
+        "_embedding_bag_forward_only",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "ones_like",
+        "full",
+        "full_like",
+        "arange",
+        "linspace",
+        "scalar_tensor",
+        "fill",
+        "fill_",
+        "zero_",
+        "zero",
+        "eye",
+        "tril",
+        "triu",
+        "tril_",
+        "triu_",
+        "diagonal",
+        "diag_embed",
+        "alias",
+        "as_strided",
+        "as_strided_",
+        "contiguous",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "roll",
+        "flip",
+        "constant_pad_nd",
+        "pad",
+        "repeat",
+        "repeat_interleave",
+        "native_dropout",
+        "dropout",
+        "bernoulli",
+        "bernoulli_",
+        "rand",
+        "randn",
+        "rand_like",
+        "randn_like",
+        "uniform_",
+        "normal_",
+        "random_",
+        "randint",
+        "randperm",
+        "multinomial",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "logical_xor",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_not",
+        "isnan",
+        "isinf",
+        "isfinite",
+        "is_same_size",
+        "_local_scalar_dense",
+        "item",
+        "set_",
+        "resize_",
+        "resize",
+        "record_stream",
+        "movedim",
+        "swapaxes",
+        "one_hot",
+        "nonzero",
+        "masked_select",
+        "slice_backward",
+        "select_backward",
+        "unfold_backward",
+        "slice_scatter",
+        "select_scatter",
+        "as_strided_scatter",
+        "expand_copy",
+        "view_copy",
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "stride",
+        "size",
+        "numel",
+        "_pin_memory",
+        "pin_memory",
+        "is_pinned",
+        "view_as_real",
+        "view_as_complex",
+        "real",
+        "imag",
+        "conj",
+        "_conj",
+        "searchsorted",
+        "bucketize",
+        "_nested_tensor_from_mask_left_aligned",
+        "storage_offset",
+        "broadcast_tensors",
+    ]
+)
+
+
+def is_known(name: str) -> bool:
+    """Whether `cost_of` knows `aten::<name>`."""
+    bare = name.removesuffix("_")
+    return name in RULES or bare in RULES or name in FREE or bare in FREE
+
+
+def cost_of(name: str, args: tuple[Any, ...], out: Any) -> Cost | None:
+    """Cost of `aten::<name>`; in-place forms cost the same. None if the operator is not known."""
+    rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
+    if rule is not None:
+        return rule(args, out)
+    return (0, 0) if name in FREE or name.removesuffix("_") in FREE else None

@@ -1,0 +1,46 @@
+"""The record of a profile: a tree of calls, one node per module and place it was called from. No torch in here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = ["Node"]
+
+
+@dataclass
+class Node:
+    """A module called from one place. `own_*` are without children; the properties include them.
+
+    Attributes:
+        name: attribute path from the model; empty for the model itself.
+        kind: class of the module.
+        params: parameters of the module and everything in it, shared ones once.
+        calls: how often it ran.
+        seconds: time in it and its children, all calls together.
+    """
+
+    name: str
+    kind: str
+    params: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    own_flops: int = 0
+    own_macs: int = 0
+    children: dict[str, Node] = field(default_factory=dict)
+
+    @property
+    def flops(self) -> int:
+        """Operations of the module and its children."""
+        return self.own_flops + sum(child.flops for child in self.children.values())
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of the module and its children."""
+        return self.own_macs + sum(child.macs for child in self.children.values())
+
+    def walk(self, depth: int = 0) -> Iterator[tuple[int, Node]]:
+        """This node and all below, parents first, with their depth."""
+        yield depth, self
+        for child in self.children.values():
+            yield from child.walk(depth + 1)
