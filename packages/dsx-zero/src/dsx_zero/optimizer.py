@@ -222,7 +222,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return iter_slices(self._runtime, self._by_name, self.inner)
 
     def held_slices(self) -> Iterator[ParamSlice]:
-        """Like `slices`, but everything that this rank steps: the whole parameters at stage 0."""
+        """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to stage 2."""
         return iter_slices(self._runtime, self._by_name, self.inner, held=True)
 
     def load_slices(self, reader: Reader) -> None:

@@ -77,11 +77,11 @@ def _places(runtime: Runtime) -> dict[str, _Place]:
 def iter_slices(
     runtime: Runtime, masters: Mapping[str, Master], inner: torch.optim.Optimizer, *, held: bool = False
 ) -> Iterator[ParamSlice]:
-    """What this rank owns of every parameter, in definition order. `held`: what it steps (everything at stage 0)."""
+    """What this rank owns of every parameter, in definition order. `held`: everything it keeps (whole at stage 0, frozen ones up to stage 2)."""
     places = _places(runtime)
     for info in runtime.infos:
         group, index = places[info.name].group, places[info.name].index
-        if held and runtime.whole:
+        if held and (runtime.whole or (runtime.holds_whole_parameters and not info.trainable)):
             part = LocalSlice(0, info.numel, group.layout.offsets[index])
             param = group.full.narrow(0, part.offset, part.numel).detach()
         else:
