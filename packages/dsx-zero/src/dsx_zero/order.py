@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _THAW_AFTER = 2
 """Steps with deviations in a row after which the ranks agree again."""
 _FREEZE_AFTER = 2
-"""Uniform steps in a row after which the last one becomes the schedule; the first one only teaches which gradients to expect."""
+"""Uniform steps in a row after which the last one becomes the schedule (the first teaches which gradients to expect)."""
 
 
 class ScheduleDivergence(ZeroStateError):
