@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from .arguments import add_config_arguments
     from .comm import init_distributed
     from .data import RepeatingLoader
-    from .engine import Engine, StepReport, initialize
+    from .engine import Engine, StepReport
+    from .entry import initialize
     from .errors import DsxConfigError
     from .lr_schedules import add_tuning_arguments
     from .verification import VerifyError, VerifyReport, verify
 
 _ATTRIBUTES = {
-    "initialize": "engine",
+    "initialize": "entry",
     "Engine": "engine",
     "StepReport": "engine",
     "add_config_arguments": "arguments",

@@ -26,11 +26,11 @@ from .engine.accumulation import Accumulation, SyncWindow
 from .engine.clock import Clock, NoClock
 from .engine.engine import Engine
 from .engine.errors import EngineArgumentError
-from .engine.initialize import Request, launched_world_size
 from .engine.inputs import CastInputs, PassInputs
 from .engine.observers import MemoryLine, MonitorEvents, ProgressLine, StepObserver, StepTimes, Throughput, TimeLine
 from .engine.parts import EngineParts, EngineSettings, Topology
 from .engine.report import Counters
+from .engine.request import Request, launched_world_size
 from .engine.schedule import DrivenSchedule, NoSchedule, ScheduleDriver
 from .engine.stepper import NoStepper, ShardedStepper
 from .errors import DsxError

@@ -10,7 +10,8 @@ from torch import nn
 
 from ..config import load_config
 from ..engine.engine import Engine
-from ..engine.initialize import initialize, launched_world_size
+from ..engine.request import launched_world_size
+from ..entry import initialize
 from ..lr_schedules import build_schedule
 from ..optimizers import choose_optimizer
 from .oracle import Loss, Oracle, Recipe

@@ -6,30 +6,14 @@ rank says the same and none is left waiting for another.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .errors import EngineArgumentError
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the caller of `initialize` brought, checked."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
-    model_parameters: list[Any] | None
-    lr_scheduler: Any
-    training_data: Any
-    collate_fn: Callable[[list[Any]], Any] | None
-    mpu: Any
-    distributed_port: int
-    dist_init_required: bool | None
+from .engine.errors import EngineArgumentError
+from .engine.request import Request
 
 
 def initialize(
@@ -87,7 +71,7 @@ def initialize(
             "initialize(mesh_param=...): sequence-parallel meshes are not available yet; leave it out"
         )
     # Late: the wiring imports every sibling package, and a mistake in the arguments should not cost that.
-    from ..wiring import build_engine
+    from .wiring import build_engine
 
     engine = build_engine(source, request)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -135,10 +119,3 @@ def _checked_scheduler(scheduler: Any) -> Any:
         f"initialize(lr_scheduler=...): got {type(scheduler).__name__}, expected an object with step() or a callable that "
         "makes one from an optimizer"
     )
-
-
-def launched_world_size() -> int:
-    """Number of ranks, known without a process group: the group's if there is one, else the launcher's, else 1."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
