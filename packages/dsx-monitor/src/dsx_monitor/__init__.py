@@ -7,11 +7,14 @@ nor any backend is paid for before it is needed.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 
+# Type checkers take this name for true; importing `typing` for it would cost more than the rest of this file.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from .config import (
         CometConfig,
         CSVConfig,

@@ -45,7 +45,7 @@ class BackgroundWriters:
         exit_timeout: how long `close` waits, in seconds, before it gives up on a writer that hangs.
     """
 
-    def __init__(self, writers: Sequence[Writer], *, exit_timeout: float = 30.0) -> None:
+    def __init__(self, writers: Sequence[Writer], *, exit_timeout: float = 120.0) -> None:
         self._writers = list(writers)
         self._timeout = exit_timeout
         self._queue: queue.Queue[list[Event] | _Flush] = queue.Queue(_CAPACITY)
