@@ -193,3 +193,33 @@ def test_an_optimizer_built_over_partitioned_parameters_is_refused():
             late.step()
 
     run_ranks(work, 2)
+
+
+def test_edits_reach_the_masters_and_unedited_ones_keep_their_digits():
+    """In bf16 the master has digits that the parameter lacks: an edit sets it, reading or keeping must not round it."""
+
+    def work(rank, world, stage):
+        import dsx_zero
+
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(6, 5), nn.Linear(5, 4)]).to(torch.bfloat16)
+        model.forward = lambda x: model[1](model[0](x))
+        model, optimizer = dsx_zero.shard(model, sgd, stage=stage, config=EXACT)
+        model(torch.ones(2, 6, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        masters = [dsx_zero.safe_get_full_fp32_param(layer.weight) for layer in model]
+        with dsx_zero.GatheredParameters([layer.weight for layer in model], modifier_rank=0):
+            if rank == 0:
+                model[1].weight.data[0, 0] = 9
+        kept, edited = (dsx_zero.safe_get_full_fp32_param(layer.weight) for layer in model)
+        assert torch.equal(kept, masters[0]), stage
+        assert not torch.equal(kept, kept.bfloat16().float()), "the masters have no digits to lose: the test is blind"
+        assert edited[0, 0] == 9, stage
+        optimizer.step()  # without gradients: parameters become what the masters say
+        with dsx_zero.GatheredParameters(model[1].weight):
+            assert model[1].weight[0, 0].item() == 9, stage
+
+    for world in (1, 2):
+        for stage in (0, 1, 2, 3):
+            run_ranks(work, world, stage)

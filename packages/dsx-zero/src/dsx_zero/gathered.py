@@ -13,6 +13,7 @@ import dsx_comm
 import torch
 from torch import nn
 
+from .access import OWNERS, safe_set_full_fp32_param
 from .errors import ZeroStateError
 from .external import register_external_parameter
 from .init import InitParameter
@@ -66,6 +67,7 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._stack = ExitStack()
         self._before: list[tuple[str, torch.Tensor, int]] = []
+        self._plain: list[tuple[torch.Tensor, int]] = []
         if fwd_module is not None and enabled:
             for parameter in self._parameters:
                 register_external_parameter(fwd_module, parameter)
@@ -85,6 +87,9 @@ class GatheredParameters:
         ]
         if self._modifier is None:
             self._before = [(source.name, whole, fingerprint(whole)) for source, whole in self._opened]
+        else:
+            plain = (p for p in self._parameters if not isinstance(p, PartitionedParameter) and p.numel())
+            self._plain = [(p, fingerprint(p)) for p in plain]
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
@@ -95,7 +100,7 @@ class GatheredParameters:
                 source.close(source_rank=modifier)
             if modifier is not None:
                 self._spread_plain(modifier)
-        self._opened, self._before = [], []
+        self._opened, self._before, self._plain = [], [], []
         if changed:
             raise UnownedEditError(
                 f"GatheredParameters: changed without a modifier_rank: {', '.join(changed)}. The changes are undone; give "
@@ -103,14 +108,17 @@ class GatheredParameters:
             )
 
     def _spread_plain(self, modifier: int) -> None:
-        """Parameters that every rank holds whole: the modifier's values for all."""
-        if not dsx_comm.is_initialized():
-            return
-        for parameter in self._parameters:
-            if not isinstance(parameter, PartitionedParameter) and parameter.numel():
-                whole = parameter.detach().contiguous()
+        """Parameters that every rank holds whole: the modifier's values for all, in their masters too."""
+        for parameter, before in self._plain:
+            whole = parameter.detach().contiguous()
+            if dsx_comm.is_initialized():
                 dsx_comm.broadcast(whole, src=modifier)
-                parameter.detach().copy_(whole)
+            if fingerprint(whole) == before:
+                continue  # the same decision on every rank: `before` was, and `whole` is, equal on all
+            parameter.detach().copy_(whole)
+            owner = OWNERS.find(parameter)
+            if owner is not None and owner[0].group_of(owner[1]).trainable:
+                safe_set_full_fp32_param(parameter, whole)
 
 
 def _flatten(params: Any) -> Iterator[torch.Tensor]:

@@ -68,7 +68,10 @@ def write_whole(
     if part is None:
         return whole
     values = whole.reshape(-1)[part.start : part.stop]
-    group.shard[part.offset : part.offset + part.numel] = values
+    shard = group.shard[part.offset : part.offset + part.numel]
     if group.master is not None and group.master.data_ptr() != group.shard.data_ptr():
-        group.master[part.offset : part.offset + part.numel] = values
+        # Where the value is what the master rounds to already, the master keeps the digits that the parameter does not have.
+        master = group.master[part.offset : part.offset + part.numel]
+        torch.where(shard == values, master, values.to(master.dtype), out=master)
+    shard.copy_(values)
     return whole
