@@ -1,6 +1,6 @@
 """The main job from start to end, in two commands a user would type:
 
-    dsx launch --num_procs 2 train_gpt.py --out runs/demo --stop-at 210            # ZeRO 2, stopped before the end
+    dsx launch --num_procs 2 train_gpt.py --out runs/demo --stop-at 140            # ZeRO 2, stopped before the end
     dsx launch --num_procs 1 train_gpt.py --resume runs/demo --stage 3 --generate 300    # ZeRO 3, up to the end
 
 and checks that the second goes on with the loss the first ended with. With GPUs the first uses all of them. Options of
@@ -60,7 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="output directory (default: a new one)")
     parser.add_argument("--procs", type=int, help="processes of the first part (default: every GPU, else 2)")
-    parser.add_argument("--steps", type=int, default=240, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=160, help="optimizer steps in all")
     parser.add_argument("--seconds", type=float, default=120, help="most seconds of training in the first part")
     options, passed_on = parser.parse_known_args()
     out, first = unused(options.out), processes(options.procs)
