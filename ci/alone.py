@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from packages import ROOT, TESTKIT, Package, all_packages, closure, read_toml, requirement_name
+from workspace import ROOT, TESTKIT, Package, all_packages, closure, read_toml, requirement_name
 
 TORCH = os.environ.get("DSX_TORCH", "torch==2.13.0")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "ci"))
 
-from packages import TESTKIT, all_packages, read_toml, requirement_name  # noqa: E402
+from workspace import TESTKIT, all_packages, read_toml, requirement_name  # noqa: E402
 
 TORCH = os.environ.get("DSX_TORCH", "torch==2.13.0")
 BUILD_TOOLS = ("hatchling>=1.24", "editables>=0.5", "pybind11>=2.13,<4", "ninja>=1.11", "numpy")

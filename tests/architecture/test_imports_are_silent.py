@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
-from packages import all_packages  # noqa: E402
+from workspace import all_packages  # noqa: E402
 
 WATCH = """
 import json, os, sys

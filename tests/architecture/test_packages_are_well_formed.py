@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
-from packages import all_packages, closure, load, read_toml, requirement_name  # noqa: E402
+from workspace import all_packages, closure, load, read_toml, requirement_name  # noqa: E402
 
 PACKAGES = all_packages()
 LAYER = {"dsx": 3, "dsx-zero": 2, "dsx-comm": 1}

@@ -1,7 +1,7 @@
 """The packages of the workspace, read from their own `pyproject.toml` files.
 
 One list for everybody: the development environment, the clean-room check of one package, and a CI matrix
-(`python ci/packages.py` prints it as JSON). A new package needs no edit here. Standard library only.
+(`python ci/workspace.py` prints it as JSON). A new package needs no edit here. Standard library only.
 """
 
 from __future__ import annotations
