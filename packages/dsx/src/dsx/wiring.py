@@ -343,7 +343,7 @@ def _observers(config: Config, topology: Topology, optimizer: Any, counters: Cou
 
 def _monitored(config: Config) -> bool:
     """Whether any writer of metrics is switched on; marks their sections as acted on."""
-    sections = [config.use(name) for name in ("tensorboard", "wandb", "csv_monitor", "comet")]
+    sections = [config.use(name) for name in ("tensorboard", "wandb", "csv_monitor", "jsonl", "comet")]
     return any(section.enabled for section in sections)
 
 

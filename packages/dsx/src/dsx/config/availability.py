@@ -55,6 +55,7 @@ NOT_YET: dict[str, str] = {
     "zero_optimization.cpu_offload_params": _OFFLOAD,
     "zero_optimization.offload_optimizer": _OFFLOAD,
     "zero_optimization.offload_param": _OFFLOAD,
+    "zero_optimization.ignore_unused_parameters": "an error that lists parameters without a gradient",
     "zero_optimization.leaf_module": "leaf modules by configuration",
     "zero_optimization.mics_shard_size": "shard groups smaller than the data-parallel group",
     "zero_optimization.mics_hierarchical_params_gather": "shard groups smaller than the data-parallel group",
