@@ -31,7 +31,8 @@ from .reduction import ReductionEngine
 __all__ = ["Gradients", "LocalGradients", "ReduceOrder", "ReducedGradients"]
 
 IN_FLIGHT = 2
-"""Units whose reductions may be under way at once: one on the wire, one being filled behind it."""
+"""From stage 2 on, units whose reductions may be under way at once: one on the wire, one being filled behind it. More would hold more
+whole buffers. Stages 0-1 keep theirs anyway, so there backward never waits."""
 
 
 class ReduceOrder(Protocol):
@@ -98,6 +99,7 @@ class ReducedGradients:
     ) -> None:
         self._overlap = overlap
         pool = BufferPool(limit=IN_FLIGHT)
+        self._limit = IN_FLIGHT if stage >= 2 else len(units)
         self._pool, self._order, self._on_complete = pool, order, on_complete
         self._of: dict[FlatGroup, GroupGradients] = {}
         self._by_unit: dict[int, list[GroupGradients]] = {}
@@ -197,7 +199,7 @@ class ReducedGradients:
 
     def run_reduce(self, unit: int) -> None:
         """Start the reduction of a unit with what has arrived. Called by the order, in the same order on every rank."""
-        while len(self._in_flight) >= IN_FLIGHT or (self._in_flight and self._is_done(self._in_flight[0])):
+        while len(self._in_flight) >= self._limit or (self._in_flight and self._is_done(self._in_flight[0])):
             self._finish_unit(self._in_flight.pop(0))
         for buffers in self._by_unit[unit]:
             buffers.launch()
