@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import textwrap
+import time
 import zipfile
 
 import dsx_monitor
@@ -109,12 +110,19 @@ def test_wandb_offline_leaves_a_run_with_the_events(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
+    # W&B's helper process starts slowly on a busy machine; its own limits (30 s, 90 s) are no property of our writer.
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "280")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "280")
     config = {"wandb": {"enabled": True, "mode": "offline", "project": "p", "group": "g"}}
     with dsx_monitor.WandbMonitor(config, rank=0) as monitor:
         assert monitor.active == ("wandb",)
         monitor.write_events([("loss", 8.0, 16), ("lr", 0.5, 16), ("loss", 4.0, 32)])
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     records = wandb_records(path)
+    deadline = time.monotonic() + 60
+    while sum(r.HasField("history") for r in records) < 2 and time.monotonic() < deadline:
+        time.sleep(0.5)  # the helper process writes the file
+        records = wandb_records(path)
     runs = [r.run for r in records if r.HasField("run")]
     history = [
         {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in r.history.item}
