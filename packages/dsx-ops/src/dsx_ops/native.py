@@ -111,5 +111,7 @@ def native_status() -> dict[str, Any]:
         "sanitizer": found.sanitizer() if found else "",
         "torch": torch.__version__,
     }
-    status["cuda"] = "torch's fused Adam and SGD where all dtypes match, plain torch operations elsewhere (dsx-ops has no CUDA kernels yet)"
+    status["cuda"] = (
+        "torch's fused Adam and SGD where all dtypes match, plain torch operations elsewhere (dsx-ops has no CUDA kernels yet)"
+    )
     return status
