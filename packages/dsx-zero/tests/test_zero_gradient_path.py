@@ -54,6 +54,26 @@ def two_backwards(rank, world, stage):
     compare(model, reference)
 
 
+def uneven_backwards(rank, world, stage):
+    """Rank r runs r + 1 reducing backwards in some steps, before and after the order of reductions has settled; then all run one again."""
+    reference = tiny.MLP()
+    model, optimizer = shard(tiny.MLP(), stage)
+    for step in range(8):
+        uneven = step in (0, 4, 5, 6)
+        batches = [rows(reference, rank, world, seed=10 * step + i) for i in range(world if uneven else 1)]
+        for _, mine in batches[: rank + 1]:
+            model.loss(*mine).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for i, (whole, _) in enumerate(batches):
+            for r in range(i, world):  # the ranks that run backward i
+                mine = [t[2 * r : 2 * r + 2] for t in whole]
+                (reference.loss(*mine) / world).backward()
+        sgd(reference.parameters()).step()
+        reference.zero_grad()
+    compare(model, reference)
+
+
 def retained_graph(rank, world, stage):
     """The same graph backwards twice."""
     reference = tiny.Reused()
@@ -137,7 +157,7 @@ def failed_backward(rank, world, stage):
     compare(model, reference)
 
 
-ROADS = [two_backwards, retained_graph, late_arrival, only_no_sync, not_the_models_output, failed_backward]
+ROADS = [two_backwards, uneven_backwards, retained_graph, late_arrival, only_no_sync, not_the_models_output, failed_backward]
 
 
 def run_roads(rank, world, roads, stages):

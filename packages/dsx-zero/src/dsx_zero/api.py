@@ -11,16 +11,18 @@ import torch
 from torch import nn
 
 from .access import OWNERS
+from .channel import ControlChannel
 from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
 from .flat import FlatGroup, Unit
 from .gather import Gathering, Replicated
 from .gradients import LocalGradients, ReducedGradients, ReduceOrder
 from .init import InitParameter
-from .inorder import InOrder
 from .masters import check_optimizer, make_masters, place_masters, replace_parameters
 from .optimizer import Residency, Runtime, ZeroOptimizer
+from .order import AgreedOrder, NullOrder
 from .partitioned import PartitionedParameter
 from .precision import Precision
+from .reduce_executor import ReduceExecutor
 from .reduction import LocalReducer, Reducer, Reduction
 from .units import ParameterInfo, Persistence, UnitPlan, find_parameters, plan_units
 
@@ -283,27 +285,28 @@ class _Build:
         dtypes = {group.key.dtype for unit in units for group in unit.trainable}
         if self.world_size == 1 and all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes):
             return LocalGradients(units)
-        indices = [unit.index for unit in units if unit.trainable]
         alone = self.world_size == 1
         bucket = self.settings.size("reduce_bucket_size")
-        in_order = None
-        if order is None:
-            control = None if alone else self._control_group()
-            order = in_order = InOrder(indices, control_group=control, world_size=self.world_size)
+        executor = ReduceExecutor()  # stage 3 brings an order with an executor of its own
         gradients = ReducedGradients(
             self.model,
             units,
             stage=stage,
             precision=precision,
             reducer=LocalReducer() if alone else Reducer(self.process_group, self.world_size, self.reduction, bucket),
-            order=order,
+            order=order or self._reduce_order(executor),
             expose=self.reduction.op == "mean",
             overlap=self.settings.overlap_comm is not False,
             on_complete=on_complete,
         )
-        if in_order is not None:
-            in_order.bind(gradients.run_reduce)
+        executor.bind(gradients.run_reduce)
         return gradients
+
+    def _reduce_order(self, executor: ReduceExecutor) -> ReduceOrder:
+        """Stages 0-2: the ranks agree on reductions alone."""
+        if self.world_size == 1:
+            return NullOrder(executor)
+        return AgreedOrder(executor, ControlChannel(self._control_group(), self.rank, self.world_size))
 
     def _control_group(self) -> Any:
         """A group for words of a few bytes in host memory."""

@@ -10,6 +10,7 @@ import torch
 
 from .lanes import Lane, Ticket
 from .partitioned_unit import PartitionedUnit, UnitState
+from .reduce_executor import ReduceExecutor
 
 __all__ = ["GatherExecutor", "GatherLimits"]
 
@@ -26,7 +27,7 @@ class GatherLimits:
     max_live_parameters: int = 1_000_000_000
 
 
-class GatherExecutor:
+class GatherExecutor(ReduceExecutor):
     """Issues gathers of units on a lane and frees them. The reductions come from the gradients (``bind``).
 
     ``all_gather(out, shard)`` is the asynchronous collective; it returns what to wait for, or None when it is done.
@@ -40,24 +41,14 @@ class GatherExecutor:
         lane: Lane,
         limits: GatherLimits,
     ) -> None:
+        super().__init__()
         self._units = {unit.index: unit for unit in units}
         self._all_gather, self._lane, self._limits = all_gather, lane, limits
         self._tickets: dict[int, list[Ticket]] = {}
         self._holds: dict[int, int] = dict.fromkeys(self._units, 0)
         self._passing: list[tuple[Ticket, torch.Tensor]] = []
-        self._reduce: Callable[[int], None] | None = None
         self.live = 0
         """Elements of all gathered units."""
-
-    def bind(self, reduce: Callable[[int], None]) -> None:
-        """Set what starts a unit's reduction."""
-        self._reduce = reduce
-
-    def run_reduce(self, unit: int) -> None:
-        """See ``Executor``."""
-        if self._reduce is None:
-            raise RuntimeError("a reduction was asked for before gradients were bound")
-        self._reduce(unit)
 
     def run_gather(self, unit: int) -> None:
         """See ``Executor``. A unit that is there already is gathered past its users, into memory of its own."""

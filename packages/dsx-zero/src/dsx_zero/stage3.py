@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .channel import ControlChannel
 from .external import take_pending, unit_index
 from .flat import FlatGroup, Unit
 from .gather import Gathering
@@ -29,7 +30,7 @@ from .registry import remember
 from .residency import GatherExecutor, GatherLimits, Residency
 from .units import ParameterInfo, UnitPlan
 
-__all__ = ["ControlChannel", "Ranks", "Stage3", "Stage3Limits", "build_stage3"]
+__all__ = ["Ranks", "Stage3", "Stage3Limits", "build_stage3"]
 
 
 @cache
@@ -81,19 +82,6 @@ class Stage3Limits:
     prefetch_bucket_size: int = 50_000_000
     allgather_bucket_size: int = 500_000_000
     strict_order: bool = False
-
-
-class ControlChannel:
-    """Words of a few bytes over a host group (the ``Channel`` of the order)."""
-
-    def __init__(self, group: Any, rank: int, world_size: int) -> None:
-        self.rank, self._group, self._world_size = rank, group, world_size
-
-    def exchange(self, words: tuple[int, ...]) -> list[tuple[int, ...]]:
-        mine = torch.tensor(words, dtype=torch.int64)
-        everybody = torch.empty(self._world_size * len(words), dtype=torch.int64)
-        dsx_comm.all_gather_into_tensor(everybody, mine, group=self._group)
-        return [tuple(row) for row in everybody.view(self._world_size, -1).tolist()]
 
 
 class Stage3:
