@@ -10,6 +10,10 @@ The optimizers are ordinary `torch.optim.Optimizer`s. `python -m dsx_ops` report
 
 from ._version import __version__
 from .errors import HyperparameterError, NativeMissingError, OpsError, TensorError
+from .functional.dropout import bias_dropout_residual, dropout, dropout_mask
+from .functional.gelu import bias_gelu
+from .functional.layer_norm import add_layer_norm, layer_norm
+from .functional.softmax import masked_softmax
 from .native import native_status, reference_only
 from .optim.adam import Adam8bit, CPUAdam, FusedAdam
 from .optim.lamb import FusedLamb
@@ -41,8 +45,15 @@ __all__ = [
     "SGD",
     "TensorError",
     "__version__",
+    "add_layer_norm",
+    "bias_dropout_residual",
+    "bias_gelu",
     "clip_grad_norm_",
     "dequantize",
+    "dropout",
+    "dropout_mask",
+    "layer_norm",
+    "masked_softmax",
     "native_status",
     "norm",
     "quantize",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import native, reference
+from . import library, native, reference
 from .errors import TensorError
 from .spec import FLOATS
 
@@ -218,16 +218,5 @@ def _fake_dequantize(
     return codes.new_empty(shape, dtype=dtype)
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library("dsx_ops", "DEF")
-    for name, schema, run, fake in (
-        ("quantize", _QUANTIZE, _run_quantize, _fake_quantize),
-        ("dequantize", _DEQUANTIZE, _run_dequantize, _fake_dequantize),
-    ):
-        library.define(name + schema)
-        library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"dsx_ops::{name}", fake, lib=library)
-    return library
-
-
-_library = _register()  # kept: the registration lives as long as this object
+library.operator("quantize" + _QUANTIZE, _run_quantize, _fake_quantize)
+library.operator("dequantize" + _DEQUANTIZE, _run_dequantize, _fake_dequantize)

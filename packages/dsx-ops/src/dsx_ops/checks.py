@@ -1,0 +1,47 @@
+"""What the functions of this package ask of tensors; each failure is a `TensorError`, raised before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import TensorError
+from .spec import FLOATS
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as native/include/dsx_ops/kernels.h
+MASK32 = 0xFFFFFFFF
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check(
+    tensor: Tensor,
+    role: str,
+    *,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+    shape: Sequence[int] | None = None,
+    like: Tensor | None = None,
+) -> None:
+    """`tensor` must be dense, contiguous, of one of `dtypes`, of `shape`, and on the device of `like`."""
+    if tensor.dtype not in dtypes:
+        wanted = ", ".join(map(name_of, dtypes))
+        raise TensorError(f"{role}: got {name_of(tensor.dtype)}, expected {wanted}; convert it with .to()")
+    if tensor.layout is not torch.strided:
+        raise TensorError(f"{role}: got a {tensor.layout} tensor, expected a dense one; pass .to_dense()")
+    if not tensor.is_contiguous():
+        raise TensorError(f"{role}: got strides {tuple(tensor.stride())}, expected contiguous; pass .contiguous()")
+    if shape is not None and tuple(tensor.shape) != tuple(shape):
+        raise TensorError(f"{role}: got shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+    if like is not None and tensor.device != like.device:
+        raise TensorError(f"{role}: got a tensor on {tensor.device}, expected {like.device}")
+
+
+def check_seed(seed: int, offset: int) -> None:
+    """Seeds are taken modulo 2^32; an offset is an element index."""
+    if offset < 0:
+        raise TensorError(f"offset: got {offset}, expected an element index >= 0")

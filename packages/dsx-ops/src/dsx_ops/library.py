@@ -1,0 +1,38 @@
+"""The one `torch.library` of this package, and how an operator enters it.
+
+An operator is a schema, a function that runs it (which asks for the compiled kernel and falls back on its PyTorch reference), a fake
+that gives shapes and dtypes for tracing, and, where it is differentiable, the formula of its backward. With these `torch.library.opcheck`
+and `torch.compile` work. A kernel for one device is added with `implement(name, "CUDA", function)` and takes precedence there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAMESPACE = "dsx_ops"
+_library = torch.library.Library(NAMESPACE, "DEF")  # the registrations live as long as this object
+
+
+def operator(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    setup: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> None:
+    """Define `dsx_ops::<schema>`; `run` serves every device without a kernel of its own, `setup` and `backward` are autograd's."""
+    name = schema.split("(", 1)[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    if backward is not None:
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library)
+
+
+def implement(name: str, key: str, function: Callable[..., Any]) -> None:
+    """Give the operator `name` a kernel for one dispatch key, e.g. `"CUDA"`."""
+    _library.impl(name, function, key)
