@@ -157,7 +157,15 @@ def failed_backward(rank, world, stage):
     compare(model, reference)
 
 
-ROADS = [two_backwards, uneven_backwards, retained_graph, late_arrival, only_no_sync, not_the_models_output, failed_backward]
+ROADS = [
+    two_backwards,
+    uneven_backwards,
+    retained_graph,
+    late_arrival,
+    only_no_sync,
+    not_the_models_output,
+    failed_backward,
+]
 
 
 def run_roads(rank, world, roads, stages):

@@ -51,6 +51,7 @@ from .precision import Precision
 from .reduction import Reduction
 from .slices import ParamSlice, Reader
 from .tiled import TiledLinear, TiledLinearReturnBias
+from .uneven import uneven_forwards
 
 __all__ = [
     "GatheredParameters",
@@ -101,4 +102,5 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
     "shard",
+    "uneven_forwards",
 ]

@@ -5,7 +5,7 @@ A rank never issues a collective on its own. It tells its ``Order`` what it need
 before it. Which ones is a matter of the mode:
 
 * **agreeing**: each need is posted to all ranks in a round of a few bytes, and ``schedule.decide`` says what all execute. Who has nothing
-  to ask for serves the others: at the end of a pass until all have ended theirs, at the boundary until all are there.
+  to ask for serves the others: at the end of a pass until all have ended theirs, at the boundary (or where it has joined) until all are there.
 * **frozen**: when all ranks posted the same in two whole steps, the second is the schedule of the following ones, and nothing is
   asked any more. A rank that passes over an entry executes it on its way. A need that the rest of the
   schedule does not have is a deviation: the rank completes the schedule and posts; the others serve it at their boundary.
@@ -86,6 +86,10 @@ class Order(Protocol):
         """The rank comes to its optimizer step. ``pending()`` gives the units whose gradients have not been reduced yet."""
         ...
 
+    def join(self) -> None:
+        """The rank has run its last forward outside training; serve the others until all have."""
+        ...
+
     def keeps(self, unit: int) -> bool:
         """Whether the unit's next use in this pass is meant to find it still gathered."""
         ...
@@ -142,6 +146,9 @@ class NullOrder:
     def boundary(self, pending: Callable[[], Sequence[int]]) -> None:
         for unit in pending():
             self._executor.run_reduce(unit)
+
+    def join(self) -> None:
+        """Nobody to serve."""
 
     def keeps(self, unit: int) -> bool:
         return False
@@ -310,6 +317,9 @@ class AgreedOrder:
             self._rendezvous(wanted, True)
         self._finish(self._rendezvous(Operation(Kind.BOUNDARY), True))
 
+    def join(self) -> None:
+        self._rendezvous(Operation(Kind.JOIN), False)
+
     def keeps(self, unit: int) -> bool:
         replay = self._replay
         if replay is None:
@@ -344,7 +354,12 @@ class AgreedOrder:
             position = 0 if self._replay is None else self._replay.position
             mine = Post(wanted, training, position, self._checksum(), self._deviation)
             posts = [Post.from_words(words) for words in self._channel.exchange(mine.to_words())]
-            decision = decide(posts)
+            try:
+                decision = decide(posts)
+            except ValueError as error:
+                raise ScheduleDivergence(
+                    f"{error}. Every rank has to leave `uneven_forwards` before its next optimizer step"
+                ) from error
             self._carry_out(decision, wanted)
             self._note(posts)
             if self._channel.rank in decision.resume:

@@ -255,6 +255,12 @@ class Residency(Lender):
             for unit in taken:
                 self._done(unit)
 
+    def join(self) -> None:
+        """This rank has run the last of its forwards outside training; serves the others until all have. Collective."""
+        self._order.join()
+        self._executor.settle()
+        self._executor.sweep()
+
     def parameters_changed(self) -> None:
         """The shards have new values (an optimizer step, a load): what is still gathered is stale."""
         for index, unit in self._units.items():

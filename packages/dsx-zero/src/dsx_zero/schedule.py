@@ -30,6 +30,8 @@ class Kind(IntEnum):
     """A backward of a rank has ended."""
     BOUNDARY = 5
     """A rank has come to its optimizer step."""
+    JOIN = 6
+    """A rank has run the last of its forwards in a context where the ranks may run different numbers of them."""
 
 
 _PAUSES = frozenset({Kind.FORWARD_END, Kind.BACKWARD_END})
@@ -104,7 +106,9 @@ def decide(posts: Sequence[Post]) -> Decision:
     * With no gather asked for, one reduce is executed: the posted unit with the highest index, because backward runs through the units
       from the last to the first; the ranks that posted it resume, the others join with what they have.
     * When every rank is at the end of a pass or at its boundary, those at the end of a pass resume.
-    * When every rank is at its boundary, all resume.
+    * When every rank is at its boundary, or every rank has joined, all resume.
+
+    Raises ``ValueError`` when some ranks are at their boundary and the others have joined: neither can ever go on.
     """
     if not posts:
         raise ValueError("decide needs the post of at least one rank")
@@ -118,6 +122,9 @@ def decide(posts: Sequence[Post]) -> Decision:
         chosen = (max(reduces, key=lambda op: op.unit),)
         return Decision(align, chosen, _ranks(asked, chosen))
     paused = frozenset(rank for rank, op in enumerate(asked) if op.kind in _PAUSES)
+    if not paused and len(set(asked)) > 1:
+        where = ", ".join(f"rank {rank} at {op}" for rank, op in enumerate(asked))
+        raise ValueError(f"the ranks wait for each other at different places: {where}")
     return Decision(align, (), paused or frozenset(range(len(posts))))
 
 
@@ -167,7 +174,7 @@ class Schedule:
         gathered: set[int] = set()
         for place, entry in enumerate(self.entries):
             marks = entry.kind in _PAUSES
-            if marks != (entry.unit < 0) or entry.kind is Kind.BOUNDARY or entry.unit >= units:
+            if marks != (entry.unit < 0) or entry.kind in (Kind.BOUNDARY, Kind.JOIN) or entry.unit >= units:
                 raise ValueError(f"schedule entry {place} is {entry}: not an operation on one of {units} units")
             if entry.kind is Kind.USE and entry.unit not in gathered:
                 raise ValueError(
