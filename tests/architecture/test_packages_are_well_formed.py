@@ -65,3 +65,14 @@ def test_closure_is_dependencies_first(tmp_path):
     packages = {n: load(tmp_path / n) for n in "abc"}
     assert closure("c", packages) == ["a", "b", "c"]
     assert closure("a", packages) == ["a"]
+
+
+def test_hatch_environments_know_every_package_and_what_its_tests_need():
+    hatch = read_toml(ROOT / "pyproject.toml")["tool"]["hatch"]["envs"]
+    named = {requirement_name(r) for r in hatch["default"]["dependencies"]}
+    needed = {requirement_name(r) for p in PACKAGES.values() for r in p.test_requires}
+    assert needed <= named, f"the default environment of the root pyproject lacks {sorted(needed - named)}"
+    (matrix,) = hatch["solo"]["matrix"]
+    assert set(matrix["package"]) == set(PACKAGES)
+    siblings = {r for n in PACKAGES for r in closure(n, PACKAGES)} - {"dsx"}
+    assert set(hatch["solo"]["sources"]) == siblings
