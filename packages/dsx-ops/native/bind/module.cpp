@@ -1,125 +1,67 @@
-// The only file that knows Python: checks sizes, chooses the instruction set, cuts the work into ranges, releases the GIL.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <algorithm>
-#include <cmath>
+// Optimizer steps, norms and the choice of the instruction set for Python: checks sizes, cuts the work, releases the GIL.
 #include <cstdlib>
-#include <cstring>
-#include <stdexcept>
-#include <string>
-#include <vector>
 
-#include "dsx_ops/kernels.h"
-#include "dsx_ops/parallel.h"
-
-namespace py = pybind11;
+#include "work.h"
 
 namespace dsx {
-namespace base { extern const Kernels table; extern const QuantKernels quant_table; }
+#define DSX_TABLES(isa)                      \
+    namespace isa {                          \
+    extern const Kernels table;              \
+    extern const QuantKernels quant_table;   \
+    extern const SignKernels sign_table;     \
+    const Tables all{&table, &quant_table, &sign_table}; \
+    }
+DSX_TABLES(base)
 #ifdef DSX_X86
-namespace avx2 { extern const Kernels table; extern const QuantKernels quant_table; }
-namespace avx512 { extern const Kernels table; extern const QuantKernels quant_table; }
+DSX_TABLES(avx2)
+DSX_TABLES(avx512)
 #endif
+#undef DSX_TABLES
 
 namespace {
 
-std::vector<const Kernels*> available() {
-    std::vector<const Kernels*> found{&base::table};
+std::vector<const Tables*> available() {
+    std::vector<const Tables*> found{&base::all};
 #ifdef DSX_X86
     // These also ask the operating system whether it keeps the wide registers.
     __builtin_cpu_init();
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (has_avx2) found.push_back(&avx2::table);
+    if (has_avx2) found.push_back(&avx2::all);
     if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        found.push_back(&avx512::table);
+        found.push_back(&avx512::all);
 #endif
     return found;
 }
 
-const Kernels* named(const std::string& name) {
+const Tables* named(const std::string& name) {
     std::string names;
-    for (const Kernels* k : available()) {
-        if (name == k->name) return k;
-        names += (names.empty() ? "" : ", ") + std::string(k->name);
+    for (const Tables* t : available()) {
+        if (name == t->basic->name) return t;
+        names += (names.empty() ? "" : ", ") + std::string(t->basic->name);
     }
     throw std::invalid_argument("instruction set '" + name + "' cannot run here; this CPU has: " + names);
 }
 
-struct Chosen {
-    const Kernels* kernels = nullptr;
-    bool own_threads = false;
-};
+}  // namespace
+
 Chosen& chosen() {
     static Chosen c;
     return c;
 }
-const Kernels& kernels() {
+
+const Tables& tables() {
     Chosen& c = chosen();
-    if (c.kernels == nullptr) {
+    if (c.tables == nullptr) {
         const char* wanted = std::getenv("DSX_ISA");
-        c.kernels = wanted && *wanted ? named(wanted) : available().back();
+        c.tables = wanted && *wanted ? named(wanted) : available().back();
     }
-    return *c.kernels;
+    return *c.tables;
 }
 
-const QuantKernels& quant_kernels() {
-#ifdef DSX_X86
-    if (&kernels() == &avx512::table) return avx512::quant_table;
-    if (&kernels() == &avx2::table) return avx2::quant_table;
-#endif
-    return base::quant_table;
-}
+namespace {
 
-constexpr int64_t SERIAL_BELOW = 32768;
-
-// Rows laid end to end, each padded to `grain`; thread borders fall on multiples of `grain` from a row's start.
-struct Plan {
-    std::vector<int64_t> start;  // in grains
-    int64_t grain, total = 0;
-
-    Plan(const std::vector<int64_t>& sizes, int64_t grain_) : grain(grain_) {
-        start.reserve(sizes.size() + 1);
-        for (int64_t n : sizes) {
-            start.push_back(total);
-            total += (n + grain - 1) / grain;
-        }
-        start.push_back(total);
-    }
-    // f(row, begin, end) for everything in this part.
-    template <class F> void run(const std::vector<int64_t>& sizes, int part, int parts, const F& f) const {
-        const int64_t from = total * part / parts, to = total * (part + 1) / parts;
-        if (from >= to) return;
-        size_t row = std::upper_bound(start.begin(), start.end(), from) - start.begin() - 1;
-        for (int64_t at = from; at < to; ++row) {
-            const int64_t stop = std::min(to, start[row + 1]);
-            if (stop > at) f(row, (at - start[row]) * grain, std::min(sizes[row], (stop - start[row]) * grain));
-            at = std::max(at, stop);
-        }
-    }
-    template <class F> void parallel(const std::vector<int64_t>& sizes, int threads, const F& f) const {
-        if (total * grain < SERIAL_BELOW) threads = 1;
-        on_threads(threads, chosen().own_threads, [&](int part, int parts) { run(sizes, part, parts, f); });
-    }
-};
-
-// A table of int64 numbers, `columns` per row, as array('q') or anything with that buffer.
-struct Table {
-    py::buffer_info info;
-    const int64_t* data;
-    size_t rows;
-
-    Table(const py::buffer& buffer, size_t columns) : info(buffer.request()) {
-        if (info.itemsize != 8 || info.ndim != 1) throw std::invalid_argument("expected a one-dimensional table of int64");
-        if (info.size % static_cast<py::ssize_t>(columns) != 0)
-            throw std::invalid_argument("expected " + std::to_string(columns) + " numbers per row, got " + std::to_string(info.size) + " in all");
-        data = static_cast<const int64_t*>(info.ptr);
-        rows = static_cast<size_t>(info.size) / columns;
-    }
-};
-
-template <class T> T* pointer(int64_t address) { return reinterpret_cast<T*>(static_cast<intptr_t>(address)); }
+const Kernels& kernels() { return *tables().basic; }
 
 constexpr size_t STEP_COLUMNS = 10;
 constexpr size_t HYPER_COUNT = 11;
@@ -246,38 +188,20 @@ void convert(int from, int64_t in, int to, int64_t out, int64_t numel, int threa
     });
 }
 
-// addresses: x, codes, scale, zero (0 when symmetric). numbers: numel, group, bits, offset.
-void quantize(bool forward, const std::vector<int64_t>& addresses, int dtype, const std::vector<int64_t>& numbers, bool symmetric,
-              bool stochastic, uint32_t seed, int threads) {
-    if (addresses.size() != 4 || numbers.size() != 4) throw std::invalid_argument("expected 4 addresses and 4 numbers");
-    const Quant q{static_cast<DType>(dtype), numbers[1], static_cast<int32_t>(numbers[2]), symmetric, stochastic, seed, numbers[3]};
-    if (q.group <= 0 || q.group % LANES != 0 || (q.bits != 4 && q.bits != 8) || numbers[0] < 0)
-        throw std::invalid_argument("expected a group that is a multiple of 16, and 4 or 8 bits");
-    const QuantKernels& k = quant_kernels();
-    const std::vector<int64_t> sizes{numbers[0]};
-    char *x = pointer<char>(addresses[0]), *codes = pointer<char>(addresses[1]);
-    float *scale = pointer<float>(addresses[2]), *zero = pointer<float>(addresses[3]);
-    py::gil_scoped_release release;
-    Plan(sizes, q.group).parallel(sizes, threads, [&](size_t, int64_t begin, int64_t end) {
-        if (forward) k.quantize(q, x, codes, scale, zero, begin, end);
-        else k.dequantize(q, codes, scale, zero, x, begin, end);
-    });
-}
-
 }  // namespace
 }  // namespace dsx
 
 PYBIND11_MODULE(_C, m) {
     using namespace dsx;
     m.doc() = "CPU kernels of dsx-ops. Takes addresses; dsx_ops.native checks tensors before calling.";
-    m.attr("ABI") = 2;
+    m.attr("ABI") = 3;
     m.def("isa", [] { return std::string(kernels().name); });
     m.def("isas", [] {
         std::vector<std::string> names;
-        for (const Kernels* k : available()) names.emplace_back(k->name);
+        for (const Tables* t : available()) names.emplace_back(t->basic->name);
         return names;
     });
-    m.def("set_isa", [](const std::string& name) { chosen().kernels = named(name); });
+    m.def("set_isa", [](const std::string& name) { chosen().tables = named(name); });
     m.def("set_own_threads", [](bool on) { chosen().own_threads = on; });
     m.def("threads_backend", [] {
         return std::string(Gomp::get().usable() && !chosen().own_threads ? "torch's OpenMP pool" : "std::thread");
@@ -295,5 +219,6 @@ PYBIND11_MODULE(_C, m) {
     m.def("squares", &squares);
     m.def("scale", &scale);
     m.def("convert", &convert);
-    m.def("quantize", &quantize);
+    bind_codes(m);
+    bind_rows(m);
 }

@@ -8,6 +8,7 @@
 The optimizers are ordinary `torch.optim.Optimizer`s. `python -m dsx_ops` reports what is built and what runs.
 """
 
+from . import onebit
 from ._version import __version__
 from .errors import HyperparameterError, NativeMissingError, OpsError, TensorError
 from .functional.dropout import bias_dropout_residual, dropout, dropout_mask
@@ -55,6 +56,7 @@ __all__ = [
     "layer_norm",
     "masked_softmax",
     "native_status",
+    "onebit",
     "norm",
     "quantize",
     "reference_only",

@@ -77,6 +77,19 @@ struct QuantKernels {
     void (*dequantize)(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin, int64_t end);
 };
 
+// One bit per element: 1 for >= 0 (also -0), 0 for negative and NaN; element i in bit i % 8 of byte i / 8.
+struct SignKernels {
+    // All work on elements [begin, end); begin is a multiple of ALIGN. `stream`: write past the caches.
+    void (*pack)(DType dtype, const char* x, char* bits, int64_t begin, int64_t end);
+    void (*unpack)(const char* bits, float scale, DType dtype, char* out, int64_t begin, int64_t end, bool stream);
+    // Sums of squares of x + error in fp64, in lane order: one number per CHUNK.
+    void (*squares)(DType dtype, const char* x, const char* error, int64_t begin, int64_t end, double* partials);
+    // Packs the signs of t = x + error and leaves t - scale sign(t) in error.
+    void (*compress)(DType dtype, const char* x, char* error, float scale, char* bits, int64_t begin, int64_t end);
+    // out = (sum over ranks, in order, of scales[r] sign_r) factor; rank r's bits begin at bits + r stride.
+    void (*mean)(const char* bits, int64_t stride, const float* scales, int64_t ranks, float factor, char* out, int64_t begin, int64_t end);
+};
+
 struct Kernels {
     const char* name;
     // Both work on the elements [begin, end) of one row; begin is a multiple of ALIGN (BLOCK8, CHUNK where they matter).
@@ -85,6 +98,13 @@ struct Kernels {
     void (*squares)(DType dtype, const char* data, int64_t begin, int64_t end, double* partials);
     void (*scale)(DType dtype, char* data, int64_t begin, int64_t end, float factor);
     void (*convert)(DType from, const char* in, DType to, char* out, int64_t begin, int64_t end);
+};
+
+// Everything that one instruction set offers.
+struct Tables {
+    const Kernels* basic;
+    const QuantKernels* quant;
+    const SignKernels* sign;
 };
 
 }  // namespace dsx

@@ -202,6 +202,47 @@ static DSX_INLINE void store_half(void* at, F a) {
 #endif
 }
 
+// One bit per lane: bit k of the result is lane k of an all-ones-or-zero mask, and back.
+static DSX_INLINE uint32_t lane_bits(U mask) {
+#if defined(DSX_ISA_AVX512)
+    return (uint32_t)_mm512_movepi32_mask((__m512i)mask.r[0]);
+#elif defined(DSX_ISA_AVX2)
+    return (uint32_t)_mm256_movemask_ps((__m256)mask.r[0]) | (uint32_t)_mm256_movemask_ps((__m256)mask.r[1]) << 8;
+#elif defined(DSX_X86)
+    uint32_t found = 0;
+    DSX_EACH found |= (uint32_t)_mm_movemask_ps((__m128)mask.r[i]) << (4 * i);
+    return found;
+#else
+    uint32_t found = 0;
+    DSX_EACH for (int k = 0; k < PER; ++k) found |= (mask.r[i][k] & 1u) << (i * PER + k);
+    return found;
+#endif
+}
+static DSX_INLINE U lane_mask(uint32_t bits) {
+#if defined(DSX_ISA_AVX512)
+    U c;
+    c.r[0] = (ureg)_mm512_movm_epi32((__mmask16)bits);
+    return c;
+#else
+    U lane;
+    DSX_EACH for (int k = 0; k < PER; ++k) lane.r[i][k] = 1u << (i * PER + k);
+    return equalu(splatu(bits) & lane, lane);
+#endif
+}
+
+// Non-temporal stores, for buffers that are only written: they save reading the lines. `at` is aligned to 64 bytes.
+static DSX_INLINE void stream32(void* at, F a) {
+#if defined(DSX_ISA_AVX512)
+    _mm512_stream_ps((float*)at, (__m512)a.r[0]);
+#elif defined(DSX_ISA_AVX2)
+    DSX_EACH _mm256_stream_ps((float*)at + 8 * i, (__m256)a.r[i]);
+#elif defined(DSX_X86)
+    DSX_EACH _mm_stream_ps((float*)at + 4 * i, (__m128)a.r[i]);
+#else
+    store32(at, a);
+#endif
+}
+
 // Non-temporal store of 16 bf16 or half values: saves reading the line of a buffer that is only written.
 static DSX_INLINE void stream16(void* at, const void* from) {
 #if defined(DSX_ISA_AVX512) || defined(DSX_ISA_AVX2)

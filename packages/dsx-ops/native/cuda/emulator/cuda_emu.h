@@ -1,0 +1,224 @@
+// Runs CUDA kernels on the host, for tests on machines without a GPU: the same sources, compiled by g++ with -DDSX_CUDA_EMULATED.
+//
+// Every thread of a block is a fiber. __syncthreads and the warp functions are waits: a fiber gives the processor back, and goes on
+// when all that must arrive have arrived. Threads run in an order that the test chooses (forward, backward, shuffled by a seed), shared
+// memory is filled with NaN before each block, and arriving at different barriers, or leaving while others wait, is an error.
+// So a missing barrier, an uninitialised sum or a divergent shuffle changes a result or fails. What it cannot show: races between the
+// instructions of one warp, the memory model, speed. One-dimensional grids and blocks, static shared memory.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <functional>
+#include <mutex>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__ static __attribute__((section("dsx_shared")))
+
+struct dim3 {
+    unsigned x = 1, y = 1, z = 1;
+};
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+// The linker knows where the section of all __shared__ variables begins and ends.
+extern "C" __attribute__((weak, visibility("hidden"))) char __start_dsx_shared[], __stop_dsx_shared[];
+
+namespace emu {
+
+constexpr size_t STACK = 64 * 1024;
+constexpr unsigned WARP = 32;
+
+struct Fiber {
+    enum State { READY, AT_BARRIER, AT_WARP, DONE };
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(STACK);
+    State state = DONE;
+    unsigned site = 0;   // which warp function it waits in
+    uint64_t value = 0;  // what it offers to its warp
+};
+
+class Machine {
+public:
+    static Machine& get() {
+        static Machine machine;
+        return machine;
+    }
+    // 0: forward, 1: backward, else: shuffled anew for every block and turn, from this seed.
+    unsigned order = 0;
+    uint64_t launches = 0;
+
+    void run(int64_t blocks, unsigned threads, const std::function<void()>& kernel) {
+        std::lock_guard<std::mutex> one_at_a_time(mutex);
+        if (threads == 0 || threads % WARP || threads > 1024) throw std::runtime_error("emulator: blocks must be whole warps, at most 1024 threads");
+        if (blocks > 0x7fffffff) throw std::runtime_error("emulator: more blocks than a grid can have");
+        ++launches;
+        body = &kernel;
+        gridDim.x = (unsigned)blocks;
+        blockDim.x = threads;
+        if (fibers.size() < threads) fibers.resize(threads);
+        snapshots.resize(threads);
+        random.seed(order);
+        std::vector<unsigned> sequence = permuted((unsigned)blocks);
+        for (unsigned block : sequence) run_block(block, threads);
+    }
+
+    void barrier() { wait(Fiber::AT_BARRIER, 0, 0); }
+
+    // Offers `value` to the warp; returns what all 32 lanes offered.
+    const uint64_t* exchange(unsigned mask, unsigned site, uint64_t value) {
+        if (mask != 0xffffffffu) fail("a warp function was called with a partial mask");
+        const unsigned thread = threadIdx.x;
+        wait(Fiber::AT_WARP, site, value);
+        return snapshots.data() + thread / WARP * WARP;
+    }
+
+private:
+    std::mutex mutex;
+    std::vector<Fiber> fibers;
+    std::vector<uint64_t> snapshots;
+    ucontext_t scheduler;
+    const std::function<void()>* body = nullptr;
+    unsigned current = 0;
+    std::string error;
+    std::mt19937 random;
+
+    std::vector<unsigned> permuted(unsigned count) {
+        std::vector<unsigned> found(count);
+        for (unsigned i = 0; i < count; ++i) found[i] = order == 1 ? count - 1 - i : i;
+        if (order > 1) std::shuffle(found.begin(), found.end(), random);
+        return found;
+    }
+
+    static void enter() {
+        Machine& m = get();
+        (*m.body)();
+        m.fibers[m.current].state = Fiber::DONE;
+        swapcontext(&m.fibers[m.current].context, &m.scheduler);
+    }
+
+    void wait(Fiber::State state, unsigned site, uint64_t value) {
+        Fiber& fiber = fibers[current];
+        fiber.state = state;
+        fiber.site = site;
+        fiber.value = value;
+        swapcontext(&fiber.context, &scheduler);
+    }
+
+    void fail(const char* text) {
+        error = text;
+        swapcontext(&fibers[current].context, &scheduler);  // never resumed
+    }
+
+    void run_block(unsigned block, unsigned threads) {
+        blockIdx.x = block;
+        error.clear();
+        if (__start_dsx_shared) memset(__start_dsx_shared, 0xff, (size_t)(__stop_dsx_shared - __start_dsx_shared));
+        for (unsigned t = 0; t < threads; ++t) {
+            Fiber& f = fibers[t];
+            getcontext(&f.context);
+            f.context.uc_stack.ss_sp = f.stack.data();
+            f.context.uc_stack.ss_size = f.stack.size();
+            f.context.uc_link = nullptr;
+            makecontext(&f.context, &Machine::enter, 0);
+            f.state = Fiber::READY;
+        }
+        for (bool alive = true; alive;) {
+            for (unsigned t : permuted(threads)) {
+                if (fibers[t].state != Fiber::READY) continue;
+                current = t;
+                threadIdx.x = t;
+                swapcontext(&scheduler, &fibers[t].context);
+                if (!error.empty()) throw std::runtime_error("emulator: " + error);
+            }
+            alive = release(threads);
+        }
+    }
+
+    // Lets go those that need not wait any more; false when all have finished.
+    bool release(unsigned threads) {
+        unsigned done = 0, at_barrier = 0;
+        for (unsigned t = 0; t < threads; ++t) {
+            done += fibers[t].state == Fiber::DONE;
+            at_barrier += fibers[t].state == Fiber::AT_BARRIER;
+        }
+        if (done == threads) return false;
+        if (at_barrier == threads) {
+            for (unsigned t = 0; t < threads; ++t) fibers[t].state = Fiber::READY;
+            return true;
+        }
+        bool moved = false;
+        for (unsigned first = 0; first < threads; first += WARP) moved |= release_warp(first);
+        if (!moved) throw std::runtime_error("emulator: divergence: some threads wait at a barrier that others never reach");
+        return true;
+    }
+
+    bool release_warp(unsigned first) {
+        for (unsigned t = first; t < first + WARP; ++t)
+            if (fibers[t].state != Fiber::AT_WARP || fibers[t].site != fibers[first].site) return false;
+        for (unsigned t = first; t < first + WARP; ++t) {
+            snapshots[t] = fibers[t].value;
+            fibers[t].state = Fiber::READY;
+        }
+        return true;
+    }
+};
+
+template <class T> uint64_t pack(T value) {
+    static_assert(sizeof(T) <= 8, "warp functions move at most eight bytes");
+    uint64_t raw = 0;
+    memcpy(&raw, &value, sizeof(T));
+    return raw;
+}
+template <class T> T unpack(uint64_t raw) {
+    T value;
+    memcpy(&value, &raw, sizeof(T));
+    return value;
+}
+
+}  // namespace emu
+
+inline void __syncthreads() { emu::Machine::get().barrier(); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { emu::Machine::get().exchange(mask, 1, 0); }
+template <class T> T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+    const unsigned lane = threadIdx.x % emu::WARP;
+    return emu::unpack<T>(emu::Machine::get().exchange(mask, 2, emu::pack(value))[lane ^ (unsigned)lanes]);
+}
+template <class T> T __shfl_sync(unsigned mask, T value, int from) {
+    return emu::unpack<T>(emu::Machine::get().exchange(mask, 3, emu::pack(value))[(unsigned)from % emu::WARP]);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    const uint64_t* all = emu::Machine::get().exchange(mask, 4, predicate != 0);
+    unsigned bits = 0;
+    for (unsigned lane = 0; lane < emu::WARP; ++lane) bits |= (unsigned)all[lane] << lane;
+    return bits;
+}
+inline uint32_t __float_as_uint(float f) { return emu::unpack<uint32_t>(emu::pack(f)); }
+inline float __uint_as_float(uint32_t u) { return emu::unpack<float>(emu::pack(u)); }
+
+// IEEE half, rounding to nearest even, as the hardware's conversions.
+inline float emu_half_to_float(uint16_t h) {
+    const uint32_t sign = (h & 0x8000u) << 16, magnitude = h & 0x7fffu;
+    if (magnitude >= 0x7c00u) return __uint_as_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+    const float value = (float)magnitude;  // exact
+    if (magnitude < 0x400u) return __uint_as_float(sign | __float_as_uint(value * 5.9604644775390625e-8f));
+    return __uint_as_float(sign | ((magnitude << 13) + 0x38000000u));
+}
+inline uint16_t emu_float_to_half(float f) {
+    const uint32_t b = __float_as_uint(f), sign = b >> 16 & 0x8000u, magnitude = b & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return (uint16_t)0x7fff;
+    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+    if (magnitude < 0x38800000u) return (uint16_t)(sign | (__float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u));
+    return (uint16_t)(sign | ((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13));
+}

@@ -1,0 +1,414 @@
+// One pass over parameter, gradient and states per optimizer; the arithmetic of native/cpu/optimizers.cpp, operation by operation,
+// so that both give the same bits (compiled without contraction).
+//
+// Bound by memory: a thread takes four neighbours of every stream, all loads before the first use. The dtypes are a type argument for the
+// common combinations and numbers at run time for the rest; the branches are the same for a whole block.
+#include "memory.cuh"
+#include "reduce.cuh"
+
+namespace dsx {
+namespace cuda {
+namespace {
+
+// ---- rules for one element ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float gradient(const Hyper& h, float g) {
+    if (h.flags & UNSCALE) g = g * h.grad_mul;
+    return h.flags & MAXIMIZE ? -g : g;
+}
+__device__ __forceinline__ void moments(const Hyper& h, float g, float& m, float& v) {
+    m = h.beta1 * m + h.one_minus_beta1 * g;
+    v = h.beta2 * v + (h.one_minus_beta2 * g) * g;
+}
+
+struct Adam {
+    static constexpr int STATES = 2;
+    static __device__ __forceinline__ void apply(const Hyper& h, float& p, float g, float& m, float& v) {
+        if (h.flags & L2) g = g + h.l2 * p;
+        moments(h, g, m, v);
+        if (h.flags & DECOUPLED) p = p * h.decay;
+        p = p - h.step_size * (m / (sqrtf(v) * h.inv_denom + h.eps));
+    }
+};
+struct Adagrad {
+    static constexpr int STATES = 1;
+    static __device__ __forceinline__ void apply(const Hyper& h, float& p, float g, float& sum, float&) {
+        if (h.flags & L2) g = g + h.l2 * p;
+        sum = sum + g * g;
+        p = p - h.step_size * (g / (sqrtf(sum) + h.eps));
+    }
+};
+struct Lion {
+    static constexpr int STATES = 1;
+    static __device__ __forceinline__ void apply(const Hyper& h, float& p, float g, float& m, float&) {
+        const float c = h.beta1 * m + h.one_minus_beta1 * g;
+        const float sign = 0.0f < c ? 1.0f : c < 0.0f ? -1.0f : 0.0f;
+        if (h.flags & DECOUPLED) p = p * h.decay;
+        p = p - h.step_size * sign;
+        m = h.beta2 * m + h.one_minus_beta2 * g;
+    }
+};
+struct Sgd {
+    static constexpr int STATES = 1;
+    static __device__ __forceinline__ void apply(const Hyper& h, float& p, float g, float& buffer, float&) {
+        if (h.flags & L2) g = g + h.l2 * p;
+        if (h.flags & MOMENTUM) {
+            buffer = h.beta1 * buffer + h.damp * g;
+            g = h.flags & NESTEROV ? g + h.beta2 * buffer : buffer;
+        }
+        p = p - h.step_size * g;
+    }
+};
+
+__device__ __forceinline__ float lamb_direction(const Hyper& h, float p, float m, float v) {
+    const float u = m / (h.flags & EPS_INSIDE ? sqrtf(v + h.eps) : sqrtf(v) + h.eps);
+    return h.flags & L2 ? u + h.l2 * p : u;
+}
+
+// ---- dtypes of the streams ------------------------------------------------------------------------------------------------
+
+struct AnyTypes {
+    DType param, grad, state, copy;
+};
+template <DType P, DType G, DType S, DType C> struct Types {
+    static constexpr DType param = P, grad = G, state = S, copy = C;
+    static bool match(const Step& s) { return s.param == P && s.grad == G && s.state == S && s.copy == C; }
+};
+
+struct Numbers {
+    Hyper host;
+    const Hyper* device;
+    __device__ __forceinline__ Hyper get() const { return device ? *device : host; }
+};
+
+template <class T> __device__ __forceinline__ Float4 param_of(const T& t, const Raw& raw, const Raw& low) {
+    return t.param == SPLIT ? join(raw, low) : decode(t.param, raw);
+}
+template <class T>
+__device__ __forceinline__ void store_param(const T& t, const Row& row, int64_t i, int n, bool whole, const Float4& p) {
+    if (t.param == SPLIT) {
+        Raw weight, low;
+        split(p, weight, low);
+        store_raw(BF16, row.param, i, n, whole, weight);
+        store_raw(BF16, row.low_bits, i, n, whole, low);
+    } else {
+        store4(t.param, row.param, i, n, whole, p);
+    }
+    if (t.copy != NONE) store4(t.copy, row.copy, i, n, whole, p);
+}
+__device__ __forceinline__ int left_of(int64_t end, int64_t i) { return end - i < 4 ? (int)(end - i) : 4; }
+
+// ---- elementwise ----------------------------------------------------------------------------------------------------------
+
+template <class Rule, class T>
+__global__ void __launch_bounds__(THREADS) elementwise(const __grid_constant__ Table<Row> table, const T t, const Numbers numbers) {
+    const Hyper h = numbers.get();
+    if (h.flags & SKIP) return;
+    const Piece piece = piece_of(table, (int32_t)blockIdx.x);
+    const Row& row = table.rows[piece.row];
+    const bool stateful = Rule::STATES > 1 || row.state0 != nullptr;
+    for (int64_t i = piece.begin + 4 * threadIdx.x; i < piece.end; i += 4 * blockDim.x) {
+        const int n = left_of(piece.end, i);
+        const bool whole = n == 4 && table.aligned[piece.row];
+        const Raw raw_p = load_raw(t.param, row.param, i, n, whole), raw_g = load_raw(t.grad, row.grad, i, n, whole);
+        Raw low = {}, raw_a = {}, raw_b = {};
+        if (t.param == SPLIT) low = load_raw(BF16, row.low_bits, i, n, whole);
+        if (stateful) raw_a = load_raw(t.state, row.state0, i, n, whole);
+        if (Rule::STATES > 1) raw_b = load_raw(t.state, row.state1, i, n, whole);
+        Float4 p = param_of(t, raw_p, low), g = decode(t.grad, raw_g), a = decode(t.state, raw_a), b = decode(t.state, raw_b);
+        for (int k = 0; k < 4; ++k) Rule::apply(h, p.x[k], gradient(h, g.x[k]), a.x[k], b.x[k]);
+        store_param(t, row, i, n, whole, p);
+        if (stateful) store4(t.state, row.state0, i, n, whole, a);
+        if (Rule::STATES > 1) store4(t.state, row.state1, i, n, whole, b);
+    }
+}
+
+// ---- Lamb -----------------------------------------------------------------------------------------------------------------
+
+// Phase 1: moments, and per chunk the squared norms of parameter and direction.
+__global__ void __launch_bounds__(THREADS)
+    lamb_update(const __grid_constant__ Table<Row> table, const AnyTypes t, const Numbers numbers, double* partials) {
+    __shared__ double scratch[THREADS / WARP];
+    const Hyper h = numbers.get();
+    const bool skip = h.flags & SKIP;
+    const Piece piece = piece_of(table, (int32_t)blockIdx.x);
+    const Row& row = table.rows[piece.row];
+    double p_sum = 0, u_sum = 0;
+    for (int64_t i = piece.begin + 4 * threadIdx.x; i < piece.end && !skip; i += 4 * blockDim.x) {
+        const int n = left_of(piece.end, i);
+        const bool whole = n == 4 && table.aligned[piece.row];
+        Raw low = {};
+        const Raw raw_p = load_raw(t.param, row.param, i, n, whole), raw_g = load_raw(t.grad, row.grad, i, n, whole);
+        const Raw raw_m = load_raw(t.state, row.state0, i, n, whole), raw_v = load_raw(t.state, row.state1, i, n, whole);
+        if (t.param == SPLIT) low = load_raw(BF16, row.low_bits, i, n, whole);
+        const Float4 p = param_of(t, raw_p, low), g = decode(t.grad, raw_g);
+        Float4 m = decode(t.state, raw_m), v = decode(t.state, raw_v);
+        for (int k = 0; k < n; ++k) {
+            moments(h, gradient(h, g.x[k]), m.x[k], v.x[k]);
+            const double x = p.x[k], u = lamb_direction(h, p.x[k], m.x[k], v.x[k]);
+            p_sum = p_sum + x * x;
+            u_sum = u_sum + u * u;
+        }
+        store4(t.state, row.state0, i, n, whole, m);
+        store4(t.state, row.state1, i, n, whole, v);
+    }
+    p_sum = over_block(p_sum, Sum(), scratch);
+    u_sum = over_block(u_sum, Sum(), scratch);
+    if (threadIdx.x == 0) {
+        partials[2 * (int64_t)blockIdx.x] = p_sum;
+        partials[2 * (int64_t)blockIdx.x + 1] = u_sum;
+    }
+}
+
+// Adds the chunks of one row, always in the same order.
+__global__ void __launch_bounds__(THREADS) lamb_norms(const __grid_constant__ Table<Row> table, const double* partials, double* squares) {
+    __shared__ double scratch[THREADS / WARP];
+    const int row = (int)blockIdx.x;
+    double p_sum = 0, u_sum = 0;
+    for (int64_t c = table.start[row] + (int64_t)threadIdx.x; c < table.start[row + 1]; c += blockDim.x) {
+        p_sum = p_sum + partials[2 * c];
+        u_sum = u_sum + partials[2 * c + 1];
+    }
+    p_sum = over_block(p_sum, Sum(), scratch);
+    u_sum = over_block(u_sum, Sum(), scratch);
+    if (threadIdx.x == 0) {
+        squares[2 * (int64_t)table.index[row]] = p_sum;
+        squares[2 * (int64_t)table.index[row] + 1] = u_sum;
+    }
+}
+
+// Phase 2: the direction again from the moments just written, times the row's coefficient.
+__global__ void __launch_bounds__(THREADS)
+    lamb_apply(const __grid_constant__ Table<Row> table, const AnyTypes t, const Numbers numbers, const float* coefficients) {
+    const Hyper h = numbers.get();
+    if (h.flags & SKIP) return;
+    const Piece piece = piece_of(table, (int32_t)blockIdx.x);
+    const Row& row = table.rows[piece.row];
+    const float coefficient = coefficients[table.index[piece.row]];
+    for (int64_t i = piece.begin + 4 * threadIdx.x; i < piece.end; i += 4 * blockDim.x) {
+        const int n = left_of(piece.end, i);
+        const bool whole = n == 4 && table.aligned[piece.row];
+        Raw low = {};
+        const Raw raw_p = load_raw(t.param, row.param, i, n, whole);
+        const Raw raw_m = load_raw(t.state, row.state0, i, n, whole), raw_v = load_raw(t.state, row.state1, i, n, whole);
+        if (t.param == SPLIT) low = load_raw(BF16, row.low_bits, i, n, whole);
+        Float4 p = param_of(t, raw_p, low);
+        const Float4 m = decode(t.state, raw_m), v = decode(t.state, raw_v);
+        for (int k = 0; k < 4; ++k) p.x[k] = p.x[k] - coefficient * lamb_direction(h, p.x[k], m.x[k], v.x[k]);
+        store_param(t, row, i, n, whole, p);
+    }
+}
+
+// ---- 8-bit states ---------------------------------------------------------------------------------------------------------
+//
+// The codes are explained in native/cpu/optimizers.cpp. A warp takes a block of 256 elements, eight per lane.
+
+template <int CODES> struct Code {
+    static constexpr uint32_t BASE = 0x3f8u - CODES, SMALLEST = (BASE + 1) << 20;
+    static __device__ __forceinline__ uint32_t encode(float magnitude, uint32_t random) {
+        const uint32_t b = __float_as_uint(magnitude);
+        if (b < SMALLEST) return (float)(int32_t)random * 9.5367431640625e-7f * __uint_as_float(SMALLEST) < magnitude;
+        const uint32_t code = ((b + random) >> 20) - BASE;
+        return code > (uint32_t)CODES ? (uint32_t)CODES : code;
+    }
+    static __device__ __forceinline__ float decode(uint32_t code) { return code == 0 ? 0.0f : __uint_as_float((code + BASE) << 20); }
+};
+typedef Code<127> First;
+typedef Code<255> Second;
+
+// Magnitudes that fp32 cannot invert are flushed to zero.
+__device__ __forceinline__ float inverse(float scale) { return scale >= 1.1754944e-38f || scale != scale ? 1.0f / scale : 0.0f; }
+
+__device__ __forceinline__ float decode_first(uint32_t code, float scale) {
+    return __uint_as_float(__float_as_uint(First::decode(code & 0x7fu) * scale) ^ (code & 0x80u) << 24);
+}
+
+constexpr int PER_LANE = BLOCK8 / WARP / 4;  // groups of four
+
+__global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<Row> table, const AnyTypes t, const Numbers numbers) {
+    const Hyper h = numbers.get();
+    if (h.flags & SKIP) return;
+    const Piece piece = piece_of(table, (int32_t)blockIdx.x);
+    const Row& row = table.rows[piece.row];
+    const int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, warps = (int)blockDim.x / WARP;
+    for (int64_t first = piece.begin + warp * BLOCK8; first < piece.end; first += warps * BLOCK8) {
+        const float scale0 = row.scale0[first / BLOCK8], scale1 = row.scale1[first / BLOCK8];
+        Float4 p[PER_LANE], m[PER_LANE], v[PER_LANE];
+        float top_m = 0, top_v = 0;
+        for (int part = 0; part < PER_LANE; ++part) {
+            const int64_t i = first + 4 * (part * WARP + lane);
+            const int n = i < piece.end ? left_of(piece.end, i) : 0;
+            const bool whole = n == 4 && table.aligned[piece.row];
+            Raw low = {};
+            const Raw raw_p = load_raw(t.param, row.param, i, n, whole), raw_g = load_raw(t.grad, row.grad, i, n, whole);
+            const uint32_t c0 = load_bytes(row.state0, i, n, whole), c1 = load_bytes(row.state1, i, n, whole);
+            if (t.param == SPLIT) low = load_raw(BF16, row.low_bits, i, n, whole);
+            p[part] = param_of(t, raw_p, low);
+            const Float4 g = decode(t.grad, raw_g);
+            for (int k = 0; k < 4; ++k) {
+                float &a = m[part].x[k], &b = v[part].x[k];
+                a = b = 0;
+                if (k >= n) continue;
+                a = decode_first(c0 >> 8 * k & 0xffu, scale0);
+                b = Second::decode(c1 >> 8 * k & 0xffu) * scale1;
+                Adam::apply(h, p[part].x[k], gradient(h, g.x[k]), a, b);
+                top_m = Largest()(top_m, fabsf(a));
+                top_v = Largest()(top_v, b);
+            }
+        }
+        top_m = over_warp(top_m, Largest());
+        top_v = over_warp(top_v, Largest());
+        if (lane == 0) {
+            row.scale0[first / BLOCK8] = top_m;
+            row.scale1[first / BLOCK8] = top_v;
+        }
+        const float inv0 = inverse(top_m), inv1 = inverse(top_v);
+        for (int part = 0; part < PER_LANE; ++part) {
+            const int64_t i = first + 4 * (part * WARP + lane);
+            const int n = i < piece.end ? left_of(piece.end, i) : 0;
+            const bool whole = n == 4 && table.aligned[piece.row];
+            uint32_t c0 = 0, c1 = 0;
+            Raw rounded = {};
+            for (int k = 0; k < n; ++k) {
+                const Noise noise(h.seed, row.offset + i + k);
+                const float x = m[part].x[k], y = p[part].x[k];
+                float a = fabsf(x) * inv0, b = v[part].x[k] * inv1;
+                a = 1.0f < a ? 1.0f : a;
+                b = 1.0f < b ? 1.0f : b;
+                const uint32_t code0 = First::encode(a, noise.first >> 12) | (__float_as_uint(x) >> 24 & 0x80u);
+                uint32_t code1 = Second::encode(b, noise.second >> 12);
+                if (code1 == 0 && 0.0f < b) code1 = 1;  // its root is divided by
+                c0 |= (code0 & 0xffu) << 8 * k;
+                c1 |= (code1 & 0xffu) << 8 * k;
+                // A bf16 parameter without a master is rounded stochastically too.
+                const uint32_t random = (noise.first & 0xfffu) << 4 | (noise.second & 0xfu);
+                rounded.w[k / 2] |= (y != y ? 0x7fc0u : (__float_as_uint(y) + random) >> 16) << 16 * (k % 2);
+            }
+            store_bytes(row.state0, i, n, whole, c0);
+            store_bytes(row.state1, i, n, whole, c1);
+            if (t.param == BF16) {
+                store_raw(BF16, row.param, i, n, whole, rounded);
+                if (t.copy != NONE) store4(t.copy, row.copy, i, n, whole, p[part]);
+            } else {
+                store_param(t, row, i, n, whole, p[part]);
+            }
+        }
+    }
+}
+
+// ---- numbers that lie on the device ---------------------------------------------------------------------------------------
+
+__device__ double read(const Scalar& s) {
+    if (s.at == nullptr) return s.value;
+    if (s.type == SCALAR_F64) return *static_cast<const double*>(s.at);
+    if (s.type == SCALAR_I64) return (double)*static_cast<const int64_t*>(s.at);
+    return *static_cast<const float*>(s.at);
+}
+__device__ void count_up(const Scalar& s, double value) {
+    if (s.at == nullptr) return;
+    void* at = const_cast<void*>(s.at);
+    if (s.type == SCALAR_F64) *static_cast<double*>(at) = value;
+    else if (s.type == SCALAR_I64) *static_cast<int64_t*>(at) = (int64_t)value;
+    else *static_cast<float*>(at) = (float)value;
+}
+
+// The formulas of dsx_ops.spec.Hyper.lowered, in fp64.
+__global__ void lower(const Recipe r, Hyper host, Hyper* out) {
+    if (threadIdx.x != 0) return;
+    Hyper h = host;
+    const double lr = read(r.lr), scale = read(r.grad_scale), step = read(r.step) + (r.step.at != nullptr ? 1.0 : 0.0);
+    if (read(r.found_inf) != 0.0) {
+        h.flags |= SKIP;
+        *out = h;
+        return;
+    }
+    count_up(r.step, step);
+    double step_size = lr, inv_denom = 1.0;
+    if ((r.algorithm == ADAM || r.algorithm == ADAM8) && r.bias_correction) {
+        step_size = lr / (1.0 - pow(r.beta1, step));
+        inv_denom = 1.0 / sqrt(1.0 - pow(r.beta2, step));
+    }
+    if ((r.algorithm == LAMB_UPDATE || r.algorithm == LAMB_APPLY) && r.bias_correction)
+        step_size = lr * sqrt(1.0 - pow(r.beta2, step)) / (1.0 - pow(r.beta1, step));
+    h.step_size = (float)step_size;
+    h.inv_denom = (float)inv_denom;
+    h.decay = (float)(1.0 - lr * r.weight_decay);
+    h.grad_mul = (float)(1.0 / scale);
+    if (r.grad_scale.at != nullptr || r.grad_scale.value != 1.0) h.flags |= UNSCALE;
+    *out = h;
+}
+
+// ---- start ----------------------------------------------------------------------------------------------------------------
+
+bool aligned(const Step& s, const Row& r) {
+    const int param = s.param == F32 ? 16 : 8, grad = s.grad == F32 ? 16 : 8, copy = s.copy == F32 ? 16 : 8;
+    const int state = s.algorithm == ADAM8 ? 4 : s.state == F32 ? 16 : 8;
+    return fits(r.param, param) && fits(r.grad, grad) && fits(r.state0, state) && fits(r.state1, state) && fits(r.low_bits, 8) && fits(r.copy, copy);
+}
+
+template <class Rule, class T>
+void start_as(const Where& where, const Table<Row>& table, const T& t, const Numbers& numbers) {
+    launch(where, elementwise<Rule, T>, table.chunks(), THREADS, table, t, numbers);
+}
+template <class Rule> void start(const Where& where, const Table<Row>& table, const Step& s, const Numbers& numbers) {
+    if (Types<F32, F32, F32, NONE>::match(s)) return start_as<Rule>(where, table, Types<F32, F32, F32, NONE>(), numbers);
+    start_as<Rule>(where, table, AnyTypes{s.param, s.grad, s.state, s.copy}, numbers);
+}
+// Adam is where the time goes in practice.
+template <> void start<Adam>(const Where& where, const Table<Row>& table, const Step& s, const Numbers& numbers) {
+    if (Types<F32, F32, F32, NONE>::match(s)) return start_as<Adam>(where, table, Types<F32, F32, F32, NONE>(), numbers);
+    if (Types<F32, F32, F32, BF16>::match(s)) return start_as<Adam>(where, table, Types<F32, F32, F32, BF16>(), numbers);
+    if (Types<F32, BF16, F32, BF16>::match(s)) return start_as<Adam>(where, table, Types<F32, BF16, F32, BF16>(), numbers);
+    if (Types<BF16, BF16, F32, NONE>::match(s)) return start_as<Adam>(where, table, Types<BF16, BF16, F32, NONE>(), numbers);
+    if (Types<BF16, BF16, BF16, NONE>::match(s)) return start_as<Adam>(where, table, Types<BF16, BF16, BF16, NONE>(), numbers);
+    if (Types<SPLIT, BF16, F32, NONE>::match(s)) return start_as<Adam>(where, table, Types<SPLIT, BF16, F32, NONE>(), numbers);
+    start_as<Adam>(where, table, AnyTypes{s.param, s.grad, s.state, s.copy}, numbers);
+}
+
+void start_table(const Where& where, const Table<Row>& table, const Step& s, const Numbers& numbers, double* squares, double* partials,
+                 const float* coefficients) {
+    const AnyTypes any{s.param, s.grad, s.state, s.copy};
+    switch (s.algorithm) {
+        case ADAM: return start<Adam>(where, table, s, numbers);
+        case ADAGRAD: return start<Adagrad>(where, table, s, numbers);
+        case LION: return start<Lion>(where, table, s, numbers);
+        case SGD: return start<Sgd>(where, table, s, numbers);
+        case ADAM8: return launch(where, adam8, table.chunks(), THREADS, table, any, numbers);
+        case LAMB_UPDATE:
+            launch(where, lamb_update, table.chunks(), THREADS, table, any, numbers, partials);
+            return launch(where, lamb_norms, table.count, THREADS, table, (const double*)partials, squares);
+        case LAMB_APPLY: return launch(where, lamb_apply, table.chunks(), THREADS, table, any, numbers, coefficients);
+        default: throw std::runtime_error("unknown algorithm");
+    }
+}
+
+}  // namespace
+
+void prepare(const Where& where, const Recipe& recipe, Hyper* out) {
+    OnDevice on(where);
+    Hyper h{};
+    h.beta1 = (float)recipe.beta1;
+    h.one_minus_beta1 = (float)(1.0 - recipe.beta1);
+    h.beta2 = (float)recipe.beta2;
+    h.one_minus_beta2 = (float)(1.0 - recipe.beta2);
+    h.eps = (float)recipe.eps;
+    h.l2 = (float)recipe.weight_decay;
+    h.damp = 1.0f;
+    h.flags = recipe.flags;
+    h.seed = recipe.seed;
+    launch(where, lower, 1, WARP, recipe, h, out);
+}
+
+void step(const Where& where, const Step& s, const Row* rows, size_t count, const Hyper* hyper_at, double* squares, double* partials,
+          const float* coefficients) {
+    OnDevice on(where);
+    const Numbers numbers{s.hyper, hyper_at};
+    for_tables(rows, count, [&](const Row& r) { return aligned(s, r); },
+               [&](const Table<Row>& table) {
+                   start_table(where, table, s, numbers, squares, partials, coefficients);
+                   if (partials) partials += 2 * table.chunks();
+               });
+}
+
+}  // namespace cuda
+}  // namespace dsx

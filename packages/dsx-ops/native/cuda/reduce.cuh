@@ -1,0 +1,41 @@
+// Sums and maxima over a warp and a block, always in the same order.
+#pragma once
+#include "launch.cuh"
+
+namespace dsx {
+namespace cuda {
+
+constexpr int WARP = 32;
+constexpr unsigned ALL = 0xffffffffu;
+
+struct Sum {
+    template <class T> __device__ __forceinline__ T operator()(T a, T b) const { return a + b; }
+};
+// A NaN wins, as in the CPU kernels and in torch.
+struct Largest {
+    __device__ __forceinline__ float operator()(float a, float b) const { return a < b || b != b ? b : a; }
+};
+struct Smallest {
+    __device__ __forceinline__ float operator()(float a, float b) const { return b < a || b != b ? b : a; }
+};
+
+// Every lane gets the result.
+template <class Op, class T> __device__ __forceinline__ T over_warp(T value, Op op) {
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) value = op(value, __shfl_xor_sync(ALL, value, lanes));
+    return value;
+}
+
+// Every thread gets the result. `scratch`: shared, one per warp; may be used again at once.
+template <class Op, class T> __device__ __forceinline__ T over_block(T value, Op op, T* scratch) {
+    const int warps = (int)blockDim.x / WARP, warp = (int)threadIdx.x / WARP;
+    value = over_warp(value, op);
+    if (threadIdx.x % WARP == 0) scratch[warp] = value;
+    __syncthreads();
+    value = scratch[0];
+    for (int w = 1; w < warps; ++w) value = op(value, scratch[w]);
+    __syncthreads();
+    return value;
+}
+
+}  // namespace cuda
+}  // namespace dsx
