@@ -70,8 +70,7 @@ def measure(rank: int, world: int, stage: int, accumulation: int, keep: bool, lo
         backwards()
         held = optimizer.state_bytes()
         optimizer.step()
-    idle = held.pop("buffers")  # of at most two units, kept for the next step: not model state, shown beside it
-    return {"psi": psi, "bytes": sum(held.values()), "idle": idle, "sent": traffic.sent_bytes()}
+    return {"psi": psi, "bytes": sum(held.values()), "sent": traffic.sent_bytes()}
 
 
 def memory_formula(stage: int, n: int, low: bool) -> float:
@@ -90,13 +89,10 @@ def traffic_formula(stage: int, n: int, a: int, keep: bool) -> float:
 def main() -> None:
     """Print both tables."""
     torch.set_num_threads(1)
-    print(
-        "| stage | ranks | dtype | bytes per parameter | formula | measured / formula | message buffers |\n|---|---|---|---|---|---|---|"
-    )
+    print("| stage | ranks | dtype | bytes per parameter | formula | measured / formula |\n|---|---|---|---|---|---|")
     for low, stage, world in itertools.product((False, True), STAGES, WORLDS):
         rows = run_ranks(measure, world, stage, 1, False, low)
         per, formula = max(r["bytes"] for r in rows) / rows[0]["psi"], memory_formula(stage, world, low)
-        idle = max(r["idle"] for r in rows) / rows[0]["psi"]
         cells = [
             str(stage),
             str(world),
@@ -104,7 +100,6 @@ def main() -> None:
             f"{per:.3f}",
             f"{formula:.3f}",
             f"{per / formula:.4f}",
-            f"{idle:.3f}",
         ]
         print(f"| {' | '.join(cells)} |", flush=True)
     print(

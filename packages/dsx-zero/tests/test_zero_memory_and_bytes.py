@@ -54,11 +54,8 @@ def check_memory(rank, world):
             )
             train(model, optimizer, rank, 1, each=True, steps=2)
             held = optimizer.state_bytes()
-            total = sum(held[key] for key in ("params", "grads", "master", "optimizer"))
             want = expected_bytes(stage, world, count, low)
-            assert total == pytest.approx(want, rel=0.02), (stage, low, total / want, held)
-            largest = max(g.layout.numel * g.key.dtype.itemsize for u in optimizer.runtime.units for g in u.groups)
-            assert held["buffers"] <= 2 * largest, (stage, low, held["buffers"] / largest)
+            assert sum(held.values()) == pytest.approx(want, rel=0.02), (stage, low, held)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

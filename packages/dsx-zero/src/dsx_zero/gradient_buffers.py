@@ -21,7 +21,8 @@ __all__ = ["BufferPool", "GroupGradients"]
 class BufferPool:
     """Whole gradient buffers to reuse: at most `limit` idle ones, the least recently used leave first.
 
-    Blocks of a model have one size, so that two buffers serve all of them; how many units there are does not matter.
+    Blocks of a model have one size, so that two buffers serve all of them; how many units there are does not matter. They are for the
+    length of a backward: activations need the memory most when it begins.
     """
 
     def __init__(self, limit: int = 2) -> None:
@@ -39,6 +40,10 @@ class BufferPool:
         """Hand a buffer back; nobody may use it any more."""
         self._idle.append(buffer)
         del self._idle[: -self._limit]
+
+    def drop(self) -> None:
+        """Give the idle buffers' memory back."""
+        self._idle.clear()
 
     def tensors(self) -> list[torch.Tensor]:
         """The idle buffers."""

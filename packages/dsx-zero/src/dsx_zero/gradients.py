@@ -189,6 +189,7 @@ class ReducedGradients:
             self._order.reduce(unit)
         self._order.end_backward()
         self._wait()
+        self._pool.drop()
 
     def _dirty(self) -> list[int]:
         """Units with gradients that no reduction has taken, in the order in which backward tends to complete them."""
@@ -223,6 +224,7 @@ class ReducedGradients:
         self._task = None
         self._order.boundary(self._dirty)
         self._wait()
+        self._pool.drop()
 
     # What the optimizer reads -----------------------------------------------------------------------------------------
 
@@ -252,6 +254,7 @@ class ReducedGradients:
         self._wait()
         for buffers in self._of.values():
             buffers.clear()
+        self._pool.drop()
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything held for gradients."""
