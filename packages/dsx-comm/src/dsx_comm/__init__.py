@@ -33,6 +33,7 @@ from .collectives import (
     reduce_scatter_tensor,
     scatter,
 )
+from .compressed import ErrorFeedback, OneBitLayout, compressed_all_reduce
 from .config import CommsLoggerConfig
 from .errors import CommArgumentError, CommConfigError, CommError, TopologyError
 from .exchange import all_to_all, all_to_all_single, barrier, monitored_barrier
@@ -79,9 +80,11 @@ __all__ = [
     "CommConfigError",
     "CommError",
     "CommsLoggerConfig",
+    "ErrorFeedback",
     "GroupRegistry",
     "Mpu",
     "MpuGroups",
+    "OneBitLayout",
     "P2POp",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
@@ -104,6 +107,7 @@ __all__ = [
     "block_groups",
     "broadcast",
     "broadcast_object_list",
+    "compressed_all_reduce",
     "configure",
     "count_traffic",
     "destroy_process_group",

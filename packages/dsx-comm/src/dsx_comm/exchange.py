@@ -83,6 +83,14 @@ def all_to_all(
     return run(call, issue, async_op)
 
 
+def start_all_to_all(output: torch.Tensor, source: torch.Tensor, to: Membership) -> Any:
+    """Issue an all-to-all of equal pieces (both 1-D and contiguous) and return its handle; counts and checks nothing."""
+    if to.composes(source) or to.size == 1:
+        pieces, places = (list(t.view(to.size, -1).unbind(0)) for t in (source, output))
+        return _composed(places, pieces, to, "all_to_all")
+    return dist.all_to_all_single(output, source, group=to.group, async_op=True)
+
+
 def _split(tensor: torch.Tensor, sizes: Sequence[int] | None, count: int, name: str, what: str) -> list[torch.Tensor]:
     rows = tensor.shape[0] if tensor.dim() else 0
     if sizes is None or len(sizes) == 0:

@@ -1,0 +1,102 @@
+"""Where the elements of a 1-bit all-reduce lie, and how many bytes it sends: arithmetic only.
+
+A flat buffer holds *segments* (for example one per parameter), each with a scale of its own. Segments begin at multiples
+of 8 elements, so that the sign bits of each fill whole bytes; the buffer is cut into one equal *chunk* per rank, the part
+that rank averages as a server. A *run* is what a segment and a chunk have in common: the unit that has a scale on the wire.
+
+One message, of the same length for every pair of ranks and both phases:
+
+    [scales: fp32 x most runs of any chunk][signs: 1 bit x elements of a chunk, element i of a byte in bit i]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from ..errors import CommArgumentError
+
+BYTE = 8  # elements per byte of signs
+CHUNK_MULTIPLE = 32  # elements: the scales of the next message are aligned to 4 bytes
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements [start, stop) of the flat buffer, all of segment `segment`."""
+
+    start: int
+    stop: int
+    segment: int
+
+
+@dataclass(frozen=True)
+class OneBitLayout:
+    """The layout for segments of `lengths` elements among `world_size` ranks."""
+
+    lengths: tuple[int, ...]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or any(length < 0 for length in self.lengths):
+            raise CommArgumentError(
+                f"got segments {self.lengths} among {self.world_size} ranks, expected lengths >= 0 and at least one rank"
+            )
+
+    @classmethod
+    def of(cls, lengths: int | Sequence[int], world_size: int) -> OneBitLayout:
+        """From one length or several."""
+        return cls((lengths,) if isinstance(lengths, int) else tuple(lengths), world_size)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each segment begins."""
+        padded = [-(-length // BYTE) * BYTE for length in self.lengths]
+        return tuple(accumulate(padded, initial=0))[:-1]
+
+    @cached_property
+    def chunk(self) -> int:
+        """Elements of one chunk, padding included; 0 without any element."""
+        end = self.offsets[-1] + self.lengths[-1] if self.lengths else 0
+        per_rank = -(-end // self.world_size)
+        return -(-per_rank // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat buffer, padding included."""
+        return self.chunk * self.world_size
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """All segments that are not empty, whole."""
+        pairs = enumerate(zip(self.offsets, self.lengths))
+        return tuple(Run(start, start + length, index) for index, (start, length) in pairs if length)
+
+    def chunk_runs(self, rank: int) -> tuple[Run, ...]:
+        """What of the segments lies in a rank's chunk, in coordinates of the flat buffer."""
+        low, high = rank * self.chunk, (rank + 1) * self.chunk
+        cut = (Run(max(r.start, low), min(r.stop, high), r.segment) for r in self.runs)
+        return tuple(run for run in cut if run.start < run.stop)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Ranges that belong to no segment."""
+        edges = [0, *(edge for run in self.runs for edge in (run.start, run.stop)), self.numel]
+        return tuple((a, b) for a, b in zip(edges[::2], edges[1::2]) if a < b)
+
+    @cached_property
+    def scales(self) -> int:
+        """Scales per message: the most runs that any chunk has."""
+        return max((len(self.chunk_runs(rank)) for rank in range(self.world_size)), default=0)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of one message."""
+        return self.scales * SCALE_BYTES + self.chunk // BYTE
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes one rank sends in one all-reduce, both phases: 2 (P-1) messages. A world of one sends nothing."""
+        return 2 * (self.world_size - 1) * self.message_bytes
