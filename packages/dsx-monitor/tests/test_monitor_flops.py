@@ -1,6 +1,6 @@
 """Flops against analytical counts, worked out by hand from shapes for each model."""
 
-import logging
+import json
 
 import pytest
 
@@ -183,15 +183,73 @@ def test_what_is_not_known_is_named():
     assert any("inv" in name or "lu" in name for name in profiler.get_unknown_operators())
 
 
-def test_the_text_has_summary_aggregate_and_tree(tmp_path, caplog):
+def test_the_text_has_summary_aggregate_and_tree(tmp_path, capsys):
     model = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU())
-    with caplog.at_level(logging.INFO, "dsx_monitor"):
-        found = get_model_profile(model, (2, 1000))
+    found = get_model_profile(model, (2, 1000))
     assert found == ("4.00 MFLOPS", "2.00 MMACs", "1.00 M")
-    assert "most of each depth" in caplog.text and "0 Linear: 1.00 M, 100.00%, 2.00 MMACs, 100.00%" in caplog.text
+    text = capsys.readouterr().out
+    assert "aggregated profile" in text and "0 Linear: 1.00 M, 100.00%, 2.00 MMACs, 100.00%" in text
     out = tmp_path / "deep" / "profile.txt"
     get_model_profile(model, (2, 1000), detailed=False, output_file=str(out))
-    assert "forward latency" in out.read_text() and "% params" not in out.read_text()
+    assert "fwd latency" in out.read_text() and "% params" not in out.read_text() and not capsys.readouterr().out
+
+
+def test_the_json_form_holds_the_tree(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Linear(8, 4, bias=False)))
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.randn(3, 8)).sum().backward()
+    profiler.stop_profile()
+    profiler.print_model_profile(profile_step=7, output_file=str(tmp_path / "p.json"))
+    found = json.loads((tmp_path / "p.json").read_text())
+    first, second = found["modules"]["children"]
+    assert (found["step"], found["model"], found["modules"]["macs"]) == (7, "Sequential", 3 * 8 * 12)
+    assert (first["name"], first["class"], first["macs"], first["params"]) == ("0", "Linear", 3 * 64, 64)
+    # The first layer's input is data: its backward is one product, the second's two.
+    assert first["backward_macs"] == 3 * 64 and second["children"][0]["backward_macs"] == 2 * 3 * 32
+    assert found["totals"]["backward_flops"] >= 2 * (3 * 64 + 2 * 3 * 32)
+    assert found["totals"]["backward_seconds"] > 0 and "bwd FLOPS per GPU" in found["summary"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_backward_belongs_to_the_module_whose_forward_made_it_also_when_recomputed(reentrant):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            # A function, not a module, is recomputed; the second module runs again inside it.
+            return checkpoint(lambda y: self.second(y).tanh(), self.first(x), use_reentrant=reentrant)
+
+    model = Model()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.randn(4, 8)).sum().backward()
+    profiler.stop_profile()
+    nodes = {node.name: node for _, node in profiler.root.walk()}
+    product = 2 * 4 * 8 * 8
+    assert nodes["first"].backward_flops == product  # its input is data
+    assert nodes["second"].backward_flops - nodes["second"].recompute_flops == 2 * product
+    assert nodes["second"].recompute_flops == product and nodes["second"].calls == 1
+    assert nodes[""].backward_flops == profiler.get_total_backward_flops()
+    assert 0 < nodes["second"].backward_seconds <= profiler.get_total_backward_duration()
+
+
+def test_what_hooks_do_with_gradients_is_not_the_models_backward():
+    model = nn.Linear(8, 8, bias=False)
+
+    def reduce(parameter):
+        parameter.grad.mul_(2).add_(1)
+
+    model.weight.register_post_accumulate_grad_hook(reduce)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    for _ in range(2):  # the second adds to the first one's gradient
+        model(torch.randn(4, 8)).backward(torch.ones(4, 8))
+    profiler.stop_profile()
+    assert profiler.get_total_backward_flops() == 2 * 2 * 4 * 64
+    assert profiler.totals.outside_flops == 5 * 64
 
 
 def test_units():

@@ -5,8 +5,8 @@ attention on any device, custom modules and recomputation are counted by what re
 operation it was. Backward is counted as it runs, not assumed to be twice the forward pass. An operation that does
 arithmetic and is not known is listed by name. Nothing stays on the model afterwards.
 
-Left out: an HTML page, pipeline stages, and operations inside kernels that PyTorch does not dispatch (their name is
-listed).
+Left out: operations inside kernels that PyTorch does not dispatch; a custom operator counts by the formula registered for it
+with `torch.utils.flop_counter.register_flop_formula`, else its name is listed.
 """
 
 from .profile import get_model_profile

@@ -1,7 +1,17 @@
-"""What watches a profiled step: a dispatch mode that counts operators and hooks that say which module runs."""
+"""What watches a profiled step: a dispatch mode that counts operators and hooks that say which module runs.
+
+An operator is booked in one of four places: the forward of a module, the backward of a module (by the owner of the
+autograd node that runs, see `owners`), recomputation, which is part of backward, or outside the model. Outside is also
+what hooks on finished gradients do (their accumulation and reduction over ranks), so that a sharded model counts exactly
+what the plain one does.
+
+Time in backward is cut at the operators where the owner changes; the pieces, host work between operators included, add
+up to the length of backward.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,30 +21,38 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..timers import WallClock
+from .owners import Owners
 from .rules import cost_of, is_known
 from .tree import Node
 
 __all__ = ["Totals", "Watch"]
 
+_ACCUMULATE = 2**63  # numbers from here on are those of autograd's accumulation nodes
+_FREE_MODULES = (nn.modules.dropout._DropoutNd,)  # the mask's arithmetic is not counted
+
 
 @dataclass
 class Totals:
-    """What has no place in the tree of forward calls."""
+    """What has no place in the tree, or is worth knowing as a whole.
+
+    Attributes:
+        backward_flops, backward_macs: of everything autograd ran, a loss outside the model included.
+        recompute_flops: what of it was a forward done again.
+        backward_seconds: length of all backwards together.
+        outside_flops: outside the model and of autograd: a loss, the reduction of gradients.
+        unknown: operators without a rule, with how often they ran.
+    """
 
     backward_flops: int = 0
     backward_macs: int = 0
     recompute_flops: int = 0
+    backward_seconds: float = 0.0
     outside_flops: int = 0
     unknown: Counter[str] = field(default_factory=Counter)
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 class _Counting(TorchDispatchMode):
-    """Hands the cost of every operator to the watch."""
+    """Hands every operator to the watch."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -42,16 +60,53 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        namespace, name = func._schema.name.split("::")
+        packet = func._overloadpacket
+        namespace, name = packet._qualified_op_name.split("::")
         if namespace == "aten" and not is_known(name):
             # Under inference mode compound operators arrive whole: take them apart to see what they are made of.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        watch = self._watch
+        node = watch.before()
         result = func(*args, **kwargs)
-        self._watch.count(namespace, name, args, result)
+        watch.book(node, namespace, name, packet, args, kwargs, result)
         return result
+
+
+class _Clock:
+    """Marks in time: the host's clock, or events on the current stream that are read at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = device.type == "cuda"
+        self._pieces: list[tuple[Any, str, Any, Any]] = []
+
+    def mark(self) -> Any:
+        """Now."""
+        if not self._events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, target: Any, field_name: str, start: Any, end: Any) -> None:
+        """Add what lies between two marks to `target.field_name`, now or in `settle`."""
+        if self._events:
+            self._pieces.append((target, field_name, start, end))
+        else:
+            setattr(target, field_name, getattr(target, field_name) + end - start)
+
+    def settle(self) -> None:
+        """Read all events; waits for the device."""
+        pieces, self._pieces = self._pieces, []
+        for target, name, start, end in pieces:
+            end.synchronize()
+            setattr(target, name, getattr(target, name) + start.elapsed_time(end) / 1e3)
+
+
+_OUTSIDE = object()
+"""Stands for the owner of operators that belong to no module's forward or backward."""
 
 
 class Watch:
@@ -67,13 +122,17 @@ class Watch:
         self._hooks: list[Any] = []
         self._mode: _Counting | None = None
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._clock = WallClock(device)
+        self._clock = _Clock(device)
         self.totals = Totals()
         self.root = Node("", type(model).__name__, _unique(model))
-        self._stack: list[Node] = []
-        self._ranges: list[tuple[Node, Any]] = []
-        self._keys: dict[str, Node] = {}
-        self._silent = self._recomputing = 0
+        self._by_name: dict[str, Node] = {"": self.root}
+        self._owners = Owners()
+        self._stack: list[tuple[Node, Any]] = []  # modules in their forward, with when they began
+        self._again: list[Node] = []  # modules that are recomputed
+        self._silent = 0
+        self._tasks: list[int] = []  # backwards that run, the innermost last
+        self._creates_graph = False
+        self._piece: tuple[Any, Any] | None = None  # owner and start of the running piece of backward
 
     def start(self) -> None:
         """Begin to count."""
@@ -81,6 +140,7 @@ class Watch:
         for module, name in names.items():
             self._hooks.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        self._owners.note(None)
         self._mode = _Counting(self)
         self._mode.__enter__()
 
@@ -92,64 +152,130 @@ class Watch:
         self._mode = None
         while self._hooks:
             self._hooks.pop().remove()
-        for key, milliseconds in self._clock.elapsed(wait=True):
-            self._keys[key].seconds += milliseconds / 1e3
+        self._cut(None)
+        self._clock.settle()
+        self.totals.backward_seconds += sum(node.own_backward_seconds for _, node in self.root.walk())
 
-    def count(self, namespace: str, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Book one operator under whatever runs now."""
+    # - Operators
+
+    def before(self) -> Any:
+        """Find out to whom the operator that is about to run belongs."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return self._stack[-1][0] if self._stack else _OUTSIDE
+        if task not in self._tasks:
+            self._begin_backward(task)
+        owner = self._again[-1] if self._again else self._owner_in_backward()
+        if owner is not _OUTSIDE and (self._piece is None or self._piece[0] is not owner):
+            self._cut(owner)
+        return owner
+
+    def _owner_in_backward(self) -> Any:
+        """Owner of the autograd node that runs; None for one that no module made."""
+        node = torch._C._current_autograd_node()
+        if node is None or (sequence := node._sequence_nr()) >= _ACCUMULATE:
+            return _OUTSIDE
+        return self._owners.of(sequence, nested=len(self._tasks) > 1)
+
+    def book(
+        self, owner: Any, namespace: str, name: str, packet: Any, args: tuple[Any, ...], kwargs: Any, result: Any
+    ) -> None:
+        """Book an operator's cost under the owner that `before` found."""
         if self._silent:
             return
-        cost = cost_of(name, args, result) if namespace == "aten" else None
+        cost = cost_of(namespace, name, packet, args, kwargs, result)
         if cost is None:
             self.totals.unknown[f"{namespace}::{name}"] += 1
             return
         flops, macs = cost
-        if _in_backward():
-            self.totals.backward_flops += flops
-            self.totals.backward_macs += macs
-            self.totals.recompute_flops += flops if self._recomputing else 0
-        elif self._stack:
-            self._stack[-1].own_flops += flops
-            self._stack[-1].own_macs += macs
-        else:
+        if not flops:
+            return
+        if owner is _OUTSIDE:
             self.totals.outside_flops += flops
+        elif torch._C._current_graph_task_id() == -1:
+            owner.own_flops += flops
+            owner.own_macs += macs
+        else:
+            self._book_backward(owner, flops, macs)
+
+    def _book_backward(self, owner: Node | None, flops: int, macs: int) -> None:
+        totals = self.totals
+        again = flops if self._again or (torch.is_grad_enabled() and not self._creates_graph) else 0
+        totals.backward_flops += flops
+        totals.backward_macs += macs
+        totals.recompute_flops += again
+        if owner is not None:
+            owner.own_backward_flops += flops
+            owner.own_backward_macs += macs
+            owner.own_recompute_flops += again
+
+    # - Backward
+
+    def _begin_backward(self, task: int) -> None:
+        if not self._tasks:
+            # Autograd records nothing in backward unless asked to; then recomputation cannot be told from it by that.
+            self._creates_graph = torch.is_grad_enabled()
+        self._tasks.append(task)
+
+        def end() -> None:
+            self._tasks.remove(task)
+            if not self._tasks:
+                self._cut(None)
+                self._piece = None
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _cut(self, owner: Any) -> None:
+        """End the running piece of backward and begin one of `owner`."""
+        now = self._clock.mark()
+        if self._piece is not None:
+            before, start = self._piece
+            if before is None:
+                self._clock.add(self.totals, "backward_seconds", start, now)
+            else:
+                self._clock.add(before, "own_backward_seconds", start, now)
+        self._piece = (owner, now)
+
+    # - Modules
 
     def _enter(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            if self._silent or (self._ignored and isinstance(module, self._ignored)):
+            if self._silent or isinstance(module, (*self._ignored, *_FREE_MODULES)):
                 self._silent += 1
-            elif _in_backward():
-                self._recomputing += 1
+                return
+            if torch._C._current_graph_task_id() != -1:
+                node = self._by_name.get(name) or self._node(module, name)
+                self._again.append(node)
             else:
-                self._push(self._node(module, name))
+                node = self._node(module, name)
+                node.calls += 1
+                self._stack.append((node, self._clock.mark()))
+            self._owners.note(node)
 
         return hook
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._silent:
             self._silent -= 1
-        elif _in_backward():
-            self._recomputing -= 1
-        elif self._ranges:
-            self._stack.pop()
-            self._ranges.pop()[1].__exit__(None, None, None)
-
-    def _push(self, node: Node) -> None:
-        key = str(id(node))  # nodes live as long as the watch
-        self._keys[key] = node
-        node.calls += 1
-        timed = self._clock.range(key)
-        timed.__enter__()
-        self._stack.append(node)
-        self._ranges.append((node, timed))
+        elif torch._C._current_graph_task_id() != -1:
+            if self._again:
+                self._again.pop()
+                owner = self._again[-1] if self._again else self._owner_in_backward()
+                self._owners.note(None if owner is _OUTSIDE else owner)
+        elif self._stack:
+            node, start = self._stack.pop()
+            self._clock.add(node, "seconds", start, self._clock.mark())
+            self._owners.note(self._stack[-1][0] if self._stack else None)
 
     def _node(self, module: nn.Module, name: str) -> Node:
         if module is self._model:
             return self.root
-        parent = self._stack[-1] if self._stack else self.root
-        if name not in parent.children:
-            parent.children[name] = Node(name, type(module).__name__, _unique(module))
-        return parent.children[name]
+        parent = self._stack[-1][0] if self._stack else self.root
+        node = parent.children.get(name)
+        if node is None:
+            node = parent.children[name] = Node(name, type(module).__name__, _unique(module))
+            self._by_name.setdefault(name, node)
+        return node
 
 
 def _unique(module: nn.Module) -> int:

@@ -5,29 +5,32 @@
     loss = model(batch).sum(); loss.backward()
     profiler.stop_profile()
     profiler.print_model_profile()
+    profiler.write_html("profile.html")
     profiler.end_profile()
 
 Totals are those of the forward pass, as scripts of the field expect; `get_total_backward_flops` has what backward did,
-recomputed forward operations included.
+recomputed forward operations included. `print_*` write to standard output, as their names say; `text` returns the same.
 """
 
 from __future__ import annotations
 
-import logging
+import json
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from .counter import Watch
+from .counter import Totals, Watch
+from .facts import RunFacts, facts_of_engine, summary_rows
+from .page import profile_page
 from .text import aggregate_text, profile_text
 from .tree import Node
 from .units import duration_to_string, flops_to_string, macs_to_string, params_to_string
 
 __all__ = ["FlopsProfiler", "ProfilerError"]
-
-logger = logging.getLogger("dsx_monitor")
 
 
 class ProfilerError(RuntimeError):
@@ -38,14 +41,18 @@ class FlopsProfiler:
     """Counts operations and time of everything that `model` runs between start and stop.
 
     Args:
-        model: the module whose calls make the tree.
+        model: the module whose calls make the tree; may be sharded or wrapped.
         ds_engine: an engine around it, for the batch size and the world size in the summary.
         recompute_fwd_factor: accepted for scripts; recomputation is counted as it runs.
+
+    Attributes:
+        facts: what the summary says about the run around the model; may be replaced before printing.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model, self.ds_engine = model, ds_engine
         self.recompute_fwd_factor = recompute_fwd_factor
+        self.facts: RunFacts = facts_of_engine(ds_engine)
         self.started = False
         self._watch: Watch | None = None
         self._ignored: tuple[type[nn.Module], ...] = ()
@@ -78,10 +85,17 @@ class FlopsProfiler:
         self.stop_profile()
         self._watch = None
 
+    # - Figures
+
     @property
     def root(self) -> Node:
         """The tree of calls."""
         return self._measured().root
+
+    @property
+    def totals(self) -> Totals:
+        """What has no place in the tree."""
+        return self._measured().totals
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Of the model's forward pass."""
@@ -93,17 +107,22 @@ class FlopsProfiler:
 
     def get_total_backward_flops(self, as_string: bool = False) -> int | str:
         """Of everything autograd ran, recomputation included."""
-        value = self._measured().totals.backward_flops
+        value = self.totals.backward_flops
         return flops_to_string(value) if as_string else value
 
     def get_total_recompute_flops(self, as_string: bool = False) -> int | str:
-        """Of the modules that ran again during backward."""
-        value = self._measured().totals.recompute_flops
+        """Of the forward operations that ran again during backward."""
+        value = self.totals.recompute_flops
         return flops_to_string(value) if as_string else value
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
         """Seconds in the model's forward pass."""
         return duration_to_string(self.root.seconds) if as_string else self.root.seconds
+
+    def get_total_backward_duration(self, as_string: bool = False) -> float | str:
+        """Seconds in backward."""
+        value = self.totals.backward_seconds
+        return duration_to_string(value) if as_string else value
 
     def get_total_params(self, as_string: bool = False) -> int | str:
         """Parameters of the model, shared ones once; whole ones, however they are sharded."""
@@ -111,7 +130,14 @@ class FlopsProfiler:
 
     def get_unknown_operators(self) -> dict[str, int]:
         """Operators that ran and are not counted, with how often."""
-        return dict(self._measured().totals.unknown)
+        return dict(self.totals.unknown)
+
+    # - Output
+
+    def text(self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> str:
+        """Summary, aggregate and (if `detailed`) the module tree."""
+        summary = profile_text(self._rows(), profile_step)
+        return summary + aggregate_text(self.root, module_depth, top_modules, detailed)
 
     def print_model_profile(
         self,
@@ -121,33 +147,76 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Log the summary, the aggregate and (if `detailed`) the module tree, or write them to `output_file`."""
-        watch = self._measured()
-        text = profile_text(watch.root, watch.totals, profile_step, self._summary())
-        text += aggregate_text(watch.root, module_depth, top_modules, detailed)
+        """Print `text`, or write it to `output_file`; a name ending in .json or .html gets that form instead."""
         if output_file is None:
-            logger.info("%s", text)
+            sys.stdout.write(self.text(profile_step, module_depth, top_modules, detailed))
+        elif output_file.endswith(".json"):
+            self.write_json(output_file, profile_step)
+        elif output_file.endswith((".html", ".htm")):
+            self.write_html(output_file, profile_step)
         else:
-            path = Path(output_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            _write(output_file, self.text(profile_step, module_depth, top_modules, detailed))
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Log the modules with the most parameters, operations and time, per depth."""
-        logger.info("%s", aggregate_text(self.root, module_depth, top_modules, detailed=False))
+        """Print the modules with the most parameters, operations and time, per depth."""
+        sys.stdout.write(aggregate_text(self.root, module_depth, top_modules, detailed=False))
 
-    def _summary(self) -> dict[str, str]:
-        engine = self.ds_engine
-        if engine is None:
-            return {}
+    def as_dict(self, profile_step: int = 1) -> dict[str, Any]:
+        """Everything measured, as JSON values: `step`, `summary` (texts), `facts`, `totals`, `modules` (a tree).
+
+        Of each module: `name`, `class`, `params`, `calls`, forward `flops`, `macs` and `seconds`, `backward_flops`,
+        `backward_macs`, `backward_seconds` and `recompute_flops`, children included; `own_*` without them; `children`.
+        """
+        totals = {**asdict(self.totals), "unknown": dict(self.totals.unknown)}
         return {
-            "world size": str(engine.world_size),
-            "data-parallel size": str(engine.dp_world_size),
-            "model-parallel size": str(engine.mp_world_size),
-            "batch size per GPU": str(engine.train_micro_batch_size_per_gpu()),
+            "step": profile_step,
+            "model": self.root.kind,
+            "summary": self._rows(),
+            "facts": asdict(self.facts),
+            "totals": totals,
+            "modules": _as_dict(self.root),
         }
+
+    def write_json(self, path: str | Path, profile_step: int = 1) -> Path:
+        """Write `as_dict` to a file; returns its path."""
+        return _write(path, json.dumps(self.as_dict(profile_step), indent=1))
+
+    def write_html(self, path: str | Path, profile_step: int = 1) -> Path:
+        """Write one page with a tree of modules that can be folded, sorted and searched; returns its path."""
+        return _write(path, profile_page(self.as_dict(profile_step)))
+
+    def _rows(self) -> dict[str, str]:
+        return summary_rows(self.root, self.totals, self.facts)
 
     def _measured(self) -> Watch:
         if self._watch is None:
             raise ProfilerError("nothing was profiled; call start_profile, run the model, then stop_profile")
         return self._watch
+
+
+def _as_dict(node: Node) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "class": node.kind,
+        "params": node.params,
+        "calls": node.calls,
+        "flops": node.flops,
+        "macs": node.macs,
+        "seconds": node.seconds,
+        "backward_flops": node.backward_flops,
+        "backward_macs": node.backward_macs,
+        "backward_seconds": node.backward_seconds,
+        "recompute_flops": node.recompute_flops,
+        "own_flops": node.own_flops,
+        "own_seconds": node.own_seconds,
+        "own_backward_flops": node.own_backward_flops,
+        "own_backward_seconds": node.own_backward_seconds,
+        "children": [_as_dict(child) for child in node.children.values()],
+    }
+
+
+def _write(path: str | Path, text: str) -> Path:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+    return target

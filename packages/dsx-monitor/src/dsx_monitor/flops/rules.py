@@ -29,6 +29,19 @@ def _addmm(args: tuple[Any, ...], out: Any) -> Cost:
     return _macs(args[1].numel() * args[2].shape[-1], out.numel())
 
 
+def _grouped_mm(args: tuple[Any, ...], out: Any) -> Cost:
+    """Rows in groups, a matrix for each group (mixture of experts): (rows, in) by (groups, in, out); (groups, out, in) by
+    (in, columns) with groups of columns; (m, rows) by (rows, n) with groups of rows."""
+    left, right = args[0], args[1]
+    if left.dim() == 3 and right.dim() == 2:
+        return _macs(left.shape[-2] * right.numel())
+    return _macs(left.numel() * right.shape[-1])
+
+
+def _mat_vec(args: tuple[Any, ...], out: Any) -> Cost:
+    return _macs(args[1].numel(), out.numel())
+
+
 def _vector(args: tuple[Any, ...], out: Any) -> Cost:
     return _macs(args[0].numel())
 
@@ -72,6 +85,23 @@ def _rnn_layer(args: tuple[Any, ...], out: Any) -> Cost:
     return _macs(x.shape[0] * x.shape[1] * (input_weight.numel() + hidden_weight.numel()), 10 * _numel(out))
 
 
+def _rnn_layer_backward(args: tuple[Any, ...], out: Any) -> Cost:
+    """The gradients of both products of `_rnn_layer`: by the input and by the weights."""
+    flops, macs = _rnn_layer(args, args[0])
+    return 2 * flops, 2 * macs
+
+
+def _rnn_cudnn(args: tuple[Any, ...], out: Any) -> Cost:
+    """All layers of a fused recurrent network; every matrix of the weights meets every time step of every sequence."""
+    x, weights = args[0], args[1]
+    return _macs(prod(x.shape[:-1]) * sum(w.numel() for w in weights if w.dim() == 2), 10 * _numel(out))
+
+
+def _rnn_cudnn_backward(args: tuple[Any, ...], out: Any) -> Cost:
+    flops, macs = _rnn_cudnn(args, args[6])
+    return 2 * flops, 2 * macs
+
+
 def _elementwise(args: tuple[Any, ...], out: Any) -> Cost:
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     # Counting steps in an integer buffer is no floating-point operation.
@@ -79,7 +109,8 @@ def _elementwise(args: tuple[Any, ...], out: Any) -> Cost:
 
 
 def _reads(args: tuple[Any, ...], out: Any) -> Cost:
-    return _numel(args[0]), 0
+    first = args[0][0] if isinstance(args[0], (tuple, list)) and args[0] else args[0]
+    return (_numel(args[0]) if getattr(first, "is_floating_point", bool)() else 0), 0
 
 
 def _norm(affine_at: int) -> Rule:
@@ -112,6 +143,11 @@ RULES: dict[str, Rule] = {
     "addmm": _addmm,
     "baddbmm": _addmm,
     "addbmm": _addmm,
+    "_int_mm": _mm,
+    "_scaled_mm": _mm,
+    "_grouped_mm": _grouped_mm,
+    "_scaled_grouped_mm": _grouped_mm,
+    "addmv": _mat_vec,
     "dot": _vector,
     "vdot": _vector,
     "mv": _vector,
@@ -119,13 +155,20 @@ RULES: dict[str, Rule] = {
     "_convolution": _conv,
     "convolution_backward": _conv_backward,
     "mkldnn_rnn_layer": _rnn_layer,
+    "mkldnn_rnn_layer_backward": _rnn_layer_backward,
+    "_cudnn_rnn": _rnn_cudnn,
+    "_cudnn_rnn_backward": _rnn_cudnn_backward,
     "native_layer_norm": _norm(2),
     "native_group_norm": _norm(1),
     "_fused_rms_norm": _norm(2),
     "native_batch_norm": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
     "_native_batch_norm_legit_no_training": _batch_norm_inference,
+    "_native_batch_norm_legit_functional": _batch_norm,
+    "_batch_norm_with_update": _norm(1),
+    "_batch_norm_no_update": _batch_norm_inference,
     "cudnn_batch_norm": _batch_norm,
+    "miopen_batch_norm": _batch_norm,
 }
 _FUSED = (
     "flash_attention",
@@ -151,6 +194,11 @@ _ELEMENTWISE = """
     upsample_nearest2d_backward upsample_bilinear2d_backward avg_pool2d_backward max_pool2d_with_indices_backward
     _adaptive_avg_pool2d_backward native_dropout_backward mse_loss_backward nll_loss_backward nll_loss2d_backward
     smooth_l1_loss_backward binary_cross_entropy_with_logits_backward _thnn_fused_lstm_cell _thnn_fused_gru_cell
+    _thnn_fused_lstm_cell_backward _thnn_fused_gru_cell_backward cudnn_batch_norm_backward max_pool3d_with_indices_backward
+    avg_pool3d_backward _adaptive_avg_pool3d_backward upsample_nearest1d_backward upsample_nearest3d_backward
+    upsample_bicubic2d_backward sinc erfinv deg2rad heaviside copysign nan_to_num signbit polygamma lgamma digamma
+    binary_cross_entropy_backward huber_loss_backward soft_margin_loss rrelu_with_noise softshrink hardshrink
+    _euclidean_dist renorm angle
 """
 _READS = """
     _softmax _log_softmax _safe_softmax softmax log_softmax sum mean var std var_mean std_mean amax amin max min prod norm
@@ -161,174 +209,73 @@ _READS = """
 RULES.update(dict.fromkeys(_ELEMENTWISE.split(), _elementwise))
 RULES.update(dict.fromkeys(_READS.split(), _reads))
 
-FREE = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "_reshape_alias",
-        "t",
-        "transpose",
-        "permute",
-        "expand",
-        "detach",
-        "clone",
-        "copy_",
-        "copy",
-        "_to_copy",
-        "to",
-        "slice",
-        "select",
-        "narrow",
-        "unsqueeze",
-        "squeeze",
-        "cat",
-        "stack",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "chunk",
-        "unfold",
-        "index",
-        "index_put",
-        "_index_put_impl_",
-        "index_select",
-        "gather",
-        "scatter",
-        "scatter_",
-        "scatter_add",
-        "scatter_add_",
-        "scatter_reduce",
-        "index_add",
-        "index_copy",
-        "embedding",
-        "embedding_dense_backward",
-        "embedding_renorm_",
-        "_embedding_bag",
-        "_embedding_bag_forward_only",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "zeros",
-        "zeros_like",
-        "ones",
-        "ones_like",
-        "full",
-        "full_like",
-        "arange",
-        "linspace",
-        "scalar_tensor",
-        "fill",
-        "fill_",
-        "zero_",
-        "zero",
-        "eye",
-        "tril",
-        "triu",
-        "tril_",
-        "triu_",
-        "diagonal",
-        "diag_embed",
-        "alias",
-        "as_strided",
-        "as_strided_",
-        "contiguous",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "roll",
-        "flip",
-        "constant_pad_nd",
-        "pad",
-        "repeat",
-        "repeat_interleave",
-        "native_dropout",
-        "dropout",
-        "bernoulli",
-        "bernoulli_",
-        "rand",
-        "randn",
-        "rand_like",
-        "randn_like",
-        "uniform_",
-        "normal_",
-        "random_",
-        "randint",
-        "randperm",
-        "multinomial",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "logical_xor",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_not",
-        "isnan",
-        "isinf",
-        "isfinite",
-        "is_same_size",
-        "_local_scalar_dense",
-        "item",
-        "set_",
-        "resize_",
-        "resize",
-        "record_stream",
-        "movedim",
-        "swapaxes",
-        "one_hot",
-        "nonzero",
-        "masked_select",
-        "slice_backward",
-        "select_backward",
-        "unfold_backward",
-        "slice_scatter",
-        "select_scatter",
-        "as_strided_scatter",
-        "expand_copy",
-        "view_copy",
-        "sym_size",
-        "sym_stride",
-        "sym_numel",
-        "stride",
-        "size",
-        "numel",
-        "_pin_memory",
-        "pin_memory",
-        "is_pinned",
-        "view_as_real",
-        "view_as_complex",
-        "real",
-        "imag",
-        "conj",
-        "_conj",
-        "searchsorted",
-        "bucketize",
-        "_nested_tensor_from_mask_left_aligned",
-        "storage_offset",
-        "broadcast_tensors",
-    ]
-)
+_FREE = """
+    view _unsafe_view reshape _reshape_alias t transpose permute expand detach clone copy_ copy _to_copy to slice
+    select narrow unsqueeze squeeze cat stack split split_with_sizes unbind chunk unfold index index_put
+    _index_put_impl_ index_select gather scatter scatter_ scatter_add scatter_add_ scatter_reduce index_add index_copy
+    embedding embedding_dense_backward embedding_renorm_ _embedding_bag _embedding_bag_forward_only empty empty_like
+    empty_strided new_empty new_empty_strided new_zeros new_ones new_full zeros zeros_like ones ones_like full
+    full_like arange linspace scalar_tensor fill fill_ zero_ zero eye tril triu tril_ triu_ diagonal diag_embed alias
+    as_strided as_strided_ contiguous lift_fresh lift_fresh_copy roll flip constant_pad_nd pad repeat
+    repeat_interleave native_dropout dropout bernoulli bernoulli_ rand randn rand_like randn_like uniform_ normal_
+    random_ randint randperm multinomial eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and
+    bitwise_or bitwise_not isnan isinf isfinite is_same_size _local_scalar_dense item set_ resize_ resize
+    record_stream movedim swapaxes one_hot nonzero masked_select slice_backward select_backward unfold_backward
+    slice_scatter select_scatter as_strided_scatter expand_copy view_copy sym_size sym_stride sym_numel stride size
+    numel _pin_memory pin_memory is_pinned view_as_real view_as_complex real imag conj _conj searchsorted bucketize
+    _nested_tensor_from_mask_left_aligned storage_offset broadcast_tensors _shape_as_tensor sym_is_contiguous
+    is_contiguous is_nonzero _assert_async _assert_tensor_metadata _functional_sym_constrain_range
+    _has_compatible_shallow_copy_type isin allclose equal is_floating_point cudnn_is_acceptable
+    _cudnn_init_dropout_state mkldnn_reorder_conv2d_weight block_diag diag index_fill masked_scatter channel_shuffle
+    pixel_shuffle pixel_unshuffle native_channel_shuffle im2col col2im reflection_pad1d reflection_pad2d
+    replication_pad1d replication_pad2d _pad_enum argsort _resize_output_ resize_as_ exponential_ geometric_
+    log_normal_ poisson tril_indices triu_indices meshgrid hann_window hamming_window complex
+"""
+FREE = frozenset(_FREE.split())
+"""Operators that move, make or compare data, or only look at shapes."""
+
+
+_NO_ARITHMETIC = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profiler", "debugprims"})
+"""Namespaces of communication and book-keeping."""
 
 
 def is_known(name: str) -> bool:
     """Whether `cost_of` knows `aten::<name>`."""
     bare = name.removesuffix("_")
-    return name in RULES or bare in RULES or name in FREE or bare in FREE
+    if name in RULES or bare in RULES or name in FREE or bare in FREE:
+        return True
+    return name.startswith("_foreach_") or name.endswith("_copy")
 
 
-def cost_of(name: str, args: tuple[Any, ...], out: Any) -> Cost | None:
-    """Cost of `aten::<name>`; in-place forms cost the same. None if the operator is not known."""
-    rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
-    if rule is not None:
-        return rule(args, out)
-    return (0, 0) if name in FREE or name.removesuffix("_") in FREE else None
+def cost_of(
+    namespace: str, name: str, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> Cost | None:
+    """Cost of an operator; in-place forms cost the same. None if the operator is not known.
+
+    Args:
+        namespace, name: such as "aten" and "mm".
+        packet: the operator, for formulas registered with `torch.utils.flop_counter.register_flop_formula`, which is how
+            custom operators make themselves known.
+        args, kwargs, out: what it was called with and what it returned.
+    """
+    if namespace in _NO_ARITHMETIC:
+        return 0, 0
+    if namespace == "aten":
+        rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
+        if rule is not None:
+            return rule(args, out)
+        if name in FREE or name.removesuffix("_") in FREE or name.endswith("_copy"):
+            return 0, 0
+        if name.startswith("_foreach_"):
+            return sum(map(_numel, args[0])), 0
+    return _registered(packet, args, kwargs, out)
+
+
+def _registered(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost | None:
+    from torch.utils.flop_counter import flop_registry  # late: this module needs no torch for the rest
+
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return None
+    flops = int(formula(*args, **kwargs, out_val=out))
+    return flops, flops // 2

@@ -1,36 +1,25 @@
-"""A profile as text."""
+"""A profile as text: the summary, what is largest at each depth, and the module tree with its figures."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from .counter import Totals
 from .tree import Node
-from .units import duration_to_string, flops_to_string, macs_to_string, number_to_string, params_to_string
+from .units import duration_to_string, flops_to_string, macs_to_string, params_to_string
 
 __all__ = ["aggregate_text", "profile_text"]
 
+_NOTATION = (
+    "MACs: multiply-accumulates; flops: floating-point operations; FLOPS: flops per second; GPU: this process and its device;\n"
+    "latencies and operations are those of the whole step on this process; backward is measured, not assumed\n"
+)
 
-def profile_text(root: Node, totals: Totals, step: int, summary: dict[str, str]) -> str:
+
+def profile_text(rows: dict[str, str], step: int) -> str:
     """The summary."""
-    rows = {
-        "profile step": str(step),
-        **summary,
-        "parameters": params_to_string(root.params),
-        "forward MACs": macs_to_string(root.macs),
-        "forward flops": flops_to_string(root.flops),
-        "forward latency": duration_to_string(root.seconds),
-    }
-    if root.seconds > 0:
-        rows["forward FLOPS"] = flops_to_string(root.flops / root.seconds)
-    if totals.backward_flops:
-        rows["backward flops, measured"] = flops_to_string(totals.backward_flops)
-    if totals.recompute_flops:
-        rows["of these, recomputation"] = flops_to_string(totals.recompute_flops)
-    if totals.unknown:
-        rows["not counted"] = ", ".join(f"{name} x{times}" for name, times in totals.unknown.most_common(12))
     width = max(map(len, rows)) + 2
-    return "\nflops profile\n" + "".join(f"{name:{width}}{value}\n" for name, value in rows.items())
+    body = "".join(f"{name + ':':{width}}{value}\n" for name, value in rows.items())
+    return f"\n{' dsx flops profiler '.center(80, '-')}\nprofile summary at step {step}\n{_NOTATION}\n{body}"
 
 
 def aggregate_text(root: Node, module_depth: int, top_modules: int, detailed: bool) -> str:
@@ -39,7 +28,8 @@ def aggregate_text(root: Node, module_depth: int, top_modules: int, detailed: bo
     for depth, node in root.walk():
         levels[depth].append(node)
     deepest = max(levels) if module_depth < 0 else min(module_depth, max(levels))
-    lines = ["\nmost of each depth\n"]
+    lines = [f"\n{' aggregated profile per GPU '.center(80, '-')}\n"]
+    lines.append(f"top {top_modules} module classes in params, MACs and forward latency at each depth\n")
     for depth in range(deepest + 1):
         lines.append(f"depth {depth}:\n")
         for title, key, show in (
@@ -56,18 +46,24 @@ def aggregate_text(root: Node, module_depth: int, top_modules: int, detailed: bo
 
 
 def _tree(root: Node) -> str:
-    lines = ["\nmodules: params, % params, MACs, % MACs, latency, % latency, FLOPS\n"]
+    title = " detailed profile per GPU ".center(80, "-")
+    lines = [
+        f"\n{title}\n",
+        "module class: params, % params, MACs, % MACs, fwd latency, % fwd latency, fwd FLOPS, bwd latency\n",
+    ]
     for depth, node in root.walk():
         rate = node.flops / node.seconds if node.seconds > 0 else 0.0
-        figures = (
+        figures = [
             params_to_string(node.params),
             _share(node.params, root.params),
             macs_to_string(node.macs),
             _share(node.macs, root.macs),
             duration_to_string(node.seconds),
             _share(node.seconds, root.seconds),
-            f"{number_to_string(rate)}FLOPS",
-        )
+            flops_to_string(rate),
+        ]
+        if root.backward_seconds:
+            figures.append(f"bwd {duration_to_string(node.backward_seconds)}")
         times = f" x{node.calls}" if node.calls > 1 else ""
         lines.append(f"{'  ' * depth}{node.name or '(model)'} {node.kind}{times}: {', '.join(figures)}\n")
     return "".join(lines)

@@ -1,0 +1,29 @@
+"""A profile as one self-contained HTML page; style and script are files of `assets`, the figures lie inside as JSON."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib.resources import files
+from typing import Any
+
+__all__ = ["profile_page"]
+
+
+def profile_page(profile: dict[str, Any]) -> str:
+    """The page of what `FlopsProfiler.as_dict` returns."""
+    assets = files("dsx_monitor.flops") / "assets"
+    title = f"Flops profile of {profile['model']}, step {profile['step']}"
+    replacements = {
+        "@TITLE@": html.escape(title),
+        "@SUMMARY@": "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+            for name, value in profile["summary"].items()
+        ),
+        "@STYLE@": (assets / "flops.css").read_text(encoding="utf-8"),
+        "@SCRIPT@": (assets / "flops.js").read_text(encoding="utf-8"),
+        # Inside <script> only "</" could end the block early.
+        "@DATA@": json.dumps(profile, separators=(",", ":")).replace("</", "<\\/"),
+    }
+    page = (assets / "flops.html").read_text(encoding="utf-8")
+    return "".join(replacements.get(f"@{part}@", part) for part in page.split("@"))
