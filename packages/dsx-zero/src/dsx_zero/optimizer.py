@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .edits import Edits
 from .errors import ZeroOptimizerError, ZeroStateError
 from .flat import FlatGroup, Unit
 from .gradients import Gradients
@@ -127,6 +128,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         devices = {unit.groups[0].key.device for unit in runtime.trainable_units()}
         self._device = next(iter(devices), torch.device("cpu"))
         self._copies = copy_targets(masters, whole=runtime.whole) if self._takes_copies else {}
+        self._edits = Edits((g for u in runtime.units for g in u.groups), whole=runtime.whole)
         self._connect_norms()
 
     # The surface of torch.optim.Optimizer -----------------------------------------------------------------------------
@@ -206,6 +208,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if run.checks_overflow and not torch.isfinite(norm).item():
             return StepOutcome(True, norm, loss)
         factor = self._factor(norm, grad_scale, max_norm)
+        self._edits.take_over()
         self._step_inner(factor)
         for unit in run.trainable_units():
             for group in unit.trainable:
@@ -219,10 +222,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def slices(self) -> Iterator[ParamSlice]:
         """What this rank owns of every parameter, frozen ones too, in definition order; over all ranks each element once."""
+        self._edits.take_over()
         return iter_slices(self._runtime, self._by_name, self.inner)
 
     def held_slices(self) -> Iterator[ParamSlice]:
         """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to stage 2."""
+        self._edits.take_over()
         return iter_slices(self._runtime, self._by_name, self.inner, held=True)
 
     def load_slices(self, reader: Reader) -> None:
@@ -231,6 +236,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's slices by parameter name, and the settings of the parameter groups. Tensors are not copied."""
+        self._edits.take_over()
         return save_local(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,0 +1,73 @@
+"""In-place edits of parameters between steps last, in every stage, with masters of their own and without."""
+
+from __future__ import annotations
+
+import dsx_zero
+import pytest
+import torch
+from dsx_testkit import run_ranks, tiny
+
+
+def whole(parameter):
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().float().clone()
+
+
+def train(model, optimizer, rank, steps):
+    dtype = next(model.parameters()).dtype
+    for step in range(steps):
+        x, y = model.example(2, seed=10 * step + rank)
+        model.loss(x.to(dtype), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_edits(rank, world, dtype, persistence):
+    for stage in range(4):
+        model, optimizer = dsx_zero.shard(
+            tiny.MLP().to(dtype),
+            lambda params: torch.optim.SGD(params, lr=1e-3),
+            stage=stage,
+            config={"stage3_param_persistence_threshold": persistence},
+        )
+        train(model, optimizer, rank, 2)
+        names = [name for name, p in model.named_parameters() if p.dim() == 2]
+        edited, other = names[0], names[1]
+        resident = stage < 3 or persistence  # partitioned parameters refuse indexing
+        parameters = dict(model.named_parameters())
+        expected = whole(parameters[edited]) * 0.5
+        master = dsx_zero.safe_get_full_fp32_param(parameters[other]).clone()
+        with torch.no_grad():
+            parameters[edited].mul_(0.5)
+            if resident:
+                parameters[edited][0].zero_()
+                expected[0] = 0
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        train(model, optimizer, rank, 1)
+        parameters = dict(model.named_parameters())
+        where = f"stage {stage}, {dtype}, threshold {persistence}"
+        assert torch.equal(whole(parameters[edited]), expected.to(dtype).float()), where
+        # What was not edited keeps its master's low bits.
+        assert torch.equal(dsx_zero.safe_get_full_fp32_param(parameters[other]), master), where
+        taken = dsx_zero.safe_get_full_fp32_param(parameters[edited])
+        torch.testing.assert_close(taken, expected, rtol=1e-2, atol=1e-6, msg=where)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_an_edit_lasts(world, dtype):
+    for persistence in (0, 10**9):
+        run_ranks(check_edits, world, dtype, persistence)
+
+
+def check_saved_edit(rank, world):
+    model, optimizer = dsx_zero.shard(tiny.MLP().bfloat16(), lambda params: torch.optim.SGD(params, lr=1e-3), stage=2)
+    name, parameter = next(iter(model.named_parameters()))
+    with torch.no_grad():
+        parameter.fill_(0.25)
+    (part,) = [part for part in optimizer.slices() if part.name == name]
+    assert torch.equal(part.master, torch.full_like(part.master, 0.25))
+
+
+def test_an_edit_before_a_checkpoint_is_in_it():
+    run_ranks(check_saved_edit, 2)
