@@ -9,6 +9,7 @@ The functions have the names and arguments of torch.distributed and work on its 
 """
 
 from ._version import __version__
+from .calls import Call, observe
 from .coalesced import (
     all_gather_coalesced,
     all_reduce_coalesced,
@@ -76,6 +77,7 @@ from .traffic import Traffic, count_traffic
 
 __all__ = [
     "AxisGroup",
+    "Call",
     "CommArgumentError",
     "CommConfigError",
     "CommError",
@@ -139,6 +141,7 @@ __all__ = [
     "log_summary",
     "monitored_barrier",
     "new_group",
+    "observe",
     "read_mpu",
     "recv",
     "reduce",

@@ -55,31 +55,93 @@ class Observer(Protocol):
     def end(self, token: Any, call: Call, result: Any, is_async: bool) -> None: ...
 
 
+class WaitObserver(Protocol):
+    """Hears when a thread of this process begins and ends to wait: inside a synchronous call, or for a handle.
+
+    On CUDA it is the current stream that waits, so marks belong on it, not on the host's clock. Waits may be nested.
+    """
+
+    def begin_wait(self) -> Any: ...
+
+    def end_wait(self, token: Any) -> None: ...
+
+
 class Observers:
     """Those who watch at the moment. A tuple that is replaced, so that threads may run calls meanwhile."""
 
     def __init__(self) -> None:
-        self.active: tuple[Observer, ...] = ()
+        self.active: tuple[Any, ...] = ()
 
-    def add(self, observer: Observer) -> None:
+    def add(self, observer: Observer | WaitObserver) -> None:
         """Begin to watch."""
         self.active = (*self.active, observer)
 
-    def remove(self, observer: Observer) -> None:
+    def remove(self, observer: Observer | WaitObserver) -> None:
         """Stop watching; unknown observers are ignored."""
         self.active = tuple(o for o in self.active if o is not observer)
 
 
 OBSERVERS = Observers()
+WAITS = Observers()
+
+
+def observe(observer: Observer | WaitObserver) -> Callable[[], None]:
+    """Let `observer` hear of calls (methods of `Observer`), of waits (of `WaitObserver`), or of both.
+
+    Returns:
+        What ends it.
+    """
+    lists = [OBSERVERS] * hasattr(observer, "begin") + [WAITS] * hasattr(observer, "begin_wait")
+    for each in lists:
+        each.add(observer)
+
+    def stop() -> None:
+        for each in lists:
+            each.remove(observer)
+
+    return stop
+
+
+def waiting(wait: Callable[[], Any]) -> Any:
+    """Run something that blocks, and tell those who hear of waits."""
+    watchers = WAITS.active
+    if not watchers:
+        return wait()
+    tokens = [(watcher, watcher.begin_wait()) for watcher in watchers]
+    try:
+        return wait()
+    finally:
+        for watcher, token in tokens:
+            watcher.end_wait(token)
+
+
+class _WatchedWork:
+    """A backend's own Work whose wait is heard; all else is the Work's. Our handles tell by themselves."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, *args: Any) -> Any:
+        return waiting(lambda: self._work.wait(*args))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _issue(issue: Callable[[], Any], is_async: bool) -> Any:
+    if not is_async:
+        return waiting(issue)
+    result = issue()
+    return _WatchedWork(result) if WAITS.active and isinstance(result, torch.distributed.Work) else result
 
 
 def run(call: Call, issue: Callable[[], Any], is_async: bool = False) -> Any:
     """Issue the call and tell the observers."""
     with torch.no_grad():  # communication is no part of a graph
         if not OBSERVERS.active:
-            return issue()
+            return _issue(issue, is_async)
         tokens = [(o, o.begin(call)) for o in OBSERVERS.active]
-        result = issue()
+        result = _issue(issue, is_async)
     for observer, token in tokens:
         if token is not None:
             observer.end(token, call, result, is_async)

@@ -15,9 +15,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+
+from .calls import waiting
 
 
 class Handle:
@@ -48,7 +51,7 @@ class Handle:
         with self._lock:
             if not self._done:
                 try:
-                    self._receive(timeout)
+                    waiting(partial(self._receive, timeout))
                     self._arrive()
                     if self._finish is not None:
                         with torch.no_grad():
