@@ -17,6 +17,7 @@ from .flat import FlatGroup, Unit
 from .gather import Gathering, Replicated
 from .gradients import LocalGradients, ReducedGradients, ReduceOrder
 from .init import InitParameter
+from .leaves import fine_modules, named_leaves
 from .masters import check_optimizer, make_masters, place_masters, replace_parameters
 from .optimizer import Residency, Runtime, ZeroOptimizer
 from .order import AgreedOrder, NullOrder
@@ -25,6 +26,7 @@ from .precision import Precision
 from .reduce_executor import ReduceExecutor
 from .reduction import LocalReducer, Reducer, Reduction
 from .units import ParameterInfo, Persistence, UnitPlan, find_parameters, plan_units
+from .unused import IgnoreUnused, UnusedParameters
 
 if TYPE_CHECKING:
     from .config import ZeroConfig
@@ -97,6 +99,7 @@ def shard(
         persistence=Persistence(
             settings.size("stage3_param_persistence_threshold"), settings.stage3_model_persistence_threshold
         ),
+        leaves=_leaves(model, settings),
     )
     build = _Build(model, settings, precision, reduction, process_group, rank, world_size, infos, plans)
     runtime = build.partitioned(inner) if settings.stage == 3 and world_size > 1 else build.resident()
@@ -108,7 +111,8 @@ def shard(
             group.make_master(precision.master, whole=runtime.whole)
     masters = make_masters(runtime.units, whole=runtime.whole)
     place_masters(inner, masters)
-    sharded = ZeroOptimizer(inner, runtime, [master for _, master in masters if master is not None])
+    check = _unused_check(runtime, settings, process_group)
+    sharded = ZeroOptimizer(inner, runtime, [master for _, master in masters if master is not None], check)
     for unit in runtime.units:
         for group in unit.groups:
             for name, parameter in zip(group.layout.names, group.parameters):
@@ -137,6 +141,18 @@ def _settings(stage: int | None, config: ZeroConfig | dict[str, Any] | None) -> 
         raise ZeroConfigError(path, f"{first['msg']} (got {first['input']!r})") from error
     settings.check_available()
     return settings
+
+
+def _unused_check(runtime: Runtime, settings: ZeroConfig, process_group: Any) -> UnusedParameters | IgnoreUnused:
+    if settings.ignore_unused_parameters:
+        return IgnoreUnused()
+    return UnusedParameters(runtime.trainable_units(), process_group, runtime.rank, runtime.world_size)
+
+
+def _leaves(model: nn.Module, settings: ZeroConfig) -> frozenset[str]:
+    chosen = settings.leaf_module
+    named = frozenset() if chosen is None else named_leaves(model, chosen.classes, chosen.names, chosen.name_suffixes)
+    return named | fine_modules(model, settings.stage3_module_granularity_threshold)
 
 
 def _place(process_group: Any) -> tuple[int, int]:

@@ -118,7 +118,7 @@ class ZeroConfig(_Section):
     round_robin_gradients: bool = Field(False, description="upstream: another order of parameters in partitions")
     elastic_checkpoint: bool = Field(False, description="upstream: checkpoints for other world sizes (always so here)")
     ignore_unused_parameters: bool = Field(
-        True, description="false: a parameter without a gradient is an error at the step"
+        True, description="false: a trainable parameter without a gradient on some rank is an error at the step"
     )
     legacy_stage1: bool = Field(False, description="the first implementation of stage 1; gone")
     offload_param: OffloadParam | None = Field(None, description="where parameters live between uses")
@@ -134,7 +134,9 @@ class ZeroConfig(_Section):
     stage3_param_persistence_threshold: Size | Auto = Field(100_000, description="smaller parameters stay gathered")
     stage3_model_persistence_threshold: Size = Field(2**63 - 1, description="greatest sum of those that stay gathered")
     stage3_gather_16bit_weights_on_model_save: bool = Field(False, description="save_16bit_model gathers whole weights")
-    stage3_module_granularity_threshold: Size = Field(0, description="fetch finely divided modules as a whole")
+    stage3_module_granularity_threshold: Size = Field(
+        0, description="fetch modules with at most this many parameters per layer as a whole"
+    )
     stage3_use_all_reduce_for_fetch_params: bool = Field(False, description="gather parameters by all-reduce")
     stage3_allgather_sequential: bool = Field(False, description="one gather at a time")
 
@@ -200,7 +202,6 @@ class ZeroConfig(_Section):
 
 
 _LATER = (
-    "ignore_unused_parameters",
     "offload_param",
     "offload_optimizer",
     "cpu_offload",
@@ -212,8 +213,6 @@ _LATER = (
     "zeropp_loco_param",
     "mics_shard_size",
     "mics_hierarchical_params_gather",
-    "stage3_module_granularity_threshold",
-    "leaf_module",
     "zenflow",
     "save_muon_momentum_buffer_in_memory",
 )

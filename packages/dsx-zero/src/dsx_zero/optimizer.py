@@ -80,6 +80,14 @@ class Residency(Protocol):
         ...
 
 
+class UnusedCheck(Protocol):
+    """Finds parameters without gradients."""
+
+    def check(self) -> None: ...
+
+    def remove_hooks(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Runtime:
     """The parts of one sharded model."""
@@ -115,10 +123,13 @@ class Runtime:
 class ZeroOptimizer(torch.optim.Optimizer):
     """See the module's text. Made by `dsx_zero.shard`."""
 
-    def __init__(self, inner: torch.optim.Optimizer, runtime: Runtime, masters: Sequence[Master]) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, runtime: Runtime, masters: Sequence[Master], unused: UnusedCheck
+    ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are the inner optimizer's, there is no second set of them.
         self.inner = inner
         self._runtime = runtime
+        self._unused = unused
         self._masters = tuple(masters)
         self._groups = {n: g for unit in runtime.units for g in unit.groups for n in g.layout.names}
         self._by_name = {master.name: master for master in masters}
@@ -183,6 +194,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def release(self) -> None:
         """Take every hook off the model, which then trains no more through this optimizer. At stage 3 its parameters stay partitioned."""
         self._runtime.gradients.remove_hooks()
+        self._unused.remove_hooks()
         self._runtime.residency.remove_hooks()
 
     # The step ---------------------------------------------------------------------------------------------------------
@@ -197,12 +209,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             closure: called once, before anything else, with gradients enabled; does forward and backward.
             grad_scale: the gradients are this many times too large (loss scaling).
             max_norm: clip so that the global norm is at most this; None or 0 does not clip.
+
+        Raises:
+            ZeroStateError: with `ignore_unused_parameters: false`, when a parameter got no gradient.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         run = self._runtime
+        self._unused.check()
         run.gradients.finish()
         norm = self._norm(grad_scale)
         if run.checks_overflow and not torch.isfinite(norm).item():

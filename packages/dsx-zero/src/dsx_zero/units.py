@@ -126,8 +126,8 @@ def find_parameters(model: nn.Module, trainable: frozenset[int] | None = None) -
     )
 
 
-def block_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of leaf modules and of the children of the outermost `nn.ModuleList`s that hold parameters, in definition order."""
+def block_names(model: nn.Module, leaves: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """Names of leaf modules (marked ones, and `leaves` by name) and of the children of the outermost `nn.ModuleList`s that hold parameters, in definition order."""
     from torch import nn  # here, so that reading plans needs no torch
 
     from .leaves import z3_leaf_module
@@ -137,7 +137,7 @@ def block_names(model: nn.Module) -> tuple[str, ...]:
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             path = f"{prefix}{name}"
-            if z3_leaf_module(child):
+            if z3_leaf_module(child) or path in leaves:
                 found.extend([path] if next(child.parameters(), None) is not None else [])
             elif isinstance(child, nn.ModuleList):
                 blocks = ((f"{path}.{index}", block) for index, block in child.named_children())
@@ -251,13 +251,15 @@ def plan_units(
     reduce_bucket_size: int = 500_000_000,
     persistence: Persistence | None = None,
     bucket_size: int = STAGE3_BUCKET,
+    leaves: frozenset[str] = frozenset(),
 ) -> tuple[UnitPlan, ...]:
     """Divide the parameters among units, in definition order of the modules (the root unit first at stage 3).
 
     `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in pieces. At stage 3
     what lies outside all blocks is one unit up to `bucket_size` elements; more is divided into buckets of whole modules.
+    The modules named by `leaves` are units of their own, whatever they contain.
     """
-    blocks = block_names(model)
+    blocks = block_names(model, leaves)
     if stage != 3:
         chosen = _by_size(infos, blocks, reduce_bucket_size)
         return tuple(UnitPlan(i, module, _groups(members, world_size)) for i, (module, members) in enumerate(chosen))
