@@ -9,7 +9,8 @@ namespace dsx {
     extern const Kernels table;              \
     extern const QuantKernels quant_table;   \
     extern const SignKernels sign_table;     \
-    const Tables all{&table, &quant_table, &sign_table}; \
+    extern const RowKernels row_table;       \
+    const Tables all{&table, &quant_table, &sign_table, &row_table}; \
     }
 DSX_TABLES(base)
 #ifdef DSX_X86

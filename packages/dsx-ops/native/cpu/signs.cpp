@@ -24,22 +24,6 @@ template <class Body> DSX_INLINE void groups(int64_t begin, int64_t end, const B
     if (i < end) body(i, end - i);
 }
 
-template <DType T> struct Padded {
-    // Sixteen elements from i, zeros beyond count.
-    static DSX_INLINE F load(const char* base, int64_t i, int64_t count) {
-        if (count >= LANES) return Access<T>::load(base, i);
-        alignas(64) char padded[64] = {};
-        if (count > 0) __builtin_memcpy(padded, base + i * Access<T>::SIZE, count * Access<T>::SIZE);
-        return Access<T>::load(padded, 0);
-    }
-    static DSX_INLINE void store(char* base, int64_t i, int64_t count, F a) {
-        if (count >= LANES) return Access<T>::store(base, i, a);
-        alignas(64) char padded[64];
-        Access<T>::store(padded, 0, a);
-        if (count > 0) __builtin_memcpy(base + i * Access<T>::SIZE, padded, count * Access<T>::SIZE);
-    }
-};
-
 DSX_INLINE void write_word(char* bits, int64_t i, int64_t count, uint64_t word) {
     if (count < GROUP) word &= (1ull << count) - 1;
     __builtin_memcpy(bits + i / 8, &word, (count + 7) / 8);

@@ -143,7 +143,8 @@ __global__ void __launch_bounds__(THREADS)
         if (t.param == SPLIT) low = load_raw(BF16, row.low_bits, i, n, whole);
         const Float4 p = param_of(t, raw_p, low), g = decode(t.grad, raw_g);
         Float4 m = decode(t.state, raw_m), v = decode(t.state, raw_v);
-        for (int k = 0; k < n; ++k) {
+        for (int k = 0; k < 4; ++k) {
+            if (k >= n) continue;  // what is missing would be 0/0 when eps is 0
             moments(h, gradient(h, g.x[k]), m.x[k], v.x[k]);
             const double x = p.x[k], u = lamb_direction(h, p.x[k], m.x[k], v.x[k]);
             p_sum = p_sum + x * x;
@@ -269,7 +270,8 @@ __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<R
             const bool whole = n == 4 && table.aligned[piece.row];
             uint32_t c0 = 0, c1 = 0;
             Raw rounded = {};
-            for (int k = 0; k < n; ++k) {
+            for (int k = 0; k < 4; ++k) {
+                if (k >= n) continue;
                 const Noise noise(h.seed, row.offset + i + k);
                 const float x = m[part].x[k], y = p[part].x[k];
                 float a = fabsf(x) * inv0, b = v[part].x[k] * inv1;
@@ -313,9 +315,9 @@ __device__ void count_up(const Scalar& s, double value) {
 }
 
 // The formulas of dsx_ops.spec.Hyper.lowered, in fp64.
-__global__ void lower(const Recipe r, Hyper host, Hyper* out) {
+__global__ void lower(const Recipe r, Hyper* out) {
     if (threadIdx.x != 0) return;
-    Hyper h = host;
+    Hyper h = r.host;
     const double lr = read(r.lr), scale = read(r.grad_scale), step = read(r.step) + (r.step.at != nullptr ? 1.0 : 0.0);
     if (read(r.found_inf) != 0.0) {
         h.flags |= SKIP;
@@ -386,17 +388,7 @@ void start_table(const Where& where, const Table<Row>& table, const Step& s, con
 
 void prepare(const Where& where, const Recipe& recipe, Hyper* out) {
     OnDevice on(where);
-    Hyper h{};
-    h.beta1 = (float)recipe.beta1;
-    h.one_minus_beta1 = (float)(1.0 - recipe.beta1);
-    h.beta2 = (float)recipe.beta2;
-    h.one_minus_beta2 = (float)(1.0 - recipe.beta2);
-    h.eps = (float)recipe.eps;
-    h.l2 = (float)recipe.weight_decay;
-    h.damp = 1.0f;
-    h.flags = recipe.flags;
-    h.seed = recipe.seed;
-    launch(where, lower, 1, WARP, recipe, h, out);
+    launch(where, lower, 1, WARP, recipe, out);
 }
 
 void step(const Where& where, const Step& s, const Row* rows, size_t count, const Hyper* hyper_at, double* squares, double* partials,

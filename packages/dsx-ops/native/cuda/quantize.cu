@@ -11,20 +11,6 @@ constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it leaves the neares
 constexpr uint32_t MAGIC_BITS = 0x4b400000u;
 constexpr int64_t WARP_GROUP = 4096;  // groups up to this are a warp's
 
-// The threads that share a group: a warp, or the block.
-struct WarpTeam {
-    static __device__ __forceinline__ int rank() { return (int)threadIdx.x % WARP; }
-    static __device__ __forceinline__ int size() { return WARP; }
-    static __device__ __forceinline__ int64_t first() { return (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP; }
-    template <class Op> static __device__ __forceinline__ float all(float x, Op op, float*) { return over_warp(x, op); }
-};
-struct BlockTeam {
-    static __device__ __forceinline__ int rank() { return (int)threadIdx.x; }
-    static __device__ __forceinline__ int size() { return (int)blockDim.x; }
-    static __device__ __forceinline__ int64_t first() { return blockIdx.x; }
-    template <class Op> static __device__ __forceinline__ float all(float x, Op op, float* scratch) { return over_block(x, op, scratch); }
-};
-
 __device__ __forceinline__ uint32_t code_of(const Quant& q, float t, int64_t index) {
     const float high = (float)((1 << (q.symmetric ? q.bits - 1 : q.bits)) - 1), low = q.symmetric ? -high : 0.0f;
     if (q.stochastic) {
@@ -61,7 +47,8 @@ __global__ void __launch_bounds__(THREADS)
     for (int64_t i = from + 4 * Team::rank(); i < to; i += 4 * Team::size()) {
         const int n = to - i < 4 ? (int)(to - i) : 4;
         const Float4 v = load4(q.dtype, x, i, n, n == 4 && whole_words);
-        for (int k = 0; k < n; ++k) {
+        for (int k = 0; k < 4; ++k) {
+            if (k >= n) continue;
             high = Largest()(high, q.symmetric ? fabsf(v.x[k]) : v.x[k]);
             if (!q.symmetric) low = Smallest()(low, v.x[k]);
         }
@@ -78,7 +65,8 @@ __global__ void __launch_bounds__(THREADS)
         const int n = to - i < 4 ? (int)(to - i) : 4;
         const Float4 v = load4(q.dtype, x, i, n, n == 4 && whole_words);
         uint32_t word = 0;
-        for (int k = 0; k < n; ++k) word |= code_of(q, (q.symmetric ? v.x[k] : v.x[k] - low) * inverse, q.offset + i + k) << 8 * k;
+        for (int k = 0; k < 4; ++k)
+            if (k < n) word |= code_of(q, (q.symmetric ? v.x[k] : v.x[k] - low) * inverse, q.offset + i + k) << 8 * k;
         store_codes(q, codes, i, n, word);
     }
 }

@@ -37,5 +37,19 @@ template <class Op, class T> __device__ __forceinline__ T over_block(T value, Op
     return value;
 }
 
+// The threads that share a row (or a group): a warp, or the block. first(): the number of the row.
+struct WarpTeam {
+    static __device__ __forceinline__ int rank() { return (int)threadIdx.x % WARP; }
+    static __device__ __forceinline__ int size() { return WARP; }
+    static __device__ __forceinline__ int64_t first() { return (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP; }
+    template <class Op> static __device__ __forceinline__ float all(float x, Op op, float*) { return over_warp(x, op); }
+};
+struct BlockTeam {
+    static __device__ __forceinline__ int rank() { return (int)threadIdx.x; }
+    static __device__ __forceinline__ int size() { return (int)blockDim.x; }
+    static __device__ __forceinline__ int64_t first() { return blockIdx.x; }
+    template <class Op> static __device__ __forceinline__ float all(float x, Op op, float* scratch) { return over_block(x, op, scratch); }
+};
+
 }  // namespace cuda
 }  // namespace dsx

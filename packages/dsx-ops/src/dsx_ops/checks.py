@@ -14,6 +14,17 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as nati
 MASK32 = 0xFFFFFFFF
 
 
+def addresses(*tensors: Tensor | None) -> list[int]:
+    """Where the tensors lie, 0 for None; they must be kept until the kernel returns."""
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def rows_of(tensor: Tensor) -> tuple[int, int]:
+    """(rows, columns) of a tensor seen as a matrix along its last dimension."""
+    cols = tensor.shape[-1] if tensor.dim() else 1
+    return (tensor.numel() // cols if cols else 0), cols
+
+
 def name_of(dtype: torch.dtype) -> str:
     """`float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")

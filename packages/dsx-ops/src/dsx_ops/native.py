@@ -71,6 +71,21 @@ def module() -> Any:
     return _loader.load()
 
 
+def module_for(tensor: torch.Tensor, what: str, numel: int | None = None) -> Any:
+    """The compiled module when `tensor` lies in host memory, else None; a large piece of work without it warns once."""
+    if tensor.device.type != "cpu":
+        return None
+    found = module()
+    if found is None:
+        warn_slow(tensor.numel() if numel is None else numel, what)
+    return found
+
+
+def switched_off() -> bool:
+    """Whether `reference_only()` holds right now."""
+    return _loader.disabled > 0
+
+
 def threads() -> int:
     """How many threads a kernel may use: torch's setting."""
     return torch.get_num_threads()
@@ -111,7 +126,7 @@ def native_status() -> dict[str, Any]:
         "sanitizer": found.sanitizer() if found else "",
         "torch": torch.__version__,
     }
-    status["cuda"] = (
-        "torch's fused Adam and SGD where all dtypes match, plain torch operations elsewhere (dsx-ops has no CUDA kernels yet)"
-    )
+    from .cuda import loader  # late: it imports this module
+
+    status["cuda"] = loader.status()
     return status

@@ -18,8 +18,6 @@ Moving bytes is not done here.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -122,18 +120,9 @@ def reference_mean_of_signs(packed: Tensor, scales: Tensor, numel: int) -> Tenso
 # ---- operators ----------------------------------------------------------------------------------------------------------
 
 
-def _module(tensor: Tensor, numel: int, what: str) -> Any:
-    if tensor.device.type != "cpu":
-        return None
-    module = native.module()
-    if module is None:
-        native.warn_slow(numel, what)
-    return module
-
-
 def _run_pack(x: Tensor) -> Tensor:
     check(x, "pack_signs' input")
-    module = _module(x, x.numel(), "pack_signs")
+    module = native.module_for(x, "pack_signs")
     if module is None:
         return reference_pack_signs(x)
     packed = _fake_pack(x)
@@ -171,7 +160,7 @@ def _run_unpack(packed: Tensor, scale: Tensor, numel: int, dtype: torch.dtype) -
 
 def _run_unpack_out(packed: Tensor, scale: Tensor, numel: int, out: Tensor) -> None:
     _check_packed(packed, scale, numel, out)
-    module = _module(packed, out.numel(), "unpack_signs")
+    module = native.module_for(packed, "unpack_signs", out.numel())
     if module is None:
         out.copy_(reference_unpack_signs(packed, scale.reshape(packed.shape[:-1]), numel, out.dtype))
         return
@@ -201,7 +190,7 @@ def _check_feedback(x: Tensor, error: Tensor) -> None:
 
 def _run_compress(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
     _check_feedback(x, error)
-    module = _module(x, x.numel(), "compress_with_feedback")
+    module = native.module_for(x, "compress_with_feedback")
     if module is None:
         return reference_compress(x, error)
     packed, _ = _fake_compress(x, error)
@@ -226,7 +215,7 @@ def _check_mean(packed: Tensor, scales: Tensor, numel: int, out: Tensor) -> None
 
 def _run_mean(packed: Tensor, scales: Tensor, numel: int, out: Tensor) -> None:
     _check_mean(packed, scales, numel, out)
-    module = _module(packed, packed.shape[0] * numel, "mean_of_signs")
+    module = native.module_for(packed, "mean_of_signs", packed.shape[0] * numel)
     if module is None:
         out.copy_(reference_mean_of_signs(packed, scales, numel))
         return

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import native, reference
 from .backends import native_cpu, torch_cuda
+from .cuda import flat as cuda_flat
+from .cuda import loader as cuda_loader
+from .cuda import optimizers as cuda_optimizers
 from .errors import TensorError
 from .spec import FLOATS, Batch
 
@@ -24,7 +27,11 @@ def apply(batch: Batch) -> None:
         return
     device = batch.slots[0].param.device.type
     if device == "cuda":
-        torch_cuda.run(batch)
+        found = cuda_loader.module()
+        if found is None:
+            torch_cuda.run(batch)
+        else:
+            cuda_optimizers.run(found, batch)
         return
     module = native.module() if device == "cpu" else None
     if module is not None:
@@ -36,6 +43,9 @@ def apply(batch: Batch) -> None:
 
 def lamb_update(batch: Batch) -> Tensor:
     """Phase 1 of Lamb: moments. Returns fp64 [slots, 2]: |p|^2 and |u|^2, on the slots' device."""
+    on_cuda = _cuda_module([batch.slots[0].param])
+    if on_cuda is not None:
+        return cuda_optimizers.lamb_update(on_cuda, batch)
     module = native.module() if batch.slots[0].param.device.type == "cpu" else None
     if module is not None:
         return native_cpu.lamb_update(module, batch)
@@ -46,6 +56,10 @@ def lamb_update(batch: Batch) -> Tensor:
 
 def lamb_apply(batch: Batch, coefficients: Tensor) -> None:
     """Phase 2 of Lamb; `coefficients` fp32 [slots] on the slots' device."""
+    on_cuda = _cuda_module([batch.slots[0].param])
+    if on_cuda is not None:
+        cuda_optimizers.lamb_apply(on_cuda, batch, coefficients)
+        return
     module = native.module() if batch.slots[0].param.device.type == "cpu" else None
     if module is not None:
         native_cpu.lamb_apply(module, batch, coefficients)
@@ -67,6 +81,9 @@ def squared_norms(tensors: Iterable[Tensor]) -> Tensor:
     its tensor's elements are (squares of finite fp32 numbers cannot overflow fp64). Raises `TensorError`.
     """
     found = _checked(tensors)
+    on_cuda = _cuda_module(found)
+    if on_cuda is not None:
+        return cuda_flat.squares(on_cuda, found)
     module = native.module() if all(t.device.type == "cpu" for t in found) else None
     return native_cpu.squares(module, found) if module is not None else reference.squares(found)
 
@@ -80,6 +97,10 @@ def norm(tensors: Iterable[Tensor]) -> Norm:
 def scale_(tensors: Iterable[Tensor], factor: float) -> None:
     """Multiply every tensor by `factor` in place, in fp32, rounding once. Raises `TensorError`."""
     found = _checked(tensors)
+    on_cuda = _cuda_module(found)
+    if on_cuda is not None:
+        cuda_flat.scale(on_cuda, found, factor)
+        return
     module = native.module() if all(t.device.type == "cpu" for t in found) else None
     if module is not None:
         native_cpu.scale(module, found, factor)
@@ -95,11 +116,22 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     Coefficient min(1, max_norm / (norm + 1e-6)), as torch's. Parameters without gradients are passed over.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
+    on_cuda = _cuda_module(grads)
+    if on_cuda is not None:
+        return cuda_flat.clip(on_cuda, _checked(grads), max_norm)
     total = squared_norms(grads).sum().sqrt()
     coefficient = max_norm / (float(total) + 1e-6)
     if coefficient < 1.0:
         scale_(grads, coefficient)
     return total
+
+
+def _cuda_module(tensors: list[Tensor]) -> Any:
+    """The CUDA kernels, when there are such and all tensors lie on one device."""
+    first = tensors[0].device if tensors else None
+    if first is None or first.type != "cuda" or any(t.device != first for t in tensors):
+        return None
+    return cuda_loader.module()
 
 
 def _checked(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -27,19 +27,20 @@ struct Scalar {
     int32_t type;
 };
 
-// The numbers of an update before the arithmetic of `dsx_ops.spec.Hyper.lowered`, some of them on the device.
+// Numbers of an update of which some lie on the device: `host` has what does not depend on them, the rest is computed by `prepare` with
+// the formulas of `dsx_ops.spec.Hyper.lowered`.
 struct Recipe {
     int32_t algorithm;
-    Scalar lr, grad_scale, found_inf, step;  // found_inf: a number other than 0 leaves everything as it is
-    double beta1, beta2, eps, weight_decay;
+    Hyper host;
+    Scalar lr, grad_scale;
+    Scalar found_inf;  // other than 0: everything stays as it is
+    Scalar step;       // of this update, counted from 1; on the device: of the last one, counted up here unless found_inf says skip
+    double beta1, beta2, weight_decay;
     bool bias_correction;
-    int32_t flags;
-    uint32_t seed;
 };
 constexpr int32_t SKIP = 1 << 16;  // flag in a Hyper on the device: do nothing
 
-// Turns a recipe into factors at `out` (room for one Hyper on the device). `step` is read after counting it up when it lies on the device:
-// unless found_inf says skip, the kernel adds one to it (fp32 or int64).
+// `out`: room for one Hyper on the device.
 void prepare(const Where& where, const Recipe& recipe, Hyper* out);
 
 // One call per algorithm over all rows. `hyper_at`: factors on the device, instead of step.hyper. LAMB_UPDATE: `squares` fp64 [rows, 2],
@@ -59,6 +60,54 @@ void scale(const Where& where, const Flat* rows, size_t count, const Scalar& fac
 
 void quantize(const Where& where, const Quant& q, const char* x, int64_t numel, char* codes, float* scale, float* zero);
 void dequantize(const Where& where, const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t numel);
+
+// ---- rows: a tensor seen as [rows, cols], cols being the last dimension -------------------------------------------------
+
+constexpr int64_t SLABS = 256;         // column sums go over this many groups of rows, then over the groups
+constexpr int64_t MAX_COLUMNS = 16384; // of layer norm's backward
+
+struct Rows {
+    DType dtype;
+    int64_t rows, cols;
+};
+struct Vector {  // along the columns; null when there is none
+    const char* at;
+    DType dtype;
+};
+// Keeps element i when the upper 24 bits of noise(seed, offset + i) are at least `threshold`.
+struct Drop {
+    bool active;
+    uint32_t threshold;
+    float scale;
+    uint32_t seed;
+    int64_t offset;
+};
+// A mask that is broadcast to the rows: strides in elements, 0 where it has one element only.
+constexpr int MASK_DIMS = 6;
+enum MaskKind : int32_t { NO_MASK = 0, ADDED = 1, TAKES_PART = 2 };
+struct MaskView {
+    MaskKind kind;
+    DType dtype;
+    const char* at;
+    int64_t sizes[MASK_DIMS], strides[MASK_DIMS];  // of the row's dimensions, outermost first; sizes of 1 in front
+    int64_t column_stride;
+};
+
+// residual, total: null without a residual. The sum is rounded to the dtype before it is normed.
+void layer_norm(const Where& where, const Rows& r, const char* x, const char* residual, char* total, Vector weight, Vector bias, float eps,
+                char* y, float* mean, float* rstd);
+// partials: fp32 [2, SLABS, cols].
+void layer_norm_backward(const Where& where, const Rows& r, const char* grad, const char* saved, const float* mean, const float* rstd,
+                         Vector weight, Vector bias, const char* extra, bool from_output, char* dx, char* dweight, char* dbias, float* partials);
+void bias_gelu(const Where& where, const Rows& r, const char* x, Vector bias, bool tanh, char* y);
+// partials: fp32 [SLABS, cols]; dbias null without a bias.
+void bias_gelu_backward(const Where& where, const Rows& r, const char* grad, const char* x, Vector bias, bool tanh, char* dx, char* dbias,
+                        float* partials);
+// residual + dropout(x + bias); bias and residual may be null.
+void dropout(const Where& where, const Rows& r, const char* x, Vector bias, const char* residual, const Drop& drop, char* y);
+void bias_grad(const Where& where, const Rows& r, const char* grad, const Drop& drop, char* dx, Vector dbias, float* partials);
+void masked_softmax(const Where& where, const Rows& r, const char* x, const MaskView& mask, float scale, char* y);
+void softmax_backward(const Where& where, const Rows& r, const char* grad, const char* y, float scale, char* dx);
 
 }  // namespace cuda
 }  // namespace dsx

@@ -90,6 +90,69 @@ struct SignKernels {
     void (*mean)(const char* bits, int64_t stride, const float* scales, int64_t ranks, float factor, char* out, int64_t begin, int64_t end);
 };
 
+// Layer norm of rows of `cols` elements; weight and bias in fp32.
+struct NormRows {
+    DType dtype;
+    int64_t cols;
+    float eps;
+    const float *weight, *bias;
+    const char *x, *residual;  // residual: null, or added first; the sum goes to `total`
+    char *total, *y;
+    float *mean, *rstd;
+    bool stream;
+};
+struct NormBackRows {
+    DType dtype;
+    int64_t cols;
+    const float *weight, *bias, *inverse;  // inverse: 1 / weight, when `saved` is the output; else null and `saved` is the input
+    const char *grad, *saved, *extra;      // extra: null, or added to dx
+    const float *mean, *rstd;
+    char* dx;
+    bool stream;
+};
+
+// Masks: null, a float dtype (added), or bytes (0 excludes).
+enum MaskKind : int32_t { MASK_NONE = 0, MASK_F32 = 1, MASK_BF16 = 2, MASK_F16 = 3, MASK_BOOL = 4 };
+struct SoftmaxRows {
+    DType dtype;
+    int64_t cols;
+    float scale;
+    const char *x, *grad;     // backward: x is the forward's result
+    char* out;
+    MaskKind mask_kind;
+    const char* mask;         // the mask's element for row r and column c: start of r + c * column_step
+    const int64_t* mask_start;  // per row, in elements
+    int64_t column_step;      // 0 or 1
+    bool stream;
+};
+
+// Elementwise functions of x + bias, bias along rows of `cols` elements. Ranges are in elements of the whole tensor.
+enum BiasForm : int32_t { GELU_TANH = 0, GELU_ERF = 1, GELU_TANH_BACK = 2, GELU_ERF_BACK = 3, DROPOUT = 4, DROPOUT_RESIDUAL = 5 };
+struct BiasRows {
+    BiasForm form;
+    DType dtype;
+    int64_t cols;
+    const char *x, *other;    // other: the gradient (backward forms), the residual (DROPOUT_RESIDUAL)
+    const float* bias;        // null: none
+    char* out;
+    uint32_t threshold, seed;
+    float keep_scale;
+    int64_t offset;
+    bool stream;
+};
+
+struct RowKernels {
+    void (*layer_norm)(const NormRows& n, int64_t begin, int64_t end);
+    // Adds to dweight and dbias [cols].
+    void (*layer_norm_backward)(const NormBackRows& n, int64_t begin, int64_t end, float* dweight, float* dbias);
+    void (*softmax)(const SoftmaxRows& s, int64_t begin, int64_t end, float* scratch);  // scratch: cols rounded up to 16
+    void (*softmax_backward)(const SoftmaxRows& s, int64_t begin, int64_t end);
+    // Adds the unrounded results to sums [cols] unless that is null.
+    void (*bias_function)(const BiasRows& b, int64_t begin, int64_t end, float* sums);
+    // out[c] = sum over rows, in order, of parts[row * cols + c].
+    void (*add_rows)(const float* parts, int64_t rows, int64_t cols, float* out, int64_t begin, int64_t end);
+};
+
 struct Kernels {
     const char* name;
     // Both work on the elements [begin, end) of one row; begin is a multiple of ALIGN (BLOCK8, CHUNK where they matter).
@@ -105,6 +168,7 @@ struct Tables {
     const Kernels* basic;
     const QuantKernels* quant;
     const SignKernels* sign;
+    const RowKernels* row;
 };
 
 }  // namespace dsx

@@ -97,6 +97,30 @@ void write_copy(DType copy, const float* p, char* base, int64_t at, int64_t n) {
     convert_n(F32, (const char*)p, copy, out, n);
 }
 
+// Sixteen elements from i, of which `count` are there; the others read as zero and are not written.
+template <DType T> struct Padded {
+    static DSX_INLINE F load(const char* base, int64_t i, int64_t count) {
+        if (count >= LANES) return Access<T>::load(base, i);
+        alignas(64) char padded[64] = {};
+        if (count > 0) __builtin_memcpy(padded, base + i * Access<T>::SIZE, count * Access<T>::SIZE);
+        return Access<T>::load(padded, 0);
+    }
+    static DSX_INLINE void store(char* base, int64_t i, int64_t count, F a) {
+        if (count >= LANES) return Access<T>::store(base, i, a);
+        alignas(64) char padded[64];
+        Access<T>::store(padded, 0, a);
+        if (count > 0) __builtin_memcpy(base + i * Access<T>::SIZE, padded, count * Access<T>::SIZE);
+    }
+    // Past the caches; base + i * SIZE is aligned to 64 bytes.
+    static DSX_INLINE void stream(char* base, int64_t i, int64_t count, F a) {
+        if (count < LANES) return store(base, i, count, a);
+        if (T == F32) return stream32(base + 4 * i, a);
+        alignas(32) char packed[32];
+        Access<T>::store(packed, 0, a);
+        stream16(base + 2 * i, packed);
+    }
+};
+
 // One stream of a tile: a pointer into the row when that is fp32 and a multiple of sixteen long, else a converted copy.
 struct Stream {
     alignas(64) float buffer[TILE];
@@ -136,8 +160,10 @@ struct Noise {
         for (uint32_t k = 0; k < 16; ++k) lane[k] = k;
         U iota;
         __builtin_memcpy(&iota, lane, 64);
-        uint32_t high = (uint32_t)((uint64_t)index >> 32);
-        first = mix((iota + splatu((uint32_t)index)) ^ splatu(seed + high * 0x9e3779b9u));
+        const uint32_t low = (uint32_t)index, high = (uint32_t)((uint64_t)index >> 32);
+        U lanes = iota + splatu(low), key = splatu(seed + high * 0x9e3779b9u);
+        if (low > 0xfffffff0u) key = select(lessu(lanes, splatu(low)), splatu(seed + (high + 1) * 0x9e3779b9u), key);  // carry
+        first = mix(lanes ^ key);
         second = mix(first ^ splatu(0x85ebca6bu));
     }
 };

@@ -11,13 +11,13 @@ layer and step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .. import library, reference
-from ..checks import MASK32, check, check_seed
+from .. import library, native, reference
+from ..checks import DTYPE_CODES, MASK32, addresses, check, check_seed, rows_of
 from ..errors import TensorError
 
 _BITS = 24
@@ -107,17 +107,49 @@ def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, se
 
 def _run_dropout(x: Tensor, p: float, seed: int, offset: int) -> Tensor:
     _check(x, None, None, p, seed, offset)
-    return reference_dropout(x, p, seed, offset)
+    module = native.module_for(x, "dropout")
+    if module is None:
+        return reference_dropout(x, p, seed, offset)
+    out = torch.empty_like(x)
+    _native(module, _PLAIN, (x, None, None, out, None), p, seed, offset)
+    return out
 
 
 def _run_residual(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: int, offset: int) -> Tensor:
     _check(x, bias, residual, p, seed, offset)
-    return reference_bias_dropout_residual(x, bias, residual, p, seed, offset)
+    module = native.module_for(x, "dropout")
+    if module is None:
+        return reference_bias_dropout_residual(x, bias, residual, p, seed, offset)
+    out, wide = torch.empty_like(x), None if bias is None else bias.float()
+    _native(module, _RESIDUAL, (x, residual, wide, out, None), p, seed, offset)
+    return out
 
 
 def _run_bias_grad(grad: Tensor, dtype: torch.dtype, p: float, seed: int, offset: int) -> tuple[Tensor, Tensor]:
     _check(grad, None, None, p, seed, offset)
-    return reference_bias_grad(grad, dtype, p, seed, offset)
+    module = native.module_for(grad, "dropout")
+    if module is None:
+        return reference_bias_grad(grad, dtype, p, seed, offset)
+    dx, sums = torch.empty_like(grad), grad.new_empty(grad.shape[-1:], dtype=torch.float32)
+    _native(module, _PLAIN, (grad, None, None, dx, sums), p, seed, offset)
+    return dx, sums.to(dtype)
+
+
+_PLAIN, _RESIDUAL = 4, 5  # BiasForm in native/include/dsx_ops/kernels.h
+
+
+def _native(module: Any, form: int, tensors: tuple[Tensor | None, ...], p: float, seed: int, offset: int) -> None:
+    """`tensors`: x, residual, bias (fp32), out, sums of the columns (fp32)."""
+    x = cast(Tensor, tensors[0])
+    module.bias_function(
+        form,
+        addresses(*tensors),
+        DTYPE_CODES[x.dtype],
+        *rows_of(x),
+        keep_scale(p),
+        [threshold(p), seed & MASK32, offset],
+        native.threads(),
+    )
 
 
 def _fake_dropout(x: Tensor, p: float, seed: int, offset: int) -> Tensor:

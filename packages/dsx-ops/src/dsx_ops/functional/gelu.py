@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import library
-from ..checks import check
+from .. import library, native
+from ..checks import DTYPE_CODES, addresses, check, rows_of
 from ..errors import TensorError
 
 _A = math.sqrt(2.0 / math.pi)
@@ -75,12 +75,33 @@ def _check(x: Tensor, bias: Tensor | None, grad: Tensor | None = None) -> None:
 
 def _run(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     _check(x, bias)
-    return reference_bias_gelu(x, bias, tanh)
+    module = native.module_for(x, "GELU")
+    if module is None:
+        return reference_bias_gelu(x, bias, tanh)
+    out, wide = torch.empty_like(x), None if bias is None else bias.float()
+    _native(module, 0 if tanh else 1, x, None, wide, out, None)
+    return out
 
 
 def _run_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
     _check(x, bias, grad)
-    return reference_bias_gelu_backward(grad, x, bias, tanh)
+    module = native.module_for(x, "GELU")
+    if module is None:
+        return reference_bias_gelu_backward(grad, x, bias, tanh)
+    dx, wide = torch.empty_like(x), None if bias is None else bias.float()
+    sums = x.new_empty(0 if wide is None else wide.numel(), dtype=torch.float32)
+    _native(module, 2 if tanh else 3, x, grad, wide, dx, None if wide is None else sums)
+    return dx, sums if bias is None else sums.to(bias.dtype)
+
+
+def _native(
+    module: Any, form: int, x: Tensor, grad: Tensor | None, bias: Tensor | None, out: Tensor, sums: Tensor | None
+) -> None:
+    """`form` as BiasForm in native/include/dsx_ops/kernels.h."""
+    rows, cols = rows_of(x)
+    module.bias_function(
+        form, addresses(x, grad, bias, out, sums), DTYPE_CODES[x.dtype], rows, cols, 1.0, [0, 0, 0], native.threads()
+    )
 
 
 def _fake(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:

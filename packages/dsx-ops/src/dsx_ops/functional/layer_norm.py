@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import library
-from ..checks import check
+from .. import library, native
+from ..checks import DTYPE_CODES, addresses, check
 from ..errors import TensorError
 
 
@@ -93,8 +93,16 @@ def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_forward(x, weight, bias, residual)
-    total = x if residual is None else x + residual
-    y, mean, rstd = reference_layer_norm(total, weight, bias, eps)
+    module = native.module_for(x, "layer norm")
+    if module is None:
+        total = x if residual is None else x + residual
+        y, mean, rstd = reference_layer_norm(total, weight, bias, eps)
+        return y, total, mean, rstd
+    y, (mean, rstd) = torch.empty_like(x), _stats(x)
+    total = x if residual is None else torch.empty_like(x)
+    w, b = weight.float(), bias.float()
+    given = (x, residual, total, w, b, y, mean, rstd)
+    module.layer_norm(addresses(*given), DTYPE_CODES[x.dtype], mean.numel(), x.shape[-1], eps, native.threads())
     return y, total, mean, rstd
 
 
@@ -122,7 +130,17 @@ def _run_backward(
     from_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_backward(grad, saved, mean, rstd, weight, bias, extra)
-    return reference_layer_norm_backward(grad, saved, mean, rstd, weight, bias, extra, from_output)
+    module = native.module_for(grad, "layer norm")
+    if module is None:
+        return reference_layer_norm_backward(grad, saved, mean, rstd, weight, bias, extra, from_output)
+    dx, w, b = torch.empty_like(saved), weight.float(), bias.float()
+    inverse = torch.where(w == 0, 0.0, 1.0 / w) if from_output else None
+    sums = torch.empty(2, w.numel(), dtype=torch.float32)
+    given = (grad, saved, mean, rstd, w, b, inverse, extra, dx, sums[0], sums[1])
+    module.layer_norm_backward(
+        addresses(*given), DTYPE_CODES[saved.dtype], mean.numel(), saved.shape[-1], native.threads()
+    )
+    return dx, sums[0].to(weight.dtype, copy=True), sums[1].to(bias.dtype, copy=True)
 
 
 def _check_backward(

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import library
-from ..checks import check, name_of
+from .. import library, native
+from ..checks import DTYPE_CODES, addresses, check, name_of, rows_of
 from ..errors import TensorError
 from ..spec import FLOATS
 
@@ -68,7 +68,29 @@ def _check(x: Tensor, mask: Tensor | None) -> None:
 
 def _run(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     _check(x, mask)
-    return reference_masked_softmax(x, mask, scale)
+    module = native.module_for(x, "softmax")
+    if module is None:
+        return reference_masked_softmax(x, mask, scale)
+    out = torch.empty_like(x)
+    starts, step, mask = (None, 0, None) if mask is None else _layout(mask, x)
+    kind = 0 if mask is None else _MASK_KINDS[mask.dtype]
+    given = addresses(x, out, mask, starts)
+    module.softmax(given, DTYPE_CODES[x.dtype], *rows_of(x), scale, kind, step, native.threads())
+    return out
+
+
+_MASK_KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool: 4}  # MaskKind in kernels.h
+
+
+def _layout(mask: Tensor, x: Tensor) -> tuple[Tensor, int, Tensor]:
+    """For every row of x the index of its first mask element (int64), the step along the row, and the mask with such a step."""
+    if mask.dim() and mask.shape[-1] > 1 and mask.stride(-1) != 1:
+        mask = mask.contiguous()
+    wide = mask.expand(x.shape)
+    starts = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(x.shape[:-1], wide.stride()[:-1]):
+        starts = starts.unsqueeze(-1) + torch.arange(size) * stride
+    return starts.contiguous(), wide.stride(-1), mask
 
 
 def _check_backward(grad: Tensor, y: Tensor) -> None:
@@ -78,7 +100,12 @@ def _check_backward(grad: Tensor, y: Tensor) -> None:
 
 def _run_backward(grad: Tensor, y: Tensor, scale: float) -> Tensor:
     _check_backward(grad, y)
-    return reference_softmax_backward(grad, y, scale)
+    module = native.module_for(y, "softmax")
+    if module is None:
+        return reference_softmax_backward(grad, y, scale)
+    out = torch.empty_like(y)
+    module.softmax_backward(*addresses(grad, y, out), DTYPE_CODES[y.dtype], *rows_of(y), scale, native.threads())
+    return out
 
 
 def _fake(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -7,6 +7,7 @@ between the two: that is `norm_reducer`, the only place where communication come
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,9 +128,15 @@ class FusedLamb(FusedOptimizer):
         for batch in found:
             mine = ratios[at : at + len(batch.slots)].to(batch.slots[0].param.device)
             at += len(batch.slots)
-            step_size = batch.hyper.lowered(self.algorithm).step_size
-            update.lamb_apply(batch, (mine * step_size).float())
+            update.lamb_apply(batch, (mine * _step_size(batch.hyper)).float())
         self._coefficients = [ratios[torch.tensor(order, dtype=torch.long, device=ratios.device)]]
+
+
+def _step_size(hyper: Hyper) -> float | Tensor:
+    """lr with the bias corrections; an lr that is a tensor stays where it is, so that a device is not waited for."""
+    if isinstance(hyper.lr, Tensor):
+        return hyper.lr.double() * replace(hyper, lr=1.0, grad_scale=1.0).lowered(Algorithm.LAMB).step_size
+    return replace(hyper, grad_scale=1.0).lowered(Algorithm.LAMB).step_size
 
 
 def _concatenate(squares: list[Tensor]) -> Tensor:

@@ -1,0 +1,298 @@
+// Layer norm and softmax, a row at a time, and functions of x + bias; compiled once per instruction set.
+//
+// A row is read from memory once: the passes after the first find it in cache. Sums go over four sets of sixteen lanes and are then
+// folded, in the same order everywhere; sums over rows go over blocks of rows that the caller cuts the same way for any thread count.
+#include "dsx_ops/kernels.h"
+#include "dsx_ops/math.h"
+#include "dsx_ops/tiles.h"
+#include "dsx_ops/vec.h"
+
+namespace dsx {
+namespace DSX_ISA {
+namespace {
+
+constexpr int64_t UNROLL = 4 * LANES;
+
+// Sum over columns of f(column, count), count being how many of the sixteen are there.
+template <class Body> DSX_INLINE float row_sum(int64_t cols, const Body& f) {
+    F sum[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+    int64_t c = 0;
+    for (; c + UNROLL <= cols; c += UNROLL)
+        for (int k = 0; k < 4; ++k) sum[k] = sum[k] + f(c + k * LANES, LANES);
+    for (int k = 0; c < cols; c += LANES, ++k) sum[k] = sum[k] + f(c, cols - c);
+    return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+// All ones in the lanes below count.
+DSX_INLINE U present(int64_t count) { return lane_mask(count >= LANES ? 0xffffu : (1u << count) - 1u); }
+
+template <DType T> DSX_INLINE void put(char* base, int64_t i, int64_t count, F a, bool stream) {
+    if (stream) Padded<T>::stream(base, i, count, a);
+    else Padded<T>::store(base, i, count, a);
+}
+DSX_INLINE bool on_line(const char* at) { return ((uintptr_t)at & 63) == 0; }
+
+// ---- layer norm -----------------------------------------------------------------------------------------------------------
+
+template <DType T> void layer_norm_of(const NormRows& n, int64_t begin, int64_t end) {
+    const int64_t cols = n.cols;
+    const float share = 1.0f / (float)cols;
+    for (int64_t row = begin; row < end; ++row) {
+        const char* x = n.x + row * cols * Access<T>::SIZE;
+        char* y = n.y + row * cols * Access<T>::SIZE;
+        if (n.residual) {
+            char* total = n.total + row * cols * Access<T>::SIZE;
+            const char* r = n.residual + row * cols * Access<T>::SIZE;
+            for (int64_t c = 0; c < cols; c += LANES)
+                Padded<T>::store(total, c, cols - c, Padded<T>::load(x, c, cols - c) + Padded<T>::load(r, c, cols - c));
+            x = total;
+        }
+        const float mean = row_sum(cols, [&](int64_t c, int64_t count) { return Padded<T>::load(x, c, count); }) * share;
+        const F centre = splat(mean);
+        const float variance = row_sum(cols, [&](int64_t c, int64_t count) {
+            F d = Padded<T>::load(x, c, count) - centre;
+            if (count < LANES) d = floats(bits(d) & present(count));
+            return d * d;
+        }) * share;
+        const float rstd = 1.0f / __builtin_sqrtf(variance + n.eps);
+        const F scale = splat(rstd);
+        const bool stream = n.stream && on_line(y);
+        for (int64_t c = 0; c < cols; c += LANES) {
+            const int64_t count = cols - c;
+            F xhat = (Padded<T>::load(x, c, count) - centre) * scale;
+            put<T>(y, c, count, xhat * Padded<F32>::load((const char*)n.weight, c, count) + Padded<F32>::load((const char*)n.bias, c, count), stream);
+        }
+        n.mean[row] = mean;
+        n.rstd[row] = rstd;
+    }
+    if (n.stream) fence();
+}
+
+template <DType T> void layer_norm_back_of(const NormBackRows& n, int64_t begin, int64_t end, float* dweight, float* dbias) {
+    const int64_t cols = n.cols;
+    const float share = 1.0f / (float)cols;
+    for (int64_t row = begin; row < end; ++row) {
+        const int64_t at = row * cols * Access<T>::SIZE;
+        const char *grad = n.grad + at, *saved = n.saved + at;
+        const F mean = splat(n.mean[row]), rstd = splat(n.rstd[row]);
+        auto xhat_at = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+            F s = Padded<T>::load(saved, c, count);
+            if (!n.inverse) return (s - mean) * rstd;
+            return (s - Padded<F32>::load((const char*)n.bias, c, count)) * Padded<F32>::load((const char*)n.inverse, c, count);
+        };
+        F first[2] = {splat(0.0f), splat(0.0f)}, second[2] = {splat(0.0f), splat(0.0f)};
+        for (int64_t c = 0, k = 0; c < cols; c += LANES, k ^= 1) {
+            const int64_t count = cols - c;
+            F g = Padded<T>::load(grad, c, count), xhat = xhat_at(c, count);
+            F gw = g * Padded<F32>::load((const char*)n.weight, c, count);  // zero beyond the row's end
+            first[k] = first[k] + gw;
+            second[k] = second[k] + gw * floats(bits(xhat) & present(count));
+            Padded<F32>::store((char*)dweight, c, count, Padded<F32>::load((const char*)dweight, c, count) + g * xhat);
+            Padded<F32>::store((char*)dbias, c, count, Padded<F32>::load((const char*)dbias, c, count) + g);
+        }
+        const F a = splat(sum_lanes(first[0] + first[1]) * share), b = splat(sum_lanes(second[0] + second[1]) * share);
+        char* dx = n.dx + at;
+        const bool stream = n.stream && on_line(dx);
+        for (int64_t c = 0; c < cols; c += LANES) {
+            const int64_t count = cols - c;
+            F gw = Padded<T>::load(grad, c, count) * Padded<F32>::load((const char*)n.weight, c, count);
+            F d = ((gw - a) - xhat_at(c, count) * b) * rstd;
+            if (n.extra) d = d + Padded<T>::load(n.extra + at, c, count);
+            put<T>(dx, c, count, d, stream);
+        }
+    }
+    if (n.stream) fence();
+}
+
+// ---- softmax --------------------------------------------------------------------------------------------------------------
+
+DSX_INLINE F load_bool(const char* mask, int64_t i, int64_t count) {  // 0 or -inf
+    char raw[16] = {};
+    __builtin_memcpy(raw, mask + i, count < LANES ? count : LANES);
+    return floats(splatu(0xff800000u) & equalu(load8(raw), splatu(0)));
+}
+
+struct Mask {
+    MaskKind kind;
+    const char* at;
+    int64_t step;
+    F one;  // of a mask that does not change along the row
+
+    DSX_INLINE F load(int64_t c, int64_t count) const {
+        switch (kind) {
+            case MASK_F32: return Padded<F32>::load(at, c, count);
+            case MASK_BF16: return Padded<BF16>::load(at, c, count);
+            case MASK_F16: return Padded<F16>::load(at, c, count);
+            case MASK_BOOL: return load_bool(at, c, count);
+            default: return splat(0.0f);
+        }
+    }
+    DSX_INLINE Mask(const SoftmaxRows& s, int64_t row) : kind(s.mask_kind), at(s.mask), step(s.column_step), one(splat(0.0f)) {
+        if (kind == MASK_NONE) return;
+        at += s.mask_start[row] * (kind == MASK_F32 ? 4 : kind == MASK_BOOL ? 1 : 2);
+        if (step) return;
+        F first = load(0, 1);
+        float value;
+        __builtin_memcpy(&value, &first, 4);
+        one = splat(value);
+        kind = MASK_NONE;
+    }
+};
+
+template <DType T> DSX_INLINE F row_scores(const SoftmaxRows& s, const Mask& mask, const char* x, float* scratch) {
+    const F scale = splat(s.scale), lowest = floats(splatu(0xff800000u));
+    const bool plain = mask.kind == MASK_NONE;
+    F top = lowest;
+    for (int64_t c = 0; c < s.cols; c += LANES) {
+        const int64_t count = s.cols - c;
+        F score = Padded<T>::load(x, c, count) * scale + (plain ? mask.one : mask.load(c, count));
+        if (count < LANES) score = select(present(count), score, lowest);
+        top = maximum(top, score);
+        store32(scratch + c, score);
+    }
+    return splat(largest(top));
+}
+
+template <DType T> void softmax_of(const SoftmaxRows& s, int64_t begin, int64_t end, float* scratch) {
+    const int64_t padded = (s.cols + LANES - 1) / LANES * LANES;
+    for (int64_t row = begin; row < end; ++row) {
+        F top = row_scores<T>(s, Mask(s, row), s.x + row * s.cols * Access<T>::SIZE, scratch);
+        const U none = equalu(bits(top), splatu(0xff800000u));
+        top = select(none, splat(0.0f), top);
+        const float total = row_sum(padded, [&](int64_t c, int64_t) {
+            F w = exponential(load32(scratch + c) - top);
+            store32(scratch + c, w);
+            return w;
+        });
+        const F share = splat(total == 0.0f ? 0.0f : 1.0f / total);
+        char* out = s.out + row * s.cols * Access<T>::SIZE;
+        const bool stream = s.stream && on_line(out);
+        for (int64_t c = 0; c < s.cols; c += LANES) put<T>(out, c, s.cols - c, load32(scratch + c) * share, stream);
+    }
+    if (s.stream) fence();
+}
+
+template <DType T> void softmax_back_of(const SoftmaxRows& s, int64_t begin, int64_t end) {
+    const F scale = splat(s.scale);
+    for (int64_t row = begin; row < end; ++row) {
+        const int64_t at = row * s.cols * Access<T>::SIZE;
+        const char *y = s.x + at, *grad = s.grad + at;
+        const F dot = splat(row_sum(s.cols, [&](int64_t c, int64_t count) { return Padded<T>::load(grad, c, count) * Padded<T>::load(y, c, count); }));
+        char* out = s.out + at;
+        const bool stream = s.stream && on_line(out);
+        for (int64_t c = 0; c < s.cols; c += LANES) {
+            const int64_t count = s.cols - c;
+            put<T>(out, c, count, (scale * Padded<T>::load(y, c, count)) * (Padded<T>::load(grad, c, count) - dot), stream);
+        }
+    }
+    if (s.stream) fence();
+}
+
+// ---- functions of x + bias --------------------------------------------------------------------------------------------------
+
+constexpr float GELU_A = 0.7978845608f, GELU_B = 0.044715f;
+
+// 1 / (1 + exp(-2 z)) with z of the tanh form, so that GELU(u) = u times it.
+DSX_INLINE F tanh_gate(F u) {
+    F z = splat(-2.0f * GELU_A) * (u + splat(GELU_B) * ((u * u) * u));
+    return splat(1.0f) / (splat(1.0f) + exponential(z));
+}
+// (1 + erf(u / sqrt 2)) / 2; density receives exp(-u^2 / 2).
+DSX_INLINE F erf_gate(F u, F& density) {
+    density = exponential(splat(-0.5f) * (u * u));
+    F c = splat(0.5f) * complement(absolute(u) * splat(0.70710678f), density);
+    return select(less(u, splat(0.0f)), c, splat(1.0f) - c);
+}
+
+template <BiasForm FORM> DSX_INLINE F function(const BiasRows& b, F u, F other, int64_t index) {
+    if (FORM == GELU_TANH) return u * tanh_gate(u);
+    if (FORM == GELU_TANH_BACK) {
+        F s = tanh_gate(u);
+        F slope = s + ((u * s) * (splat(1.0f) - s)) * (splat(2.0f * GELU_A) * (splat(1.0f) + splat(3.0f * GELU_B) * (u * u)));
+        return other * slope;
+    }
+    F density;
+    if (FORM == GELU_ERF) return u * erf_gate(u, density);
+    if (FORM == GELU_ERF_BACK) {
+        F gate = erf_gate(u, density);
+        return other * (gate + (u * density) * splat(0.3989422804f));
+    }
+    U dropped = lessu(Noise(b.seed, b.offset + index).first >> 8, splatu(b.threshold));
+    F kept = floats(bits(u * splat(b.keep_scale)) & (dropped ^ splatu(~0u)));
+    return FORM == DROPOUT_RESIDUAL ? other + kept : kept;
+}
+
+template <BiasForm FORM, DType T> void bias_function_of(const BiasRows& b, int64_t begin, int64_t end, float* sums) {
+    constexpr bool two = FORM == GELU_TANH_BACK || FORM == GELU_ERF_BACK || FORM == DROPOUT_RESIDUAL;
+    for (int64_t at = begin; at < end;) {
+        const int64_t col = at % b.cols, left = b.cols - col, n = end - at < left ? end - at : left;
+        const bool stream = b.stream && on_line(b.out + at * Access<T>::SIZE);
+        for (int64_t i = 0; i < n; i += LANES) {
+            const int64_t count = n - i;
+            F u = Padded<T>::load(b.x, at + i, count), other = splat(0.0f);
+            if (b.bias) u = u + Padded<F32>::load((const char*)b.bias, col + i, count);
+            if (two) other = Padded<T>::load(b.other, at + i, count);
+            F out = function<FORM>(b, u, other, at + i);
+            put<T>(b.out, at + i, count, out, stream);
+            if (sums) Padded<F32>::store((char*)sums, col + i, count, Padded<F32>::load((const char*)sums, col + i, count) + out);
+        }
+        at += n;
+    }
+    if (b.stream) fence();
+}
+
+template <BiasForm FORM> void bias_function_any(const BiasRows& b, int64_t begin, int64_t end, float* sums) {
+    if (b.dtype == BF16) return bias_function_of<FORM, BF16>(b, begin, end, sums);
+    if (b.dtype == F16) return bias_function_of<FORM, F16>(b, begin, end, sums);
+    bias_function_of<FORM, F32>(b, begin, end, sums);
+}
+
+void bias_function(const BiasRows& b, int64_t begin, int64_t end, float* sums) {
+    switch (b.form) {
+        case GELU_TANH: return bias_function_any<GELU_TANH>(b, begin, end, sums);
+        case GELU_ERF: return bias_function_any<GELU_ERF>(b, begin, end, sums);
+        case GELU_TANH_BACK: return bias_function_any<GELU_TANH_BACK>(b, begin, end, sums);
+        case GELU_ERF_BACK: return bias_function_any<GELU_ERF_BACK>(b, begin, end, sums);
+        case DROPOUT: return bias_function_any<DROPOUT>(b, begin, end, sums);
+        case DROPOUT_RESIDUAL: return bias_function_any<DROPOUT_RESIDUAL>(b, begin, end, sums);
+    }
+}
+
+// ---- dtypes -----------------------------------------------------------------------------------------------------------------
+
+void layer_norm(const NormRows& n, int64_t begin, int64_t end) {
+    if (n.dtype == BF16) return layer_norm_of<BF16>(n, begin, end);
+    if (n.dtype == F16) return layer_norm_of<F16>(n, begin, end);
+    layer_norm_of<F32>(n, begin, end);
+}
+void layer_norm_backward(const NormBackRows& n, int64_t begin, int64_t end, float* dweight, float* dbias) {
+    if (n.dtype == BF16) return layer_norm_back_of<BF16>(n, begin, end, dweight, dbias);
+    if (n.dtype == F16) return layer_norm_back_of<F16>(n, begin, end, dweight, dbias);
+    layer_norm_back_of<F32>(n, begin, end, dweight, dbias);
+}
+void softmax(const SoftmaxRows& s, int64_t begin, int64_t end, float* scratch) {
+    if (s.dtype == BF16) return softmax_of<BF16>(s, begin, end, scratch);
+    if (s.dtype == F16) return softmax_of<F16>(s, begin, end, scratch);
+    softmax_of<F32>(s, begin, end, scratch);
+}
+void softmax_backward(const SoftmaxRows& s, int64_t begin, int64_t end) {
+    if (s.dtype == BF16) return softmax_back_of<BF16>(s, begin, end);
+    if (s.dtype == F16) return softmax_back_of<F16>(s, begin, end);
+    softmax_back_of<F32>(s, begin, end);
+}
+
+void add_rows(const float* parts, int64_t rows, int64_t cols, float* out, int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c += LANES) {
+        F sum = splat(0.0f);
+        for (int64_t r = 0; r < rows; ++r) sum = sum + Padded<F32>::load((const char*)(parts + r * cols), c, end - c);
+        Padded<F32>::store((char*)out, c, end - c, sum);
+    }
+}
+
+}  // namespace
+
+extern const RowKernels row_table;
+const RowKernels row_table = {layer_norm, layer_norm_backward, softmax, softmax_backward, bias_function, add_rows};
+
+}  // namespace DSX_ISA
+}  // namespace dsx

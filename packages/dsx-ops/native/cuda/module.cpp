@@ -1,0 +1,211 @@
+// The CUDA module's face to Python: tables of addresses and numbers in, launches out. Knows neither torch nor CUDA headers.
+//
+// Compiled a second time, with the kernels, for the emulator of the tests (DSX_CUDA_EMULATED).
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "dsx_ops/cuda.h"
+#ifdef DSX_CUDA_EMULATED
+#include "emulator/cuda_emu.h"
+#endif
+
+namespace py = pybind11;
+
+namespace dsx {
+namespace cuda {
+namespace {
+
+template <class T> T* pointer(int64_t address) { return reinterpret_cast<T*>(static_cast<intptr_t>(address)); }
+
+using Place = std::pair<int, uint64_t>;  // device, stream
+Where where_of(const Place& place) { return {place.first, static_cast<uintptr_t>(place.second)}; }
+
+// A table of int64 numbers, `columns` per row, as array('q').
+struct Numbers {
+    py::buffer_info info;
+    const int64_t* data;
+    size_t rows;
+
+    Numbers(const py::buffer& buffer, size_t columns) : info(buffer.request()) {
+        if (info.itemsize != 8 || info.ndim != 1 || info.size % static_cast<py::ssize_t>(columns) != 0)
+            throw std::invalid_argument("expected a table of int64 with " + std::to_string(columns) + " numbers per row");
+        data = static_cast<const int64_t*>(info.ptr);
+        rows = static_cast<size_t>(info.size) / columns;
+    }
+};
+
+// As in native/bind/module.cpp: param, grad, state0, state1, low_bits, copy, scale0, scale1, numel, offset.
+constexpr size_t STEP_COLUMNS = 10;
+std::vector<Row> step_rows(const py::buffer& buffer) {
+    const Numbers table(buffer, STEP_COLUMNS);
+    std::vector<Row> rows(table.rows);
+    for (size_t i = 0; i < table.rows; ++i) {
+        const int64_t* c = table.data + i * STEP_COLUMNS;
+        if (c[8] < 0) throw std::invalid_argument("negative size in row " + std::to_string(i));
+        rows[i] = Row{pointer<char>(c[0]), pointer<const char>(c[1]), pointer<char>(c[2]), pointer<char>(c[3]), pointer<char>(c[4]),
+                      pointer<char>(c[5]), pointer<float>(c[6]), pointer<float>(c[7]), c[8], c[9]};
+    }
+    return rows;
+}
+
+std::vector<Flat> flat_rows(const py::buffer& buffer) {
+    const Numbers table(buffer, 3);
+    std::vector<Flat> rows(table.rows);
+    for (size_t i = 0; i < table.rows; ++i)
+        rows[i] = Flat{pointer<char>(table.data[3 * i]), table.data[3 * i + 1], static_cast<DType>(table.data[3 * i + 2])};
+    return rows;
+}
+
+// (value, address or 0, type)
+using ScalarArgument = std::tuple<double, int64_t, int>;
+Scalar scalar_of(const ScalarArgument& a) { return {std::get<0>(a), pointer<const void>(std::get<1>(a)), std::get<2>(a)}; }
+
+void check_count(size_t got, size_t expected, const char* what) {
+    if (got != expected) throw std::invalid_argument(std::string("expected ") + std::to_string(expected) + " " + what + ", got " + std::to_string(got));
+}
+
+Hyper hyper_of(const std::vector<double>& numbers, int flags, uint32_t seed) {
+    check_count(numbers.size(), 11, "hyperparameters");
+    float f[11];
+    for (size_t i = 0; i < 11; ++i) f[i] = static_cast<float>(numbers[i]);
+    return {f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], flags, seed};
+}
+
+// extra: hyper on the device, squares, partials, coefficients; addresses or 0.
+void run_step(const Place& place, int algorithm, const py::buffer& table, const std::vector<int>& dtypes, const std::vector<double>& hyper,
+              int flags, uint32_t seed, const std::vector<int64_t>& extra) {
+    check_count(dtypes.size(), 4, "dtypes");
+    check_count(extra.size(), 4, "addresses");
+    const std::vector<Row> rows = step_rows(table);
+    Step s{};
+    s.algorithm = algorithm;
+    s.param = static_cast<DType>(dtypes[0]);
+    s.grad = static_cast<DType>(dtypes[1]);
+    s.state = static_cast<DType>(dtypes[2]);
+    s.copy = static_cast<DType>(dtypes[3]);
+    s.hyper = hyper_of(hyper, flags, seed);
+    step(where_of(place), s, rows.data(), rows.size(), pointer<const Hyper>(extra[0]), pointer<double>(extra[1]), pointer<double>(extra[2]),
+         pointer<const float>(extra[3]));
+}
+
+// scalars: lr, grad_scale, found_inf, step. numbers: beta1, beta2, weight decay.
+void run_prepare(const Place& place, int algorithm, const std::vector<double>& hyper, int flags, uint32_t seed,
+                 const std::vector<ScalarArgument>& scalars, const std::vector<double>& numbers, bool bias_correction, int64_t out) {
+    check_count(scalars.size(), 4, "scalars");
+    check_count(numbers.size(), 3, "numbers");
+    const Recipe recipe{algorithm, hyper_of(hyper, flags, seed), scalar_of(scalars[0]), scalar_of(scalars[1]), scalar_of(scalars[2]),
+                        scalar_of(scalars[3]), numbers[0], numbers[1], numbers[2], bias_correction};
+    prepare(where_of(place), recipe, pointer<Hyper>(out));
+}
+
+void run_squares(const Place& place, const py::buffer& table, int64_t out, int64_t partials) {
+    const std::vector<Flat> rows = flat_rows(table);
+    squares(where_of(place), rows.data(), rows.size(), pointer<double>(out), pointer<double>(partials));
+}
+void run_scale(const Place& place, const py::buffer& table, const ScalarArgument& factor) {
+    const std::vector<Flat> rows = flat_rows(table);
+    scale(where_of(place), rows.data(), rows.size(), scalar_of(factor));
+}
+
+// addresses: x, codes, scale, zero. numbers: numel, group, bits, offset.
+void run_quantize(const Place& place, bool forward, const std::vector<int64_t>& a, int dtype, const std::vector<int64_t>& numbers, bool symmetric,
+                  bool stochastic, uint32_t seed) {
+    check_count(a.size(), 4, "addresses");
+    check_count(numbers.size(), 4, "numbers");
+    const Quant q{static_cast<DType>(dtype), numbers[1], static_cast<int32_t>(numbers[2]), symmetric, stochastic, seed, numbers[3]};
+    if (q.group <= 0 || q.group % 16 != 0 || (q.bits != 4 && q.bits != 8)) throw std::invalid_argument("expected a group that is a multiple of 16, and 4 or 8 bits");
+    const Where where = where_of(place);
+    if (forward) quantize(where, q, pointer<const char>(a[0]), numbers[0], pointer<char>(a[1]), pointer<float>(a[2]), pointer<float>(a[3]));
+    else dequantize(where, q, pointer<const char>(a[1]), pointer<const float>(a[2]), pointer<const float>(a[3]), pointer<char>(a[0]), numbers[0]);
+}
+
+// ---- rows: (dtype, rows, cols), and vectors as (address or 0, dtype) --------------------------------------------------------
+
+using RowsArgument = std::tuple<int, int64_t, int64_t>;
+using VectorArgument = std::pair<int64_t, int>;
+using DropArgument = std::tuple<bool, uint32_t, double, uint32_t, int64_t>;
+Rows rows_of(const RowsArgument& a) { return {static_cast<DType>(std::get<0>(a)), std::get<1>(a), std::get<2>(a)}; }
+Vector vector_of(const VectorArgument& a) { return {pointer<const char>(a.first), static_cast<DType>(a.second)}; }
+Drop drop_of(const DropArgument& a) {
+    return {std::get<0>(a), std::get<1>(a), static_cast<float>(std::get<2>(a)), std::get<3>(a), std::get<4>(a)};
+}
+template <class T> T* nth(const std::vector<int64_t>& addresses, size_t i) {
+    if (i >= addresses.size()) throw std::invalid_argument("an address is missing");
+    return pointer<T>(addresses[i]);
+}
+using Addresses = std::vector<int64_t>;
+
+// kind, dtype, address, sizes, strides, column stride
+using MaskArgument = std::tuple<int, int, int64_t, std::vector<int64_t>, std::vector<int64_t>, int64_t>;
+MaskView mask_of(const MaskArgument& a) {
+    MaskView m{static_cast<MaskKind>(std::get<0>(a)), static_cast<DType>(std::get<1>(a)), pointer<const char>(std::get<2>(a)), {}, {}, std::get<5>(a)};
+    const auto &sizes = std::get<3>(a), &strides = std::get<4>(a);
+    check_count(sizes.size(), MASK_DIMS, "sizes");
+    check_count(strides.size(), MASK_DIMS, "strides");
+    for (int d = 0; d < MASK_DIMS; ++d) m.sizes[d] = sizes[d], m.strides[d] = strides[d];
+    return m;
+}
+
+void define_rows(py::module_& m) {
+    m.def("layer_norm", [](const Place& place, const RowsArgument& r, const Addresses& a, VectorArgument weight, VectorArgument bias, double eps) {
+        layer_norm(where_of(place), rows_of(r), nth<const char>(a, 0), nth<const char>(a, 1), nth<char>(a, 2), vector_of(weight), vector_of(bias),
+                   static_cast<float>(eps), nth<char>(a, 3), nth<float>(a, 4), nth<float>(a, 5));
+    });
+    m.def("layer_norm_backward", [](const Place& place, const RowsArgument& r, const Addresses& a, VectorArgument weight, VectorArgument bias, bool from_output) {
+        layer_norm_backward(where_of(place), rows_of(r), nth<const char>(a, 0), nth<const char>(a, 1), nth<const float>(a, 2), nth<const float>(a, 3),
+                            vector_of(weight), vector_of(bias), nth<const char>(a, 4), from_output, nth<char>(a, 5), nth<char>(a, 6), nth<char>(a, 7),
+                            nth<float>(a, 8));
+    });
+    m.def("bias_gelu", [](const Place& place, const RowsArgument& r, const Addresses& a, VectorArgument bias, bool tanh) {
+        bias_gelu(where_of(place), rows_of(r), nth<const char>(a, 0), vector_of(bias), tanh, nth<char>(a, 1));
+    });
+    m.def("bias_gelu_backward", [](const Place& place, const RowsArgument& r, const Addresses& a, VectorArgument bias, bool tanh) {
+        bias_gelu_backward(where_of(place), rows_of(r), nth<const char>(a, 0), nth<const char>(a, 1), vector_of(bias), tanh, nth<char>(a, 2),
+                           nth<char>(a, 3), nth<float>(a, 4));
+    });
+    m.def("dropout", [](const Place& place, const RowsArgument& r, const Addresses& a, VectorArgument bias, const DropArgument& drop) {
+        dropout(where_of(place), rows_of(r), nth<const char>(a, 0), vector_of(bias), nth<const char>(a, 1), drop_of(drop), nth<char>(a, 2));
+    });
+    m.def("bias_grad", [](const Place& place, const RowsArgument& r, const Addresses& a, VectorArgument dbias, const DropArgument& drop) {
+        bias_grad(where_of(place), rows_of(r), nth<const char>(a, 0), drop_of(drop), nth<char>(a, 1), vector_of(dbias), nth<float>(a, 2));
+    });
+    m.def("masked_softmax", [](const Place& place, const RowsArgument& r, const Addresses& a, const MaskArgument& mask, double scale) {
+        masked_softmax(where_of(place), rows_of(r), nth<const char>(a, 0), mask_of(mask), static_cast<float>(scale), nth<char>(a, 1));
+    });
+    m.def("softmax_backward", [](const Place& place, const RowsArgument& r, const Addresses& a, double scale) {
+        softmax_backward(where_of(place), rows_of(r), nth<const char>(a, 0), nth<const char>(a, 1), static_cast<float>(scale), nth<char>(a, 2));
+    });
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace dsx
+
+PYBIND11_MODULE(_cuda, m) {
+    using namespace dsx::cuda;
+    m.doc() = "CUDA kernels of dsx-ops. Takes device addresses and a stream; dsx_ops.cuda checks tensors before calling.";
+    m.attr("ABI") = 1;
+    m.attr("SLABS") = SLABS;
+    m.attr("MAX_COLUMNS") = MAX_COLUMNS;
+    m.attr("MASK_DIMS") = MASK_DIMS;
+    m.attr("HYPER_BYTES") = sizeof(dsx::Hyper);
+    m.def("check_driver", &check_driver);
+    m.def("chunks_of", &chunks_of);
+    m.def("prepare", &run_prepare);
+    m.def("step", &run_step);
+    m.def("squares", &run_squares);
+    m.def("scale", &run_scale);
+    m.def("quantize", &run_quantize);
+    define_rows(m);
+#ifdef DSX_CUDA_EMULATED
+    m.attr("EMULATED") = true;
+    m.def("set_order", [](unsigned order) { emu::Machine::get().order = order; });
+    m.def("launches", [] { return emu::Machine::get().launches; });
+#else
+    m.attr("EMULATED") = false;
+#endif
+}

@@ -1,0 +1,38 @@
+"""Norm with overflow check, scaling and clipping of CUDA tensors; one launch per 128 tensors, no waiting for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import launch
+
+
+def squares(module: Any, tensors: list[Tensor]) -> Tensor:
+    """fp64 sum of squares per tensor, on their device; the same bits in every run."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    device = launch.one_device(tensors)
+    out = torch.zeros(len(tensors), dtype=torch.float64, device=device)
+    partials = torch.empty(sum(module.chunks_of(t.numel()) for t in tensors), dtype=torch.float64, device=device)
+    module.squares(launch.place(out), launch.flat_table(tensors), out.data_ptr(), partials.data_ptr())
+    return out
+
+
+def scale(module: Any, tensors: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply in place; `factor` may be a number on the device (float32 or float64)."""
+    if tensors:
+        device = launch.one_device(tensors)
+        module.scale(launch.place(tensors[0]), launch.flat_table(tensors), launch.scalar(factor, device))
+
+
+def clip(module: Any, grads: list[Tensor], max_norm: float) -> Tensor:
+    """Scale `grads` so that their norm is at most `max_norm`; returns the norm before, fp64 on the device. Never waits."""
+    total = squares(module, grads).sum().sqrt()
+    coefficient = max_norm / (total + 1e-6)
+    scale(
+        module, grads, torch.where(coefficient < 1.0, coefficient, torch.ones_like(coefficient))
+    )  # a NaN changes nothing
+    return total

@@ -1,0 +1,133 @@
+"""Updates of CUDA tensors: one launch per 128 tensors, the bits of the CPU kernels, no waiting for the device.
+
+`lr` and `grad_scale` may be tensors on the device: a one-thread kernel then computes the factors there first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec import Algorithm, Batch, Lowered
+from . import launch
+
+LAMB_UPDATE, LAMB_APPLY = 5, 6  # native/include/dsx_ops/kernels.h
+_UNSCALE = 1
+
+
+def table_of(batch: Batch) -> array[int]:
+    """One row of ten numbers per slot; the order is that of the native `Row`."""
+    numbers = array("q")
+    for s in batch.slots:
+        first, second = (*s.states, None, None)[:2]
+        scale0, scale1 = (*s.scales, None, None)[:2]
+        tensors = (s.param, s.grad, first, second, s.low_bits, s.copy, scale0, scale1)
+        numbers.extend(launch.address(t) for t in tensors)
+        numbers.extend((s.param.numel(), s.offset))
+    return numbers
+
+
+def dtypes_of(batch: Batch) -> list[int]:
+    """Codes of parameter, gradient, state and copy."""
+    s = batch.slots[0]
+    return [
+        launch.SPLIT if s.low_bits is not None else launch.DTYPES[s.param.dtype],
+        launch.DTYPES[s.grad.dtype],
+        launch.DTYPES[s.states[0].dtype] if s.states else 0,
+        launch.DTYPES[s.copy.dtype if s.copy is not None else None],
+    ]
+
+
+class Factors:
+    """The numbers of a batch as the module takes them, on the host or on the device."""
+
+    def __init__(self, module: Any, batch: Batch, found_inf: Tensor | None = None, step: Tensor | None = None) -> None:
+        hyper, device = batch.hyper, batch.slots[0].param.device
+        self.algorithm = batch.algorithm
+        self.device: Tensor | None = None
+        on_device = [launch.lies_on(v, device) for v in (hyper.lr, hyper.grad_scale, found_inf, step)]
+        if not any(on_device):
+            self.host = hyper.lowered(batch.algorithm)
+            return
+        known = replace(
+            hyper,
+            lr=0.0 if on_device[0] else float(hyper.lr),
+            grad_scale=1.0 if on_device[1] else float(hyper.grad_scale),
+        )
+        self.host = known.lowered(batch.algorithm)
+        self.device = torch.empty(module.HYPER_BYTES, dtype=torch.uint8, device=device)
+        scalars = (
+            hyper.lr,
+            hyper.grad_scale,
+            0.0 if found_inf is None else found_inf,
+            float(hyper.step) if step is None else step,
+        )
+        module.prepare(
+            launch.place(self.device),
+            int(batch.algorithm),
+            self.host.numbers(),
+            self.host.flags(),
+            self.host.seed,
+            [launch.scalar(s, device) for s in scalars],
+            [hyper.betas[0], hyper.betas[1], hyper.weight_decay],
+            hyper.bias_correction,
+            self.device.data_ptr(),
+        )
+
+    def arguments(self) -> tuple[list[float], int, int]:
+        """Numbers, flags and seed."""
+        h: Lowered = self.host
+        return h.numbers(), h.flags(), h.seed
+
+
+def run(module: Any, batch: Batch, *, found_inf: Tensor | None = None, step: Tensor | None = None) -> None:
+    """Apply the batch's update. Not for Lamb.
+
+    `found_inf` (one number on the device): when it is not 0, nothing changes. `step` (one number on the device, not for SGD): counts the updates that
+    were made instead of `batch.hyper.step`, and is counted up here.
+    """
+    factors = Factors(module, batch, found_inf, step)
+    _start(module, batch, int(batch.algorithm), factors)
+
+
+def _start(
+    module: Any,
+    batch: Batch,
+    algorithm: int,
+    factors: Factors,
+    squares: Tensor | None = None,
+    partials: Tensor | None = None,
+    coefficients: Tensor | None = None,
+) -> None:
+    extra = [launch.address(t) for t in (factors.device, squares, partials, coefficients)]
+    place = launch.place(batch.slots[0].param)
+    module.step(place, algorithm, table_of(batch), dtypes_of(batch), *factors.arguments(), extra)
+
+
+def lamb_update(module: Any, batch: Batch) -> Tensor:
+    """Phase 1 of Lamb: moments. Returns fp64 [slots, 2] on the device: |p|^2 and |u|^2."""
+    device = batch.slots[0].param.device
+    squares = torch.zeros(len(batch.slots), 2, dtype=torch.float64, device=device)
+    chunks = sum(module.chunks_of(s.param.numel()) for s in batch.slots)
+    partials = torch.empty(2 * chunks, dtype=torch.float64, device=device)
+    _start(module, batch, LAMB_UPDATE, Factors(module, batch), squares, partials)
+    return squares
+
+
+def lamb_apply(module: Any, batch: Batch, coefficients: Tensor) -> None:
+    """Phase 2 of Lamb; `coefficients` fp32 [slots] on the device."""
+    known = replace(batch.hyper, lr=0.0, grad_scale=1.0)  # only eps, weight decay and flags count here
+    _start(
+        module,
+        replace(batch, hyper=known),
+        LAMB_APPLY,
+        Factors(module, replace(batch, hyper=known)),
+        coefficients=coefficients.contiguous(),
+    )
+
+
+__all__ = ["Algorithm", "Factors", "lamb_apply", "lamb_update", "run"]
