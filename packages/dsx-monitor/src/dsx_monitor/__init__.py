@@ -15,40 +15,95 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from .clocks import TracedClock
     from .config import (
         CometConfig,
         CSVConfig,
+        EigenvalueConfig,
         FlopsProfilerConfig,
+        GradientNoiseConfig,
         JSONLConfig,
         MonitorConfig,
+        StragglerConfig,
         TensorBoardConfig,
+        TimelineConfig,
         WandbConfig,
     )
+    from .curvature import CurvatureError, Eigenvalue
     from .errors import BackendMissing, MonitorConfigError, ReportError
-    from .flops import FlopsProfiler, get_model_profile
-    from .memory import MemorySnapshot, memory_snapshot
+    from .flops import FlopsProfiler, RunFacts, get_model_profile
+    from .memory import MemorySnapshot, memory_breakdown, memory_snapshot
     from .monitor import CometMonitor, JSONLMonitor, MonitorMaster, TensorBoardMonitor, WandbMonitor, csvMonitor
+    from .noise import GradientNoise, GradientSquares
     from .report import write_report
     from .run import MemoryLog, start_run
-    from .timers import ThroughputTimer, WallClock
+    from .straggler import Straggler, StragglerMonitor, StragglerReport, judge_stragglers
+    from .timeline import Timeline, merge_traces
+    from .timers import ThroughputTimer, WallClock, phase_times
 
 _HOMES = {
+    "clocks": ("TracedClock",),
     "config": (
         "CSVConfig",
         "CometConfig",
+        "EigenvalueConfig",
         "FlopsProfilerConfig",
+        "GradientNoiseConfig",
         "JSONLConfig",
         "MonitorConfig",
+        "StragglerConfig",
         "TensorBoardConfig",
+        "TimelineConfig",
         "WandbConfig",
     ),
-    "errors": ("BackendMissing", "MonitorConfigError", "ReportError"),
-    "flops": ("FlopsProfiler", "get_model_profile"),
-    "memory": ("MemorySnapshot", "memory_snapshot"),
-    "monitor": ("CometMonitor", "JSONLMonitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"),
+    "curvature": (
+        "CurvatureError",
+        "Eigenvalue",
+    ),
+    "errors": (
+        "BackendMissing",
+        "MonitorConfigError",
+        "ReportError",
+    ),
+    "flops": (
+        "FlopsProfiler",
+        "RunFacts",
+        "get_model_profile",
+    ),
+    "memory": (
+        "MemorySnapshot",
+        "memory_breakdown",
+        "memory_snapshot",
+    ),
+    "monitor": (
+        "CometMonitor",
+        "JSONLMonitor",
+        "MonitorMaster",
+        "TensorBoardMonitor",
+        "WandbMonitor",
+        "csvMonitor",
+    ),
+    "noise": ("GradientNoise", "GradientSquares"),
     "report": ("write_report",),
-    "run": ("MemoryLog", "start_run"),
-    "timers": ("ThroughputTimer", "WallClock"),
+    "run": (
+        "MemoryLog",
+        "start_run",
+    ),
+    "straggler": (
+        "Straggler",
+        "StragglerMonitor",
+        "StragglerReport",
+        "judge_stragglers",
+    ),
+    "timeline": (
+        "Timeline",
+        "merge_traces",
+    ),
+    "timers": (
+        "ThroughputTimer",
+        "WallClock",
+        "phase_times",
+    ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -57,8 +112,14 @@ __all__ = [
     "CSVConfig",
     "CometConfig",
     "CometMonitor",
+    "CurvatureError",
+    "Eigenvalue",
+    "EigenvalueConfig",
     "FlopsProfiler",
     "FlopsProfilerConfig",
+    "GradientNoise",
+    "GradientNoiseConfig",
+    "GradientSquares",
     "JSONLConfig",
     "JSONLMonitor",
     "MemoryLog",
@@ -67,16 +128,28 @@ __all__ = [
     "MonitorConfigError",
     "MonitorMaster",
     "ReportError",
+    "RunFacts",
+    "Straggler",
+    "StragglerConfig",
+    "StragglerMonitor",
+    "StragglerReport",
     "TensorBoardConfig",
     "TensorBoardMonitor",
     "ThroughputTimer",
+    "Timeline",
+    "TimelineConfig",
+    "TracedClock",
     "WallClock",
     "WandbConfig",
     "WandbMonitor",
     "__version__",
     "csvMonitor",
     "get_model_profile",
+    "judge_stragglers",
+    "memory_breakdown",
     "memory_snapshot",
+    "merge_traces",
+    "phase_times",
     "start_run",
     "write_report",
 ]

@@ -14,10 +14,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 __all__ = [
     "CSVConfig",
     "CometConfig",
+    "EigenvalueConfig",
     "FlopsProfilerConfig",
+    "GradientNoiseConfig",
     "JSONLConfig",
     "MonitorConfig",
+    "StragglerConfig",
     "TensorBoardConfig",
+    "TimelineConfig",
     "WandbConfig",
 ]
 
@@ -30,6 +34,7 @@ def _whole(value: Any) -> Any:
 
 
 _Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+_Number = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 _Depth = Annotated[int, BeforeValidator(_whole), Field(ge=-1)]
 
 
@@ -108,11 +113,56 @@ class FlopsProfilerConfig(_Section):
     """Count and time the floating-point operations of one step."""
 
     enabled: bool = Field(default=False, description="switches the profiler on")
-    profile_step: _Count = Field(default=1, description="which optimizer step is profiled, counted from 1")
+    profile_step: _Number = Field(
+        default=1,
+        description="the step that begins when this many are done: 1 is the second, which is past the warm-up",
+    )
     module_depth: _Depth = Field(default=-1, description="depth of the modules in the aggregate; -1: the deepest")
     top_modules: _Count = Field(default=1, description="how many modules the aggregate lists per depth")
     detailed: bool = Field(default=True, description="print the annotated module tree")
-    output_file: str | None = Field(default=None, description="write there instead of the log")
-    recompute_fwd_factor: float = Field(
-        default=0.0, ge=0.0, description="share of the forward pass done again in backward"
+    output_file: str | None = Field(
+        default=None, description="write there instead of the log, and beside it as .json and .html"
     )
+    recompute_fwd_factor: float = Field(
+        default=0.0, ge=0.0, description="upstream's guess; recomputation is counted as it runs"
+    )
+
+
+class TimelineConfig(_Section):
+    """A Chrome/Perfetto trace of some steps on every rank: computing, gathering, reducing, waiting."""
+
+    enabled: bool = Field(default=False, description="switches the trace on")
+    output_path: str | None = Field(
+        default="", description="run directory; null or empty: that of jsonl, else the current one"
+    )
+    start_step: _Number = Field(default=2, description="steps done before the trace begins")
+    steps: _Count = Field(default=5, description="steps traced")
+
+
+class StragglerConfig(_Section):
+    """Name the rank that holds the others up, by comparing the ranks' own work now and then."""
+
+    enabled: bool | None = Field(default=None, description="null: as wall_clock_breakdown, if there are several ranks")
+    every: _Count = Field(default=50, description="steps between two comparisons")
+    ratio: float = Field(default=1.3, gt=1.0, description="a phase this many times as long as the others' is reported")
+    share: float = Field(default=0.1, ge=0.0, le=1.0, description="if the difference is also this share of a step")
+
+
+class GradientNoiseConfig(_Section):
+    """The gradient noise scale: the batch size from which on larger batches help little."""
+
+    enabled: bool = Field(default=False, description="switches the estimate on")
+    memory: _Count = Field(default=100, description="steps over which the two estimates are smoothed")
+
+
+class EigenvalueConfig(_Section):
+    """Largest curvature of each block, by power iteration."""
+
+    enabled: bool = Field(default=False, description="switches the section on")
+    verbose: bool = Field(default=False, description="log every iteration")
+    max_iter: _Count = Field(default=100, description="largest number of iterations")
+    tol: float = Field(default=0.01, ge=0.0, allow_inf_nan=False, description="relative change that ends the iteration")
+    stability: float = Field(default=1e-6, ge=0.0, allow_inf_nan=False, description="added to norms before dividing")
+    gas_boundary_resolution: _Count = Field(default=1, description="accumulation boundaries between two computations")
+    layer_name: str = Field(default="bert.encoder.layer", description="where the blocks are")
+    layer_num: _Number = Field(default=0, description="number of blocks")

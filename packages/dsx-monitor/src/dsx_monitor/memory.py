@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-__all__ = ["MemorySnapshot", "memory_snapshot"]
+__all__ = ["MemorySnapshot", "memory_breakdown", "memory_snapshot"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,29 @@ def memory_snapshot(*, pss: bool = False) -> MemorySnapshot:
     """Read the current figures; `pss` also asks for the proportional share. Never initialises a device."""
     rss, peak = _resident()
     return MemorySnapshot(rss, peak, _proportional() if pss else None, *_device())
+
+
+def memory_breakdown(states: Mapping[str, int], snapshot: MemorySnapshot) -> dict[str, int]:
+    """Bytes per class: the model's states as their owner counts them, and what of the rest the process can tell.
+
+    Args:
+        states: bytes of each class of state, such as params, master, grads, optimizer, buffers.
+        snapshot: taken at the same moment.
+
+    Returns:
+        The classes of `states`; then, on a device, `activations` (allocated above the states at the peak), `cached`
+        (reserved but not allocated) and `total` (reserved); on the host `other` (libraries, data, activations) and `total`.
+    """
+    held = sum(states.values())
+    if snapshot.cuda_reserved:
+        return {
+            **states,
+            "activations": max(0, snapshot.cuda_peak - held),
+            "cached": max(0, snapshot.cuda_reserved - snapshot.cuda_allocated),
+            "total": snapshot.cuda_reserved,
+        }
+    total = snapshot.rss if snapshot.pss is None else snapshot.pss
+    return {**states, "other": max(0, total - held), "total": total}
 
 
 def _resident() -> tuple[int, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +22,12 @@ __all__ = [
     "BACKWARD_INNER",
     "BACKWARD_REDUCE",
     "FORWARD",
+    "OUTSIDE",
     "STEP",
+    "WAITING",
     "ThroughputTimer",
     "WallClock",
+    "phase_times",
 ]
 
 # The ranges of a training step; events are called `elapsed_time_ms_` + name.
@@ -33,6 +36,10 @@ BACKWARD = "backward"
 BACKWARD_INNER = "backward_inner"
 BACKWARD_REDUCE = "backward_allreduce"
 STEP = "step"
+WAITING = "waiting:"
+"""Prefix of the time that a range stood still for other ranks."""
+OUTSIDE = "outside"
+"""What is in no range: the data loader and the rest of the training loop."""
 
 
 @dataclass
@@ -42,6 +49,10 @@ class _Frame:
     known: dict[str, float] = field(default_factory=dict)
     pending: list[tuple[str, Any, Any]] = field(default_factory=list)
 
+    def add(self, name: str, milliseconds: float) -> None:
+        """Add to a range."""
+        self.known[name] = self.known.get(name, 0.0) + milliseconds
+
     def resolve(self, wait: bool) -> bool:
         """Read what has happened; True if nothing is left."""
         left = []
@@ -49,7 +60,7 @@ class _Frame:
             if wait:
                 end.synchronize()
             if wait or end.query():
-                self.known[name] = self.known.get(name, 0.0) + start.elapsed_time(end)
+                self.add(name, start.elapsed_time(end))
             else:
                 left.append((name, start, end))
         self.pending = left
@@ -63,6 +74,10 @@ class WallClock:
         device: a `torch.device` or its name; a CUDA device is timed with events, any other by the host's clock.
 
     Ranges of the same name within a step add up; ranges may be nested. The clock belongs to one thread.
+
+    It also hears of waits (`begin_wait`, `end_wait`; the shape that `dsx_comm.observe` takes): time spent waiting for other
+    ranks adds up under `WAITING + name of the innermost open range`. Backward on a device runs in a thread of autograd's
+    while the owner stands still, so waits may come from there.
     """
 
     def __init__(self, device: Any = "cpu") -> None:
@@ -70,23 +85,30 @@ class WallClock:
         self._events = kind == "cuda"
         self._current = _Frame()
         self._closed: deque[_Frame] = deque()
+        self._open: list[str] = []
+        self._waits = 0
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
         """Measure what runs inside, also if it raises."""
-        if not self._events:
-            start = time.perf_counter()
-            try:
-                yield
-            finally:
-                known = self._current.known
-                known[name] = known.get(name, 0.0) + (time.perf_counter() - start) * 1e3
-            return
-        begin = _record()
+        begin = self._mark()
+        self._open.append(name)
         try:
             yield
         finally:
-            self._current.pending.append((name, begin, _record()))
+            self._open.pop()
+            self._add(name, begin)
+
+    def begin_wait(self) -> Any:
+        """This process begins to wait for others; what it returns goes to `end_wait`. A wait inside a wait counts once."""
+        self._waits += 1
+        return self._mark() if self._waits == 1 else None
+
+    def end_wait(self, token: Any) -> None:
+        """The wait is over."""
+        self._waits -= 1
+        if token is not None:
+            self._add(WAITING + (self._open[-1] if self._open else OUTSIDE), token)
 
     def elapsed(self, *, wait: bool = False) -> list[tuple[str, float]]:
         """End the step and return the `(name, milliseconds)` of the oldest step not yet returned.
@@ -101,6 +123,15 @@ class WallClock:
             return []
         return list(self._closed.popleft().known.items())
 
+    def _mark(self) -> Any:
+        return _record() if self._events else time.perf_counter()
+
+    def _add(self, name: str, begin: Any) -> None:
+        if self._events:
+            self._current.pending.append((name, begin, _record()))
+        else:
+            self._current.add(name, (time.perf_counter() - begin) * 1e3)
+
 
 def _record() -> Any:
     import torch  # late: the host clock works without it
@@ -108,6 +139,19 @@ def _record() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def phase_times(elapsed: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """A step's figures as they are reported: forward, backward and its two parts, step.
+
+    `backward_allreduce` is the time backward stood still for its reductions (and gathers), `backward_inner` the rest.
+    Reductions that run beside backward cost it nothing, and show in neither.
+    """
+    known = dict(elapsed)
+    if BACKWARD in known:
+        waited = min(known.get(WAITING + BACKWARD, 0.0), known[BACKWARD])
+        known[BACKWARD_INNER], known[BACKWARD_REDUCE] = known[BACKWARD] - waited, waited
+    return [(name, known[name]) for name in (FORWARD, BACKWARD, BACKWARD_INNER, BACKWARD_REDUCE, STEP) if name in known]
 
 
 class ThroughputTimer:

@@ -9,8 +9,9 @@ Left out: operations inside kernels that PyTorch does not dispatch; a custom ope
 with `torch.utils.flop_counter.register_flop_formula`, else its name is listed.
 """
 
+from .facts import RunFacts
 from .profile import get_model_profile
-from .profiler import FlopsProfiler
+from .profiler import FlopsProfiler, ProfilerError
 from .units import (
     bytes_to_string,
     duration_to_string,
@@ -22,6 +23,8 @@ from .units import (
 
 __all__ = [
     "FlopsProfiler",
+    "ProfilerError",
+    "RunFacts",
     "bytes_to_string",
     "duration_to_string",
     "flops_to_string",

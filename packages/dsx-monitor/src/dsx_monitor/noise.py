@@ -1,0 +1,79 @@
+"""The gradient noise scale: how large a batch may be before averaging more samples stops paying.
+
+A gradient over B samples has |G_B|^2 = |G|^2 + tr(S)/B in the mean, G the true gradient and S the covariance of one
+sample's. Two batch sizes measured in the same step give both unknowns (McCandlish et al. 2018, "An Empirical Model of
+Large-Batch Training", appendix A.1); their ratio tr(S)/|G|^2 is the noise scale. The small batch is what one rank sees in
+one backward, the big one the whole step. Each estimate is noisy, so numerator and denominator are smoothed apart.
+
+`GradientNoise` is arithmetic; `GradientSquares` measures the small batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["GradientNoise", "GradientSquares"]
+
+
+class GradientNoise:
+    """Smooths the two estimates.
+
+    Args:
+        small_batch, big_batch: samples of the two gradients; `big_batch` is the larger.
+        memory: steps that the means reach back, roughly.
+
+    Raises:
+        ValueError: the batches are not of different size.
+    """
+
+    def __init__(self, small_batch: int, big_batch: int, memory: int = 100) -> None:
+        if not 0 < small_batch < big_batch or memory < 1:
+            raise ValueError(
+                f"GradientNoise: got small_batch={small_batch}, big_batch={big_batch}, memory={memory}, expected a step of more "
+                "samples than one backward has: use several ranks or gradient accumulation"
+            )
+        self._small, self._big, self._keep = small_batch, big_batch, 1.0 - 1.0 / memory
+        self._noise = self._signal = self._weight = 0.0
+
+    def update(self, small_square: float, big_square: float) -> None:
+        """Add a step: squared norms of the small batches' gradients (their mean) and of the whole step's."""
+        small, big = self._small, self._big
+        signal = (big * big_square - small * small_square) / (big - small)
+        noise = (small_square - big_square) / (1.0 / small - 1.0 / big)
+        self._signal = self._keep * self._signal + (1.0 - self._keep) * signal
+        self._noise = self._keep * self._noise + (1.0 - self._keep) * noise
+        self._weight = self._keep * self._weight + (1.0 - self._keep)
+
+    @property
+    def scale(self) -> float | None:
+        """tr(S) / |G|^2 in samples; None while the estimate of |G|^2 is not positive."""
+        return self._noise / self._signal if self._weight and self._signal > 0.0 else None
+
+
+class GradientSquares:
+    """Squared norm of what each backward gives each parameter, before it is added to earlier ones or reduced.
+
+    Args:
+        parameters: those that are trained, whole ones.
+    """
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self._sum: Any = None
+        self._handles = [p.register_hook(self._add) for p in parameters if p.requires_grad]
+
+    def _add(self, gradient: Any) -> None:
+        import torch  # late: the arithmetic above works without it
+
+        square = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32) ** 2
+        self._sum = square if self._sum is None else self._sum + square
+
+    def take(self) -> float:
+        """Sum over all backwards since the last call; waits for the device."""
+        value, self._sum = self._sum, None
+        return 0.0 if value is None else float(value)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()

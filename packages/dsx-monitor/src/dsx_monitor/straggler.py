@@ -1,0 +1,144 @@
+"""Who holds the others up: each rank's own work, apart from the time it waits for the rest.
+
+A slow rank makes all ranks' steps equally long, so step times say nothing; what tells is how long a rank worked itself:
+each phase's length less the time spent waiting for communication. `StragglerMonitor` smooths that over steps, compares it
+between ranks once in `every` steps (one tiny gather) and names rank and phase if one of them is far above the middle.
+
+Arithmetic is in `judge_stragglers`, which needs no ranks. Left out: what a rank's device does while the host runs ahead belongs to
+the phase in which its events lie.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from .timers import BACKWARD, FORWARD, OUTSIDE, STEP, WAITING
+
+__all__ = ["PHASES", "Straggler", "StragglerMonitor", "StragglerReport", "judge_stragglers"]
+
+PHASES = (OUTSIDE, FORWARD, BACKWARD, STEP)
+_SHOWN = {OUTSIDE: "data loading and the training loop"}
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that holds the others up. Times in milliseconds per step: its own, and the middle of all ranks'."""
+
+    rank: int
+    phase: str
+    own: float
+    middle: float
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} holds the others up in {_SHOWN.get(self.phase, self.phase)}: {self.own:.1f} ms of own work per "
+            f"step, the middle of all ranks is {self.middle:.1f} ms"
+        )
+
+
+@dataclass(frozen=True)
+class StragglerReport:
+    """One comparison of all ranks.
+
+    Attributes:
+        own: milliseconds of own work per step, by rank and phase (in the order of `PHASES`).
+        waiting: milliseconds per step that each rank waited.
+        found: who holds the others up, the worst first.
+    """
+
+    own: tuple[tuple[float, ...], ...]
+    waiting: tuple[float, ...]
+    found: tuple[Straggler, ...]
+
+    def table(self) -> str:
+        """All ranks as lines of text."""
+        head = f"{'rank':>6}" + "".join(f"{phase:>12}" for phase in PHASES) + f"{'waiting':>12}"
+        lines = [
+            f"{rank:>6}" + "".join(f"{value:>12.2f}" for value in (*own, waited))
+            for rank, (own, waited) in enumerate(zip(self.own, self.waiting))
+        ]
+        return "\n".join([f"own work per step (ms)\n{head}", *lines])
+
+
+def judge_stragglers(rows: Sequence[Sequence[float]], *, ratio: float = 1.3, share: float = 0.1) -> StragglerReport:
+    """Compare ranks.
+
+    Args:
+        rows: of each rank, milliseconds of own work in each of `PHASES`, then of waiting.
+        ratio: a phase is suspicious from this multiple of the middle of all ranks on,
+        share: if what it takes longer is also at least this share of a step.
+    """
+    own = tuple(tuple(row[: len(PHASES)]) for row in rows)
+    waiting = tuple(row[len(PHASES)] for row in rows)
+    step = max(sum(row) for row in rows)  # own work and waiting are all there is
+    found = []
+    for place, phase in enumerate(PHASES):
+        values = [row[place] for row in own]
+        for rank, value in enumerate(values):
+            # The middle of the others: with two ranks, the other one.
+            middle = median(values[:rank] + values[rank + 1 :]) if len(values) > 1 else value
+            if value > ratio * middle and value - middle > share * step:
+                found.append(Straggler(rank, phase, value, middle))
+    found.sort(key=lambda straggler: straggler.middle - straggler.own)
+    return StragglerReport(own, waiting, tuple(found))
+
+
+class StragglerMonitor:
+    """Feeds `judge_stragglers` from one rank's steps.
+
+    Args:
+        gather: gives all ranks' lists for this rank's list of numbers; called on every rank at the same steps.
+        every: steps between two comparisons.
+        memory: how many steps the smoothed figures reach back, roughly.
+        ratio, share: as for `judge_stragglers`.
+    """
+
+    def __init__(
+        self,
+        gather: Callable[[list[float]], Sequence[Sequence[float]]],
+        *,
+        every: int = 50,
+        memory: int = 20,
+        ratio: float = 1.3,
+        share: float = 0.1,
+    ) -> None:
+        if every < 1 or memory < 1:
+            raise ValueError(f"StragglerMonitor: got every={every}, memory={memory}, expected positive numbers")
+        self._gather, self._every, self._keep = gather, every, 1.0 - 1.0 / memory
+        self._ratio, self._share = ratio, share
+        self._smooth: list[float] | None = None
+        self._steps, self._last_end = 0, 0.0
+        self.latest: StragglerReport | None = None
+
+    def step(self, elapsed: Iterable[tuple[str, float]]) -> StragglerReport | None:
+        """End a step with what `WallClock.elapsed` gave for it (may be empty); the report if one is due, on every rank."""
+        now, known = time.perf_counter(), dict(elapsed)
+        length = (now - self._last_end) * 1e3
+        first, self._last_end = self._last_end == 0.0, now
+        if not first and known:
+            self._add(_own_work(known, length))
+        self._steps += 1
+        if self._steps % self._every:
+            return None
+        smooth = self._smooth or [0.0] * (len(PHASES) + 1)
+        self.latest = judge_stragglers(self._gather(smooth), ratio=self._ratio, share=self._share)
+        self._last_end = time.perf_counter()  # the gather is not the next step's
+        return self.latest
+
+    def _add(self, values: list[float]) -> None:
+        if self._smooth is None:
+            self._smooth = values
+        else:
+            self._smooth = [self._keep * old + (1 - self._keep) * new for old, new in zip(self._smooth, values)]
+
+
+def _own_work(known: dict[str, float], length: float) -> list[float]:
+    """Own milliseconds in each of `PHASES`, then waiting, of a step of `length` milliseconds."""
+    timed = sum(known.get(phase, 0.0) for phase in PHASES)
+    known = {**known, OUTSIDE: max(0.0, length - timed)}
+    waits = [known.get(WAITING + phase, 0.0) for phase in PHASES]
+    own = [max(0.0, known.get(phase, 0.0) - waited) for phase, waited in zip(PHASES, waits)]
+    return [*own, sum(waits)]
