@@ -36,7 +36,16 @@ from .collectives import (
 )
 from .compressed import ErrorFeedback, OneBitLayout, compressed_all_reduce
 from .config import CommsLoggerConfig
-from .errors import CommArgumentError, CommConfigError, CommError, TopologyError
+from .errors import (
+    CollectiveTimeoutError,
+    CommAbortedError,
+    CommArgumentError,
+    CommConfigError,
+    CommError,
+    MismatchError,
+    PeerLostError,
+    TopologyError,
+)
 from .exchange import all_to_all, all_to_all_single, barrier, monitored_barrier
 from .groups import (
     destroy_process_group,
@@ -63,8 +72,12 @@ from .log import (
 )
 from .mpu import Mpu, MpuGroups, read_mpu
 from .objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
+from .onebit import OneBitAdam, OneBitLamb, StepKind, StepTraffic, ZeroOneAdam
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .registry import AxisGroup, GroupRegistry
+from .shm.native import native_status
+from .shm.register import FallbackWarning, register
+from .shm.segment import ShmOptions
 from .summary import log_summary
 from .topology import (
     PipeDataParallelTopology,
@@ -75,8 +88,17 @@ from .topology import (
 )
 from .traffic import Traffic, count_traffic
 
+register()
+
 __all__ = [
     "AxisGroup",
+    "native_status",
+    "ShmOptions",
+    "FallbackWarning",
+    "PeerLostError",
+    "MismatchError",
+    "CommAbortedError",
+    "CollectiveTimeoutError",
     "Call",
     "CommArgumentError",
     "CommConfigError",
@@ -86,6 +108,8 @@ __all__ = [
     "GroupRegistry",
     "Mpu",
     "MpuGroups",
+    "OneBitAdam",
+    "OneBitLamb",
     "OneBitLayout",
     "P2POp",
     "PipeDataParallelTopology",
@@ -93,7 +117,10 @@ __all__ = [
     "ProcessTopology",
     "ReduceOp",
     "TopologyError",
+    "StepKind",
+    "StepTraffic",
     "Traffic",
+    "ZeroOneAdam",
     "__version__",
     "all_gather",
     "all_gather_coalesced",

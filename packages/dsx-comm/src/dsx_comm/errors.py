@@ -19,3 +19,19 @@ class CommConfigError(ValueError):
 
 class TopologyError(ValueError):
     """Axes, coordinates or ranks that do not fit together."""
+
+
+class PeerLostError(CommError):
+    """A rank's process ended while others waited for it; the message names it."""
+
+
+class CollectiveTimeoutError(CommError):
+    """Ranks did not come within the group's time limit; the message names them."""
+
+
+class MismatchError(CommError):
+    """Ranks called different collectives, or the same with different sizes, dtypes or operators; the message names each."""
+
+
+class CommAbortedError(CommError):
+    """The group was given up by another rank or by the hang explainer; the message says why."""

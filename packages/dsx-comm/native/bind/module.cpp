@@ -1,0 +1,291 @@
+// The only file that knows Python. Addresses come in as integers; sizes and dtypes were checked by the Python side, ranks and codes are
+// checked here. Every call that may wait releases the interpreter lock.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "dsx_comm/mailbox.h"
+#include "dsx_comm/queue.h"
+
+namespace py = pybind11;
+using namespace dsx;
+
+namespace {
+
+using Address = std::uintptr_t;
+using Addresses = std::vector<Address>;
+
+struct Mapping {
+    void* at;
+    size_t bytes;
+    Mapping(int fd, size_t total, size_t eager) : bytes(total) {
+        at = mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        if (at == MAP_FAILED) throw std::runtime_error(std::string("mmap: ") + std::strerror(errno));
+#ifdef MADV_POPULATE_WRITE
+        (void)madvise(at, eager, MADV_POPULATE_WRITE);  // only saves page faults later; old kernels refuse
+#else
+        (void)eager;
+#endif
+    }
+    Mapping(const Mapping&) = delete;
+    ~Mapping() { munmap(at, bytes); }
+};
+
+struct Core {
+    Mapping mapping;
+    Group group;
+    Mailboxes boxes;
+    Queue queue;
+    Core(int fd, size_t total, size_t eager, Settings s)
+        : mapping(fd, total, eager), group(mapping.at, std::move(s)), boxes(group) {}
+};
+using CorePtr = std::shared_ptr<Core>;
+
+template <class T> T* pointer(Address a) { return reinterpret_cast<T*>(a); }
+
+ReduceSpec spec_of(int dtype, int reduce, bool average, double premultiply) {
+    if (dtype < 0 || dtype >= static_cast<int>(Dtype::count) || reduce < 0 || reduce >= static_cast<int>(Reduce::count) ||
+        !kernels().reduce[dtype][reduce])
+        throw std::invalid_argument("no such reduction");
+    return {static_cast<Dtype>(dtype), static_cast<Reduce>(reduce), premultiply, average};
+}
+
+// An operation that was issued: a call in the queue, or a transfer.
+struct Pending {
+    CorePtr core;
+    ItemPtr item;
+    TransferPtr transfer;
+
+    bool done() const { return item ? core->queue.finished(item) : core->boxes.finished(transfer); }
+    void wait(double timeout) const {
+        py::gil_scoped_release release;
+        item ? core->queue.wait(item) : core->boxes.wait(transfer, timeout);
+    }
+    int peer() const { return transfer ? transfer->peer : -1; }
+};
+
+struct PyGroup {
+    CorePtr core;
+
+    PyGroup(int fd, size_t total, size_t eager, int rank, std::vector<int> names, int lock_fd, double spin_us, double yield_us,
+            int64_t one_shot) {
+        Settings s;
+        s.rank = rank, s.names = std::move(names), s.lock_fd = lock_fd, s.spin_us = spin_us, s.yield_us = yield_us, s.one_shot = one_shot;
+        core = std::make_shared<Core>(fd, total, eager, std::move(s));
+        if (static_cast<int>(core->group.settings().names.size()) != core->group.size())
+            throw std::invalid_argument("one name per rank");
+    }
+
+    void check_root(int root) const {
+        if (root < 0 || root >= core->group.size()) throw std::invalid_argument("no such rank in the group");
+    }
+    void check_parts(const std::vector<Addresses>& lists) const {
+        for (auto& l : lists)
+            if (static_cast<int>(l.size()) != core->group.size()) throw std::invalid_argument("one address per rank");
+    }
+
+    // None when it is done; the handle of an asynchronous call.
+    py::object issue(bool asynchronous, std::function<void(Group&)> call) {
+        auto run = [core = core.get(), call = std::move(call)] { call(core->group); };
+        if (!asynchronous) {
+            {
+                py::gil_scoped_release release;
+                core->queue.run_now(run);
+            }
+            return py::none();
+        }
+        auto item = core->queue.submit(std::move(run));
+        if (core->queue.wants_thread()) std::thread([core = core] { core->queue.serve(); }).detach();
+        return py::cast(Pending{core, item, nullptr});
+    }
+
+    Symmetric symmetric(int64_t memory, int64_t offset, const Addresses& bases) const {
+        Symmetric s;
+        if (memory < 0) return s;
+        check_parts({bases});
+        s.memory = memory, s.offset = offset;
+        for (Address b : bases) s.bases.push_back(pointer<char>(b));
+        return s;
+    }
+
+    py::object barrier(double timeout, bool async) {
+        return issue(async, [=](Group& g) { g.barrier(timeout); });
+    }
+    py::object all_reduce(Address data, int64_t count, int dtype, int reduce, bool average, double premultiply, int64_t memory,
+                          int64_t offset, const Addresses& bases, double timeout, bool async) {
+        auto spec = spec_of(dtype, reduce, average, premultiply);
+        auto where = symmetric(memory, offset, bases);
+        return issue(async, [=](Group& g) { g.all_reduce(pointer<void>(data), count, spec, where, timeout); });
+    }
+    py::object all_gather(Address source, Addresses outputs, int64_t bytes, int64_t memory, int64_t offset, const Addresses& bases,
+                          double timeout, bool async) {
+        check_parts({outputs});
+        auto where = symmetric(memory, offset, bases);
+        return issue(async, [=](Group& g) {
+            g.all_gather(pointer<void>(source), reinterpret_cast<char* const*>(outputs.data()), bytes, where, timeout);
+        });
+    }
+    py::object reduce_scatter(Address output, Addresses inputs, std::vector<int64_t> counts, int dtype, int reduce, bool average,
+                              double premultiply, int64_t memory, int64_t offset, const Addresses& bases, double timeout, bool async) {
+        check_parts({inputs});
+        if (counts.size() != inputs.size()) throw std::invalid_argument("one count per rank");
+        auto spec = spec_of(dtype, reduce, average, premultiply);
+        auto where = symmetric(memory, offset, bases);
+        return issue(async, [=](Group& g) {
+            g.reduce_scatter(pointer<void>(output), reinterpret_cast<const char* const*>(inputs.data()), counts.data(), spec, where,
+                             timeout);
+        });
+    }
+    py::object broadcast(Address data, int64_t bytes, int root, double timeout, bool async) {
+        check_root(root);
+        return issue(async, [=](Group& g) { g.broadcast(pointer<void>(data), bytes, root, timeout); });
+    }
+    py::object reduce(Address data, int64_t count, int root, int dtype, int reduce, bool average, double premultiply, double timeout,
+                      bool async) {
+        check_root(root);
+        auto spec = spec_of(dtype, reduce, average, premultiply);
+        return issue(async, [=](Group& g) { g.reduce(pointer<void>(data), count, root, spec, timeout); });
+    }
+    py::object gather(Address source, Addresses outputs, int64_t bytes, int root, double timeout, bool async) {
+        check_root(root);
+        if (core->group.rank() == root) check_parts({outputs});
+        return issue(async, [=](Group& g) {
+            g.gather(pointer<void>(source), reinterpret_cast<char* const*>(outputs.data()), bytes, root, timeout);
+        });
+    }
+    py::object scatter(Addresses inputs, Address output, int64_t bytes, int root, double timeout, bool async) {
+        check_root(root);
+        if (core->group.rank() == root) check_parts({inputs});
+        return issue(async, [=](Group& g) {
+            g.scatter(reinterpret_cast<const char* const*>(inputs.data()), pointer<void>(output), bytes, root, timeout);
+        });
+    }
+    py::object all_to_all(Addresses inputs, std::vector<int64_t> in_bytes, Addresses outputs, std::vector<int64_t> out_bytes,
+                          double timeout, bool async) {
+        check_parts({inputs, outputs});
+        if (in_bytes.size() != inputs.size() || out_bytes.size() != inputs.size()) throw std::invalid_argument("one size per rank");
+        return issue(async, [=](Group& g) {
+            g.all_to_all(reinterpret_cast<const char* const*>(inputs.data()), in_bytes.data(),
+                         reinterpret_cast<char* const*>(outputs.data()), out_bytes.data(), timeout);
+        });
+    }
+
+    Pending transfer(bool sending, int peer, Address data, int64_t bytes, int64_t tag) {
+        if (peer >= core->group.size() || (sending && peer < 0) || peer == core->group.rank())
+            throw std::invalid_argument("send/recv: no such peer");
+        TransferPtr t;
+        {
+            py::gil_scoped_release release;
+            t = sending ? core->boxes.send(peer, pointer<void>(data), bytes, tag)
+                        : core->boxes.receive(peer, pointer<void>(data), bytes, tag);
+        }
+        return {core, nullptr, t};
+    }
+    void serve_transfers() {  // called for asynchronous ones that are not done yet
+        if (core->boxes.wants_thread()) std::thread([core = core] { core->boxes.background(); }).detach();
+    }
+
+    void close() {
+        core->queue.stop();
+        core->boxes.stop();
+    }
+};
+
+size_t format(int fd, int size, size_t in_bytes, size_t slice_bytes, size_t mailbox_bytes, uint64_t nonce0, uint64_t nonce1) {
+    Layout layout{size, in_bytes, slice_bytes, mailbox_bytes};
+    Mapping mapping(fd, layout.total(), PAGE);
+    Group::format(mapping.at, layout, nonce0, nonce1);
+    return layout.eager();
+}
+
+py::tuple sizes(int size, size_t in_bytes, size_t slice_bytes, size_t mailbox_bytes) {
+    Layout layout{size, in_bytes, slice_bytes, mailbox_bytes};
+    return py::make_tuple(layout.total(), layout.eager());
+}
+
+py::tuple probe(int fd) {  // nonce and size that stand in the segment; 0 where it is none of ours
+    Mapping mapping(fd, PAGE, PAGE);
+    auto* g = static_cast<GroupHeader*>(mapping.at);
+    if (g->magic != MAGIC) return py::make_tuple(uint64_t{0}, uint64_t{0}, 0);
+    return py::make_tuple(g->nonce[0], g->nonce[1], g->size);
+}
+
+py::tuple layout(int fd) {
+    Mapping mapping(fd, PAGE, PAGE);
+    auto* g = static_cast<GroupHeader*>(mapping.at);
+    return py::make_tuple(g->in_bytes, g->slice_bytes, g->size);
+}
+
+void reduce_now(Address dst, const Addresses& sources, int64_t count, int dtype, int reduce, bool average, double premultiply,
+                const std::string& isa) {
+    auto spec = spec_of(dtype, reduce, average, premultiply);
+    const Kernels* k = isa.empty() ? &kernels() : kernels_named(isa.c_str());
+    if (!k) throw std::invalid_argument("instruction set '" + isa + "' cannot run here");
+    ReduceArgs a{};
+    std::vector<const void*> from;
+    for (Address s : sources) from.push_back(pointer<void>(s));
+    a.dst = pointer<void>(dst), a.sources = from.data(), a.nsources = static_cast<int>(from.size()), a.count = count;
+    a.premultiply = premultiply, a.divide = average ? static_cast<double>(from.size()) : 1.0;
+    k->reduce[dtype][reduce](a);
+}
+
+std::vector<std::string> isas() {
+    std::vector<std::string> found;
+    for (const char* name : {"base", "avx2", "avx512"})
+        if (kernels_named(name)) found.push_back(name);
+    return found;
+}
+
+std::string sanitizer() {
+#if defined(__SANITIZE_ADDRESS__)
+    return "address";
+#elif defined(__SANITIZE_THREAD__)
+    return "thread";
+#else
+    return "";
+#endif
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+    m.attr("ABI") = 1;
+    py::register_exception<PeerLost>(m, "PeerLost", PyExc_RuntimeError);
+    py::register_exception<WaitTimeout>(m, "WaitTimeout", PyExc_RuntimeError);
+    py::register_exception<Mismatch>(m, "Mismatch", PyExc_RuntimeError);
+    py::register_exception<Aborted>(m, "Aborted", PyExc_RuntimeError);
+    m.def("isa", [] { return kernels().name; });
+    m.def("isas", &isas);
+    m.def("sanitizer", &sanitizer);
+    m.def("format", &format);
+    m.def("sizes", &sizes);
+    m.def("probe", &probe);
+    m.def("layout", &layout);
+    m.def("reduce", &reduce_now);
+    py::class_<Pending>(m, "Pending")
+        .def("done", &Pending::done)
+        .def("wait", &Pending::wait)
+        .def_property_readonly("peer", &Pending::peer);
+    py::class_<PyGroup>(m, "Group")
+        .def(py::init<int, size_t, size_t, int, std::vector<int>, int, double, double, int64_t>())
+        .def("barrier", &PyGroup::barrier)
+        .def("all_reduce", &PyGroup::all_reduce)
+        .def("all_gather", &PyGroup::all_gather)
+        .def("reduce_scatter", &PyGroup::reduce_scatter)
+        .def("broadcast", &PyGroup::broadcast)
+        .def("reduce", &PyGroup::reduce)
+        .def("gather", &PyGroup::gather)
+        .def("scatter", &PyGroup::scatter)
+        .def("all_to_all", &PyGroup::all_to_all)
+        .def("transfer", &PyGroup::transfer)
+        .def("serve_transfers", &PyGroup::serve_transfers)
+        .def("poison", [](PyGroup& g, const std::string& text) { g.core->group.poison(Failure::aborted, text); })
+        .def("poison_text", [](PyGroup& g) { return g.core->group.poison_text(); })
+        .def("lost", [](PyGroup& g) { return g.core->group.lost(); })
+        .def("close", &PyGroup::close);
+}

@@ -1,0 +1,245 @@
+// Compiled once per instruction set (namespace DSX_ISA). Plain loops that the compiler vectorises; blocks stay in the L1 cache.
+#include <cstring>
+#include <type_traits>
+
+#include "dsx_comm/kernels.h"
+#if defined(DSX_ISA_AVX2) || defined(DSX_ISA_AVX512)
+#include <immintrin.h>
+#define DSX_WIDE 1
+#elif defined(DSX_X86)
+#include <emmintrin.h>
+#endif
+
+namespace dsx {
+namespace DSX_ISA {
+namespace {
+
+constexpr int64_t BLOCK = 1024;  // elements
+
+void copy(void* dst, const void* src, size_t bytes, bool stream) {
+#if defined(DSX_X86)
+    if (stream && bytes >= 4096) {
+        auto* d = static_cast<char*>(dst);
+        auto* s = static_cast<const char*>(src);
+        size_t head = (64 - (reinterpret_cast<uintptr_t>(d) & 63)) & 63;
+        std::memcpy(d, s, head);
+        d += head, s += head, bytes -= head;
+        size_t body = bytes & ~size_t{63};
+        for (size_t i = 0; i < body; i += 64) {
+            _mm_prefetch(s + i + 1024, _MM_HINT_T0);
+#if defined(DSX_WIDE)
+            __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(s + i));
+            __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(s + i + 32));
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(d + i), a);
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(d + i + 32), b);
+#else
+            for (int k = 0; k < 64; k += 16)
+                _mm_stream_si128(reinterpret_cast<__m128i*>(d + i + k),
+                                 _mm_loadu_si128(reinterpret_cast<const __m128i*>(s + i + k)));
+#endif
+        }
+        std::memcpy(d + body, s + body, bytes - body);
+        _mm_sfence();
+        return;
+    }
+#else
+    (void)stream;
+#endif
+    std::memcpy(dst, src, bytes);
+}
+
+// 16-bit floats
+struct Bf16 { uint16_t bits; };
+struct F16 { uint16_t bits; };
+
+inline float bits_to_float(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
+inline uint32_t float_to_bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
+
+inline float widen_one(Bf16 x) { return bits_to_float(static_cast<uint32_t>(x.bits) << 16); }
+inline Bf16 narrow_bf16(float f) {
+    uint32_t u = float_to_bits(f);
+    uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;  // to nearest, ties to even
+    return {static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
+}
+
+inline float widen_one(F16 x) {
+    uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
+    if (magnitude >= 0x7c00u)  // inf, nan (made quiet, as the hardware does)
+        return bits_to_float(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13) | (magnitude > 0x7c00u ? 0x400000u : 0u));
+    if (magnitude >= 0x400u) return bits_to_float(sign | ((magnitude << 13) + 0x38000000u));
+    float small = static_cast<float>(magnitude) * 5.9604644775390625e-8f;  // subnormal: units of 2^-24
+    return bits_to_float(sign | float_to_bits(small));
+}
+inline F16 narrow_f16(float f) {
+    uint32_t u = float_to_bits(f), sign = (u >> 16) & 0x8000u;
+    u &= 0x7fffffffu;
+    if (u > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u | ((u >> 13) & 0x3ffu))};
+    if (u >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds to infinity
+    if (u < 0x38800000u) {  // subnormal: the addition rounds to units of 2^-24, ties to even
+        float shifted = bits_to_float(u) + 0.5f;
+        return {static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3f000000u))};
+    }
+    uint32_t rounded = u + 0xfffu + ((u >> 13) & 1u);
+    return {static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13))};
+}
+
+void widen(const Bf16* in, float* out, int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = widen_one(in[i]);
+}
+void narrow(const float* in, Bf16* out, int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = narrow_bf16(in[i]);
+}
+void widen(const F16* in, float* out, int64_t n) {
+    int64_t i = 0;
+#if defined(DSX_WIDE)
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
+#endif
+    for (; i < n; i++) out[i] = widen_one(in[i]);
+}
+void narrow(const float* in, F16* out, int64_t n) {
+    int64_t i = 0;
+#if defined(DSX_WIDE)
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), 0));
+#endif
+    for (; i < n; i++) out[i] = narrow_f16(in[i]);
+}
+
+struct Sum { template <class T> static T apply(T a, T b) { return add(a, b, std::is_integral<T>{}); }
+    // unsigned arithmetic: integers wrap around, as torch's do
+    template <class T> static T add(T a, T b, std::true_type) { using U = std::make_unsigned_t<T>; return static_cast<T>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b))); }
+    template <class T> static T add(T a, T b, std::false_type) { return a + b; } };
+struct Product { template <class T> static T apply(T a, T b) { return mul(a, b, std::is_integral<T>{}); }
+    template <class T> static T mul(T a, T b, std::true_type) { return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b)); }
+    template <class T> static T mul(T a, T b, std::false_type) { return a * b; } };
+// NaN wins, as in torch.minimum and torch.maximum
+struct Min { template <class T> static T apply(T a, T b) { return (a < b || a != a) ? a : b; } };
+struct Max { template <class T> static T apply(T a, T b) { return (a > b || a != a) ? a : b; } };
+struct And { template <class T> static T apply(T a, T b) { return static_cast<T>(a & b); } };
+struct Or { template <class T> static T apply(T a, T b) { return static_cast<T>(a | b); } };
+struct Xor { template <class T> static T apply(T a, T b) { return static_cast<T>(a ^ b); } };
+
+// One block: acc = sources in order. T is what lies in memory and what is computed in.
+template <class Op, class T>
+void accumulate(T* acc, const ReduceArgs& a, int64_t at, int64_t n) {
+    const T premultiply = static_cast<T>(a.premultiply);
+    const T* first = static_cast<const T*>(a.sources[0]) + at;
+    if (a.premultiply == 1.0) {
+        std::memcpy(acc, first, static_cast<size_t>(n) * sizeof(T));
+        for (int r = 1; r < a.nsources; r++) {
+            const T* next = static_cast<const T*>(a.sources[r]) + at;
+            for (int64_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], next[i]);
+        }
+    } else {
+        for (int64_t i = 0; i < n; i++) acc[i] = Product::apply(first[i], premultiply);
+        for (int r = 1; r < a.nsources; r++) {
+            const T* next = static_cast<const T*>(a.sources[r]) + at;
+            for (int64_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], Product::apply(next[i], premultiply));
+        }
+    }
+    if (a.divide != 1.0) {
+        const T divide = static_cast<T>(a.divide);
+        for (int64_t i = 0; i < n; i++) acc[i] = static_cast<T>(acc[i] / divide);
+    }
+}
+
+template <class T>
+void store(const T* values, const ReduceArgs& a, int64_t at, int64_t n) {
+    const size_t bytes = static_cast<size_t>(n) * sizeof(T);
+    copy(static_cast<T*>(a.dst) + at, values, bytes, a.stream);
+    if (a.dst2) std::memcpy(static_cast<T*>(a.dst2) + at, values, bytes);
+}
+
+// Two sources, nothing else to do: the hot loop of two ranks. Same index in and out, so dst may be a source.
+template <class Op, class T>
+void pair(const ReduceArgs& a) {
+    auto* d = static_cast<T*>(a.dst);
+    auto* e = static_cast<T*>(a.dst2);
+    auto* x = static_cast<const T*>(a.sources[0]);
+    auto* y = static_cast<const T*>(a.sources[1]);
+    if (e) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < a.count; i++) {
+            T v = Op::apply(x[i], y[i]);
+            d[i] = v;
+            e[i] = v;
+        }
+    } else {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < a.count; i++) d[i] = Op::apply(x[i], y[i]);
+    }
+}
+
+template <class Op, class T>
+void reduce(const ReduceArgs& a) {
+    if (a.nsources == 2 && a.premultiply == 1.0 && a.divide == 1.0 && !a.stream) return pair<Op, T>(a);
+    alignas(64) T acc[BLOCK];
+    for (int64_t at = 0; at < a.count; at += BLOCK) {
+        int64_t n = a.count - at < BLOCK ? a.count - at : BLOCK;
+        accumulate<Op, T>(acc, a, at, n);
+        store(acc, a, at, n);
+    }
+}
+
+template <class Op, class T>
+void reduce16(const ReduceArgs& a) {
+    alignas(64) float acc[BLOCK], next[BLOCK];
+    alignas(64) T out[BLOCK];
+    const float premultiply = static_cast<float>(a.premultiply), divide = static_cast<float>(a.divide);
+    for (int64_t at = 0; at < a.count; at += BLOCK) {
+        int64_t n = a.count - at < BLOCK ? a.count - at : BLOCK;
+        for (int r = 0; r < a.nsources; r++) {
+            float* into = r == 0 ? acc : next;
+            widen(static_cast<const T*>(a.sources[r]) + at, into, n);
+            if (a.premultiply != 1.0)
+                for (int64_t i = 0; i < n; i++) into[i] *= premultiply;
+            if (r > 0)
+                for (int64_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], next[i]);
+        }
+        if (a.divide != 1.0)
+            for (int64_t i = 0; i < n; i++) acc[i] /= divide;
+        narrow(acc, out, n);
+        store(out, a, at, n);
+    }
+}
+
+template <class T>
+void fill_integers(ReduceFn* row) {
+    row[0] = reduce<Sum, T>, row[1] = reduce<Product, T>, row[2] = reduce<Min, T>, row[3] = reduce<Max, T>;
+    row[4] = reduce<And, T>, row[5] = reduce<Or, T>, row[6] = reduce<Xor, T>;
+}
+template <class T>
+void fill_floats(ReduceFn* row) {
+    row[0] = reduce<Sum, T>, row[1] = reduce<Product, T>, row[2] = reduce<Min, T>, row[3] = reduce<Max, T>;
+}
+template <class T>
+void fill_short_floats(ReduceFn* row) {
+    row[0] = reduce16<Sum, T>, row[1] = reduce16<Product, T>, row[2] = reduce16<Min, T>, row[3] = reduce16<Max, T>;
+}
+
+Kernels make() {
+    Kernels k{};
+#define DSX_TEXT2(x) #x
+#define DSX_TEXT(x) DSX_TEXT2(x)
+    k.name = DSX_TEXT(DSX_ISA);
+    k.copy = copy;
+    fill_floats<float>(k.reduce[0]);
+    fill_floats<double>(k.reduce[1]);
+    fill_short_floats<Bf16>(k.reduce[2]);
+    fill_short_floats<F16>(k.reduce[3]);
+    fill_integers<int8_t>(k.reduce[4]);
+    fill_integers<uint8_t>(k.reduce[5]);
+    fill_integers<int16_t>(k.reduce[6]);
+    fill_integers<int32_t>(k.reduce[7]);
+    fill_integers<int64_t>(k.reduce[8]);
+    return k;
+}
+
+}  // namespace
+
+extern const Kernels table;
+const Kernels table = make();
+
+}  // namespace DSX_ISA
+}  // namespace dsx

@@ -1,0 +1,125 @@
+// One rank's view of a group in shared memory, and the collectives.
+//
+// Everything advances in steps. In a step a rank writes into its own areas of the step's parity and then *posts* the step's
+// number; what it wrote in step s its peers read after they saw s, and before they post s + 1. So a rank that has seen everybody
+// at s - 1 may overwrite the areas of s: two parities are enough, and one wait per step. All ranks take the same number of steps in a
+// call, which follows from the call's arguments; that these agree is checked first (Descriptor).
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "dsx_comm/kernels.h"
+#include "dsx_comm/segment.h"
+
+namespace dsx {
+
+struct PeerLost : std::runtime_error { using std::runtime_error::runtime_error; };
+struct WaitTimeout : std::runtime_error { using std::runtime_error::runtime_error; };
+struct Mismatch : std::runtime_error { using std::runtime_error::runtime_error; };
+struct Aborted : std::runtime_error { using std::runtime_error::runtime_error; };
+
+struct Settings {
+    int rank = 0;
+    std::vector<int> names;     // global ranks, for messages
+    int lock_fd = -1;           // file whose byte r rank r keeps locked while it lives; -1: liveness is not watched
+    double spin_us = 20.0;      // waiting that keeps the core
+    double yield_us = 300.0;    // waiting that gives way to others, from the start; then the rank sleeps
+    int64_t one_shot = 16384;   // messages up to this many bytes are reduced by everybody at once
+};
+
+// A message of symmetric memory: where each rank's copy lies in this process.
+struct Symmetric {
+    int64_t memory = -1;
+    int64_t offset = 0;
+    std::vector<char*> bases;
+    explicit operator bool() const { return memory >= 0; }
+};
+
+struct ReduceSpec {
+    Dtype dtype;
+    Reduce reduce;
+    double premultiply = 1.0;
+    bool average = false;
+};
+
+class Group {
+  public:
+    using Clock = std::chrono::steady_clock;
+
+    Group(void* memory, Settings settings);
+    static void format(void* memory, const Layout& layout, uint64_t nonce0, uint64_t nonce1);
+
+    int rank() const { return set_.rank; }
+    int size() const { return layout_.size; }
+    uint64_t steps() const { return step_; }
+
+    // - collectives; each blocks, and throws one of the errors above
+    void barrier(double timeout);
+    void all_reduce(void* data, int64_t count, const ReduceSpec& spec, const Symmetric& where, double timeout);
+    void all_gather(const void* source, char* const* outputs, int64_t bytes, const Symmetric& where, double timeout);
+    void reduce_scatter(void* output, const char* const* inputs, const int64_t* counts, const ReduceSpec& spec,
+                        const Symmetric& where, double timeout);
+    void broadcast(void* data, int64_t bytes, int root, double timeout);
+    void reduce(void* data, int64_t count, int root, const ReduceSpec& spec, double timeout);
+    void gather(const void* source, char* const* outputs, int64_t bytes, int root, double timeout);
+    void scatter(const char* const* inputs, void* output, int64_t bytes, int root, double timeout);
+    void all_to_all(const char* const* inputs, const int64_t* in_bytes, char* const* outputs, const int64_t* out_bytes,
+                    double timeout);
+
+    // - failure
+    void poison(Failure kind, const std::string& text);  // every rank's next or present wait throws this
+    void check_poison() const;
+    std::vector<int> lost() const;             // ranks whose process has ended
+    std::vector<int> behind(uint64_t step) const;
+
+    // - waiting, shared with the mailboxes
+    Flag& doorbell(int rank) { return header(rank)->doorbell; }
+    static void raise_flag(Flag& flag, uint64_t value);
+    static void ring(Flag& flag);
+    // Until flag.value >= value, or `timeout_at`; false: a time slice is over and the caller should look around.
+    bool slice(Flag& flag, uint64_t value) const;
+    const Settings& settings() const { return set_; }
+    const Layout& layout() const { return layout_; }
+    char* at(size_t offset) const { return base_ + offset; }
+    std::string name(int rank) const { return std::to_string(set_.names[static_cast<size_t>(rank)]); }
+    std::string names(const std::vector<int>& ranks) const;
+    std::string poison_text() const;
+
+  private:
+    struct Doing { const char* what; Clock::time_point until; double timeout; };
+
+    GroupHeader* group() const { return reinterpret_cast<GroupHeader*>(base_); }
+    RankHeader* header(int r) const { return reinterpret_cast<RankHeader*>(base_ + layout_.header(r)); }
+    char* in(int r, uint64_t step) const { return base_ + layout_.in(r, step); }
+    char* out(int r, uint64_t step) const { return base_ + layout_.out(r, step); }
+
+    Doing begin(const char* what, double timeout);
+    void describe(const Descriptor& mine);      // writes this rank's line for the coming step
+    void post();                                // the coming step is done
+    void await(const Doing& doing);             // everybody has posted what this rank posted last
+    void await_one(int peer, const Doing& doing);
+    void agree(const Descriptor& mine) const;   // after await: all lines of the last step are alike
+    [[noreturn]] void disagree(const Descriptor& mine) const;
+    void open(const Doing& doing, const Descriptor& mine);  // one step: describe, post, await, agree
+    Descriptor descriptor(Call call, int64_t bytes) const;
+    ReduceArgs reduction(const ReduceSpec& spec) const;
+    void symmetric_all_reduce(void* data, int64_t count, const ReduceSpec& spec, const Symmetric& where, const Doing& doing,
+                              const Descriptor& mine);
+    void staged_all_reduce(char* data, int64_t count, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
+    void one_shot_all_reduce(void* data, int64_t count, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
+    std::vector<const char*> peers(const Symmetric& where) const;
+
+    char* base_;
+    Layout layout_;
+    Settings set_;
+    const Kernels& k_;
+    uint64_t step_ = 0;   // last step this rank posted
+    uint64_t calls_ = 0;
+};
+
+}  // namespace dsx

@@ -1,0 +1,71 @@
+// Sends and receives between two ranks: a ring of two slots per direction, messages matched by tag in order of issue.
+//
+// Nothing here blocks another: `progress` moves whatever can be moved, in all directions, so two ranks may send to each other first and
+// receive later. A message for which no receive is posted stays in its slots, unless it stands before one that is asked for: then it
+// is put aside in private memory.
+#pragma once
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "dsx_comm/group.h"
+
+namespace dsx {
+
+struct Transfer {
+    bool sending;
+    int peer;            // -1: from anyone
+    int64_t tag;
+    char* data;
+    int64_t bytes;
+    int64_t moved = 0;
+    bool done = false;
+    std::string error;   // of a finished transfer
+    bool lost = false;   // the error is that the peer is gone
+};
+using TransferPtr = std::shared_ptr<Transfer>;
+
+class Mailboxes {
+  public:
+    explicit Mailboxes(Group& group);
+    TransferPtr send(int peer, const void* data, int64_t bytes, int64_t tag);
+    TransferPtr receive(int peer, void* data, int64_t bytes, int64_t tag);
+    bool finished(const TransferPtr& transfer);            // moves what can be moved; throws what failed
+    void wait(const TransferPtr& transfer, double timeout);
+    void background();                                     // body of the thread that serves asynchronous transfers
+    bool wants_thread();                                   // once true when something is under way: start the thread
+    void stop();
+
+  private:
+    struct Aside { int from; int64_t tag; std::vector<char> data; bool complete = false; };
+    struct Incoming { bool active = false; TransferPtr into; Aside* aside = nullptr; int64_t total = 0, tag = 0, got = 0; };
+
+    Mailbox* box(int src, int dst) const { return reinterpret_cast<Mailbox*>(group_.at(group_.layout().mailbox(src, dst))); }
+    char* slot(int src, int dst, uint64_t n) const {
+        return reinterpret_cast<char*>(box(src, dst)) + sizeof(Mailbox) + (n & 1) * group_.layout().mailbox_bytes;
+    }
+    bool progress();                 // under lock_; true: something moved
+    bool push(int peer);
+    bool pull(int peer);
+    bool start(int peer, Incoming& incoming, const Mailbox::Slot& piece);
+    void finish_receive(int peer, Incoming& incoming);
+    bool idle() const;
+    void give_up_on_the_lost();
+    void settle(const TransferPtr& transfer) const;
+
+    Group& group_;
+    std::mutex lock_;
+    std::condition_variable changed_;
+    std::vector<std::deque<TransferPtr>> sends_;
+    std::list<TransferPtr> receives_;
+    std::vector<Incoming> incoming_;
+    std::list<Aside> aside_;
+    int waiters_ = 0;
+    bool thread_ = false, stop_ = false, completed_ = false;
+};
+
+}  // namespace dsx

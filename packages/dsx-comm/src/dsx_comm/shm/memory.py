@@ -1,0 +1,119 @@
+"""Symmetric memory: tensors that every rank of the host can address.
+
+A gather of such a tensor reads the peers' shards straight into its destination, a reduce-scatter or all-reduce sums the
+peers' tensors where they lie. `empty` is collective. Each call makes memory of its own (nothing is ever re-used, so the
+order in which ranks drop their tensors does not matter); take one large tensor and cut views from it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import os
+from typing import Any
+
+import torch
+
+from ..errors import CommError
+from .segment import Unavailable, fetch, serve
+
+_ALIGN = 4096
+_PATIENCE = 60.0
+
+
+class Memory:
+    """One allocation: the mapping of all ranks' parts, this rank's part of it."""
+
+    def __init__(self, number: int, mapping: mmap.mmap, stride: int, rank: int, size: int) -> None:
+        self.number, self.stride = number, stride
+        self._mapping = mapping
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.bases = [whole.data_ptr() + r * stride for r in range(size)]
+        self.begin = self.bases[rank]
+        self.end = self.begin + stride
+
+
+class Memories:
+    """The symmetric memory of one group, found again by address."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._items: list[Memory] = []
+        self.made = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def add(self, memory: Memory) -> None:
+        """Note a new allocation."""
+        at = bisect.bisect(self._starts, memory.begin)
+        self._starts.insert(at, memory.begin)
+        self._items.insert(at, memory)
+
+    def find(self, tensor: torch.Tensor) -> tuple[int, int, list[int]]:
+        """(number of the allocation, offset, every rank's base); (-1, 0, []) for ordinary memory."""
+        address = tensor.data_ptr()
+        at = bisect.bisect(self._starts, address) - 1
+        if at < 0 or address >= self._items[at].end:
+            return -1, 0, []
+        memory = self._items[at]
+        return memory.number, address - memory.begin, memory.bases
+
+
+def allocate(group: Any, nbytes: int) -> torch.Tensor:
+    """This rank's part of new symmetric memory, `nbytes` bytes on every rank, as uint8. Collective.
+
+    Raises CommError on all ranks if it cannot be had, or if ranks ask for different sizes.
+    """
+    rank, size = group.rank(), group.size()
+    stride = max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
+    fd, problem = -1, ""
+    try:
+        fd = _make(group, stride, size) if rank == 0 else _get(group)
+        os.posix_fallocate(fd, rank * stride, stride)
+    except (OSError, Unavailable) as error:
+        problem = f"rank {rank}: {error}"
+    problems: list[Any] = [None] * size
+    _all_gather_text(group, problem, problems)
+    problem = next((p for p in problems if p), "")
+    if problem:
+        if fd >= 0:
+            os.close(fd)
+        raise CommError(f"no symmetric memory of {nbytes} bytes per rank: {problem}")
+    mapping = mmap.mmap(fd, stride * size)
+    os.close(fd)
+    memories = group.memories
+    memories.made += 1
+    memories.add(Memory(memories.made, mapping, stride, rank, size))
+    return torch.frombuffer(mapping, dtype=torch.uint8, offset=rank * stride, count=nbytes or 1)[:nbytes]
+
+
+def _make(group: Any, stride: int, size: int) -> int:
+    fd = os.memfd_create("dsx-comm-symmetric")
+    os.ftruncate(fd, stride * size)
+    serve(fd, size - 1, lambda name: _broadcast_text(group, name), _PATIENCE)
+    return fd
+
+
+def _get(group: Any) -> int:
+    return fetch(_broadcast_text(group, ""), _PATIENCE)
+
+
+_TEXT = 512
+
+
+def _broadcast_text(group: Any, text: str) -> str:
+    line = torch.zeros(_TEXT, dtype=torch.uint8)
+    data = text.encode()[:_TEXT]
+    line[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    group.broadcast([line]).wait()
+    return bytes(line.tolist()).rstrip(b"\0").decode()
+
+
+def _all_gather_text(group: Any, text: str, out: list[Any]) -> None:
+    line = torch.zeros(_TEXT, dtype=torch.uint8)
+    data = text.encode()[:_TEXT]
+    line[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    rows = torch.empty(group.size(), _TEXT, dtype=torch.uint8)
+    group.all_gather_single(rows, line).wait()
+    out[:] = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]

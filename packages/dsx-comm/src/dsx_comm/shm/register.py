@@ -1,0 +1,52 @@
+"""Registers the backend "dsx" with torch.distributed, and makes its groups.
+
+Where shared memory cannot serve (another machine among the ranks, no compiled module, not enough memory), all ranks of the
+group learn the same reason and get a gloo group under the same name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import CommArgumentError
+from .segment import Member, ShmOptions, Unavailable, share
+
+NAME = "dsx"
+
+
+class FallbackWarning(RuntimeWarning):
+    """A group asked for as "dsx" is served by gloo; the text says why."""
+
+
+def make_group(described: Any, options: Any = None) -> Any:
+    """The group that torch asked for: in shared memory, else gloo with a warning on its first rank."""
+    if options is not None and not isinstance(options, ShmOptions):
+        raise CommArgumentError(f"pg_options: got {type(options).__name__}, expected dsx_comm.ShmOptions or None")
+    options = options or ShmOptions()
+    rank, size, timeout = described.group_rank, described.group_size, described.timeout
+    ranks = list(described.global_ranks_in_group) or list(range(size))
+    store = dist.PrefixStore("dsx/", described.store)
+    try:
+        fd = share(Member(store, rank, size, timeout), options)
+    except Unavailable as error:
+        if rank == 0:
+            warnings.warn(f"backend dsx: {error}; this group uses gloo", FallbackWarning, stacklevel=2)
+        return _gloo(described.store, rank, size, timeout)
+    from .process_group import ShmProcessGroup
+
+    return ShmProcessGroup(described.store, rank, size, timeout, fd, ranks, options)
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    return gloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+
+
+def register() -> None:
+    """Make "dsx" known to torch; a second call does nothing."""
+    if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, make_group, extended_api=True, devices=["cpu"])

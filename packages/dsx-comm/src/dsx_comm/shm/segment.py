@@ -1,0 +1,262 @@
+"""How the ranks of a group come to share memory, or learn together why they cannot.
+
+Rank 0 makes an anonymous file in memory (memfd: it has no name anywhere, so nothing can be left behind whoever is killed when,
+and the size of /dev/shm does not matter) and hands its descriptor to the others over a Unix socket with a random
+abstract name, which travels through the group's store. Whoever can connect and finds the random nonce in the memory is on the same
+machine; nothing else is believed. Every rank locks one byte of the file for as long as it lives: the kernel drops the lock
+with the process, which is how others notice its end. All ranks get the same verdict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import CommArgumentError, CommError
+from . import native
+
+_POLL = 0.002
+_TOKEN = b"dsx"
+
+
+class Unavailable(Exception):
+    """Shared memory cannot serve this group; the text says why. All ranks of the group raise it."""
+
+
+@dataclass(frozen=True)
+class ShmOptions:
+    """Sizes and habits of a group in shared memory; pass it as `pg_options` when making a group.
+
+    Attributes:
+        slice_bytes: bytes of one rank's part of a chunk; 0: 256 KiB, less for many ranks.
+        limit_bytes: most memory the group may take; slices shrink to fit, and below 4 KiB the group falls back to gloo.
+        spin_us: microseconds a waiting rank looks again and again, giving way to others, before it sleeps; None: 300, or 50
+            where ranks outnumber cores.
+        one_shot_bytes: all-reduces up to this size are computed by every rank at once; 0: chosen from the number of ranks.
+    """
+
+    slice_bytes: int = 0
+    limit_bytes: int = 1 << 30
+    spin_us: float | None = None
+    one_shot_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.slice_bytes < 0 or self.slice_bytes % 4096:
+            raise CommArgumentError(f"slice_bytes: got {self.slice_bytes}, expected a multiple of 4096")
+        if self.limit_bytes < 1:
+            raise CommArgumentError(f"limit_bytes: got {self.limit_bytes}, expected at least 1")
+
+
+@dataclass(frozen=True)
+class Member:
+    """Who this process is in the group, and how it reaches the others."""
+
+    store: Any
+    rank: int
+    size: int
+    patience: timedelta
+
+
+MIN_SLICE = 4096
+MAILBOX = 256 * 1024
+
+
+def slice_bytes(size: int, options: ShmOptions) -> int:
+    """Bytes of a slice for `size` ranks within the options' limit. Raises Unavailable if none fits."""
+    wanted = options.slice_bytes or max(16 * 1024, min(256 * 1024, (2 << 20) // size))
+    module = native.module()
+    while module.sizes(size, wanted * size, wanted, MAILBOX)[1] > options.limit_bytes:
+        wanted = wanted // 2 // MIN_SLICE * MIN_SLICE
+        if wanted < MIN_SLICE:
+            raise Unavailable(
+                f"{size} ranks do not fit into {options.limit_bytes} bytes of shared memory (limit_bytes)"
+            )
+    return wanted
+
+
+def make_segment(size: int, options: ShmOptions) -> tuple[int, tuple[int, int]]:
+    """(descriptor, nonce) of a new segment for `size` ranks. Raises Unavailable."""
+    module = native.module()
+    piece = slice_bytes(size, options)
+    total, _ = module.sizes(size, piece * size, piece, MAILBOX)
+    nonce = (secrets.randbits(63), secrets.randbits(63))
+    fd = -1
+    try:
+        fd = os.memfd_create("dsx-comm")
+        os.ftruncate(fd, total)
+        os.posix_fallocate(fd, 0, 4096)
+        module.format(fd, size, piece * size, piece, MAILBOX, *nonce)
+    except (OSError, RuntimeError) as error:
+        if fd >= 0:
+            os.close(fd)
+        raise Unavailable(f"cannot make a shared-memory segment of {total} bytes: {error}") from error
+    return fd, nonce
+
+
+def reserve(fd: int, rank: int, size: int, eager: int) -> None:
+    """Take this rank's part of the memory now, on its own NUMA node: later, a lack of memory would be a SIGBUS."""
+    share = -(-eager // size // 4096) * 4096
+    begin = rank * share
+    try:
+        os.posix_fallocate(fd, begin, max(4096, min(share, eager - begin)))
+    except OSError as error:
+        raise Unavailable(f"rank {rank}: cannot take {share} bytes of shared memory: {error}") from error
+
+
+def hold_lock(fd: int, rank: int) -> None:
+    """Lock byte `rank` until this process ends."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+    except OSError as error:
+        raise Unavailable(f"rank {rank}: cannot lock its byte of the segment: {error}") from error
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[tuple[socket.socket, str]]:
+    name = "dsx-comm-" + secrets.token_hex(16)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind("\0" + name)
+        server.listen(128)
+        server.settimeout(_POLL)
+        yield server, name
+
+
+def _hand_out(server: socket.socket, fd: int) -> bool:
+    """Give the descriptor to one process of the same user, if one asks; true if somebody asked."""
+    try:
+        peer, _ = server.accept()
+    except TimeoutError:
+        return False
+    with peer:
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] == os.getuid():
+            socket.send_fds(peer, [_TOKEN], [fd])
+    return True
+
+
+def fetch(name: str, patience: float) -> int:
+    """The descriptor that the listener `name` hands out. Raises Unavailable."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(patience)
+            client.connect("\0" + name)
+            data, fds, _, _ = socket.recv_fds(client, 16, 1, socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise Unavailable(f"not on the machine of the group's rank 0 (its socket does not answer: {error})") from error
+    if data != _TOKEN or len(fds) != 1:
+        raise Unavailable("the group's rank 0 refused to hand out its memory (another user?)")
+    return fds[0]
+
+
+def share(me: Member, options: ShmOptions) -> int:
+    """Make or get the group's segment; returns its descriptor, this rank's byte locked. Collective.
+
+    Raises:
+        Unavailable: on all ranks, with the same text.
+        CommError: ranks did not come in time.
+    """
+    return _lead(me, options) if me.rank == 0 else _follow(me)
+
+
+def _lead(me: Member, options: ShmOptions) -> int:
+    fd = -1
+    problem = native.reason()
+    try:
+        if not problem:
+            fd, nonce = make_segment(me.size, options)
+            hold_lock(fd, 0)
+            _, eager = _sizes(fd)
+            reserve(fd, 0, me.size, eager)
+    except Unavailable as error:
+        problem = str(error)
+    if problem:
+        me.store.set("offer", json.dumps({"problem": f"rank 0: {problem}"}))
+        raise Unavailable(f"rank 0: {problem}")
+    with _listening() as (server, name):
+        me.store.set("offer", json.dumps({"socket": name, "nonce": nonce}))
+        problem = _collect(me, server, fd)
+    me.store.set("verdict", problem)
+    if problem:
+        os.close(fd)
+        raise Unavailable(problem)
+    return fd
+
+
+def _sizes(fd: int) -> tuple[int, int]:
+    """(size of the file, bytes to take at start)."""
+    module = native.module()
+    in_bytes, piece, size = module.layout(fd)
+    return module.sizes(size, in_bytes, piece, MAILBOX)
+
+
+def _collect(me: Member, server: socket.socket, fd: int) -> str:
+    """Serve the others until all have answered; the problem of the first who has one, else ""."""
+    waiting = set(range(1, me.size))
+    until = time.monotonic() + me.patience.total_seconds()
+    problem = ""
+    while waiting:
+        _hand_out(server, fd)
+        for rank in sorted(waiting):
+            if not me.store.check([f"answer/{rank}"]):
+                break  # they come in any order, but asking costs a round trip
+            waiting.remove(rank)
+            problem = problem or me.store.get(f"answer/{rank}").decode()
+        if time.monotonic() > until:
+            raise CommError(f"making a group in shared memory: rank(s) {sorted(waiting)} did not come in {me.patience}")
+    return problem
+
+
+def _follow(me: Member) -> int:
+    me.store.wait(["offer"], me.patience)
+    offer = json.loads(me.store.get("offer"))
+    if "problem" in offer:
+        raise Unavailable(offer["problem"])
+    fd, problem = -1, native.reason()
+    try:
+        if not problem:
+            fd = fetch(offer["socket"], me.patience.total_seconds())
+            if native.module().probe(fd)[:2] != tuple(offer["nonce"]):
+                raise Unavailable("the memory behind the socket is not the group's (wrong nonce)")
+            hold_lock(fd, me.rank)
+            reserve(fd, me.rank, me.size, _sizes(fd)[1])
+    except Unavailable as error:
+        problem = str(error)
+    me.store.set(f"answer/{me.rank}", f"rank {me.rank}: {problem}" if problem else "")
+    me.store.wait(["verdict"], me.patience)
+    verdict = me.store.get("verdict").decode()
+    if verdict:
+        if fd >= 0:
+            os.close(fd)
+        raise Unavailable(verdict)
+    return fd
+
+
+def serve(fd: int, peers: int, announce: Any, patience: float) -> None:
+    """Announce a socket and hand `fd` to `peers` processes; gives up quietly after `patience` (they will report)."""
+    with _listening() as (server, name):
+        announce(name)
+        until = time.monotonic() + patience
+        while peers and time.monotonic() < until:
+            peers -= _hand_out(server, fd)
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def world_size() -> int:
+    """Ranks of the default group, 0 before it exists."""
+    return dist.get_world_size() if dist.is_initialized() else 0

@@ -1,0 +1,184 @@
+"""Handles of operations on the shared-memory transport, as torch's Work.
+
+A synchronous call is complete when it returns and shares one handle (`DONE`). An asynchronous one keeps its tensors alive,
+may have a finish (copying a packed result back), and offers a future, which a thread completes in order of issue.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CollectiveTimeoutError, CommAbortedError, MismatchError, PeerLostError
+from . import native
+
+_NAMES = {
+    "PeerLost": PeerLostError,
+    "WaitTimeout": CollectiveTimeoutError,
+    "Mismatch": MismatchError,
+    "Aborted": CommAbortedError,
+}
+
+
+def translated(error: BaseException) -> BaseException:
+    """The compiled module's error as this package's."""
+    if type(error).__module__ == native.module().__name__:
+        return _NAMES[type(error).__name__](str(error))
+    return error
+
+
+class DoneWork(dist.Work):
+    """An operation that was complete when its call returned."""
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self._value = value
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True."""
+        return True
+
+    def exception(self) -> Any:
+        """None."""
+        return None
+
+    def result(self) -> Any:
+        """The tensors, where the caller is known to ask for them."""
+        return self._value or []
+
+    def get_future(self) -> Any:
+        """A completed future."""
+        future: Any = torch.futures.Future()
+        future.set_result(self._value)
+        return future
+
+    def synchronize(self) -> None:
+        """Nothing to do."""
+
+
+DONE = DoneWork()
+
+
+class ShmWork(dist.Work):
+    """An asynchronous operation: `pending` is the compiled module's handle, `value` what a future yields."""
+
+    def __init__(
+        self, pending: Any, kept: Any, value: Any, finish: Callable[[], Any] | None, timeout: float, futures: Futures
+    ) -> None:
+        super().__init__()
+        self._pending, self._kept, self._value, self._finish = pending, kept, value, finish
+        self._timeout, self._futures = timeout, futures
+        self._lock = threading.Lock()
+        self._done = False
+        self._error: BaseException | None = None
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until the result is in place. `timeout` holds for sends and receives; collectives have the group's limit."""
+        seconds = timeout.total_seconds() if timeout else 0.0
+        if not self._done:
+            try:
+                self._pending.wait(seconds if seconds > 0 else self._timeout)
+            except RuntimeError as error:
+                self._close(translated(error))
+            self._close(None)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """True if the result is in place, or it failed; never waits."""
+        if not self._done:
+            try:
+                if self._pending.done():
+                    self._close(None)
+            except RuntimeError as error:
+                self._close(translated(error))
+        return self._done
+
+    def is_success(self) -> bool:
+        """True if it is done and nothing failed."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What failed, if something did."""
+        return self._error if self.is_completed() else None
+
+    def result(self) -> Any:
+        """The tensors of the operation."""
+        return self._value
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Of a receive: the group's rank that sent."""
+        return self._pending.peer
+
+    def _source_rank(self) -> int:
+        return self._pending.peer
+
+    def get_future(self) -> Any:
+        """A torch future that yields the tensors."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                self._futures.complete(self, self._future)
+            return self._future
+
+    def _close(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self._done:
+                return
+            if error is None and self._finish is not None:
+                with torch.no_grad():
+                    self._finish()
+            self._error, self._done = error, True
+            self._finish = self._kept = None
+
+
+class Futures:
+    """Completes the futures of one group's works in order of issue, in a thread that is started on first use."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def complete(self, work: ShmWork, future: Any) -> None:
+        """Complete `future` when `work` is done."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="dsx-comm-futures")
+                self._thread.start()
+        self._queue.put((work, future))
+
+    def close(self) -> None:
+        """End the thread once it is through."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            work, future = entry
+            try:
+                work.wait()
+            except Exception as error:  # noqa: BLE001  (handed to whoever waits)
+                future.set_exception(error)
+            else:
+                future.set_result(work.result())
+            del work, future, entry
