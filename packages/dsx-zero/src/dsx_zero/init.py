@@ -64,6 +64,9 @@ class InitParameter:
     def lend(self, output: Any) -> Any:
         return output
 
+    def set_requires_grad(self, value: bool) -> str | None:
+        return None  # before `shard` nothing depends on it
+
     def open(self) -> torch.Tensor:
         """Gather the whole parameter for reading and writing (collective)."""
         self._opened = self.full_tensor()

@@ -20,6 +20,7 @@ import torch
 from .edits import Edits
 from .errors import ZeroOptimizerError, ZeroStateError
 from .flat import FlatGroup, Unit
+from .frozen import Frozen
 from .gradients import Gradients
 from .local_state import count_bytes, load_local, save_local
 from .masters import Master, copy_targets, write_parameters
@@ -139,6 +140,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         devices = {unit.groups[0].key.device for unit in runtime.trainable_units()}
         self._device = next(iter(devices), torch.device("cpu"))
         self._copies = copy_targets(masters, whole=runtime.whole) if self._takes_copies else {}
+        self._frozen = Frozen((g for u in runtime.units for g in u.groups), masters)
         self._edits = Edits((g for u in runtime.units for g in u.groups), whole=runtime.whole)
         self._connect_norms()
 
@@ -211,13 +213,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             max_norm: clip so that the global norm is at most this; None or 0 does not clip.
 
         Raises:
-            ZeroStateError: with `ignore_unused_parameters: false`, when a parameter got no gradient.
+            ZeroStateError: a parameter was unfrozen that was frozen when the model was sharded; or, with
+                `ignore_unused_parameters: false`, one got no gradient.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         run = self._runtime
+        self._frozen.check()
         self._unused.check()
         run.gradients.finish()
         norm = self._norm(grad_scale)
@@ -323,10 +327,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for group in unit.trainable:
                 grads.extend(run.gradients.parts(group, whole=run.whole))
         grads = [grad.view(master.tensor.shape) for master, grad in zip(self._masters, grads, strict=True)]
-        for master, grad in zip(self._masters, grads):
+        stepped = self._frozen.stepped(grads)
+        for master, grad in zip(self._masters, stepped):
             master.tensor.grad = grad
         try:
-            self._call_inner(factor, grads)
+            self._call_inner(factor, [grad for grad in stepped if grad is not None])
         finally:
             for master in self._masters:
                 master.tensor.grad = None

@@ -23,8 +23,10 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
+from .errors import ZeroStateError
 
-class PartitionedParameterError(RuntimeError):
+
+class PartitionedParameterError(ZeroStateError):
     """The values of a partitioned parameter were asked for in a way that cannot give them."""
 
 
@@ -54,6 +56,10 @@ class ParameterSource(Protocol):
 
     def lend(self, output: Any) -> Any:
         """The result of an operation on a borrowed parameter, watched so that its backward finds the values again."""
+        ...
+
+    def set_requires_grad(self, value: bool) -> str | None:
+        """Freeze the parameter or let it train; the reason, if that cannot be."""
         ...
 
 
@@ -322,11 +328,11 @@ def _set_grad(param: PartitionedParameter, value: torch.Tensor | None) -> None:
 
 
 def _set_requires_grad(param: PartitionedParameter, value: bool = True) -> PartitionedParameter:
-    if bool(value) != param.requires_grad:
-        raise param._refusal(
-            f"switched to requires_grad={bool(value)} (trainable and frozen parameters lie in separate buffers: freeze "
-            "or unfreeze before the model is sharded)"
-        )
+    reason = param._source.set_requires_grad(bool(value))
+    if reason is not None:
+        raise PartitionedParameterError(f"parameter '{param._source.name}' cannot be unfrozen: {reason}")
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.requires_grad_(param, bool(value))
     return param
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .flat import FlatGroup, Unit
+from .frozen import UNFREEZE
 from .partitioned import PartitionedParameter, PartitionedParameterError
 from .storage import GatheredStorage
 from .units import GroupPlan, ParameterInfo, UnitPlan
@@ -96,6 +97,12 @@ class UnitParameter:
     def lend(self, output: Any) -> Any:
         lender = self.unit.lender
         return output if lender is None or self._opened else lender.watch(self.unit, output)
+
+    def set_requires_grad(self, value: bool) -> str | None:
+        if value and not self.group.trainable:
+            return UNFREEZE
+        self.plain.requires_grad_(value)
+        return None
 
 
 class Lender:
