@@ -3,77 +3,19 @@
 `ErrorFeedback` holds, for one kind of message, the layout and the two errors of the 1-bit all-reduce: the worker's (what
 this rank's signs left out of its own values) and the server's (what the averaged signs left out of this rank's chunk).
 Both are float32: 4 bytes per element and 4 / P, P ranks.
-
-`compress` and `decompress` work on one range of the flat buffer: everything (the worker) or a chunk (the server).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from ..errors import CommArgumentError
 from ..groups import member
-from . import signs
-from .layout import BYTE, OneBitLayout, Run
-
-
-@dataclass(frozen=True)
-class Range:
-    """A range of the flat buffer that begins at `start`: its runs and its gaps."""
-
-    start: int
-    runs: tuple[Run, ...]
-    gaps: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def whole(cls, layout: OneBitLayout) -> Range:
-        """The flat buffer, a run per segment: the worker's scales are measured on whole segments."""
-        return cls(0, layout.runs, layout.gaps)
-
-    @classmethod
-    def chunk(cls, layout: OneBitLayout, rank: int) -> Range:
-        """A rank's chunk."""
-        low, high = rank * layout.chunk, (rank + 1) * layout.chunk
-        cut = ((max(a, low), min(b, high)) for a, b in layout.gaps)
-        return cls(low, layout.chunk_runs(rank), tuple((a, b) for a, b in cut if a < b))
-
-    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The runs in a buffer that holds this range."""
-        return [buffer[run.start - self.start : run.stop - self.start] for run in self.runs]
-
-    def clear_gaps(self, buffer: torch.Tensor) -> None:
-        """Zero what belongs to no segment."""
-        for a, b in self.gaps:
-            buffer[a - self.start : b - self.start].zero_()
-
-
-def compress(
-    values: torch.Tensor, error: torch.Tensor, where: Range, measure: signs.Measure, bits: torch.Tensor
-) -> torch.Tensor:
-    """values += error; bits = their signs; error = values - scale * sign. Returns the scales of the runs.
-
-    Args:
-        values, error: float32, the elements of `where`; gaps must be zero in both and stay so.
-        bits: uint8, an eighth of them.
-    """
-    values.add_(error)
-    scales = signs.measure_runs(where.views(values), measure)
-    signs.pack(values, bits)
-    signs.unpack(bits, error)
-    signs.scale_runs(where.views(error), -scales)
-    error.add_(values)
-    where.clear_gaps(error)
-    return scales
-
-
-def decompress(bits: torch.Tensor, scales: torch.Tensor, where: Range, out: torch.Tensor) -> None:
-    """out (the elements of `where`) = scale * sign; gaps are zeroed."""
-    signs.unpack(bits, out)
-    signs.scale_runs(where.views(out), scales)
-    where.clear_gaps(out)
+from .codec import Codec, codec_for
+from .layout import BYTE, OneBitLayout, Range
+from .signs import Measure, check_measure
 
 
 class ErrorFeedback:
@@ -91,12 +33,13 @@ class ErrorFeedback:
         lengths: int | Sequence[int],
         group: object = None,
         device: torch.device | str = "cpu",
-        scale: signs.Measure = "rms",
+        scale: Measure = "rms",
     ) -> None:
         to = member(group)
         self.layout = OneBitLayout.of(lengths, to.size)
         self.rank = to.rank
-        self.scale = signs.check_measure(scale)
+        self.scale = check_measure(scale)
+        self.codec: Codec = codec_for(torch.device(device), self.scale)
         self.worker = torch.zeros(self.layout.numel, device=device)
         self.server = torch.zeros(self.layout.chunk, device=device)
         self.everything = Range.whole(self.layout)

@@ -15,8 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from ..errors import CommArgumentError
+
+if TYPE_CHECKING:
+    import torch
 
 BYTE = 8  # elements per byte of signs
 CHUNK_MULTIPLE = 32  # elements: the scales of the next message are aligned to 4 bytes
@@ -100,3 +104,33 @@ class OneBitLayout:
     def sent_bytes(self) -> int:
         """Bytes one rank sends in one all-reduce, both phases: 2 (P-1) messages. A world of one sends nothing."""
         return 2 * (self.world_size - 1) * self.message_bytes
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of the flat buffer that begins at `start`: its runs and its gaps."""
+
+    start: int
+    runs: tuple[Run, ...]
+    gaps: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def whole(cls, layout: OneBitLayout) -> Range:
+        """The flat buffer, a run per segment: the worker's scales are measured on whole segments."""
+        return cls(0, layout.runs, layout.gaps)
+
+    @classmethod
+    def chunk(cls, layout: OneBitLayout, rank: int) -> Range:
+        """A rank's chunk."""
+        low, high = rank * layout.chunk, (rank + 1) * layout.chunk
+        cut = ((max(a, low), min(b, high)) for a, b in layout.gaps)
+        return cls(low, layout.chunk_runs(rank), tuple((a, b) for a, b in cut if a < b))
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The runs in a buffer that holds this range."""
+        return [buffer[run.start - self.start : run.stop - self.start] for run in self.runs]
+
+    def clear_gaps(self, buffer: torch.Tensor) -> None:
+        """Zero what belongs to no segment."""
+        for a, b in self.gaps:
+            buffer[a - self.start : b - self.start].zero_()

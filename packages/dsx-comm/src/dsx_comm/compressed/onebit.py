@@ -25,7 +25,7 @@ from ..errors import CommArgumentError
 from ..exchange import start_all_to_all
 from ..groups import Membership, member
 from ..works import Done, Handle, TwoPhase
-from .feedback import ErrorFeedback, chunk_rows, compress, decompress
+from .feedback import ErrorFeedback, chunk_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,7 +115,7 @@ class _Exchange:
         """Compress and send; the rest happens while the handle is waited for."""
         feedback, layout = self._feedback, self._feedback.layout
         bits = torch.empty(layout.numel // 8, dtype=torch.uint8, device=self._flat.device)
-        scales = compress(self._flat, feedback.worker, feedback.everything, feedback.scale, bits)
+        scales = feedback.codec.compress(self._flat, feedback.worker, feedback.everything, bits)
         messages = torch.zeros_like(self._received)
         scale_rows, sign_rows = chunk_rows(messages, layout)
         sign_rows.copy_(bits.view(layout.world_size, -1))
@@ -132,14 +132,10 @@ class _Exchange:
         chunk = feedback.chunks[feedback.rank]
         scale_rows, sign_rows = chunk_rows(self._received, layout)
         mean = torch.zeros_like(feedback.server)
-        part = torch.empty_like(mean)
-        for scales, bits in zip(scale_rows, sign_rows):
-            decompress(bits, scales, chunk, part)
-            mean.add_(part)
-        mean.div_(layout.world_size)
+        feedback.codec.mean(sign_rows, scale_rows, chunk, mean)
         message = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=mean.device)
         bits = message[layout.message_bytes - layout.chunk // 8 :]
-        scales = compress(mean, feedback.server, chunk, feedback.scale, bits)
+        scales = feedback.codec.compress(mean, feedback.server, chunk, bits)
         message[: scales.numel() * 4].view(torch.float32).copy_(scales)
         gathered = start_all_gather(self._received, message, self._to)
         return Handle([gathered], self._reconstruct, pollable=True)
@@ -148,4 +144,5 @@ class _Exchange:
         layout = self._feedback.layout
         scale_rows, sign_rows = chunk_rows(self._received, layout)
         for chunk, scales, bits in zip(self._feedback.chunks, scale_rows, sign_rows):
-            decompress(bits, scales, chunk, self._flat[chunk.start : chunk.start + layout.chunk])
+            out = self._flat[chunk.start : chunk.start + layout.chunk]
+            self._feedback.codec.decompress(bits, scales, chunk, out)

@@ -1,0 +1,142 @@
+"""1-bit Adam (arXiv:2102.02888): Adam until the variance is stable, then momenta averaged in one bit over a frozen variance.
+
+Steps 1 .. `freeze_step` are Adam with decoupled weight decay: gradients averaged exactly, both moments move. Afterwards v
+stays, every rank moves the common momentum by its own gradient, the momenta are averaged in one bit with error feedback,
+and all ranks take the same step:
+
+    m = b1 m + (1 - b1) g_local;  m = compressed mean(m) * mask;  p = p - lr (m / (sqrt(v) + eps) + weight_decay p)
+
+Left out: gradient clipping (no rank knows the norm of the mean gradient), ZeRO stages (a rank needs whole momenta).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import CommArgumentError
+from .arithmetic import Hyper, batches, descend, directions, move_first, move_second, roots
+from .base import CompressedOptimizer
+from .gate import Compression
+from .schedule import StepKind
+
+
+@dataclass
+class FreezeClock:
+    """Steps done, and how many of them moved the variance."""
+
+    step: int = 0
+    variance_steps: int = 0
+
+
+class FreezingOptimizer(CompressedOptimizer):
+    """An optimizer whose variance is frozen after `freeze_step` steps."""
+
+    clock_type = FreezeClock
+
+    def __init__(self, params: Any, defaults: dict[str, Any], freeze_step: int, **options: Any) -> None:
+        if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 1:
+            raise CommArgumentError(
+                f"freeze_step: got {freeze_step!r}, expected a whole number of at least 1 (the variance needs a step to come from)"
+            )
+        self.freeze_step = freeze_step
+        super().__init__(params, defaults, **options)
+
+    def _coming(self) -> StepKind:
+        return StepKind.EXACT if self.clock.step < self.freeze_step else StepKind.ONE_BIT
+
+    def _advance(self) -> StepKind:
+        kind = self._coming() if self._gate.active else StepKind.EXACT
+        self.clock.step += 1
+        self.clock.variance_steps += kind is StepKind.EXACT
+        return kind
+
+
+class OneBitAdam(FreezingOptimizer):
+    """See the module's text; config name `OneBitAdam`.
+
+    Args:
+        params: parameters or groups. A group may have `exp_avg_mask` (a tensor, or one per parameter: positions with 0 keep
+            zero momentum) and `non_freeze: True` (ordinary Adam with exactly averaged gradients for ever).
+        freeze_step: number of exact steps before compression begins.
+        bias_correction: correct the bias of the moments as Adam does. Upstream's default is True and does nothing; the
+            published algorithm has none.
+        eps_inside_sqrt: divide by sqrt(v + eps).
+        max_grad_norm, amsgrad: refused unless 0 and False.
+        cuda_aware, comm_backend_name: accepted and checked; the process group decides.
+        process_group: who takes part; None: all ranks.
+        compression: "on", "off" (exact steps for ever) or "auto" (off where it costs time; see `gate`).
+        gradient_dtype: dtype in which gradients of exact steps travel; None: their own.
+        scale: "rms" (the published scale) or "mean" (the least error per message).
+
+    Raises:
+        CommArgumentError: an argument that cannot be, with its name.
+    """
+
+    may_skip_freezing = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        freeze_step: int = 100_000,
+        bias_correction: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str | None = None,
+        *,
+        process_group: Any = None,
+        compression: Compression = "on",
+        gradient_dtype: torch.dtype | None = None,
+        scale: str = "rms",
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
+            "bias_correction": bias_correction, "max_grad_norm": max_grad_norm, "amsgrad": amsgrad, "non_freeze": False,
+            "exp_avg_mask": None,
+        }  # fmt: skip
+        super().__init__(
+            params, defaults, freeze_step, process_group=process_group, compression=compression,
+            gradient_dtype=gradient_dtype, scale=scale, comm_backend_name=comm_backend_name, cuda_aware=cuda_aware,
+        )  # fmt: skip
+
+    def _apply(self, kind: StepKind) -> None:
+        exact = kind is StepKind.EXACT
+        for group in self.param_groups:
+            self._move(group, exact, kind)
+        if not exact:
+            for arena in self._arenas:
+                arena.average()
+            compressed = self._compressed()
+            self._mask(compressed, self._states(compressed, "exp_avg"))
+        for group in self.param_groups:
+            self._descend(group)
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        clock = self.clock
+        return Hyper.of(group, clock.step, clock.step if group["non_freeze"] else clock.variance_steps)
+
+    def _move(self, group: dict[str, Any], exact: bool, kind: StepKind) -> None:
+        """The moments of one group."""
+        h, both = self._hyper(group), exact or group["non_freeze"]
+        # in steps with local gradients nobody else averages those of groups that are never frozen
+        averaged = self._exact_everywhere(kind) if exact else group["non_freeze"]
+        for batch in batches(group["params"]):
+            found = self._gradients(batch, averaged=averaged)
+            gradients = [found[id(p)] for p in batch]
+            move_first(self._states(batch, "exp_avg"), gradients, h.beta1)
+            if both:
+                move_second(self._states(batch, "exp_avg_sq"), gradients, h.beta2)
+
+    def _descend(self, group: dict[str, Any]) -> None:
+        h = self._hyper(group)
+        for batch in batches(group["params"]):
+            denominators = roots(self._states(batch, "exp_avg_sq"), h)
+            descend(batch, directions(batch, self._states(batch, "exp_avg"), denominators, h), h.lr)

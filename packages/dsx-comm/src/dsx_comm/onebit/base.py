@@ -1,0 +1,397 @@
+"""What the compressed optimizers share: clock, gradients, the flat buffer, masks, and saving.
+
+They work in two surroundings. In a plain loop the optimizer communicates by itself: gradients stay local
+(`loss.backward()` on every rank, no DDP) and `step()` averages what has to be averaged. Inside an engine that reduces
+gradients during backward, the engine calls `expect_averaged_gradients()` once and asks `takes_local_gradients` before
+each reduction: True means that it must leave the gradients of this step alone.
+
+All ranks must do the same steps with the same parameters. A parameter without a gradient counts as having zeros. States are
+float32 whatever the parameters' dtype; 16-bit parameters are updated in their own dtype (masters are an engine's business).
+
+Elements whose variance is exactly zero have never had a gradient. Their share of a message is noise of the size of the
+scale, which Adam would divide by eps; they are left alone until an exact step moves their variance.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ..compressed.signs import check_measure
+from ..errors import CommArgumentError, CommError
+from ..groups import get_world_size, is_initialized
+from .arena import Arena
+from .average import average_exactly, exact_bytes
+from .gate import Compression, Gate, check_compression
+from .report import StepTraffic
+from .schedule import StepKind
+
+_log = logging.getLogger(__name__)
+
+BACKENDS = ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx")
+
+
+class CompressedOptimizer(torch.optim.Optimizer):
+    """See the module's text. Subclasses say what a step is; this class says what it works on."""
+
+    clock_type: type
+    one_scale = False
+    may_skip_freezing = False
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        process_group: Any,
+        compression: Compression,
+        gradient_dtype: torch.dtype | None,
+        scale: Any,
+        comm_backend_name: str | None,
+        cuda_aware: bool,
+    ) -> None:
+        self._process_group = process_group
+        self._scale = check_measure(scale)
+        self._gate = Gate(check_compression(compression))
+        self._gradient_dtype = gradient_dtype
+        self._averaged_elsewhere = False
+        self._arenas: list[Arena] = []
+        self._members: tuple[int, ...] | None = None
+        self._arena_of: dict[int, Arena] = {}
+        self._masks: dict[int, torch.Tensor] | None = None
+        self.clock: Any = self.clock_type()
+        self.last_traffic: StepTraffic | None = None
+        _check_backend(comm_backend_name, cuda_aware)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the new parameters must come while the variance still moves."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check_group(group, len(self.param_groups) - 1, self.may_skip_freezing)
+        group["betas"] = tuple(group["betas"])
+
+    # - what an engine asks
+
+    @property
+    def takes_local_gradients(self) -> bool:
+        """Whether the coming step wants each rank's own gradients, not their mean."""
+        return self._gate.active and self._world_size() > 1 and self._coming() is not StepKind.EXACT
+
+    def expect_averaged_gradients(self, wire_dtype: torch.dtype | None = None) -> None:
+        """From now on somebody else averages the gradients of exact steps, sending them in `wire_dtype`."""
+        self._averaged_elsewhere = True
+        self._gradient_dtype = wire_dtype or self._gradient_dtype
+
+    def synchronize(self) -> None:
+        """Make parameters and states equal on all ranks, where they differ between two steps (0/1 Adam). Collective."""
+
+    def _coming(self) -> StepKind:
+        """What the next step will be, if compression is on."""
+        raise NotImplementedError
+
+    # - the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters (collective: every rank of the group). Returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._prepare()
+        if self._world_size() > 1:
+            self._gate.decide(self._compressed_numel(), self._exact_itemsize(), self._arenas[0], self._process_group)
+        kind = self._advance()
+        self._apply(kind)
+        self._save_clock()
+        self._account(kind)
+        return loss
+
+    def _advance(self) -> StepKind:
+        """Count the step that begins now."""
+        raise NotImplementedError
+
+    def _apply(self, kind: StepKind) -> None:
+        """Do it."""
+        raise NotImplementedError
+
+    def _world_size(self) -> int:
+        return get_world_size(self._process_group) if is_initialized() else 1
+
+    # - parameters and their states
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """All parameters, group by group."""
+        return (p for group in self.param_groups for p in group["params"])
+
+    def _compressed(self) -> list[torch.Tensor]:
+        """Those whose communication is compressed."""
+        return [p for group in self.param_groups if not group.get("non_freeze") for p in group["params"]]
+
+    def _prepare(self) -> None:
+        """Make buffers and states for the parameters there are now; find the clock in states that came from a file."""
+        self._lay_out()
+        fresh = [p for p in self.parameters() if "exp_avg_sq" not in self.state[p]]
+        self._read_clock()
+        if fresh and self.clock.variance_steps and not self._moves_variance():
+            raise CommError(
+                f"{type(self).__name__}: {len(fresh)} of {len(list(self.parameters()))} parameters (the first of shape "
+                f"{tuple(fresh[0].shape)}) have no state, but the variance is frozen since step {self.clock.variance_steps}; "
+                "add parameters before, load a checkpoint that has them, or start anew"
+            )
+        for parameter in fresh:
+            self.state[parameter].update(self.state_template(parameter))
+        for parameter in self._compressed():
+            self._bind(parameter)
+
+    def _moves_variance(self) -> bool:
+        return not self._gate.active or self._coming() is StepKind.EXACT
+
+    def _lay_out(self) -> None:
+        members = tuple(id(p) for p in self._compressed())
+        if members == self._members:
+            return
+        if self._members is not None and any(arena.feedback is not None for arena in self._arenas):
+            _log.warning("the parameters have changed: what compression had kept back is dropped")
+        self._members, self._masks = members, None
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for parameter in self._compressed():
+            by_device.setdefault(parameter.device, []).append(parameter)
+        group, size = self._process_group, self._world_size()
+        self._arenas = [
+            Arena(ps, group=group, world_size=size, one_scale=self.one_scale, scale=self._scale)
+            for ps in by_device.values()
+        ]
+        self._arena_of = {key: arena for arena in self._arenas for key in arena.views}
+
+    def state_template(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The states a parameter has before its first step, and the form of those in a file."""
+        zeros = {key: torch.zeros_like(parameter, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
+        return {**asdict(self.clock_type()), **zeros}
+
+    def _bind(self, parameter: torch.Tensor) -> None:
+        """Let the state that is compressed be the parameter's part of the flat buffer."""
+        state = self.state[parameter]
+        state["exp_avg"] = self._arena_of[id(parameter)].adopt(parameter, state["exp_avg"])
+
+    def _read_clock(self) -> None:
+        steps = [(int(self.state[p].get("step", 0)), i, p) for i, p in enumerate(self.parameters()) if self.state[p]]
+        if not steps:
+            return
+        state = self.state[max(steps)[2]]
+        for name, value in asdict(self.clock_type()).items():
+            setattr(
+                self.clock, name, type(value)(state.get(name, self._missing_clock(name, int(state.get("step", 0)))))
+            )
+
+    def _missing_clock(self, name: str, step: int) -> Any:
+        """A counter that the file does not have, because another optimizer wrote it: all its steps moved the variance."""
+        return step if name == "variance_steps" else getattr(self.clock_type(), name)
+
+    def _save_clock(self) -> None:
+        values = asdict(self.clock)
+        for parameter in self.parameters():
+            self.state[parameter].update(values)
+
+    def _states(self, parameters: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
+        return [self.state[p][key] for p in parameters]
+
+    # - gradients
+
+    def _gradients(self, parameters: Sequence[torch.Tensor], *, averaged: bool) -> dict[int, torch.Tensor]:
+        """float32 gradients by parameter; `averaged` over the ranks unless somebody else has done it."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:
+                raise CommArgumentError(
+                    f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} has a sparse gradient; build its "
+                    "module with sparse=False"
+                )
+        if averaged and self._world_size() > 1:
+            average_exactly([p.grad for p in parameters], self._process_group, self._gradient_dtype)
+        return {id(p): p.grad.to(torch.float32) for p in parameters}
+
+    def _exact_everywhere(self, kind: StepKind) -> bool:
+        """Whether this step's gradients are to be averaged here in full precision."""
+        return kind is StepKind.EXACT and not self._averaged_elsewhere
+
+    # - masks
+
+    def _mask(self, parameters: Iterable[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Zero, in what has arrived, the elements that are masked by the caller or that never had a gradient."""
+        if self._masks is None:
+            self._masks = self._find_masks()
+        for parameter, value in zip(parameters, values):
+            mask = self._masks.get(id(parameter))
+            if mask is not None:
+                value.mul_(mask)
+
+    def _find_masks(self) -> dict[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for group in self.param_groups:
+            for parameter, given in zip(group["params"], _masks_of(group)):
+                state = self.state[parameter]
+                if given is not None:  # saved with the states, so that it survives a script that does not set it
+                    state["exp_avg_mask"] = given.to(parameter.device, torch.float32).expand(parameter.shape).clone()
+                mask = state.get("exp_avg_mask")
+                never = state["exp_avg_sq"] == 0
+                if never.any():
+                    alive = (~never).to(torch.float32)
+                    mask = alive if mask is None else mask * alive
+                if mask is not None:
+                    found[id(parameter)] = mask
+        return found
+
+    # - accounting
+
+    def _compressed_numel(self) -> int:
+        return sum(p.numel() for p in self._compressed())
+
+    def _exact_itemsize(self) -> int:
+        first = next(self.parameters())
+        return (self._gradient_dtype or first.dtype).itemsize
+
+    def _account(self, kind: StepKind) -> None:
+        size = self._world_size()
+        uncompressed = exact_bytes(list(self.parameters()), size, self._gradient_dtype)
+        plain = [p for group in self.param_groups if group.get("non_freeze") for p in group["params"]]
+        compressed = sum(arena.sent_bytes() for arena in self._arenas)
+        sent = {StepKind.EXACT: uncompressed, StepKind.LOCAL: 0}.get(
+            kind, compressed + exact_bytes(plain, size, self._gradient_dtype)
+        )
+        self.last_traffic = StepTraffic(self.clock.step, kind, sent, uncompressed, self._gate.estimate)
+
+    def error_bytes(self) -> int:
+        """Bytes this rank holds for error feedback: 4 per compressed parameter and 4 / P more, P ranks."""
+        return sum(arena.nbytes() for arena in self._arenas)
+
+    # - saving: errors differ between ranks, so that they have names and ranges of their own
+
+    def state_ranges(self, parameter: torch.Tensor) -> list[tuple[str, int, torch.Tensor]]:
+        """(key, first element, 1-D values) of what this rank alone holds of a parameter; over all ranks each key is whole."""
+        arena = self._arena_of.get(id(parameter))
+        return [] if arena is None else list(arena.ranges(parameter))
+
+    def load_state_ranges(
+        self, parameter: torch.Tensor, keys: Sequence[str], read: Callable[[str, int, int], torch.Tensor | None]
+    ) -> None:
+        """Take what `state_ranges` gave on any number of ranks; see `Arena.load`. Without keys errors start at zero."""
+        self._lay_out()
+        self._masks = None
+        arena = self._arena_of.get(id(parameter))
+        if arena is not None:
+            arena.load(parameter, keys, read)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state_dict plus this rank's errors under "error_feedback": ranks have different ones."""
+        saved = super().state_dict()
+        errors = [a.feedback for a in self._arenas if a.feedback is not None]
+        saved["error_feedback"] = [
+            {"world_size": e.layout.world_size, "rank": e.rank, "worker": e.worker, "server": e.server} for e in errors
+        ]
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave on this rank. Errors of another number of ranks are dropped, with a warning.
+
+        A mask that a parameter group of this script has stays; otherwise the saved one counts.
+        """
+        saved = dict(state_dict)
+        errors = saved.pop("error_feedback", [])
+        masks = [group.get("exp_avg_mask") for group in self.param_groups]
+        super().load_state_dict(saved)
+        for group, mask in zip(self.param_groups, masks):
+            if mask is not None:
+                group["exp_avg_mask"] = mask
+        self._undo_casts(saved)
+        self.clock, self._masks = self.clock_type(), None
+        self._read_clock()
+        self._lay_out()
+        self._take_errors(errors)
+
+    def _undo_casts(self, saved: dict[str, Any]) -> None:
+        """torch casts states to the parameter's dtype; ours are float32."""
+        indices = [index for group in saved["param_groups"] for index in group["params"]]
+        for index, parameter in zip(indices, self.parameters()):
+            for key, value in saved["state"].get(index, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and parameter.dtype != torch.float32:
+                    self.state[parameter][key] = value.to(parameter.device, torch.float32, copy=True)
+
+    def _take_errors(self, errors: list[dict[str, Any]]) -> None:
+        feedbacks = [a.feedback for a in self._arenas if a.feedback is not None]
+        fits = len(errors) == len(feedbacks) and all(
+            e["worker"].shape == f.worker.shape and (e["world_size"], e["rank"]) == (f.layout.world_size, f.rank)
+            for e, f in zip(errors, feedbacks)
+        )
+        if errors and not fits:
+            _log.warning(
+                "load_state_dict: the errors are those of another number of ranks, another rank or other parameters; they start "
+                "at zero (a checkpoint through state_ranges carries them over)"
+            )
+        for error, feedback in zip(errors if fits else [], feedbacks):
+            feedback.worker.copy_(error["worker"])
+            feedback.server.copy_(error["server"])
+
+
+def _masks_of(group: dict[str, Any]) -> list[torch.Tensor | None]:
+    """One mask (or None) per parameter of a group."""
+    given, count = group.get("exp_avg_mask"), len(group["params"])
+    masks = list(given) if isinstance(given, (list, tuple)) else [given] * count
+    if len(masks) != count:
+        raise CommArgumentError(f"exp_avg_mask: got {len(masks)} masks for a group of {count} parameters")
+    for mask, parameter in zip(masks, group["params"]):
+        try:
+            fits = mask is None or torch.broadcast_shapes(mask.shape, parameter.shape) == parameter.shape
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise CommArgumentError(
+                f"exp_avg_mask: got shape {tuple(mask.shape)} for a parameter of shape {tuple(parameter.shape)}; "
+                "expected a shape that broadcasts to it"
+            )
+    return masks
+
+
+def _check_group(group: dict[str, Any], index: int, may_skip_freezing: bool) -> None:
+    where = f"param_groups[{index}]"
+    checks = {
+        "lr": (group["lr"] >= 0, "a number of at least 0"),
+        "eps": (group["eps"] > 0, "a number above 0"),
+        "weight_decay": (group["weight_decay"] >= 0, "a number of at least 0"),
+        "betas": (len(group["betas"]) == 2 and all(0 <= b < 1 for b in group["betas"]), "two numbers in [0, 1)"),
+    }
+    for name, (fine, expected) in checks.items():
+        if not fine:
+            raise CommArgumentError(f"{where}.{name}: got {group[name]!r}, expected {expected}")
+    if group.get("amsgrad"):
+        raise CommArgumentError(
+            f"{where}.amsgrad: got True; a frozen variance has no maximum to keep, leave amsgrad out"
+        )
+    if group.get("max_grad_norm"):
+        raise CommArgumentError(
+            f"{where}.max_grad_norm: got {group['max_grad_norm']!r}, expected 0: with local gradients no rank knows the norm "
+            "of the mean; clip activations or lower lr instead"
+        )
+    if group.get("non_freeze") and not may_skip_freezing:
+        raise CommArgumentError(f"{where}.non_freeze: only OneBitAdam has groups that are never frozen")
+    for parameter in group["params"]:
+        if not parameter.is_floating_point():
+            raise CommArgumentError(f"{where}: got a parameter of {parameter.dtype}, expected a real floating dtype")
+    _masks_of(group)
+
+
+def _check_backend(name: str | None, cuda_aware: bool) -> None:
+    if name is not None and name not in BACKENDS:
+        raise CommArgumentError(
+            f"comm_backend_name: got {name!r}, expected one of {', '.join(BACKENDS)} (or None); the optimizer communicates over "
+            "its process group's backend, whatever this says"
+        )
+    if cuda_aware:
+        _log.warning("cuda_aware means nothing here: tensors go to the process group's backend as they are")
