@@ -241,7 +241,6 @@ LATER = {
     "aio.queue_depth": {"aio": {"queue_depth": 32}},
     "sparse_attention": {"sparse_attention": {"mode": "fixed"}},
     "elasticity": {"elasticity": {"enabled": True}},
-    "flops_profiler": {"flops_profiler": {"enabled": True}},
     "managed_gradient_accumulation": {"managed_gradient_accumulation": False},
     "torch_autocast.lower_precision_safe_modules": {
         "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["a"]}
@@ -249,7 +248,6 @@ LATER = {
     "curriculum_learning": {"curriculum_learning": {"enabled": True}},
     "data_efficiency": {"data_efficiency": {"enabled": True}},
     "progressive_layer_drop": {"progressive_layer_drop": {"enabled": True, "theta": 0.5}},
-    "eigenvalue": {"eigenvalue": {"enabled": True}},
     "compression_training": {"compression_training": {"layer_reduction": {"enabled": True}}},
     "quantize_training": {"quantize_training": {"enabled": True}},
     "hybrid_engine": {"hybrid_engine": {"enabled": True}},

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .curvature import CurvatureError, Eigenvalue
     from .errors import BackendMissing, MonitorConfigError, ReportError
     from .flops import FlopsProfiler, RunFacts, get_model_profile
-    from .memory import MemorySnapshot, memory_breakdown, memory_snapshot
+    from .memory import MemorySnapshot, memory_breakdown, memory_in_use, memory_snapshot
     from .monitor import CometMonitor, JSONLMonitor, MonitorMaster, TensorBoardMonitor, WandbMonitor, csvMonitor
     from .noise import GradientNoise, GradientSquares
     from .report import write_report
@@ -73,6 +73,7 @@ _HOMES = {
     "memory": (
         "MemorySnapshot",
         "memory_breakdown",
+        "memory_in_use",
         "memory_snapshot",
     ),
     "monitor": (
@@ -147,6 +148,7 @@ __all__ = [
     "get_model_profile",
     "judge_stragglers",
     "memory_breakdown",
+    "memory_in_use",
     "memory_snapshot",
     "merge_traces",
     "phase_times",

@@ -1,4 +1,4 @@
-"""One clock in front of several: the engine marks a range once, the wall clock and the timeline both have it."""
+"""One clock in front of two: an engine marks a range once, the wall clock and a trace that may be running both have it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ __all__ = ["TracedClock"]
 
 
 class TracedClock(WallClock):
-    """A `WallClock` whose ranges also become spans of a `Timeline`.
+    """A `WallClock` whose ranges also become spans, in the lane "compute", of the `timeline` set at the time, if any."""
 
-    Args:
-        device: as for `WallClock`.
-        timeline: gets every range, in the lane "compute".
-    """
-
-    def __init__(self, device: Any, timeline: Timeline) -> None:
+    def __init__(self, device: Any = "cpu") -> None:
         super().__init__(device)
-        self._timeline = timeline
+        self.timeline: Timeline | None = None
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
         """As `WallClock.range`, and a span."""
-        with self._timeline.range(name), super().range(name):
-            yield
+        if self.timeline is None:
+            with super().range(name):
+                yield
+        else:
+            with self.timeline.range(name), super().range(name):
+                yield

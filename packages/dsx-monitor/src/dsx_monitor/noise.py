@@ -10,7 +10,8 @@ one backward, the big one the whole step. Each estimate is noisy, so numerator a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = ["GradientNoise", "GradientSquares"]
@@ -60,13 +61,25 @@ class GradientSquares:
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         self._sum: Any = None
+        self._paused = False
         self._handles = [p.register_hook(self._add) for p in parameters if p.requires_grad]
 
     def _add(self, gradient: Any) -> None:
+        if self._paused:
+            return
         import torch  # late: the arithmetic above works without it
 
         square = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32) ** 2
         self._sum = square if self._sum is None else self._sum + square
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards inside do not count."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def take(self) -> float:
         """Sum over all backwards since the last call; waits for the device."""

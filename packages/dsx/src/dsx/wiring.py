@@ -10,8 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -21,13 +20,10 @@ from torch import nn
 from ._version import __version__
 from .config import Config, load_config
 from .data import LoaderOptions
-from .engine.accessors import moments
 from .engine.accumulation import Accumulation, SyncWindow
-from .engine.clock import Clock, NoClock
 from .engine.engine import Engine
 from .engine.errors import EngineArgumentError
 from .engine.inputs import CastInputs, PassInputs
-from .engine.observers import MemoryLine, MonitorEvents, ProgressLine, StepObserver, StepTimes, Throughput, TimeLine
 from .engine.parts import EngineParts, EngineSettings, Topology
 from .engine.report import Counters
 from .engine.request import Request, launched_world_size
@@ -39,6 +35,7 @@ from .lr_schedules import build_schedule
 from .optimizers import OptimizerChoice, choose_optimizer
 from .precision import Precision
 from .utils.logging import enable_console, logger, set_log_level_from_string
+from .watching import Watched, build_watch, no_watch
 
 
 class MissingPartError(DsxError, ImportError):
@@ -207,14 +204,6 @@ def _sharded(
 # - The parts
 
 
-@dataclass(frozen=True)
-class _Watch:
-    """The observers of an engine, and what to close with it."""
-
-    observers: tuple[StepObserver, ...] = ()
-    close: Callable[[], None] = lambda: None
-
-
 def _parts(
     config: Config,
     request: Request,
@@ -227,8 +216,11 @@ def _parts(
     scaler = build_loss_scale(config.precision, config.fp16, config.amp)
     clipping = config.use("gradient_clipping")
     scheduler, driver = _scheduler(config, request, optimizer if trains else None)
-    counters, clock, stage = Counters(), _clock(config, model), config.zero.stage
-    watch = _observers(config, topology, optimizer, counters, clock) if trains else _Watch()
+    counters, stage, accumulation = Counters(), config.zero.stage, Accumulation(config.use("batch").accumulation)
+    watched = Watched(
+        config, topology, model, optimizer, counters, lambda: accumulation.steps, part("dsx_monitor"), part("dsx_comm")
+    )
+    watch = build_watch(watched) if trains else no_watch(watched)
 
     def release() -> None:
         optimizer.release()
@@ -242,11 +234,11 @@ def _parts(
         scaler=scaler,
         schedule=driver,
         lr_scheduler=scheduler,
-        accumulation=Accumulation(config.use("batch").accumulation),
+        accumulation=accumulation,
         window=SyncWindow(optimizer.no_sync, every_micro_batch=stage >= 2 and not config.zero.keep_full_gradients),
         cast=CastInputs(config.precision.dtype("params")) if config.precision.cast_inputs else PassInputs(),
-        autocast=_autocast(config.precision, model),
-        clock=clock,
+        autocast=_forward_context(_autocast(config.precision, model), watch.forward),
+        clock=watch.clock,
         gather=_gather(stage),
         topology=topology,
         settings=_settings(config, optimizer, clipping),
@@ -259,7 +251,9 @@ def _parts(
         ),
         release=release,
         counters=counters,
-        observers=watch.observers,
+        hooks=tuple(watch.hooks),
+        observers=tuple(watch.observers),
+        monitor=watch.monitor,
     )
 
 
@@ -296,55 +290,24 @@ def _autocast(precision: Precision, model: nn.Module) -> Callable[[], Any]:
     return lambda: torch.autocast(kind, dtype=precision.dtype("compute"))
 
 
+def _forward_context(autocast: Callable[[], Any], further: Callable[[], Any] | None) -> Callable[[], Any]:
+    if further is None:
+        return autocast
+
+    def both() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(autocast())
+        stack.enter_context(further())
+        return stack
+
+    return both
+
+
 def _gather(stage: int) -> Callable[[list[nn.Parameter]], Any]:
     zero = part("dsx_zero")
     return (
         (lambda parameters: zero.GatheredParameters(parameters)) if stage == 3 else (lambda parameters: nullcontext())
     )
-
-
-def _clock(config: Config, model: nn.Module) -> Clock:
-    # Not short-circuited: both keys are acted on here.
-    if config.use("wall_clock_breakdown") | config.flops_profiler.enabled:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        return part("dsx_monitor").WallClock(device)
-    return NoClock()
-
-
-def _observers(config: Config, topology: Topology, optimizer: Any, counters: Counters, clock: Clock) -> _Watch:
-    """Who looks on, and what closes with the engine: everything on rank 0, nothing elsewhere."""
-    every, monitor_on = config.use("steps_per_print") or 0, _monitored(config)
-    timed, breakdown = config.use("timers").throughput.enabled, config.wall_clock_breakdown
-    memory = config.use("memory_breakdown")
-    if topology.rank != 0:
-        return _Watch()
-    monitoring = part("dsx_monitor")
-    times, timer = StepTimes(clock), monitoring.ThroughputTimer(config.batch.train)
-    chosen: list[tuple[bool, Callable[[], StepObserver]]] = [
-        (True, lambda: times),
-        (timed, lambda: Throughput(timer)),
-        (
-            every > 0,
-            lambda: ProgressLine(
-                every, counters, lambda: moments(optimizer.param_groups), lambda: timer.samples_per_second
-            ),
-        ),
-        (breakdown and every > 0, lambda: TimeLine(every, times)),
-        (memory and every > 0, lambda: MemoryLine(every)),
-    ]
-    observers = [make() for wanted, make in chosen if wanted]
-    if not monitor_on:
-        return _Watch(tuple(observers))
-    monitor = monitoring.MonitorMaster(config, rank=0)
-    scaled = config.precision.needs_loss_scale
-    observers.append(MonitorEvents(monitor.write_events, loss_scale=scaled, times=times, speed=timer.events))
-    return _Watch(tuple(observers), monitor.close)
-
-
-def _monitored(config: Config) -> bool:
-    """Whether any writer of metrics is switched on; marks their sections as acted on."""
-    sections = [config.use(name) for name in ("tensorboard", "wandb", "csv_monitor", "jsonl", "comet")]
-    return any(section.enabled for section in sections)
 
 
 def _announce(engine: Engine, config: Config, choice: OptimizerChoice | None) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from dsx_monitor.config import EigenvalueConfig
 from pydantic import Field
 
 from .base import Count, Probability, Section, Size, Toggle, nested
-from .later import Eigenvalue
 
 __all__ = ["CompressionTraining", "QuantizeTraining"]
 
@@ -203,4 +203,4 @@ class QuantizeTraining(Toggle):
     quantize_schedule: QuantizeSchedule = nested(QuantizeSchedule, "schedule")
     quantize_algo: QuantizeAlgorithm = nested(QuantizeAlgorithm, "algorithm")
     fp16_mixed_quantize: MixedQuantize = nested(MixedQuantize, "mixture")
-    eigenvalue: Eigenvalue = nested(Eigenvalue, "curvature for the schedule")
+    eigenvalue: EigenvalueConfig = nested(EigenvalueConfig, "curvature for the schedule")

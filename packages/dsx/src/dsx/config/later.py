@@ -13,7 +13,7 @@ from pydantic import Field
 from .base import Count, Real, Section, Size, Toggle
 
 __all__ = [
-    "ActivationCheckpointing", "Aio", "Autotuning", "CompileSection", "CurriculumLearning", "Eigenvalue", "Elasticity",
+    "ActivationCheckpointing", "Aio", "Autotuning", "CompileSection", "CurriculumLearning", "Elasticity",
     "HybridEngine", "Nebula", "Pipeline", "ProgressiveLayerDrop", "SparseAttention", "TensorParallel",
 ]  # fmt: skip
 
@@ -152,18 +152,6 @@ class ProgressiveLayerDrop(Toggle):
 
     theta: Real = Field(1.0, le=1.0, description="limit of the keep probability")
     gamma: Real = Field(0.001, description="speed of the approach")
-
-
-class Eigenvalue(Toggle):
-    """Largest curvature of each block, by power iteration."""
-
-    verbose: bool = Field(False, description="log every iteration")
-    max_iter: Count = Field(100, description="largest number of iterations")
-    tol: Real = Field(0.01, description="relative change that ends the iteration")
-    stability: Real = Field(1e-6, description="added to norms before dividing")
-    gas_boundary_resolution: Count = Field(1, description="accumulation boundaries between two computations")
-    layer_name: str = Field("bert.encoder.layer", description="where the blocks are")
-    layer_num: Size = Field(0, description="number of blocks")
 
 
 class HybridEngine(Toggle):

@@ -20,7 +20,16 @@ def conflicts(root: Any, world_size: int, where: Callable[[str], str]) -> Iterat
         world_size: number of data-parallel ranks.
         where: place in the file of a dotted path.
     """
-    for rule in (_one_precision_mode, _amp_level, _low_master, _param_dtype, _offload_stage, _legacy_stage, _reduction):
+    for rule in (
+        _one_precision_mode,
+        _amp_level,
+        _low_master,
+        _param_dtype,
+        _offload_stage,
+        _legacy_stage,
+        _reduction,
+        _curvature,
+    ):
         yield from rule(root, where)
 
 
@@ -107,3 +116,16 @@ def _reduction(root: Any, where: Any) -> Iterator[Problem]:
             got=f"{root.gradient_predivide_factor:g}", expected="1.0", where=where("gradient_predivide_factor"),
             fix="set one of the two",
         )  # fmt: skip
+
+
+def _curvature(root: Any, where: Any) -> Iterator[Problem]:
+    section, stage = root.eigenvalue, root.zero_optimization.stage
+    if section.enabled and section.layer_num < 1:
+        yield Problem("value", "eigenvalue.layer_num", "the number of blocks is missing", got="0",
+                      expected="how many children of eigenvalue.layer_name are blocks", where=where("eigenvalue.layer_num"),
+                      fix="set it, and layer_name to the path of the list of blocks")  # fmt: skip
+    for name, on in (("eigenvalue", section.enabled), ("gradient_noise_scale", root.gradient_noise_scale.enabled)):
+        if on and stage == 3:
+            yield Problem("conflict", f"{name}.enabled", "this needs whole parameters in backward",
+                          got="zero_optimization.stage 3", expected="zero_optimization.stage 0, 1 or 2",
+                          where=where(f"{name}.enabled"), fix="choose a lower stage or remove the section")  # fmt: skip

@@ -9,7 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsx_comm import config as comm_section
-from dsx_monitor.config import CometConfig, CSVConfig, FlopsProfilerConfig, JSONLConfig, TensorBoardConfig, WandbConfig
+from dsx_monitor.config import (
+    CometConfig,
+    CSVConfig,
+    EigenvalueConfig,
+    FlopsProfilerConfig,
+    GradientNoiseConfig,
+    JSONLConfig,
+    StragglerConfig,
+    TensorBoardConfig,
+    TimelineConfig,
+    WandbConfig,
+)
 from dsx_zero.config import ZeroConfig
 from pydantic import Field
 
@@ -22,7 +33,6 @@ from .later import (
     Autotuning,
     CompileSection,
     CurriculumLearning,
-    Eigenvalue,
     Elasticity,
     HybridEngine,
     Nebula,
@@ -113,6 +123,10 @@ class Root(Section):
     comet: CometConfig = nested(CometConfig, "events to Comet")
     flops_profiler: FlopsProfilerConfig = nested(FlopsProfilerConfig, "floating-point operations per module")
     comms_logger: CommsLoggerConfig = nested(CommsLoggerConfig, "log of communication")
+    timeline: TimelineConfig = nested(TimelineConfig, "trace of some steps on every rank")
+    straggler: StragglerConfig = nested(StragglerConfig, "names the rank that holds the others up")
+    eigenvalue: EigenvalueConfig = nested(EigenvalueConfig, "curvature of blocks")
+    gradient_noise_scale: GradientNoiseConfig = nested(GradientNoiseConfig, "batch size that is worth its cost")
 
     # - not there yet
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing, "recomputation in depth")
@@ -124,7 +138,6 @@ class Root(Section):
     data_efficiency: DataEfficiency = nested(DataEfficiency, "data sampling and routing")
     curriculum_learning: CurriculumLearning = nested(CurriculumLearning, "sequence-length curriculum (legacy)")
     progressive_layer_drop: ProgressiveLayerDrop = nested(ProgressiveLayerDrop, "stochastic depth")
-    eigenvalue: Eigenvalue = nested(Eigenvalue, "curvature of blocks")
     compression_training: CompressionTraining = nested(CompressionTraining, "quantisation and pruning")
     quantize_training: QuantizeTraining = nested(QuantizeTraining, "quantisation by the optimizer (legacy)")
     hybrid_engine: HybridEngine = nested(HybridEngine, "training and generation in one engine")

@@ -82,6 +82,11 @@ class EngineAccessors:
         """Whether the latest `step()` changed the parameters: it was a boundary and was not skipped."""
         return self._applied
 
+    @property
+    def monitor(self) -> Any:
+        """The writers of events, for events of one's own: `engine.monitor.write_events([(label, value, samples)])`."""
+        return self._parts.monitor
+
     # - Optimizer
 
     @property

@@ -51,6 +51,8 @@ class Engine(WeightsMixin, EngineAccessors):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on a micro-batch and return what it returns."""
         parts = self._living()
+        for hook in parts.hooks:
+            hook.before_forward(args, kwargs)
         with parts.clock.range("forward"), parts.autocast():
             return parts.module(*parts.cast(args), **parts.cast(kwargs))
 
@@ -68,7 +70,10 @@ class Engine(WeightsMixin, EngineAccessors):
         _check_loss(loss)
         divisor = self._divisor(scale_wrt_gas)
         self._losses.add(loss.detach() / divisor)
-        parts.window.before_backward(boundary=parts.accumulation.is_boundary())
+        boundary = parts.accumulation.is_boundary()
+        parts.window.before_backward(boundary=boundary)
+        for hook in parts.hooks:
+            hook.before_backward(loss, boundary)
         return loss.float() * (parts.scaler.scale / divisor)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -105,6 +110,8 @@ class Engine(WeightsMixin, EngineAccessors):
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         parts, counters = self._parts, self.counters
         lr, scale = tuple(self.get_lr()), parts.scaler.scale
+        for hook in parts.hooks:
+            hook.before_update()
         with parts.clock.range("step"):
             outcome = parts.stepper.step()
         self._applied = not outcome.overflow

@@ -25,26 +25,53 @@ class StepTimes:
     """Reads the clock once per step and keeps the figures for the observers after it.
 
     On a device they are those of the latest step whose work has ended, not necessarily of this one.
+
+    Args:
+        clock: what measures.
+        phases: makes the reported figures of the measured ones.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.latest: list[tuple[str, float]] = []
+    def __init__(self, clock: Clock, phases: Callable[[list[tuple[str, float]]], list[tuple[str, float]]]) -> None:
+        self._clock, self._phases = clock, phases
+        self.measured: list[tuple[str, float]] = []
 
     def after_step(self, report: StepReport) -> None:
         """Take the next finished step's figures."""
-        self.latest = self._clock.elapsed()
+        self.measured = self._clock.elapsed()
+
+    @property
+    def latest(self) -> list[tuple[str, float]]:
+        """Name and milliseconds of forward, backward, its parts and step."""
+        return self._phases(self.measured)
+
+    def events(self, report: StepReport) -> list[Event]:
+        """The figures as events."""
+        samples = report.global_samples
+        return [(f"Train/Samples/elapsed_time_ms_{name}", value, samples) for name, value in self.latest]
 
 
 class Throughput:
-    """Feeds a `dsx_monitor.ThroughputTimer`."""
+    """Feeds a `dsx_monitor.ThroughputTimer`.
 
-    def __init__(self, timer: Any) -> None:
-        self._timer = timer
+    Args:
+        timer: the timer.
+        tokens: how many tokens this rank has seen since it was asked last; 0 where there are none.
+        ranks: data-parallel ranks, which share a step's samples.
+    """
+
+    def __init__(self, timer: Any, tokens: Callable[[], int] = lambda: 0, ranks: int = 1) -> None:
+        self._timer, self._tokens, self._ranks = timer, tokens, ranks
 
     def after_step(self, report: StepReport) -> None:
         """Count the step's samples."""
+        tokens = self._tokens()
+        if tokens:
+            self._timer.tokens_per_sample = tokens * self._ranks / report.samples
         self._timer.step(report.samples)
+
+    def events(self, report: StepReport) -> list[Event]:
+        """Samples, tokens and operations per second, as far as they are known."""
+        return self._timer.events(report.global_samples)
 
 
 class ProgressLine:
@@ -95,46 +122,109 @@ class MonitorEvents:
 
     Args:
         write: takes a list of `(label, value, global_samples)`.
-        loss_scale: also send the loss scale (there is one).
-        times: also send the clock's figures.
-        speed: gives further events at a number of samples (throughput).
+        sources: give a step's events, in the order in which they are sent.
     """
 
     def __init__(
-        self,
-        write: Callable[[list[Event]], None],
-        *,
-        loss_scale: bool,
-        times: StepTimes,
-        speed: Callable[[int], list[Event]],
+        self, write: Callable[[list[Event]], None], sources: Sequence[Callable[[StepReport], list[Event]]]
     ) -> None:
-        self._write, self._loss_scale, self._times, self._speed = write, loss_scale, times, speed
+        self._write, self._sources = write, sources
 
     def after_step(self, report: StepReport) -> None:
-        """Write the step's events. Reading the loss waits for the device, which is why only rank 0 has this observer."""
+        """Write the step's events."""
+        self._write([event for source in self._sources for event in source(report)])
+
+
+class TrainingEvents:
+    """Loss, rate, norm, loss scale and skipped steps. Reading the loss waits for the device: for rank 0 only.
+
+    Args:
+        counters: how far training is.
+        loss_scale: also send the loss scale (there is one).
+    """
+
+    def __init__(self, counters: Counters, *, loss_scale: bool) -> None:
+        self._counters, self._loss_scale = counters, loss_scale
+
+    def events(self, report: StepReport) -> list[Event]:
+        """The step's figures; what there is not is left out."""
         values: list[tuple[str, float | None]] = [
             ("train_loss", report.loss),
             ("lr", report.lr[0] if report.lr else None),
+            ("loss_scale", report.loss_scale if self._loss_scale else None),
+            ("grad_norm", report.grad_norm),
+            ("skipped_steps", self._counters.skipped_steps),
         ]
-        if self._loss_scale:
-            values.append(("loss_scale", report.loss_scale))
-        values.append(("grad_norm", report.grad_norm))
-        values.extend((f"elapsed_time_ms_{name}", value) for name, value in self._times.latest)
         samples = report.global_samples
-        events = [(f"Train/Samples/{name}", float(value), samples) for name, value in values if value is not None]
-        self._write(events + self._speed(samples))
+        return [(f"Train/Samples/{name}", float(value), samples) for name, value in values if value is not None]
 
 
-class MemoryLine:
-    """Logs the memory in use at each progress line (`memory_breakdown`)."""
+class SentBytes:
+    """Adds up what this rank sends to others (an observer of `dsx_comm`'s calls)."""
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(self) -> None:
+        self._sent = 0.0
+
+    def begin(self, call: Any) -> None:
+        """Count a call."""
+        self._sent += call.sent / call.per
+
+    def end(self, token: Any, call: Any, result: Any, is_async: bool) -> None:
+        """Nothing to do at the end of a call."""
+
+    def events(self, report: StepReport) -> list[Event]:
+        """Bytes sent since the step before."""
+        sent, self._sent = self._sent, 0.0
+        return [("Train/Samples/bytes_communicated", sent, report.global_samples)]
+
+
+class MemoryUse:
+    """Memory of this process: in every step what it holds, at progress lines what for (`memory_breakdown`).
+
+    Args:
+        in_use: bytes the process holds (on its device, if it has one).
+        breakdown: bytes per class; None: not asked for.
+        every: steps between two breakdowns.
+    """
+
+    def __init__(self, in_use: Callable[[], int], breakdown: Callable[[], dict[str, int]] | None, every: int) -> None:
+        self._in_use, self._breakdown, self._every = in_use, breakdown, every
+        self._latest: dict[str, int] = {}
 
     def after_step(self, report: StepReport) -> None:
-        """Write the line if this step is due."""
-        if report.global_step % self._every == 0:
-            # Late: psutil is needed by nobody else.
-            from ..utils.memory import see_memory_usage
+        """Take the figures of each class and log them, if they are due."""
+        self._latest = {}
+        if self._breakdown is None or report.global_step % self._every:
+            return
+        self._latest = self._breakdown()
+        shown = " | ".join(f"{name}: {size / 2**20:.1f}" for name, size in self._latest.items())
+        logger.info("memory (MiB) at step %d | %s", report.global_step, shown)
 
-            see_memory_usage(f"step {report.global_step}", force=True)
+    def events(self, report: StepReport) -> list[Event]:
+        """Bytes in use; per class where they were taken in this step."""
+        samples = report.global_samples
+        classes: list[Event] = [(f"Train/Memory/{name}", float(size), samples) for name, size in self._latest.items()]
+        return [("Train/Samples/memory_bytes", float(self._in_use()), samples), *classes]
+
+
+class StragglerWatch:
+    """Feeds a `dsx_monitor.StragglerMonitor` on every rank; rank 0 says who holds the others up.
+
+    Args:
+        monitor: the monitor.
+        times: the clock's figures.
+        write: takes each comparison as a record, on rank 0; None elsewhere.
+    """
+
+    def __init__(self, monitor: Any, times: StepTimes, write: Callable[[dict[str, Any]], None] | None) -> None:
+        self._monitor, self._times, self._write = monitor, times, write
+
+    def after_step(self, report: StepReport) -> None:
+        """Add the step; compare the ranks if it is time. Collective then."""
+        found = self._monitor.step(self._times.measured)
+        if found is None or self._write is None:
+            return
+        for straggler in found.found:
+            logger.warning("step %d: %s", report.global_step, straggler)
+        self._write({"step": report.global_samples, "own": found.own, "waiting": found.waiting,
+                     "found": [str(straggler) for straggler in found.found]})  # fmt: skip

@@ -12,6 +12,7 @@ from torch import nn
 from ..data import LoaderOptions
 from .accumulation import Accumulation, SyncWindow
 from .clock import Clock
+from .hooks import StepHook
 from .observers import StepObserver
 from .report import Counters
 from .schedule import ScheduleDriver
@@ -52,6 +53,9 @@ class EngineParts:
         config: the resolved configuration, for saving and for the accessors.
         loader: how `deepspeed_io` builds loaders.
         release: undoes what sharding did to the model (hooks).
+        hooks: look into each step while it runs.
+        observers: look at each step after it.
+        monitor: the writers of events, for the caller's own; writes nothing where none is switched on.
     """
 
     module: nn.Module
@@ -73,7 +77,9 @@ class EngineParts:
     loader: LoaderOptions
     release: Callable[[], None]
     counters: Counters = field(default_factory=Counters)
+    hooks: tuple[StepHook, ...] = ()
     observers: tuple[StepObserver, ...] = ()
+    monitor: Any = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,241 @@
+"""Measurements that last from somewhere in a step to its end: flops profile, eigenvalues, gradient noise, trace.
+
+Each is a hook (in the step) and an observer (after it), holds an object of `dsx_monitor` that does the work, and decides
+only when it runs. One that is not configured is not built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..utils.logging import logger
+from .hooks import StepHook
+from .observers import Event
+from .report import Counters, StepReport
+
+
+class FlopsSession(StepHook):
+    """Profiles one optimizer step, all its micro-batches, and writes the result.
+
+    Args:
+        profiler: a `dsx_monitor.FlopsProfiler`, with the facts of this engine.
+        section: the `flops_profiler` section.
+        counters: how far training is.
+        run_dir: the profile is also left there for the report; None: it is not.
+        learned: told the operations of one sample, forward and backward.
+    """
+
+    def __init__(
+        self,
+        profiler: Any,
+        section: Any,
+        counters: Counters,
+        run_dir: Path | None,
+        learned: Callable[[float], None],
+    ) -> None:
+        self._profiler, self._section, self._counters = profiler, section, counters
+        self._run_dir, self._learned = run_dir, learned
+        self._done = False
+        self._micro_batches, self._update_began = 0, 0.0
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Start with the first micro-batch of the chosen step."""
+        if self._done or not torch.is_grad_enabled():
+            return
+        if not self._profiler.started:
+            if self._counters.global_steps != self._section.profile_step:
+                return
+            self._micro_batches = 0
+            self._profiler.start_profile()
+        self._micro_batches += 1
+
+    def before_update(self) -> None:
+        """Forward and backward are over; the update is timed by itself."""
+        if self._profiler.started:
+            self._profiler.stop_profile()  # waits for the device
+            self._update_began = time.perf_counter()
+
+    def after_step(self, report: StepReport) -> None:
+        """Write the profile of the step that has just ended, if it is the one."""
+        if self._done or not self._micro_batches:
+            return
+        self._done = True
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        profiler = self._profiler
+        samples = (profiler.facts.batch_size or 0) * self._micro_batches
+        profiler.facts = dataclasses.replace(
+            profiler.facts,
+            batch_size=samples,
+            micro_batches=self._micro_batches,
+            step_seconds=time.perf_counter() - self._update_began,
+        )
+        if samples:
+            self._learned((profiler.get_total_flops() + profiler.get_total_backward_flops()) / samples)
+        self._write()
+        profiler.end_profile()
+
+    def _write(self) -> None:
+        section, step, profiler = self._section, self._section.profile_step, self._profiler
+        text = profiler.text(step, section.module_depth, section.top_modules, section.detailed)
+        places = [self._run_dir / "flops.txt"] if self._run_dir is not None else []
+        if section.output_file is None:
+            logger.info("%s", text)
+        else:
+            places.append(Path(section.output_file))
+        for place in places:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if place.suffix not in (".json", ".html"):
+                place.write_text(text, encoding="utf-8")
+            profiler.write_json(place.with_suffix(".json"), step)
+            profiler.write_html(place.with_suffix(".html"), step)
+            logger.info("flops profile of step %d: %s", step, place.with_suffix(".html"))
+
+    def close(self) -> None:
+        """Leave nothing on the model, also if training ended inside the profiled step."""
+        self._profiler.end_profile()
+
+
+class CurvatureSession(StepHook):
+    """Computes the blocks' eigenvalues in every `gas_boundary_resolution`-th update, from its last micro-batch's loss.
+
+    Args:
+        eigenvalue: a `dsx_monitor.Eigenvalue`.
+        double_backward: context in which the forward pass can be differentiated twice.
+        module: the model.
+        counters: how far training is.
+        aside: context in which a backward leaves the engine's gradients alone.
+        mean: averages a tensor over the ranks in place; None with one rank.
+    """
+
+    def __init__(
+        self,
+        eigenvalue: Any,
+        double_backward: Callable[[], AbstractContextManager[Any]],
+        module: torch.nn.Module,
+        counters: Counters,
+        aside: Callable[[], AbstractContextManager[Any]],
+        mean: Callable[[torch.Tensor], Any] | None,
+    ) -> None:
+        self._eigenvalue, self._double_backward, self._module = eigenvalue, double_backward, module
+        self._counters, self._aside, self._mean = counters, aside, mean
+        self._fresh: list[float] = []
+        self.latest: list[float] = []
+        """The last relative eigenvalues, one per block."""
+
+    def _due(self) -> bool:
+        return self._counters.global_steps % self._eigenvalue.gas_boundary_resolution == 0
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """What the forward pass must run in."""
+        return self._double_backward() if self._due() and torch.is_grad_enabled() else nullcontext()
+
+    def before_backward(self, loss: torch.Tensor, boundary: bool) -> None:
+        """Compute them where they are due. Collective."""
+        if boundary and self._due():
+            with self._aside():
+                self._fresh = self.latest = self._eigenvalue.compute_from_loss(loss, self._module, self._mean)
+
+    def events(self, report: StepReport) -> list[Event]:
+        """The values computed in this step."""
+        fresh, self._fresh = self._fresh, []
+        return [
+            (f"Train/Eigenvalues/ModelBlockParam_{place}", value, report.global_samples)
+            for place, value in enumerate(fresh)
+        ]
+
+
+class NoiseSession:
+    """Keeps the gradient noise scale from this rank's small batches and every step's whole gradient.
+
+    Args:
+        noise, squares: a `dsx_monitor.GradientNoise` and a `GradientSquares` on the model's parameters.
+        micro_batches: how many backwards the coming update has.
+        ranks: data-parallel ranks if gradients are summed over them, 1 if averaged.
+    """
+
+    def __init__(self, noise: Any, squares: Any, micro_batches: Callable[[], int], ranks: int) -> None:
+        self._noise, self._squares, self._micro_batches, self._ranks = noise, squares, micro_batches, ranks
+
+    def after_step(self, report: StepReport) -> None:
+        """Add the step, unless it was skipped."""
+        count, square = self._micro_batches(), self._squares.take()
+        if report.applied and report.grad_norm is not None:
+            # Backward had loss x scale / count: undo it, and take the mean over the micro-batches.
+            small = square * (count / report.loss_scale) ** 2 / count
+            self._noise.update(small, (report.grad_norm / self._ranks) ** 2)
+
+    def events(self, report: StepReport) -> list[Event]:
+        """The estimate so far."""
+        scale = self._noise.scale
+        return [] if scale is None else [("Train/Samples/gradient_noise_scale", scale, report.global_samples)]
+
+
+class TimelineSession(StepHook):
+    """Traces some steps on every rank, then puts the ranks' traces together.
+
+    Args:
+        make: gives a new `dsx_monitor.Timeline`.
+        section: the `timeline` section.
+        counters: how far training is.
+        clock: a `dsx_monitor.TracedClock`.
+        observe: lets an object hear of communication; returns what ends that.
+        barrier: meets the other ranks.
+        run_dir: where traces go.
+        merge: makes one file of all traces in a folder and returns it; None on other ranks than 0.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        section: Any,
+        counters: Counters,
+        clock: Any,
+        observe: Callable[[Any], Callable[[], None]],
+        barrier: Callable[[], None],
+        run_dir: Path,
+        merge: Callable[[Path], Path] | None,
+    ) -> None:
+        self._make, self._section, self._counters, self._clock = make, section, counters, clock
+        self._observe, self._barrier, self._run_dir, self._merge = observe, barrier, run_dir, merge
+        self._timeline: Any = None
+        self._left = section.steps
+        self._stop: Callable[[], None] = lambda: None
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin with the first forward of the chosen step. Collective."""
+        if self._timeline is None and self._left and self._counters.global_steps >= self._section.start_step:
+            self._timeline = self._clock.timeline = self._make()
+            self._barrier()
+            self._timeline.mark_meeting()
+            self._stop = self._observe(self._timeline)
+
+    def after_step(self, report: StepReport) -> None:
+        """End after the chosen number of steps. Collective then."""
+        if self._timeline is None:
+            return
+        self._left -= 1
+        if self._left:
+            return
+        self._end()
+        self._barrier()  # all traces are written
+        if self._merge is not None:
+            logger.info("trace of %d steps: %s", self._section.steps, self._merge(self._run_dir))
+
+    def _end(self) -> None:
+        self._stop()
+        self._timeline.write(self._run_dir)
+        self._timeline = self._clock.timeline = None
+
+    def close(self) -> None:
+        """Write what there is if training ends inside the traced steps."""
+        if self._timeline is not None:
+            self._left = 0
+            self._end()

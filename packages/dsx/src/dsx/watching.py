@@ -1,0 +1,309 @@
+"""From the configuration to everything that watches an engine: clock, hooks in the step, observers after it.
+
+Part of the wiring, in a file of its own. Where each thing runs: the clock, the trace, the straggler comparison and
+eigenvalues on every rank, because they are collective or need all ranks; all else on rank 0 only. What is not configured
+is not built.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import Config
+from .engine.accessors import moments
+from .engine.clock import Clock, NoClock
+from .engine.errors import EngineArgumentError
+from .engine.hooks import StepHook, TokenCount
+from .engine.observers import (
+    Event,
+    MemoryUse,
+    MonitorEvents,
+    ProgressLine,
+    SentBytes,
+    StepObserver,
+    StepTimes,
+    StragglerWatch,
+    Throughput,
+    TimeLine,
+    TrainingEvents,
+)
+from .engine.parts import Topology
+from .engine.report import Counters, StepReport
+from .engine.sessions import CurvatureSession, FlopsSession, NoiseSession, TimelineSession
+
+_WRITERS = ("tensorboard", "wandb", "csv_monitor", "jsonl", "comet")
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What is to be watched, and with what.
+
+    Attributes:
+        monitoring, comm: the packages `dsx_monitor` and `dsx_comm`.
+        module, optimizer: the sharded model and its optimizer.
+        micro_batches: backwards of the coming update.
+    """
+
+    config: Config
+    topology: Topology
+    module: nn.Module
+    optimizer: Any
+    counters: Counters
+    micro_batches: Callable[[], int]
+    monitoring: ModuleType
+    comm: ModuleType
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.topology.rank == 0
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are other ranks."""
+        return self.topology.world_size > 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+
+@dataclass
+class Watch:
+    """What was built. `forward` is a further context of the forward pass; `close` ends it all."""
+
+    clock: Clock
+    monitor: Any
+    hooks: list[StepHook]
+    observers: list[StepObserver]
+    sources: list[Callable[[StepReport], list[Event]]]
+    closing: ExitStack
+    forward: Callable[[], AbstractContextManager[Any]] | None = None
+
+    def add(self, thing: Any) -> Any:
+        """Put a thing wherever it belongs by its methods."""
+        if isinstance(thing, StepHook):
+            self.hooks.append(thing)
+        if hasattr(thing, "after_step"):
+            self.observers.append(thing)
+        if hasattr(thing, "events"):
+            self.sources.append(thing.events)
+        if hasattr(thing, "close"):
+            self.closing.callback(thing.close)
+        return thing
+
+    def close(self) -> None:
+        """End every measurement, write what is left and close the writers."""
+        self.closing.close()
+
+
+def build_watch(to: Watched) -> Watch:
+    """Everything the configuration asks for. Order is that of use: figures first, then who shows them."""
+    clock, monitor = _clock(to), _monitor(to)
+    watch = Watch(clock, monitor, [], [], [], ExitStack())
+    watch.closing.callback(monitor.close)
+    times = StepTimes(clock, to.monitoring.phase_times)
+    if not isinstance(clock, NoClock):
+        watch.add(times)  # on every rank: what a clock has measured must be taken from it
+        if to.distributed:
+            watch.closing.callback(to.comm.observe(clock))
+    if to.first:
+        _add_figures(to, watch)
+    _add_straggler(to, watch, times)
+    _add_timeline(to, watch)
+    _add_curvature(to, watch)
+    if to.first:
+        _add_lines(to, watch, times)
+    if monitor.enabled and to.first:
+        watch.observers.append(MonitorEvents(monitor.write_events, watch.sources))
+    return watch
+
+
+def no_watch(to: Watched) -> Watch:
+    """For an engine that does not train: the caller may still write events."""
+    monitor = _monitor(to)
+    watch = Watch(NoClock(), monitor, [], [], [], ExitStack())
+    watch.closing.callback(monitor.close)
+    return watch
+
+
+def run_dir(config: Config) -> Path:
+    """Where files about the run go: the folder of `jsonl`, which the report is made from, else the current one."""
+    section = config.jsonl
+    return Path(section.output_path or "").expanduser() / section.job_name if section.enabled else Path()
+
+
+def _clock(to: Watched) -> Clock:
+    config = to.config
+    # Not short-circuited: all keys are acted on here.
+    if config.use("wall_clock_breakdown") | config.flops_profiler.enabled | config.timeline.enabled | _compares(to):
+        return to.monitoring.TracedClock(to.device)
+    return NoClock()
+
+
+def _monitor(to: Watched) -> Any:
+    for name in _WRITERS:
+        to.config.use(name)
+    return to.monitoring.MonitorMaster(to.config, rank=to.topology.rank)
+
+
+def _compares(to: Watched) -> bool:
+    """Whether ranks are compared: where asked for, or with the breakdown; never with one rank."""
+    wanted = to.config.use("straggler").enabled
+    return to.distributed and (to.config.wall_clock_breakdown if wanted is None else wanted)
+
+
+# - Figures of every step, on rank 0
+
+
+def _add_figures(to: Watched, watch: Watch) -> None:
+    config, monitoring = to.config, to.monitoring
+    every, events = config.use("steps_per_print") or 0, watch.monitor.enabled
+    scaled = config.precision.needs_loss_scale
+    watch.sources.append(TrainingEvents(to.counters, loss_scale=scaled).events)
+    timer = monitoring.ThroughputTimer(config.batch.train)
+    if config.use("timers").throughput.enabled:
+        tokens = TokenCount()
+        if every or events:
+            watch.hooks.append(tokens)
+        watch.add(Throughput(timer, tokens.take, to.topology.dp_world_size))
+    if events and to.distributed:
+        sent = watch.add(SentBytes())
+        watch.closing.callback(to.comm.observe(sent))
+    breakdown = (lambda: _breakdown(to)) if config.use("memory_breakdown") else None
+    if events or breakdown is not None:
+        watch.add(MemoryUse(monitoring.memory_in_use, breakdown, max(1, every)))
+    if every:
+        speed = lambda: timer.samples_per_second  # noqa: E731
+        watch.add(ProgressLine(every, to.counters, lambda: moments(to.optimizer.param_groups), speed))
+    section = config.use("flops_profiler")
+    if section.enabled:
+        watch.add(_flops(to, section, timer))
+
+
+def _add_lines(to: Watched, watch: Watch, times: StepTimes) -> None:
+    every = to.config.steps_per_print or 0
+    if to.config.wall_clock_breakdown and every:
+        watch.observers.append(TimeLine(every, times))
+
+
+def _breakdown(to: Watched) -> dict[str, int]:
+    return to.monitoring.memory_breakdown(to.optimizer.state_bytes(), to.monitoring.memory_snapshot(pss=True))
+
+
+def _flops(to: Watched, section: Any, timer: Any) -> FlopsSession:
+    config, topology = to.config, to.topology
+    profiler = to.monitoring.FlopsProfiler(to.module)
+    profiler.facts = to.monitoring.RunFacts(
+        world_size=topology.world_size,
+        data_parallel=topology.dp_world_size,
+        model_parallel=topology.mp_world_size,
+        batch_size=config.batch.micro,
+        system=f"ZeRO stage {config.zero.stage}",
+    )
+
+    def learned(flops_per_sample: float) -> None:
+        timer.flops_per_sample = flops_per_sample
+
+    return FlopsSession(profiler, section, to.counters, run_dir(config) if config.jsonl.enabled else None, learned)
+
+
+# - What all ranks take part in
+
+
+def _add_straggler(to: Watched, watch: Watch, times: StepTimes) -> None:
+    if not _compares(to):
+        return
+    section = to.config.straggler
+
+    def gather(own: list[float]) -> list[list[float]]:
+        mine = torch.tensor(own, dtype=torch.float64, device=to.device)
+        rows = [torch.empty_like(mine) for _ in range(to.topology.world_size)]
+        to.comm.all_gather(rows, mine)
+        return [row.tolist() for row in rows]
+
+    def write(record: dict[str, Any]) -> None:
+        path = run_dir(to.config) / "stragglers.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record) + "\n")
+
+    keep = write if to.config.jsonl.enabled else lambda record: None
+    monitor = to.monitoring.StragglerMonitor(gather, every=section.every, ratio=section.ratio, share=section.share)
+    watch.observers.append(StragglerWatch(monitor, times, keep if to.first else None))
+
+
+def _add_timeline(to: Watched, watch: Watch) -> None:
+    section = to.config.use("timeline")
+    if not section.enabled:
+        return
+    monitoring, comm = to.monitoring, to.comm
+    folder = Path(section.output_path).expanduser() if section.output_path else run_dir(to.config)
+    watch.add(
+        TimelineSession(
+            make=lambda: monitoring.Timeline(to.topology.rank, device=to.device),
+            section=section,
+            counters=to.counters,
+            clock=watch.clock,
+            observe=comm.observe,
+            barrier=comm.barrier if to.distributed else lambda: None,
+            run_dir=folder,
+            merge=monitoring.merge_traces if to.first else None,
+        )
+    )
+
+
+def _add_curvature(to: Watched, watch: Watch) -> None:
+    noise, section = to.config.use("gradient_noise_scale"), to.config.use("eigenvalue")
+    aside = to.optimizer.no_sync
+    if noise.enabled and to.first:
+        squares = to.monitoring.GradientSquares(to.module.parameters())
+        watch.closing.callback(squares.remove)
+        watch.add(_noise(to, noise, squares))
+
+        def aside() -> AbstractContextManager[Any]:
+            stack = ExitStack()
+            stack.enter_context(squares.paused())
+            stack.enter_context(to.optimizer.no_sync())
+            return stack
+
+    if section.enabled:
+        from dsx_monitor.curvature import double_backward  # late: few ask for it
+
+        fields = ("verbose", "max_iter", "tol", "stability", "gas_boundary_resolution", "layer_name", "layer_num")
+        eigenvalue = to.monitoring.Eigenvalue(**{name: getattr(section, name) for name in fields})
+        eigenvalue.blocks(to.module)  # a wrong name is found now, not in the first step
+        session = CurvatureSession(
+            eigenvalue,
+            double_backward,
+            to.module,
+            to.counters,
+            aside,
+            _mean(to) if to.topology.dp_world_size > 1 else None,
+        )
+        watch.forward = watch.add(session).forward_context
+
+
+def _mean(to: Watched) -> Callable[[torch.Tensor], Any]:
+    return lambda tensor: to.comm.all_reduce(tensor, to.comm.ReduceOp.AVG, to.topology.dp_group)
+
+
+def _noise(to: Watched, section: Any, squares: Any) -> NoiseSession:
+    batch, ranks = to.config.batch, to.topology.dp_world_size
+    if batch.micro >= batch.train:
+        raise EngineArgumentError(
+            f"gradient_noise_scale.enabled: got one micro-batch of {batch.micro} samples per step, expected several; use more "
+            "ranks or gradient_accumulation_steps > 1, so that two batch sizes can be compared"
+        )
+    noise = to.monitoring.GradientNoise(batch.micro, batch.train, section.memory)
+    return NoiseSession(noise, squares, to.micro_batches, ranks if to.config.gradient_allreduce_op == "sum" else 1)
