@@ -6,15 +6,23 @@
 namespace dsx {
 namespace {
 
-// addresses: x, codes, scale, zero (0 when symmetric). numbers: numel, group, bits, offset.
-void quantize(bool forward, const std::vector<int64_t>& addresses, int dtype, const std::vector<int64_t>& numbers, bool symmetric,
-              bool stochastic, uint32_t seed, int threads) {
-    if (addresses.size() != 4 || numbers.size() != 4) throw std::invalid_argument("expected 4 addresses and 4 numbers");
-    const Quant q{static_cast<DType>(dtype), numbers[1], static_cast<int32_t>(numbers[2]), symmetric, stochastic, seed, numbers[3]};
-    if (q.group <= 0 || q.group % LANES != 0 || (q.bits != 4 && q.bits != 8) || numbers[0] < 0)
-        throw std::invalid_argument("expected a group that is a multiple of 16, and 4 or 8 bits");
+// numbers: format, dtype of x, group, offset, nodes, devices, pipeline, slice.
+Quant quant_of(const std::vector<int64_t>& n, bool stochastic, uint32_t seed, int64_t written) {
+    if (n.size() != 8) throw std::invalid_argument("expected 8 numbers");
+    const Quant q{static_cast<Format>(n[0]), static_cast<DType>(n[1]), n[2], stochastic, seed, n[3], n[4], n[5], n[6], n[7], written >= STREAM_ABOVE};
+    if (q.format < INT8 || q.format > E5M2) throw std::invalid_argument("unknown format");
+    const bool halves = q.format == INT4 || q.format == INT4_ASYM;
+    if (q.group <= 0 || (halves && q.group % 2 != 0)) throw std::invalid_argument("expected a positive group size, even for 4 bits");
+    return q;
+}
+
+// addresses: x, codes, scale, zero (0 when symmetric).
+void quantize(bool forward, const std::vector<int64_t>& addresses, const std::vector<int64_t>& numbers, int64_t numel, bool stochastic,
+              uint32_t seed, int threads) {
+    if (addresses.size() != 4 || numel < 0) throw std::invalid_argument("expected 4 addresses");
+    const Quant q = quant_of(numbers, stochastic, seed, numel * (numbers.size() > 1 && numbers[1] == F32 ? 4 : 2));
     const QuantKernels& k = *tables().quant;
-    const std::vector<int64_t> sizes{numbers[0]};
+    const std::vector<int64_t> sizes{numel};
     char *x = pointer<char>(addresses[0]), *codes = pointer<char>(addresses[1]);
     float *scale = pointer<float>(addresses[2]), *zero = pointer<float>(addresses[3]);
     py::gil_scoped_release release;
@@ -24,6 +32,40 @@ void quantize(bool forward, const std::vector<int64_t>& addresses, int dtype, co
     });
 }
 
+// Sum of what several ranks' codes stand for, times factor: as fp32 (out_numbers empty; to[0]) or as codes again (to: codes, scale, zero).
+// from: codes, scale, zero. strides: bytes of codes and number of scales between ranks.
+void reduce_codes(const std::vector<int64_t>& from, const std::vector<int64_t>& numbers, int64_t ranks, const std::vector<int64_t>& strides,
+                  double factor, const std::vector<int64_t>& to, const std::vector<int64_t>& out_numbers, int64_t numel, bool stochastic,
+                  uint32_t seed, int threads) {
+    if (from.size() != 3 || to.size() != 3 || strides.size() != 2) throw std::invalid_argument("expected 3 addresses on both sides and 2 strides");
+    const Quant q = quant_of(numbers, false, 0, 0);
+    const bool again = !out_numbers.empty();
+    Quant o = again ? quant_of(out_numbers, stochastic, seed, 0) : q;
+    const QuantKernels& k = *tables().quant;
+    const std::vector<int64_t> sizes{numel};
+    const float f = static_cast<float>(factor);
+    const bool halves = o.format == INT4 || o.format == INT4_ASYM;
+    py::gil_scoped_release release;
+    // Without codes again: pieces that stay in the first-level cache while the ranks are added up.
+    const int64_t grain = again ? o.group : 2048;
+    Plan(sizes, grain).parallel(sizes, threads, [&](size_t, int64_t begin, int64_t end) {
+        std::vector<float> sum(again ? static_cast<size_t>(grain) : 0);
+        for (int64_t at = begin; at < end; at += grain) {
+            const int64_t stop = std::min(end, at + grain);
+            float* out = again ? sum.data() : pointer<float>(to[0]) + at;
+            k.reduce(q, pointer<const char>(from[0]), pointer<const float>(from[1]), pointer<const float>(from[2]), ranks, strides[0], strides[1], f,
+                     out, at, stop);
+            if (!again) continue;
+            Quant part = o;
+            part.dtype = F32;
+            part.offset += at;
+            const int64_t g = at / o.group;
+            float* zero = pointer<float>(to[2]);
+            k.quantize(part, reinterpret_cast<const char*>(out), pointer<char>(to[0]) + (halves ? at / 2 : at), pointer<float>(to[1]) + g,
+                       zero ? zero + g : nullptr, 0, stop - at);
+        }
+    });
+}
 
 // ---- signs --------------------------------------------------------------------------------------------------------------
 
@@ -84,6 +126,7 @@ void mean_of_signs(int64_t bits, int64_t scales, int64_t ranks, int64_t out, int
 
 void bind_codes(py::module_& m) {
     m.def("quantize", &quantize);
+    m.def("reduce_codes", &reduce_codes);
     m.def("pack_signs", &pack_signs);
     m.def("unpack_signs", &unpack_signs);
     m.def("compress_signs", &compress_signs);

@@ -1,4 +1,7 @@
-// Groupwise int8 and int4: two passes over a group that stays in cache (range, then codes); compiled once per instruction set.
+// Groupwise int8, int4 and fp8: two passes over a group that stays in cache (range, then codes); compiled once per instruction set.
+//
+// A format is a small struct: how many bits, which range, how sixteen scaled numbers become codes and back. Where a group's codes
+// go is an index function (for ZeRO++'s swizzle), not a pass.
 #include "dsx_ops/kernels.h"
 #include "dsx_ops/tiles.h"
 #include "dsx_ops/vec.h"
@@ -9,6 +12,7 @@ namespace {
 
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
 constexpr uint32_t MAGIC_BITS = 0x4b400000u;
+constexpr float UNIT24 = 5.9604644775390625e-8f;  // 2^-24
 
 DSX_INLINE F minimum(F a, F b) { return select(less(b, a) | is_nan(b), b, a); }
 DSX_INLINE float smallest(F a) {
@@ -18,6 +22,76 @@ DSX_INLINE float smallest(F a) {
     for (int k = 1; k < 16; ++k) low = (lane[k] < low || lane[k] != lane[k]) ? lane[k] : low;
     return low;
 }
+DSX_INLINE F round_even(F t) { return (t + splat(MAGIC)) - splat(MAGIC); }
+// Up with the probability of the fraction; `random` has 24 bits.
+DSX_INLINE F round_random(F t, U random) {
+    t = t + to_float(random) * splat(UNIT24);
+    F nearest = round_even(t);
+    return select(less(t, nearest), nearest - splat(1.0f), nearest);
+}
+DSX_INLINE F limit(F t, float low, float high) {
+    t = select(less(splat(high), t), splat(high), t);
+    return select(less(t, splat(low)), splat(low), t);
+}
+
+// ---- formats ----------------------------------------------------------------------------------------------------------------
+
+template <int BITS_, bool SYMMETRIC_> struct Integer {
+    static constexpr int BITS = BITS_;
+    static constexpr bool SYMMETRIC = SYMMETRIC_;
+    static constexpr int LEVELS = (1 << (SYMMETRIC ? BITS - 1 : BITS)) - 1;
+    static constexpr float RANGE = (float)LEVELS;
+
+    template <bool STOCHASTIC> static DSX_INLINE U encode(F t, U random) {
+        if (STOCHASTIC) t = round_random(t, random);
+        t = limit(t, SYMMETRIC ? -RANGE : 0.0f, RANGE);
+        return (bits(t + splat(MAGIC)) - splatu(MAGIC_BITS)) & splatu((1u << BITS) - 1);
+    }
+    static DSX_INLINE F decode(U code) {
+        const U sign = splatu(SYMMETRIC ? 1u << (BITS - 1) : 0u);
+        return to_float((code ^ sign) - sign);
+    }
+};
+
+// Eight bits of float: sign, 7 - MANTISSA bits of exponent with the given bias. TOP is the largest finite code, NAN_CODE a NaN; what is
+// between them (e5m2 only) is infinity.
+template <int MANTISSA, int BIAS, uint32_t TOP, uint32_t INFINITE> struct Float8 {
+    static constexpr int BITS = 8;
+    static constexpr bool SYMMETRIC = true;
+    static constexpr int SHIFT = 23 - MANTISSA;
+    static constexpr uint32_t REBIAS = (uint32_t)(127 - BIAS) << MANTISSA;
+    static constexpr uint32_t SMALLEST = (uint32_t)(128 - BIAS) << 23;  // bits of the smallest normal number
+    static constexpr float RANGE = MANTISSA == 3 ? 448.0f : 57344.0f;
+    static constexpr float PER_STEP = MANTISSA == 3 ? 512.0f : 65536.0f;  // 1 / the distance of subnormal numbers
+
+    template <bool STOCHASTIC> static DSX_INLINE U encode(F t, U random) {
+        const U sign = (bits(t) >> 24) & splatu(0x80u), nan = is_nan(t);
+        F a = absolute(t);
+        a = select(less(splat(RANGE), a), splat(RANGE), a);
+        const U b = bits(a);
+        U extra = STOCHASTIC ? random >> (24 - SHIFT) : splatu((1u << (SHIFT - 1)) - 1) + ((b >> SHIFT) & splatu(1));
+        U normal = ((b + extra) >> SHIFT) - splatu(REBIAS);
+        normal = select(lessu(splatu(TOP), normal), splatu(TOP), normal);
+        F scaled = a * splat(PER_STEP);  // huge for normal numbers, where it is not used
+        F steps = STOCHASTIC ? round_random(scaled, random) : scaled;
+        U subnormal = bits(steps + splat(MAGIC)) - splatu(MAGIC_BITS);
+        U code = select(lessu(b, splatu(SMALLEST)), subnormal, normal);
+        return select(nan, splatu(0x7fu), code) | sign;
+    }
+    static DSX_INLINE F decode(U code) {
+        const U sign = (code & splatu(0x80u)) << 24, magnitude = code & splatu(0x7fu);
+        F normal = floats((magnitude + splatu(REBIAS)) << SHIFT);
+        F subnormal = to_float(magnitude) * splat(1.0f / PER_STEP);
+        U b = bits(select(lessu(magnitude, splatu(1u << MANTISSA)), subnormal, normal));
+        if (INFINITE < 0x7fu) b = select(equalu(magnitude, splatu(INFINITE)), splatu(0x7f800000u), b);
+        b = select(lessu(splatu(INFINITE < 0x7fu ? INFINITE : TOP), magnitude), splatu(0x7fc00000u), b);
+        return floats(b | sign);
+    }
+};
+typedef Float8<3, 7, 0x7e, 0x7f> FloatE4M3;
+typedef Float8<2, 15, 0x7b, 0x7c> FloatE5M2;
+
+// ---- codes in memory --------------------------------------------------------------------------------------------------------
 
 // Eight bytes whose low halves count <-> four bytes.
 DSX_INLINE uint32_t squeeze(uint64_t w) {
@@ -32,115 +106,186 @@ DSX_INLINE uint64_t spread(uint32_t packed) {
     return (w | (w << 4)) & 0x0f0f0f0f0f0f0f0full;
 }
 
-DSX_INLINE int64_t bytes_of(int bits, int64_t elements) { return bits == 8 ? elements : (elements + 1) / 2; }
-
-void write_codes(const Quant& q, U code, char* codes, int64_t i, int64_t count) {
-    char raw[16];
-    store8(raw, code);
-    if (q.bits == 4) {
-        uint64_t w[2];
-        __builtin_memcpy(w, raw, 16);
-        for (int64_t k = count; k < 16; ++k) raw[k] = 0;
-        if (count < 16) __builtin_memcpy(w, raw, 16);
-        uint32_t packed[2] = {squeeze(w[0]), squeeze(w[1])};
-        __builtin_memcpy(codes + i / 2, packed, bytes_of(4, count));
+template <int BITS> DSX_INLINE void write_codes(U code, char* codes, int64_t i, int64_t count) {
+    if (BITS == 8) {
+        if (count >= LANES) return store8(codes + i, code);
+        char raw[16];
+        store8(raw, code);
+        __builtin_memcpy(codes + i, raw, count);
         return;
     }
-    __builtin_memcpy(codes + i, raw, count);
+    char raw[16];
+    store8(raw, code);
+    for (int64_t k = count; k < LANES; ++k) raw[k] = 0;
+    uint64_t w[2];
+    __builtin_memcpy(w, raw, 16);
+    const uint32_t packed[2] = {squeeze(w[0]), squeeze(w[1])};
+    if (count >= LANES) __builtin_memcpy(codes + i / 2, packed, 8);
+    else __builtin_memcpy(codes + i / 2, packed, (count + 1) / 2);
 }
 
-DSX_INLINE U read_codes(const Quant& q, const char* codes, int64_t i, int64_t count) {
+template <int BITS> DSX_INLINE U read_codes(const char* codes, int64_t i, int64_t count) {
     char raw[16] = {};
-    if (q.bits == 4) {
-        uint32_t packed[2] = {};
-        __builtin_memcpy(packed, codes + i / 2, bytes_of(4, count));
-        uint64_t w[2] = {spread(packed[0]), spread(packed[1])};
-        __builtin_memcpy(raw, w, 16);
-    } else {
+    if (BITS == 8) {
+        if (count >= LANES) return load8(codes + i);
         __builtin_memcpy(raw, codes + i, count);
+        return load8(raw);
     }
+    uint32_t packed[2] = {};
+    if (count >= LANES) __builtin_memcpy(packed, codes + i / 2, 8);
+    else __builtin_memcpy(packed, codes + i / 2, (count + 1) / 2);
+    const uint64_t w[2] = {spread(packed[0]), spread(packed[1])};
+    __builtin_memcpy(raw, w, 16);
     return load8(raw);
 }
 
-struct Rounding {
-    F low, high;
-    uint32_t mask;
-    explicit DSX_INLINE Rounding(const Quant& q)
-        : low(splat(q.symmetric ? -(float)((1 << (q.bits - 1)) - 1) : 0.0f)),
-          high(splat((float)((1 << (q.symmetric ? q.bits - 1 : q.bits)) - 1))), mask((1u << q.bits) - 1) {}
-    DSX_INLINE F clamp(F t) const {
-        t = select(less(high, t), high, t);
-        return select(less(t, low), low, t);
-    }
-    DSX_INLINE U code(const Quant& q, F t, int64_t index) const {
-        if (q.stochastic) {
-            F r = to_float(Noise(q.seed, index).first >> 8) * splat(5.9604644775390625e-8f);  // 24 bits in [0, 1)
-            t = t + r;
-            F nearest = (t + splat(MAGIC)) - splat(MAGIC);
-            t = select(less(t, nearest), nearest - splat(1.0f), nearest);
-        }
-        return (bits(clamp(t) + splat(MAGIC)) - splatu(MAGIC_BITS)) & splatu(mask);
-    }
+// Where group g of x lies among the codes.
+DSX_INLINE int64_t place(const Quant& q, int64_t g) {
+    if (q.slice == 0) return g;
+    const int64_t per_chunk = q.slice * q.pipeline, chunk = g / per_chunk, within = g % per_chunk;
+    const int64_t node = chunk / q.devices, device = chunk % q.devices;
+    return (((within / q.slice) * q.devices + device) * q.nodes + node) * q.slice + within % q.slice;
+}
+
+// ---- kernels ----------------------------------------------------------------------------------------------------------------
+
+struct Range {
+    float base, width;  // base: subtracted before scaling
 };
 
-void quantize(const Quant& q, const char* x, char* codes, float* scale, float* zero, int64_t begin, int64_t end) {
-    const Rounding rounding(q);
-    const float levels = (float)((1 << (q.symmetric ? q.bits - 1 : q.bits)) - 1);
-    Stream in;
+template <class FORMAT, DType T> DSX_INLINE Range range_of(const char* x, int64_t from, int64_t to) {
+    F high = splat(0.0f), low = splat(0.0f);
+    if (!FORMAT::SYMMETRIC) {
+        char first[64] = {};
+        __builtin_memcpy(first, x + from * Access<T>::SIZE, Access<T>::SIZE);
+        F value = Access<T>::load(first, 0);
+        float one;
+        __builtin_memcpy(&one, &value, 4);
+        high = low = splat(one);
+    }
+    int64_t i = from;
+    for (; i + LANES <= to; i += LANES) {
+        F v = Access<T>::load(x, i);
+        high = maximum(high, FORMAT::SYMMETRIC ? absolute(v) : v);
+        if (!FORMAT::SYMMETRIC) low = minimum(low, v);
+    }
+    if (i < to) {
+        F v = Padded<T>::load(x, i, to - i), first = high;
+        if (!FORMAT::SYMMETRIC) v = select(lane_mask((1u << (to - i)) - 1u), v, first);
+        high = maximum(high, FORMAT::SYMMETRIC ? absolute(v) : v);
+        if (!FORMAT::SYMMETRIC) low = minimum(low, v);
+    }
+    const float base = FORMAT::SYMMETRIC ? 0.0f : smallest(low);
+    return {base, largest(high) - base};
+}
+
+template <class FORMAT, DType T, bool STOCHASTIC>
+void quantize_of(const Quant& q, const char* x, char* codes, float* scale, float* zero, int64_t begin, int64_t end) {
     for (int64_t from = begin; from < end; from += q.group) {
-        const int64_t to = end - from < q.group ? end : from + q.group, g = from / q.group;
-        F high = splat(0.0f), low = splat(0.0f);
-        for (int64_t at = from; at < to; at += TILE) {
-            int64_t n = to - at < TILE ? to - at : TILE;
-            in.open(q.dtype, x, nullptr, at, n);
-            for (int64_t k = n; k % LANES; ++k) in.buffer[k] = in.buffer[n - 1];
-            if (at == from && !q.symmetric) high = low = splat(in.at[0]);
-            for (int64_t i = 0; i < n; i += LANES) {
-                F v = load32(in.at + i);
-                high = maximum(high, q.symmetric ? absolute(v) : v);
-                if (!q.symmetric) low = minimum(low, v);
-            }
-        }
-        const float base = q.symmetric ? 0.0f : smallest(low);
-        const float step = (largest(high) - base) / levels;
+        const int64_t to = end - from < q.group ? end : from + q.group, g = place(q, from / q.group), shift = g * q.group - from;
+        const Range range = range_of<FORMAT, T>(x, from, to);
+        const float step = range.width / FORMAT::RANGE;
         scale[g] = step;
-        if (!q.symmetric) zero[g] = base;
-        const F inv = inverse(step), shift = splat(base);
-        for (int64_t at = from; at < to; at += TILE) {
-            int64_t n = to - at < TILE ? to - at : TILE;
-            in.open(q.dtype, x, nullptr, at, n);
-            for (int64_t i = 0; i < n; i += LANES) {
-                F v = load32(in.at + i);
-                F t = (q.symmetric ? v : v - shift) * inv;
-                write_codes(q, rounding.code(q, t, q.offset + at + i), codes, at + i, n - i < LANES ? n - i : LANES);
-            }
-        }
+        if (!FORMAT::SYMMETRIC) zero[g] = range.base;
+        const F inv = inverse(step), base = splat(range.base);
+        auto code_at = [&](F v, int64_t i) __attribute__((always_inline)) {
+            F t = (FORMAT::SYMMETRIC ? v : v - base) * inv;
+            return FORMAT::template encode<STOCHASTIC>(t, STOCHASTIC ? Noise(q.seed, q.offset + i).first >> 8 : splatu(0));
+        };
+        int64_t i = from;
+        for (; i + LANES <= to; i += LANES) write_codes<FORMAT::BITS>(code_at(Access<T>::load(x, i), i), codes, i + shift, LANES);
+        if (i < to) write_codes<FORMAT::BITS>(code_at(Padded<T>::load(x, i, to - i), i), codes, i + shift, to - i);
     }
 }
 
-void dequantize(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin, int64_t end) {
-    const U sign = splatu(q.symmetric ? 1u << (q.bits - 1) : 0u);
-    const int size = size_of(q.dtype);
-    alignas(64) float out[TILE];
+template <class FORMAT> DSX_INLINE F value_of(U code, F step, F base) {
+    F v = FORMAT::decode(code) * step;
+    return FORMAT::SYMMETRIC ? v : v + base;
+}
+
+template <class FORMAT, DType T>
+void dequantize_of(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin, int64_t end) {
     for (int64_t from = begin; from < end; from += q.group) {
-        const int64_t to = end - from < q.group ? end : from + q.group, g = from / q.group;
-        const F step = splat(scale[g]), base = splat(q.symmetric ? 0.0f : zero[g]);
-        for (int64_t at = from; at < to; at += TILE) {
-            int64_t n = to - at < TILE ? to - at : TILE;
-            for (int64_t i = 0; i < n; i += LANES) {
-                U code = read_codes(q, codes, at + i, n - i < LANES ? n - i : LANES);
-                F v = to_float((code ^ sign) - sign) * step;
-                store32(out + i, q.symmetric ? v : v + base);
-            }
-            convert_n(F32, (const char*)out, q.dtype, x + at * size, n);
+        const int64_t to = end - from < q.group ? end : from + q.group, g = place(q, from / q.group), shift = g * q.group - from;
+        const F step = splat(scale[g]), base = splat(FORMAT::SYMMETRIC ? 0.0f : zero[g]);
+        const bool stream = q.stream && ((uintptr_t)(x + from * Access<T>::SIZE) & 63) == 0;
+        int64_t i = from;
+        for (; i + LANES <= to; i += LANES) {
+            F v = value_of<FORMAT>(read_codes<FORMAT::BITS>(codes, i + shift, LANES), step, base);
+            if (stream) Padded<T>::stream(x, i, LANES, v);
+            else Access<T>::store(x, i, v);
         }
+        if (i < to) Padded<T>::store(x, i, to - i, value_of<FORMAT>(read_codes<FORMAT::BITS>(codes, i + shift, to - i), step, base));
     }
+    if (q.stream) fence();
+}
+
+template <class FORMAT>
+void reduce_of(const Quant& q, const char* codes, const float* scale, const float* zero, int64_t ranks, int64_t code_stride,
+               int64_t scale_stride, float factor, float* out, int64_t begin, int64_t end) {
+    for (int64_t from = begin; from < end;) {
+        const int64_t g = from / q.group, border = (g + 1) * q.group, to = end < border ? end : border;
+        for (int64_t r = 0; r < ranks; ++r) {
+            const F step = splat(scale[r * scale_stride + g]), base = splat(FORMAT::SYMMETRIC ? 0.0f : zero[r * scale_stride + g]);
+            const F times = splat(r + 1 == ranks ? factor : 1.0f);
+            for (int64_t i = from; i < to; i += LANES) {
+                char* at = (char*)(out + (i - begin));
+                F v = value_of<FORMAT>(read_codes<FORMAT::BITS>(codes + r * code_stride, i, to - i), step, base);
+                if (r > 0) v = Padded<F32>::load(at, 0, to - i) + v;
+                Padded<F32>::store(at, 0, to - i, v * times);
+            }
+        }
+        from = to;
+    }
+}
+
+// ---- formats and dtypes -----------------------------------------------------------------------------------------------------
+
+template <class FORMAT>
+void quantize_as(const Quant& q, const char* x, char* codes, float* scale, float* zero, int64_t begin, int64_t end) {
+    if (q.stochastic) {
+        if (q.dtype == BF16) return quantize_of<FORMAT, BF16, true>(q, x, codes, scale, zero, begin, end);
+        if (q.dtype == F16) return quantize_of<FORMAT, F16, true>(q, x, codes, scale, zero, begin, end);
+        return quantize_of<FORMAT, F32, true>(q, x, codes, scale, zero, begin, end);
+    }
+    if (q.dtype == BF16) return quantize_of<FORMAT, BF16, false>(q, x, codes, scale, zero, begin, end);
+    if (q.dtype == F16) return quantize_of<FORMAT, F16, false>(q, x, codes, scale, zero, begin, end);
+    quantize_of<FORMAT, F32, false>(q, x, codes, scale, zero, begin, end);
+}
+
+template <class FORMAT>
+void dequantize_as(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin, int64_t end) {
+    if (q.dtype == BF16) return dequantize_of<FORMAT, BF16>(q, codes, scale, zero, x, begin, end);
+    if (q.dtype == F16) return dequantize_of<FORMAT, F16>(q, codes, scale, zero, x, begin, end);
+    dequantize_of<FORMAT, F32>(q, codes, scale, zero, x, begin, end);
+}
+
+// Calls function<format>(arguments).
+#define DSX_BY_FORMAT(function, ...)                                        \
+    switch (q.format) {                                                     \
+        case INT8: return function<Integer<8, true>>(__VA_ARGS__);          \
+        case INT4: return function<Integer<4, true>>(__VA_ARGS__);          \
+        case INT8_ASYM: return function<Integer<8, false>>(__VA_ARGS__);    \
+        case INT4_ASYM: return function<Integer<4, false>>(__VA_ARGS__);    \
+        case E4M3: return function<FloatE4M3>(__VA_ARGS__);                 \
+        case E5M2: return function<FloatE5M2>(__VA_ARGS__);                 \
+    }
+
+void quantize(const Quant& q, const char* x, char* codes, float* scale, float* zero, int64_t begin, int64_t end) {
+    DSX_BY_FORMAT(quantize_as, q, x, codes, scale, zero, begin, end)
+}
+void dequantize(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin, int64_t end) {
+    DSX_BY_FORMAT(dequantize_as, q, codes, scale, zero, x, begin, end)
+}
+void reduce(const Quant& q, const char* codes, const float* scale, const float* zero, int64_t ranks, int64_t code_stride,
+            int64_t scale_stride, float factor, float* out, int64_t begin, int64_t end) {
+    DSX_BY_FORMAT(reduce_of, q, codes, scale, zero, ranks, code_stride, scale_stride, factor, out, begin, end)
 }
 
 }  // namespace
 
 extern const QuantKernels quant_table;
-const QuantKernels quant_table = {quantize, dequantize};
+const QuantKernels quant_table = {quantize, dequantize, reduce};
 
 }  // namespace DSX_ISA
 }  // namespace dsx

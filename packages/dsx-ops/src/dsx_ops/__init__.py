@@ -10,6 +10,15 @@ The optimizers are ordinary `torch.optim.Optimizer`s. `python -m dsx_ops` report
 
 from . import onebit
 from ._version import __version__
+from .codes.exchange import (
+    LocoQuantizer,
+    reduce_dequantize,
+    reduce_quantize,
+    swizzle_quantize,
+    unswizzle_dequantize,
+)
+from .codes.quantize import Quantized, dequantize, dequantize_fp8, quantize, quantize_fp8
+from .cuda import operators as _cuda_operators  # noqa: F401  registers the kernels for CUDA tensors
 from .errors import HyperparameterError, NativeMissingError, OpsError, TensorError
 from .functional.dropout import bias_dropout_residual, dropout, dropout_mask
 from .functional.gelu import bias_gelu
@@ -19,7 +28,6 @@ from .native import native_status, reference_only
 from .optim.adam import Adam8bit, CPUAdam, FusedAdam
 from .optim.lamb import FusedLamb
 from .optim.simple import SGD, CPUAdagrad, CPULion, FusedLion
-from .quantize import Quantized, dequantize, quantize
 from .update import Norm, clip_grad_norm_, norm, scale_, squared_norms
 
 # The names under which existing scripts know them.
@@ -39,6 +47,7 @@ __all__ = [
     "FusedLamb",
     "FusedLion",
     "HyperparameterError",
+    "LocoQuantizer",
     "NativeMissingError",
     "Norm",
     "OpsError",
@@ -51,15 +60,21 @@ __all__ = [
     "bias_gelu",
     "clip_grad_norm_",
     "dequantize",
+    "dequantize_fp8",
     "dropout",
     "dropout_mask",
     "layer_norm",
     "masked_softmax",
     "native_status",
-    "onebit",
     "norm",
+    "onebit",
     "quantize",
+    "quantize_fp8",
+    "reduce_dequantize",
+    "reduce_quantize",
     "reference_only",
     "scale_",
     "squared_norms",
+    "swizzle_quantize",
+    "unswizzle_dequantize",
 ]

@@ -236,7 +236,8 @@ def _block_max(x: Tensor) -> Tensor:
     return padded.amax(dim=1)
 
 
-def _inverse(scale: Tensor) -> Tensor:
+def inverse(scale: Tensor) -> Tensor:
+    """1 / scale; 0 where fp32 cannot invert it."""
     tiny = torch.finfo(torch.float32).tiny
     return torch.where(scale < tiny, torch.zeros_like(scale), scale.reciprocal())
 
@@ -259,8 +260,8 @@ def _adam8(piece: Slot, h: Lowered) -> None:
     first, second = noise(h.seed, piece.offset, count, p.device)
     for scale, top in zip(piece.scales, (_block_max(m.abs()), _block_max(v))):
         scale.copy_(top)
-    m_part = (m.abs() * _per_element(_inverse(piece.scales[0]), count)).clamp_(max=1.0)
-    v_part = (v * _per_element(_inverse(piece.scales[1]), count)).clamp_(max=1.0)
+    m_part = (m.abs() * _per_element(inverse(piece.scales[0]), count)).clamp_(max=1.0)
+    v_part = (v * _per_element(inverse(piece.scales[1]), count)).clamp_(max=1.0)
     sign = (m.view(torch.int32) < 0).to(torch.int64) << 7
     piece.states[0].copy_(encode8(m_part, first >> 12, FIRST_CODES) | sign)
     code = encode8(v_part, second >> 12, SECOND_CODES)

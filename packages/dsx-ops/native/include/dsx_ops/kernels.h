@@ -61,20 +61,31 @@ constexpr int64_t ALIGN = 64;      // thread borders fall on multiples of this, 
 constexpr int64_t BLOCK8 = 256;    // elements per scale of the 8-bit states
 constexpr int64_t CHUNK = 4096;    // elements per partial sum of a reduction
 
-// Groupwise integer quantisation. Symmetric: scale = max|x| / (2^(bits-1) - 1). Asymmetric: scale = (max - min) / (2^bits - 1), zero = min.
+// Groupwise codes of x. INT8, INT4 symmetric: scale = max|x| / (2^(bits-1) - 1). Asymmetric: scale = (max - min) / (2^bits - 1), zero = min.
+// E4M3, E5M2: scale = max|x| / largest number of the format.
+enum Format : int32_t { INT8 = 0, INT4 = 1, INT8_ASYM = 2, INT4_ASYM = 3, E4M3 = 4, E5M2 = 5 };  // INT4: even element in the low half
+
 struct Quant {
+    Format format;
     DType dtype;       // of x
-    int64_t group;     // elements per scale; a multiple of 16
-    int32_t bits;      // 8 or 4 (two codes per byte, the even element in the low half)
-    bool symmetric, stochastic;
+    int64_t group;     // elements per scale; even for INT4
+    bool stochastic;
     uint32_t seed;
     int64_t offset;
+    // Where the groups go (and come from): x is [nodes, devices, chunk], the codes are [pipeline, devices, nodes, chunk / pipeline].
+    // slice: groups per chunk / pipeline; 0 leaves the groups where they are.
+    int64_t nodes, devices, pipeline, slice;
+    bool stream;       // write past the caches (dequantize, reduce)
 };
 
 struct QuantKernels {
-    // [begin, end) in elements; begin is a multiple of the group.
+    // [begin, end) in elements of x; begin is a multiple of the group.
     void (*quantize)(const Quant& q, const char* x, char* codes, float* scale, float* zero, int64_t begin, int64_t end);
     void (*dequantize)(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin, int64_t end);
+    // out[i - begin] = factor times the sum over ranks, in order, of what their codes stand for. Rank r's codes, scales and zeros begin
+    // r times the strides further. begin is even.
+    void (*reduce)(const Quant& q, const char* codes, const float* scale, const float* zero, int64_t ranks, int64_t code_stride,
+                   int64_t scale_stride, float factor, float* out, int64_t begin, int64_t end);
 };
 
 // One bit per element: 1 for >= 0 (also -0), 0 for negative and NaN; element i in bit i % 8 of byte i / 8.
