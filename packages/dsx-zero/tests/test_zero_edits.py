@@ -60,6 +60,29 @@ def test_an_edit_lasts(world, dtype):
         run_ranks(check_edits, world, dtype, persistence)
 
 
+def check_data_edit(rank, world, stage):
+    """Writes through `.data` leave no trace; `refresh_fp32_params` takes them over."""
+    model, optimizer = dsx_zero.shard(
+        tiny.MLP().bfloat16(), lambda params: torch.optim.SGD(params, lr=1e-3), stage=stage
+    )
+    assert optimizer.get_global_grad_norm() is None and not optimizer.overflow and optimizer.loss_scale == 1.0
+    name = next(name for name, _ in model.named_parameters())
+    model.get_parameter(name).data.fill_(0.75)
+    optimizer.refresh_fp32_params()
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, rank, 1)
+    assert torch.equal(whole(model.get_parameter(name)), torch.full_like(whole(model.get_parameter(name)), 0.75))
+    assert optimizer.get_global_grad_norm() > 0 and not optimizer.overflow
+    optimizer.follow_loss_scale(lambda: 8.0)
+    assert optimizer.loss_scale == optimizer.cur_scale == 8.0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_masters_can_be_refreshed(world):
+    for stage in range(4):
+        run_ranks(check_data_edit, world, stage)
+
+
 def check_saved_edit(rank, world):
     model, optimizer = dsx_zero.shard(tiny.MLP().bfloat16(), lambda params: torch.optim.SGD(params, lr=1e-3), stage=2)
     name, parameter = next(iter(model.named_parameters()))

@@ -23,6 +23,7 @@ __all__ = [
     "copy_targets",
     "make_masters",
     "place_masters",
+    "refresh_master",
     "replace_parameters",
     "write_parameters",
 ]
@@ -132,6 +133,14 @@ def write_parameters(group: FlatGroup, *, whole: bool) -> None:
     target = group.full if whole else group.shard
     if master is not None and master.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
         target.copy_(master)
+
+
+def refresh_master(group: FlatGroup, *, whole: bool) -> None:
+    """The reverse of `write_parameters`: the masters take the parameters' values."""
+    master = group.master
+    source = group.full if whole else group.shard
+    if master is not None and master.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+        master.copy_(source)
 
 
 def copy_targets(masters: Sequence[Master], *, whole: bool) -> dict[torch.Tensor, torch.Tensor]:

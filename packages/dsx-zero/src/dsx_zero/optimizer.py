@@ -12,7 +12,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from .flat import FlatGroup, Unit
 from .frozen import Frozen
 from .gradients import Gradients
 from .local_state import count_bytes, load_local, save_local
-from .masters import Master, copy_targets, write_parameters
+from .masters import Master, copy_targets, refresh_master, write_parameters
 from .norm import CLIP_EPSILON, global_norm
 from .slices import ParamSlice, Reader, iter_slices, load_slices
 from .units import ParameterInfo
@@ -142,6 +142,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._copies = copy_targets(masters, whole=runtime.whole) if self._takes_copies else {}
         self._frozen = Frozen((g for u in runtime.units for g in u.groups), masters)
         self._edits = Edits((g for u in runtime.units for g in u.groups), whole=runtime.whole)
+        self._latest: StepOutcome | None = None
+        self._loss_scale: Callable[[], float] = lambda: 1.0
         self._connect_norms()
 
     # The surface of torch.optim.Optimizer -----------------------------------------------------------------------------
@@ -226,7 +228,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         run.gradients.finish()
         norm = self._norm(grad_scale)
         if run.checks_overflow and not torch.isfinite(norm).item():
-            return StepOutcome(True, norm, loss)
+            return self._note(StepOutcome(True, norm, loss))
         factor = self._factor(norm, grad_scale, max_norm)
         self._edits.take_over()
         self._step_inner(factor)
@@ -236,7 +238,40 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     write_parameters(group, whole=run.whole)
             run.residency.publish(unit)
         run.residency.finish()
-        return StepOutcome(False, norm, loss)
+        return self._note(StepOutcome(False, norm, loss))
+
+    def _note(self, outcome: StepOutcome) -> StepOutcome:
+        self._latest = replace(outcome, loss=None)  # the loss may hold a graph
+        return outcome
+
+    # What scripts ask after a step -----------------------------------------------------------------------------------
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the latest step was skipped because a gradient was not finite."""
+        return self._latest is not None and self._latest.overflow
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the latest step's unscaled gradients over all ranks, before clipping; None before the first step."""
+        return None if self._latest is None else float(self._latest.grad_norm)
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss of the next backward: that of whoever scales the loss (`follow_loss_scale`), else 1.0."""
+        return self._loss_scale()
+
+    cur_scale = loss_scale
+
+    def follow_loss_scale(self, scale: Callable[[], float]) -> None:
+        """Let `loss_scale` show the factor that the owner of the scaler uses; what is done with gradients does not change."""
+        self._loss_scale = scale
+
+    @torch.no_grad()
+    def refresh_fp32_params(self) -> None:
+        """Make the masters equal to the parameters, for values that were written in a way the next step does not notice (`p.data`)."""
+        for unit in self._runtime.trainable_units():
+            for group in unit.trainable:
+                refresh_master(group, whole=self._runtime.whole)
 
     # State ------------------------------------------------------------------------------------------------------------
 
