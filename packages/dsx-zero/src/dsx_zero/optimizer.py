@@ -12,7 +12,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +45,10 @@ class StepOutcome:
         self.overflow = overflow
         self._norm = norm
         self.loss = loss
+
+    def without_loss(self) -> StepOutcome:
+        """The same, holding nothing of the closure."""
+        return StepOutcome(self.overflow, self._norm)
 
     @property
     def grad_norm(self) -> float | None:
@@ -241,7 +245,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._note(StepOutcome(False, norm, loss))
 
     def _note(self, outcome: StepOutcome) -> StepOutcome:
-        self._latest = replace(outcome, loss=None)  # the loss may hold a graph
+        self._latest = outcome.without_loss()  # which may hold a graph
         return outcome
 
     # What scripts ask after a step -----------------------------------------------------------------------------------
@@ -253,7 +257,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the latest step's unscaled gradients over all ranks, before clipping; None before the first step."""
-        return None if self._latest is None else float(self._latest.grad_norm)
+        return None if self._latest is None else self._latest.grad_norm
 
     @property
     def loss_scale(self) -> float:
