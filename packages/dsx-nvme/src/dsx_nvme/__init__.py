@@ -1,0 +1,74 @@
+"""Tensors to and from disk at the drive's speed, alone or under ZeRO-Infinity.
+
+    import dsx_nvme
+    handle = dsx_nvme.aio_handle(queue_depth=32)
+    handle.async_pwrite(tensor, "tensor.bin")
+    handle.wait()
+
+`Engine` is the layer below (tickets, any number of files); `TensorFile` and `TensorStore` are the layer above (names, checksums).
+`python -m dsx_nvme` reports what runs here and why.
+"""
+
+from ._version import __version__
+from .builders import AsyncIOBuilder, GDSBuilder
+from .checksum import crc32
+from .config import AioConfig
+from .engine import Engine
+from .errors import (
+    BudgetError,
+    ChecksumError,
+    DataRaceError,
+    EndOfFileError,
+    ForkError,
+    FormatError,
+    NvmeError,
+    OptionError,
+    TensorError,
+    TransferError,
+)
+from .files import Access, access, explain
+from .gds import gds_handle
+from .handle import aio_handle, aio_read, aio_write, deepspeed_memcpy
+from .memory import empty
+from .native import native_status
+from .pool import Buffer, BufferPool
+from .store import TensorStore
+from .swap import OptimizerSwapper, ParameterSwapper
+from .tensor_file import TensorFile
+from .ticket import Ticket
+
+__all__ = [
+    "Access",
+    "AioConfig",
+    "AsyncIOBuilder",
+    "Buffer",
+    "BufferPool",
+    "BudgetError",
+    "ChecksumError",
+    "DataRaceError",
+    "EndOfFileError",
+    "Engine",
+    "ForkError",
+    "FormatError",
+    "GDSBuilder",
+    "NvmeError",
+    "OptimizerSwapper",
+    "OptionError",
+    "ParameterSwapper",
+    "TensorError",
+    "TensorFile",
+    "TensorStore",
+    "Ticket",
+    "TransferError",
+    "__version__",
+    "access",
+    "aio_handle",
+    "aio_read",
+    "aio_write",
+    "crc32",
+    "deepspeed_memcpy",
+    "empty",
+    "explain",
+    "gds_handle",
+    "native_status",
+]

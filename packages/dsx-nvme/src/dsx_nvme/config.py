@@ -1,0 +1,67 @@
+"""The `aio` section of a configuration, as a frozen dataclass: this package validates without further libraries.
+
+Names and defaults are those that configurations for DeepNVMe carry. `dsx` turns it into a strict model of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .engine import Engine
+from .errors import OptionError
+from .handle import aio_handle
+
+# Other names under which the same setting is written; booleans as text are what older tuners printed.
+ALIASES = {"thread_count": "intra_op_parallelism", "num_threads": "intra_op_parallelism"}
+TEXT = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class AioConfig:
+    """Asynchronous file I/O for offload to disk."""
+
+    block_size: int = field(default=1 << 20, metadata={"description": "bytes per request"})
+    queue_depth: int = field(default=8, metadata={"description": "requests in flight per thread"})
+    intra_op_parallelism: int = field(default=1, metadata={"description": "threads that share one transfer"})
+    single_submit: bool = field(default=False, metadata={"description": "submit requests one by one"})
+    overlap_events: bool = field(default=True, metadata={"description": "take completions one by one"})
+    use_gds: bool = field(default=False, metadata={"description": "transfer between disk and GPU directly"})
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, kind = getattr(self, f.name), type(f.default)
+            if type(value) is not kind or (kind is int and value < 1):
+                wanted = "true or false" if kind is bool else "a whole number of at least 1"
+                raise OptionError(f"aio.{f.name}: got {value!r}, expected {wanted}")
+
+    @classmethod
+    def from_dict(cls, section: Mapping[str, Any]) -> AioConfig:
+        """Read a section (or a file's content with an `aio` section in it). Raises OptionError for an unknown key."""
+        section = section["aio"] if set(section) == {"aio"} else section
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for key, value in section.items():
+            name = ALIASES.get(key, key)
+            if name not in known:
+                raise OptionError(f"aio.{key}: unknown; expected one of {', '.join(sorted(known))}")
+            if name in values and values[name] != value:
+                raise OptionError(
+                    f"aio.{key}: got {value!r} here and {values[name]!r} under another name of the same setting"
+                )
+            values[name] = TEXT.get(value.lower(), value) if isinstance(value, str) else value
+        return cls(**values)
+
+    def handle(self) -> aio_handle:
+        """An `aio_handle` with these settings."""
+        return aio_handle(
+            self.block_size, self.queue_depth, self.single_submit, self.overlap_events, self.intra_op_parallelism
+        )
+
+    def engine(self, engine: str = "auto") -> Engine:
+        """An `Engine` with these settings."""
+        return Engine(
+            engine, block_size=self.block_size, queue_depth=self.queue_depth, threads=self.intra_op_parallelism,
+            single_submit=self.single_submit, overlap_events=self.overlap_events,
+        )  # fmt: skip

@@ -1,0 +1,126 @@
+"""NVIDIA's cuFile (GPUDirect Storage), found and loaded at run time, through the few functions needed here.
+
+Without nvidia-fs cuFile itself goes through host memory. The declarations follow NVIDIA's cuFile API reference; no header of theirs is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import EndOfFileError, NvmeError, TransferError
+
+LIBRARY_VARIABLE = "DSX_CUFILE_LIBRARY"
+OPAQUE_FD = 1
+FIRST_CUFILE_CODE = 5000  # codes of cuFile's own begin here
+
+
+class _Error(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_int), ("cuda", ctypes.c_int)]
+
+
+class _Handle(ctypes.Union):
+    _fields_ = [("fd", ctypes.c_int), ("pointer", ctypes.c_void_p)]
+
+
+class _Descriptor(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("handle", _Handle), ("operations", ctypes.c_void_p)]
+
+
+class CuFile:
+    """An open cuFile driver. Make it with `load()`."""
+
+    def __init__(self, library: ctypes.CDLL, where: str) -> None:
+        self.where = where
+        move = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong, ctypes.c_longlong]
+        self._open = _declare(library, "cuFileDriverOpen", _Error, [])
+        self._register = _declare(library, "cuFileHandleRegister", _Error, [ctypes.c_void_p, ctypes.c_void_p])
+        self._deregister = _declare(library, "cuFileHandleDeregister", None, [ctypes.c_void_p])
+        self._pin = _declare(library, "cuFileBufRegister", _Error, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int])
+        self._unpin = _declare(library, "cuFileBufDeregister", _Error, [ctypes.c_void_p])
+        self._move = {
+            "read": _declare(library, "cuFileRead", ctypes.c_ssize_t, move),
+            "write": _declare(library, "cuFileWrite", ctypes.c_ssize_t, move),
+        }
+        self._check(self._open(), "cuFileDriverOpen")
+
+    def register_file(self, fd: int) -> int:
+        """A handle for an open file; give it back with `deregister_file`."""
+        descriptor = _Descriptor(OPAQUE_FD, _Handle(fd=fd), None)
+        handle = ctypes.c_void_p()
+        self._check(self._register(ctypes.byref(handle), ctypes.byref(descriptor)), "cuFileHandleRegister")
+        return handle.value or 0
+
+    def deregister_file(self, handle: int) -> None:
+        """Give a handle back."""
+        self._deregister(handle)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Register device memory, so that transfers go straight to it."""
+        self._check(self._pin(address, nbytes, 0), "cuFileBufRegister")
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+        self._check(self._unpin(address), "cuFileBufDeregister")
+
+    def transfer(self, op: str, handle: int, base: int, start: int, nbytes: int, offset: int, path: str) -> int:
+        """Move `nbytes` between device memory at base + start and the file at `offset`; returns nbytes, or raises TransferError."""
+        done = 0
+        while done < nbytes:
+            count = self._move[op](handle, base, nbytes - done, offset + done, start + done)
+            about = {"op": op, "offset": offset + done, "nbytes": nbytes}
+            if count == 0 and op == "read":
+                text = f"the file ends at {offset + done}, {nbytes - done} bytes more were to be read"
+                raise EndOfFileError(errno.ENODATA, text, path, **about)
+            if count == 0:
+                raise TransferError.of(errno.ENOSPC, path, **about)
+            if count == -1:
+                number = ctypes.get_errno() or errno.EIO
+                if number == errno.EINTR:
+                    continue
+                raise TransferError.of(number, path, **about)
+            if count < 0:
+                raise TransferError(
+                    errno.EIO, f"cuFile answered code {-count} at file offset {offset + done}", path, **about
+                )
+            done += count
+        return done
+
+    @staticmethod
+    def _check(error: _Error, call: str) -> None:
+        if error.code != 0:
+            raise NvmeError(
+                f"{call} answered code {error.code} (CUDA {error.cuda}); see cufile.log and NVIDIA's GDS guide"
+            )
+
+
+def _declare(library: ctypes.CDLL, name: str, result: type | None, arguments: list) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+def candidates() -> Iterator[str]:
+    """Where the library may be, best first."""
+    if os.environ.get(LIBRARY_VARIABLE):
+        yield os.environ[LIBRARY_VARIABLE]
+        return
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations or () if spec else ():
+        yield from sorted(str(p) for p in Path(root).glob("**/lib/libcufile.so*"))
+    yield from ("libcufile.so.0", "libcufile.so")
+
+
+def load() -> tuple[CuFile | None, str]:
+    """cuFile with its driver open, or None and the reason."""
+    reasons = []
+    for where in candidates():
+        try:
+            return CuFile(ctypes.CDLL(where, use_errno=True), where), ""
+        except (OSError, AttributeError, NvmeError) as error:
+            reasons.append(f"{where}: {error}")
+    return None, "; ".join(reasons)

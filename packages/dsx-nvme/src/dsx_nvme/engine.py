@@ -1,0 +1,347 @@
+"""Starts transfers between tensors and files, and keeps account of what is in flight.
+
+One `Engine` serves any number of files on any file systems: for each it picks the native engine (see `files.py`) and makes it when it
+is first needed. It keeps tensors and descriptors alive while the kernel works on them, refuses a transfer that would race
+with another one, waits for everything before it goes, and starts afresh in a forked child.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import fallback, files, native, staging
+from .errors import DataRaceError, OptionError, TensorError
+from .files import OpenFile
+from .ticket import Description, EngineJob, FutureJob, Guard, Job, Ticket
+
+MAX_THREADS = 8  # of the engines that block in system calls, when only a queue depth is given
+PRUNE_ABOVE = 64  # tickets; how many may lie around finished before they are cleared away
+Begin = Callable[[str, torch.Tensor, OpenFile, int], Job]  # (op, tensor, file, offset)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an engine works. Names as in the `aio` section of a configuration, sizes in bytes."""
+
+    engine: str = "auto"
+    block_size: int = 1 << 20
+    queue_depth: int = 32
+    threads: int = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+    direct: bool = True
+
+    def __post_init__(self) -> None:
+        files.check_engine(self.engine)
+        for name in ("block_size", "queue_depth", "threads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name}={value!r}: expected a whole number of at least 1")
+
+    def make(self, kind: str) -> Any:
+        """A native engine of this kind (or the Python one)."""
+        blocking = max(self.threads, min(self.queue_depth, MAX_THREADS))
+        if kind == "python":
+            return fallback.PythonEngine(self.block_size, blocking)
+        workers = blocking if kind == "threads" else self.threads
+        return native.module().Engine(
+            kind, self.block_size, self.queue_depth, workers, self.single_submit, self.overlap_events
+        )
+
+
+class _State:
+    """What must outlive the `Engine` object until nothing is in flight: native engines, tickets, open files."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty. In a forked child this drops the parent's engines, which then do nothing."""
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.engines: dict[str, Any] = {}
+        self.tickets: dict[int, Ticket] = {}
+        self.failed: list[Ticket] = []
+        self.files: dict[tuple, OpenFile] = {}
+        self.buffers: dict[int, tuple[int, int, dict[str, int]]] = {}
+        self.stager: staging.Stager | None = None
+        self.closed = False
+        self.next_ticket = 0
+        self.prune_at = PRUNE_ABOVE
+
+    def engine(self, kind: str) -> Any:
+        with self.lock:
+            if self.closed:
+                raise OptionError("this Engine is closed; make a new one")
+            if kind not in self.engines:
+                self.engines[kind] = self.options.make(kind)
+                for address, nbytes, slots in self.buffers.values():
+                    slots[kind] = self.engines[kind].add_buffer(address, nbytes)
+            return self.engines[kind]
+
+    def prune(self) -> None:
+        """Clear away what has finished; failures are kept for `wait_all`."""
+        for ticket in list(self.tickets.values()):
+            ticket.settle_if_done()
+
+    def over(self, number: int, file: OpenFile | None) -> None:
+        """A ticket has nothing in flight any more."""
+        with self.lock:
+            ticket = self.tickets.pop(number, None)
+            if ticket is not None and ticket.failed:
+                self.failed.append(ticket)
+            if file is not None and file.release():
+                for key in [k for k, f in self.files.items() if f is file]:
+                    del self.files[key]
+
+    def drain(self) -> None:
+        """Wait for everything, then end the threads."""
+        for ticket in list(self.tickets.values()):
+            ticket.exception()
+        if self.stager is not None:
+            self.stager.close()
+        with self.lock:
+            self.closed = True
+            engines, self.engines = self.engines, {}
+        for engine in engines.values():
+            engine.close()
+
+
+_states: weakref.WeakSet[_State] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: [state.reset() for state in list(_states)])
+
+
+def _drain(state: _State) -> None:
+    if os.getpid() == state.pid:
+        state.drain()
+
+
+class Engine:
+    """Asynchronous transfers between tensors and files.
+
+    `block_size`: bytes per submission; `queue_depth`: submissions in flight per ring; `threads`: rings;
+    `single_submit`: one system call per submission; `overlap_events`: take each completion as it comes instead of several at a time;
+    `engine`: "auto" (by file), "io_uring", "libaio", "threads" or "python" (the environment's DSX_NVME_ENGINE comes first);
+    `direct`: whether to go past the page cache where that is possible. Raises OptionError.
+    """
+
+    def __init__(
+        self, engine: str = "auto", *, block_size: int = 1 << 20, queue_depth: int = 32, threads: int = 1,
+        single_submit: bool = False, overlap_events: bool = True, direct: bool = True,
+    ) -> None:  # fmt: skip
+        self.options = Options(engine, block_size, queue_depth, threads, single_submit, overlap_events, direct)
+        self._state = _State(self.options)
+        _states.add(self._state)
+        self._finalizer = weakref.finalize(self, _drain, self._state)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for everything in flight and end the threads. Errors of tickets nobody waited for are not raised here."""
+        self._finalizer()
+
+    def open(self, path: str | os.PathLike | int, *, write: bool) -> OpenFile:
+        """Open a file for several transfers; it is registered with the ring. `close_file` closes it."""
+        file = files.open_file(path, write=write, engine=self.options.engine, direct=self.options.direct)
+        if file.direct_fd >= 0:
+            kind = file.access.engine
+            slot = self._state.engine(kind).add_file(file.direct_fd)
+            if slot >= 0:
+                file.slots[kind] = slot
+        return file
+
+    def close_file(self, file: OpenFile) -> None:
+        """Close a file of `open`; transfers in flight end first by themselves."""
+        for kind, slot in file.slots.items():
+            self._state.engine(kind).drop_file(slot)
+        file.slots.clear()
+        with self._state.lock:
+            file.release()
+
+    def register(self, tensor: torch.Tensor) -> None:
+        """Announce memory that will be used often (at most 1 GiB in one piece), so that its pages are pinned once.
+
+        Where the kernel does not allow it, nothing changes; `stats()` says why. `unregister` it before it is freed.
+        """
+        address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        state = self._state
+        with state.lock:
+            slots = {kind: engine.add_buffer(address, nbytes) for kind, engine in state.engines.items()}
+            state.buffers[address] = (address, nbytes, slots)
+
+    def unregister(self, tensor: torch.Tensor) -> None:
+        """Undo `register`."""
+        state = self._state
+        with state.lock:
+            _, _, slots = state.buffers.pop(tensor.data_ptr(), (0, 0, {}))
+            for kind, slot in slots.items():
+                if slot >= 0 and kind in state.engines:
+                    state.engines[kind].drop_buffer(slot)
+
+    def write(
+        self, tensor: torch.Tensor, file: str | os.PathLike | int | OpenFile, offset: int | None = None, *,
+        after: Callable[[], None] | None = None,
+    ) -> Ticket:  # fmt: skip
+        """Start writing a tensor's bytes to `file`, at `offset` bytes.
+
+        `offset=None` says that the tensor is the whole file: it begins at 0, and what an older, longer file has beyond it is cut off. The
+        tensor must not be written to before `wait`. `after` runs once, in the waiting thread, after success.
+        """
+        return self.start("write", tensor, file, offset, after=after)
+
+    def read(
+        self, tensor: torch.Tensor, file: str | os.PathLike | int | OpenFile, offset: int | None = 0, *,
+        after: Callable[[], None] | None = None,
+    ) -> Ticket:  # fmt: skip
+        """Start filling a tensor from `file`, from `offset` bytes on. The tensor must not be used before `wait`."""
+        return self.start("read", tensor, file, offset, after=after)
+
+    def wait_all(self) -> int:
+        """Wait for everything that is in flight; returns how many transfers that were.
+
+        Raises the first error of those, or of an earlier transfer whose ticket nobody waited for.
+        """
+        state = self._state
+        tickets = list(state.tickets.values())
+        for ticket in tickets:
+            ticket.exception()
+        with state.lock:
+            failed, state.failed = state.failed, []
+        for ticket in failed:
+            if not ticket.reported:
+                ticket.wait()
+        return len(tickets)
+
+    def in_flight(self) -> int:
+        """How many transfers are not over."""
+        self._state.prune()
+        return len(self._state.tickets)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Counters by native engine in use; see README."""
+        with self._state.lock:
+            return {kind: engine.statistics() for kind, engine in self._state.engines.items()}
+
+    def explain(self, path: str | os.PathLike) -> str:
+        """Which engine serves a file or folder, and why."""
+        return files.explain(path, engine=self.options.engine)
+
+    def start(
+        self, op: str, tensor: torch.Tensor, target: Any, offset: int | None, *, begin: Begin | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> Ticket:  # fmt: skip
+        """What `read` and `write` do, for another way of moving the bytes: `begin(op, tensor, file, offset)` starts it and returns its job."""
+        staging.check(tensor)
+        if offset is not None and offset < 0:
+            raise OptionError(f"offset={offset}: expected at least 0")
+        state = self._state
+        if len(state.tickets) > state.prune_at:
+            state.prune()
+            state.prune_at = max(PRUNE_ABOVE, 2 * len(state.tickets))
+        guard = Guard.of(tensor)
+        self._refuse_race(op, guard)
+        file = self._acquire(target, op == "write")
+        what = Description(op, file.path, offset or 0, guard.end - guard.start)
+        try:
+            if op == "write":
+                files.reserve(file, what.offset, what.nbytes, exact=offset is None)
+            if begin is None:
+                begin = self._begin_staged if staging.needed(tensor) else self._begin_plain
+            return self._keep(begin, what, guard, file, after)
+        except BaseException:
+            state.over(-1, file)
+            raise
+
+    def _keep(self, begin: Begin, what: Description, guard: Guard, file: OpenFile, after: Any) -> Ticket:
+        state = self._state
+        with state.lock:
+            job = begin(what.op, guard.tensor, file, what.offset)
+            if isinstance(job, FutureJob) and what.op == "read":
+                guard.version = None  # delivering the pieces raises it
+            state.next_ticket += 1
+            number = state.next_ticket
+            steps = (after,) if after is not None else ()
+            ticket = Ticket(job, what, guard, over=lambda: state.over(number, file), after=steps)
+            state.tickets[number] = ticket
+        return ticket
+
+    def _begin_plain(self, op: str, tensor: torch.Tensor, file: OpenFile, offset: int) -> Job:
+        access = file.access
+        engine = self._state.engine(access.engine)
+        number = engine.submit(
+            op == "write", file.direct_fd, file.plain_fd, file.slots.get(access.engine, -1), tensor.data_ptr(),
+            tensor.numel() * tensor.element_size(), offset, access.memory_align, access.offset_align,
+        )  # fmt: skip
+        return EngineJob(engine, number)
+
+    def _begin_staged(self, op: str, tensor: torch.Tensor, file: OpenFile, offset: int) -> Job:
+        state = self._state
+        if state.stager is None:
+            state.stager = staging.Stager(weakref.proxy(self))
+        return FutureJob(state.stager.start(op, tensor, file, offset))
+
+    def _refuse_race(self, op: str, guard: Guard) -> None:
+        """Two transfers of the same memory are a race unless both only read the memory (that is: write files)."""
+        for other in list(self._state.tickets.values()):
+            g = other.guard
+            if op == "write" and other.what.op == "write":
+                continue
+            if guard.start < g.end and g.start < guard.end and not other.settle_if_done():
+                raise DataRaceError(
+                    f"the memory of this {op} takes part in a {other.what.op} of {other.what.path} that is in flight; "
+                    "wait for that one first"
+                )
+
+    def _acquire(self, target: Any, write: bool) -> OpenFile:
+        """An open file with one user more: the caller's, one that is open already, or a new one."""
+        state = self._state
+        if isinstance(target, OpenFile):
+            if target.users < 1:
+                raise TensorError(f"{target.path} is closed")
+            if write and not target.write:
+                raise OptionError(f"{target.path} is open for reading; open it with write=True")
+            with state.lock:
+                target.users += 1
+            return target
+        key = (target if isinstance(target, int) else os.fspath(target), write)
+        with state.lock:
+            known = state.files.get(key)
+            if known is not None and _same(known, key[0]):
+                known.users += 1
+                return known
+        while True:
+            try:
+                file = files.open_file(target, write=write, engine=self.options.engine, direct=self.options.direct)
+                break
+            except OSError as error:
+                waiting = next(iter(state.tickets.values()), None)
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or waiting is None:
+                    raise
+                waiting.exception()  # its descriptors come free
+        if not isinstance(target, int):
+            with state.lock:
+                state.files[key] = file
+        return file
+
+
+def _same(file: OpenFile, path: str) -> bool:
+    """Whether the path still names the file that is open."""
+    try:
+        info = os.stat(path)
+    except OSError:
+        return False
+    return file.identity == (info.st_dev, info.st_ino)

@@ -1,0 +1,78 @@
+"""The errors of dsx-nvme: each says what it got, what it expected and what to do.
+
+What a file system or the kernel refuses is a `TransferError`, which is an `OSError` with errno and file name; what the caller got
+wrong is a `ValueError`; what went wrong between threads is a `RuntimeError`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+
+class NvmeError(RuntimeError):
+    """Base of what goes wrong at run time in dsx-nvme without a system call being at fault."""
+
+
+class DataRaceError(NvmeError):
+    """A tensor was used while a transfer from or to it was in flight. What arrived is undefined."""
+
+
+class ForkError(NvmeError):
+    """A transfer begun by the parent process is waited for in a forked child."""
+
+
+class BudgetError(NvmeError):
+    """A buffer pool has no room for what was asked of it."""
+
+
+class TensorError(ValueError):
+    """A tensor that cannot be transferred: its layout, type or device. Nothing was moved."""
+
+
+class OptionError(ValueError):
+    """An option out of its range, or a name that is none."""
+
+
+class FormatError(ValueError):
+    """A file that is not what it is opened as."""
+
+
+class TransferError(OSError):
+    """A transfer failed. `filename`, `errno`; `op` is "read" or "write"; `offset` is where in the file; `nbytes` was asked for."""
+
+    def __init__(self, number: int, text: str, path: str, *, op: str, offset: int, nbytes: int) -> None:
+        super().__init__(number, text, path)
+        self.op = op
+        self.offset = offset
+        self.nbytes = nbytes
+
+    @classmethod
+    def of(cls, number: int, path: str, *, op: str, offset: int, nbytes: int) -> TransferError:
+        """The error for an errno. `offset`: where it struck; `nbytes`: size of the whole transfer."""
+        hint = _HINTS.get(number, "")
+        text = f"{os.strerror(number)}: {op} of {nbytes} bytes failed at file offset {offset}{hint}"
+        return cls(number, text, path, op=op, offset=offset, nbytes=nbytes)
+
+    def __reduce__(self) -> tuple:  # OSError's own drops the keywords
+        state = {"op": self.op, "offset": self.offset, "nbytes": self.nbytes}
+        return (_rebuild, (type(self), self.errno, self.strerror, self.filename, state))
+
+
+class EndOfFileError(TransferError):
+    """A file ends before the bytes that were to be read from it."""
+
+
+class ChecksumError(TransferError):
+    """What was read is not what was written."""
+
+
+_HINTS = {
+    errno.ENOSPC: "; free space on that file system or choose another folder",
+    errno.EFBIG: "; the process or the file system limits the size of a file (ulimit -f)",
+    errno.EMFILE: "; raise the limit of open files (ulimit -n) or wait for transfers before starting more",
+}
+
+
+def _rebuild(kind: type, number: int, text: str, path: str, state: dict) -> TransferError:
+    return kind(number, text, path, **state)

@@ -1,0 +1,111 @@
+"""Host memory that devices reach without a copy: page-aligned, in huge pages where the kernel has them, optionally page-locked.
+
+torch aligns its own CPU memory to 64 bytes; direct I/O usually wants 512 or 4096. Tensors made here always fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .errors import NvmeError, OptionError
+
+Pin = Literal["auto", True, False]
+HUGE = 2 << 20
+
+
+@dataclass(frozen=True)
+class Locked:
+    """How memory is locked: by "cuda", by "mlock", or not ("none") and why."""
+
+    by: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A piece of page-aligned, zeroed memory. It lives as long as this or any tensor on it."""
+
+    region: mmap.mmap
+    address: int
+    nbytes: int
+    locked: Locked
+
+    def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """A 1-D tensor on its first `numel` elements."""
+        return torch.frombuffer(self.region, dtype=dtype, count=numel)
+
+
+def allocate(nbytes: int, pin: Pin = False) -> Memory:
+    """`nbytes` (at least 1) of memory, rounded up to pages.
+
+    `pin`: True locks its pages (for CUDA where there is CUDA, else by mlock) or raises `NvmeError`; "auto" tries and goes on
+    without; False leaves them.
+    """
+    region = _map(max(1, nbytes))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    locked = _lock(address, len(region), pin)
+    if locked.by == "cuda":
+        weakref.finalize(region, _unregister, address)
+    return Memory(region, address, nbytes, locked)
+
+
+def empty(
+    *shape: int | tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32, pin: Pin = False
+) -> torch.Tensor:
+    """A zeroed CPU tensor on page-aligned memory of its own; `pin` as for `allocate`."""
+    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    numel = math.prod(sizes)  # type: ignore[arg-type]
+    if numel == 0:
+        return torch.empty(sizes, dtype=dtype)  # type: ignore[arg-type]
+    return allocate(numel * dtype.itemsize, pin).tensor(dtype, numel).view(sizes)  # type: ignore[arg-type]
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size)
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory would get no huge pages
+    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages; only speed is at stake
+            region.madvise(mmap.MADV_HUGEPAGE)
+    return region
+
+
+def _lock(address: int, nbytes: int, pin: Pin) -> Locked:
+    if pin not in (True, False, "auto"):
+        raise OptionError(f"pin={pin!r}: expected True, False or 'auto'")
+    if pin is False:
+        return Locked("none", "not asked for")
+    locked = _register(address, nbytes) if torch.cuda.is_available() else _mlock(address, nbytes)
+    if pin is True and locked.by == "none":
+        raise NvmeError(f"{nbytes} bytes cannot be page-locked: {locked.reason}; use pin='auto' to go on without")
+    return locked
+
+
+def _register(address: int, nbytes: int) -> Locked:
+    code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+    return Locked("cuda") if int(code) == 0 else Locked("none", f"cudaHostRegister answered {code}")
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _mlock(address: int, nbytes: int) -> Locked:
+    if sys.platform == "win32":
+        return Locked("none", "mlock is not of this platform")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0:
+        return Locked("mlock")
+    number = ctypes.get_errno()
+    return Locked("none", f"mlock: {os.strerror(number)} (see ulimit -l)")

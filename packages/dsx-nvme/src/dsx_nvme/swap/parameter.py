@@ -1,0 +1,238 @@
+"""Parameters that live on disk and visit memory while they are used, read ahead in the order of the pass before.
+
+Memory is a pool of `buffer_count` x `buffer_size` elements. A parameter takes as much of it as it needs: one that is larger than a buffer
+takes several. What is given back stays as long as nobody needs the room, so that a parameter used twice in a row is read once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..engine import Engine
+from ..errors import BudgetError, NvmeError, OptionError
+from ..memory import Pin
+from ..pool import Buffer, BufferPool
+from ..store import TensorStore
+from ..tensor_file import Reading
+from ..ticket import Ticket
+
+
+@dataclass
+class _Guest:
+    """A parameter in memory."""
+
+    buffer: Buffer
+    tensor: torch.Tensor
+    reading: Reading | None = None
+    writing: Ticket | None = None
+    users: int = 0
+
+
+@dataclass
+class SwapCounts:
+    """How well the prefetch did: fetches served from memory, from a read under way, and by a read begun then."""
+
+    hits: int = 0
+    prefetched: int = 0
+    misses: int = 0
+
+
+class ParameterSwapper:
+    """See the module's text. Use as a context manager.
+
+    `max_in_cpu`: elements of parameters that stay in memory for good (first come, first kept); `ahead`: how many parameters to read ahead, as far
+    as there is room; `checksum`: check what is read. The files lie in `<folder>/parameters-rank<rank>`; `keep=False` removes them.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike, *, dtype: torch.dtype = torch.float32, buffer_count: int = 5,
+        buffer_size: int = 100_000_000, max_in_cpu: int = 0, ahead: int = 4, checksum: bool = False, rank: int = 0,
+        pin: Pin = "auto", engine: Engine | None = None, keep: bool = False,
+    ) -> None:  # fmt: skip
+        if min(buffer_count, buffer_size) < 1 or ahead < 0:
+            raise OptionError(
+                f"buffer_count={buffer_count}, buffer_size={buffer_size}, ahead={ahead}: expected at least 1, 1, 0"
+            )
+        self.dtype, self.ahead = dtype, ahead
+        self._own_engine = engine is None
+        self.engine = engine if engine is not None else Engine(queue_depth=16)
+        place = os.path.join(os.fspath(folder), f"parameters-rank{rank}")
+        self.store = TensorStore(place, engine=self.engine, checksum=checksum, keep=keep)
+        self.pool = BufferPool(max(4096, buffer_count * buffer_size * dtype.itemsize), pin=pin)
+        self.engine.register(self.pool.arena)
+        self.counts = SwapCounts()
+        self._kept: dict[str, torch.Tensor] = {}
+        self._room_kept = max_in_cpu
+        self._guests: OrderedDict[str, _Guest] = OrderedDict()  # least recently used first
+        self._order: list[str] = []  # of the last complete pass
+        self._seen: list[str] = []  # of this pass
+        self._next = 0
+        self._closed = False
+
+    def __enter__(self) -> ParameterSwapper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a parameter over; the caller may free its own copy. Raises BudgetError when it can never be in memory."""
+        if tensor.numel() * tensor.element_size() > self.pool.budget:
+            raise BudgetError(
+                f"{name}: {tensor.numel()} elements do not fit the {self.pool.budget} bytes of all buffers; raise buffer_size or buffer_count"
+            )
+        if tensor.numel() <= self._room_kept:
+            self._room_kept -= tensor.numel()
+            self._kept[name] = tensor.detach().to("cpu", self.dtype, copy=True)
+            return
+        self.store.put(name, tensor.detach().to(self.dtype).contiguous()).wait()
+
+    def fetch(self, name: str) -> torch.Tensor:
+        """The parameter in memory, to be given back with `release`. Waits for its read. Raises KeyError, BudgetError."""
+        self._seen.append(name)
+        if name in self._kept:
+            self._advance(name)
+            return self._kept[name]
+        guest = self._guests.get(name)
+        if guest is None:
+            self.counts.misses += 1
+            guest = self._invite(name, must=True)
+        elif guest.reading is not None:
+            self.counts.prefetched += 1
+        else:
+            self.counts.hits += 1
+        if guest is None:
+            raise NvmeError(f"{name}: no buffer although one was made free")
+        guest.users += 1
+        self._guests.move_to_end(name)
+        self._advance(name)
+        self._arrive(name, guest)
+        self._settle_write(guest)  # the caller may change it now
+        return guest.tensor
+
+    def release(self, name: str, *, dirty: bool = False) -> None:
+        """Give a fetched parameter back; `dirty`: its new values go to disk. Raises NvmeError when it was not fetched."""
+        if name in self._kept:
+            return
+        guest = self._guests.get(name)
+        if guest is None or guest.users == 0:
+            raise NvmeError(f"{name} is released more often than it was fetched")
+        guest.users -= 1
+        if dirty:
+            if guest.writing is not None:
+                guest.writing.wait()
+            guest.writing = self.store.put(name, guest.tensor)
+
+    @contextlib.contextmanager
+    def use(self, name: str, *, dirty: bool = False) -> Iterator[torch.Tensor]:
+        """`fetch` and `release` around a block."""
+        tensor = self.fetch(name)
+        try:
+            yield tensor
+        finally:
+            self.release(name, dirty=dirty)
+
+    def prefetch(self, *names: str) -> int:
+        """Start reading parameters as long as there is room; returns how many of them are in memory or on their way."""
+        ready = 0
+        for name in names:
+            if name not in self._kept and name not in self._guests and self._invite(name, must=False) is None:
+                break
+            ready += 1
+        return ready
+
+    def end_pass(self) -> None:
+        """A pass over the parameters is over: its order is the one to prefetch along from now on."""
+        if self._seen:
+            self._order, self._seen = self._seen, []
+        self._next = 0
+
+    def flush(self) -> None:
+        """Wait for all writes. Raises the first error."""
+        for guest in self._guests.values():
+            self._settle_write(guest)
+
+    def close(self) -> None:
+        """Wait for everything and close; unless `keep`, remove the files."""
+        try:
+            for guest in self._guests.values():
+                if guest.reading is not None:
+                    guest.reading.ticket.exception()
+            self.flush()
+        finally:
+            self._guests.clear()
+            if not self._closed:
+                self._closed = True
+                self.engine.unregister(self.pool.arena)
+            self.store.close()
+            if self._own_engine:
+                self.engine.close()
+
+    def _advance(self, name: str) -> None:
+        """Find our place in the recorded order and read ahead from it. A pass that leaves the order finds it again later."""
+        order = self._order
+        if not order:
+            return
+        if self._next >= len(order) or order[self._next] != name:
+            later = [i for i in range(self._next, len(order)) if order[i] == name]
+            if not later:
+                return
+            self._next = later[0]
+        self._next += 1
+        self.prefetch(*order[self._next : self._next + self.ahead])
+
+    def _invite(self, name: str, *, must: bool) -> _Guest | None:
+        extent = self.store.spec(name)
+        buffer = self.pool.try_acquire(extent.nbytes)
+        while buffer is None and self._evict(wanted=must):
+            buffer = self.pool.try_acquire(extent.nbytes)
+        if buffer is None and must:
+            in_use = [n for n, g in self._guests.items() if g.users]
+            raise BudgetError(
+                f"{name}: no room for {extent.nbytes} bytes in {self.pool.budget}; {len(in_use)} parameters are in use "
+                f"({', '.join(in_use[:5])}): release them first, or raise buffer_count"
+            )
+        if buffer is None:
+            return None
+        tensor = buffer.tensor(extent.dtype, extent.shape)
+        guest = _Guest(buffer, tensor, self.store.get(name, tensor))
+        self._guests[name] = guest
+        return guest
+
+    def _evict(self, *, wanted: bool) -> bool:
+        """Make one guest leave; False when there is none that may. Reading ahead drives out only what is not needed soon."""
+        soon = set(self._order[self._next : self._next + self.ahead])
+        for name, guest in self._guests.items():
+            if guest.users or (not wanted and (name in soon or guest.reading is not None)):
+                continue
+            if guest.reading is not None:
+                guest.reading.ticket.exception()
+            self._settle_write(guest)
+            del self._guests[name]
+            guest.buffer.release()
+            return True
+        return False
+
+    def _arrive(self, name: str, guest: _Guest) -> None:
+        if guest.reading is None:
+            return
+        try:
+            guest.reading.result()
+            guest.reading = None
+        except BaseException:
+            guest.users -= 1
+            if guest.users == 0 and guest.reading.done():
+                del self._guests[name]
+                guest.buffer.release()
+            raise
+
+    def _settle_write(self, guest: _Guest) -> None:
+        writing, guest.writing = guest.writing, None
+        if writing is not None:
+            writing.wait()

@@ -1,0 +1,167 @@
+"""Who is read, updated and written when, over a fixed number of buffers: pure arithmetic, no I/O.
+
+Groups of elements are cut into pieces that fit a slot. A slot holds all states of one piece; the pieces go through the slots in turn.
+One slot: read, update, write, one after the other. One slot more for reading ahead, one more for writing behind. The schedule is a list of
+actions that can be printed and checked before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from ..errors import BudgetError, OptionError
+
+PAGE = 4096
+Kind = Literal["read", "wait_read", "update", "write", "wait_write"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a group. `offset`: of its states in the file, in bytes; `room`: bytes of one state in file and slot."""
+
+    index: int
+    key: str
+    start: int
+    stop: int
+    offset: int
+    room: int
+    resident: bool = False  # lives in memory, is never read or written
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Action:
+    """One line of the schedule; pieces by index."""
+
+    kind: Kind
+    piece: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """Pieces, slots and the schedule of one pass."""
+
+    pieces: tuple[Piece, ...]
+    actions: tuple[Action, ...]
+    states: int
+    slots: int
+    slot_bytes: int  # of one state
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file that holds every piece that is not resident."""
+        return sum(p.room * self.states for p in self.pieces if not p.resident)
+
+    def render(self) -> str:
+        """The schedule as text, a line per action."""
+        head = f"{len(self.pieces)} pieces, {self.slots} slots of {self.states} x {self.slot_bytes} bytes"
+        names = [f"{p.key}[{p.start}:{p.stop}]" for p in self.pieces]
+        return "\n".join([head, *(f"{a.kind:10} {names[a.piece]} slot {a.slot}" for a in self.actions)])
+
+    def validate(self) -> None:
+        """Raise OptionError when a slot is used by two pieces at once, or a piece misses a turn."""
+        holder: dict[int, int] = {}
+        seen: dict[int, list[Kind]] = {p.index: [] for p in self.pieces}
+        for action in self.actions:
+            resident = self.pieces[action.piece].resident
+            if not resident and action.kind == "read":
+                if action.slot in holder:
+                    raise OptionError(f"slot {action.slot} is read into while piece {holder[action.slot]} is in it")
+                holder[action.slot] = action.piece
+            elif not resident and holder.get(action.slot) != action.piece:
+                raise OptionError(f"{action.kind} of piece {action.piece}, which is not in slot {action.slot}")
+            if action.kind == "wait_write":
+                holder.pop(action.slot, None)
+            seen[action.piece].append(action.kind)
+        for piece in self.pieces:
+            expected = ["update"] if piece.resident else ["read", "wait_read", "update", "write", "wait_write"]
+            if seen[piece.index] != expected:
+                raise OptionError(f"piece {piece.index} goes through {seen[piece.index]}, expected {expected}")
+
+
+def make_plan(
+    sizes: Mapping[str, int], *, states: int, itemsize: int, buffer_bytes: int, read_ahead: bool = False,
+    write_behind: bool = False, resident_elements: int = 0, divisible: bool = True,
+) -> SwapPlan:  # fmt: skip
+    """The plan for groups of `sizes` elements with `states` states each.
+
+    `buffer_bytes`: all memory there is for slots; `resident_elements`: whole groups, first ones first, of together at most that many
+    elements stay in memory; `divisible=False`: a group is never cut. Raises BudgetError when a slot cannot hold what it must.
+    """
+    slots = 1 + read_ahead + write_behind
+    slot_bytes = buffer_bytes // (slots * states) // PAGE * PAGE
+    largest = slot_bytes // itemsize
+    if largest < 1:
+        raise BudgetError(
+            f"{buffer_bytes} bytes of buffers do not give {slots} slots of {states} states a page of {PAGE} bytes each; "
+            "raise buffer_size or buffer_count"
+        )
+    pieces: list[Piece] = []
+    offset = 0
+    for key, numel in sizes.items():
+        resident = numel <= resident_elements
+        resident_elements -= numel if resident else 0
+        for start, stop in _cut(key, numel, numel if resident else largest, divisible):
+            room = -(-(stop - start) * itemsize // PAGE) * PAGE
+            pieces.append(Piece(len(pieces), key, start, stop, 0 if resident else offset, room, resident))
+            offset += 0 if resident else room * states
+    actions = tuple(_schedule(pieces, slots, read_ahead, write_behind))
+    plan = SwapPlan(tuple(pieces), actions, states, slots, slot_bytes)
+    plan.validate()
+    return plan
+
+
+def _cut(key: str, numel: int, largest: int, divisible: bool) -> list[tuple[int, int]]:
+    if numel == 0:
+        return []
+    if numel > largest and not divisible:
+        raise BudgetError(
+            f"group {key!r} has {numel} elements, a slot holds {largest}; raise buffer_size or buffer_count"
+        )
+    count = -(-numel // largest)
+    unit = 1024  # elements; keeps cuts on pages for every dtype of at least 4 bytes
+    size = min(largest, -(-numel // count // unit) * unit) if count > 1 else numel
+    size = max(1, size)
+    return [(start, min(start + size, numel)) for start in range(0, numel, size)]
+
+
+def _schedule(pieces: Sequence[Piece], slots: int, read_ahead: bool, write_behind: bool) -> list[Action]:
+    moving = [p for p in pieces if not p.resident]
+    slot = {p.index: n % slots for n, p in enumerate(moving)}
+    following = {p.index: q for p, q in pairwise(moving)}
+    actions: list[Action] = []
+    writing: dict[int, int] = {}  # slot -> piece whose write is not waited for
+
+    def read(piece: Piece) -> None:
+        place = slot[piece.index]
+        if place in writing:
+            actions.append(Action("wait_write", writing.pop(place), place))
+        actions.append(Action("read", piece.index, place))
+
+    if moving and read_ahead:
+        read(moving[0])
+    for piece in pieces:
+        if piece.resident:
+            actions.append(Action("update", piece.index, -1))
+            continue
+        place = slot[piece.index]
+        if not read_ahead:
+            read(piece)
+        actions.append(Action("wait_read", piece.index, place))
+        if read_ahead and piece.index in following:
+            read(following[piece.index])
+        actions += [Action("update", piece.index, place), Action("write", piece.index, place)]
+        if write_behind:
+            writing[place] = piece.index
+        else:
+            actions.append(Action("wait_write", piece.index, place))
+    actions += [Action("wait_write", index, place) for place, index in writing.items()]
+    return actions

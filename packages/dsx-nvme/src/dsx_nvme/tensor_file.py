@@ -1,0 +1,312 @@
+"""`TensorFile`: named tensors in extents of one file, known before the first byte is written. The file is a safetensors file.
+
+Format: the safetensors format (8 bytes of header length, JSON header, data), with three additions inside what it allows. The header is
+padded so that the data begin on a page; tensors named `__pad_N__` fill the space between extents, so that every extent begins on a page;
+`__metadata__` holds a CRC-32 per tensor as eight hexadecimal digits (`--------`: none), so that checksums are written in place and a torn
+header page cannot be anything but a wrong checksum.
+
+Extents are preallocated: several writers can fill one file, each its own slices. What it leaves out: changing names or shapes later (see
+`TensorStore`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .checksum import crc32
+from .engine import Engine
+from .errors import ChecksumError, FormatError, OptionError, TensorError
+from .memory import empty
+from .ticket import Ticket
+
+PAGE = 4096
+MAX_HEADER = 100_000_000  # bytes; the same limit as the safetensors library
+NO_SUM = "-" * 8
+SUM_KEY, PAD = "crc32.", "__pad_"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a tensor lies: `offset` bytes from the beginning of the file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass
+class Reading:
+    """A tensor on its way from disk. `result()` (or `await`) gives it; `wait()` is the same."""
+
+    ticket: Ticket
+    tensor: torch.Tensor
+
+    def result(self, timeout: float | None = None) -> torch.Tensor:
+        """The tensor, once it is there. Raises what `Ticket.wait` raises, and ChecksumError."""
+        self.ticket.wait(timeout)
+        return self.tensor
+
+    wait = result
+
+    def done(self) -> bool:
+        """Whether `result` would answer at once."""
+        return self.ticket.done()
+
+    def __await__(self) -> Generator[Any, None, torch.Tensor]:
+        import asyncio  # late: most programs never await
+
+        return asyncio.get_running_loop().run_in_executor(None, self.result).__await__()
+
+
+def layout(specs: Mapping[str, Any]) -> tuple[dict[str, Extent], int]:
+    """Extents for tensors or (shape, dtype) pairs, relative to the beginning of the data, and the number of bytes of data."""
+    extents, position = {}, 0
+    for name, spec in specs.items():
+        shape, dtype = (spec.shape, spec.dtype) if isinstance(spec, torch.Tensor) else spec
+        if dtype not in NAMES:
+            raise TensorError(f"{name}: a file cannot hold {dtype}; expected one of {', '.join(map(str, NAMES))}")
+        if name.startswith(PAD) or name == "__metadata__":
+            raise OptionError(f"{name!r} is a reserved name")
+        position = -(-position // PAGE) * PAGE
+        extents[name] = Extent(tuple(shape), dtype, position)
+        position += extents[name].nbytes
+    return extents, position
+
+
+def header(extents: Mapping[str, Extent], sums: Mapping[str, str]) -> bytes:
+    """The first bytes of the file, up to the data. `extents` are relative to the data."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **{SUM_KEY + n: sums.get(n, NO_SUM) for n in extents}}}
+    position = 0
+    for number, (name, extent) in enumerate(extents.items()):
+        if extent.offset > position:
+            gap = extent.offset - position
+            table[f"{PAD}{number}__"] = {"dtype": "U8", "shape": [gap], "data_offsets": [position, extent.offset]}
+        position = extent.offset + extent.nbytes
+        table[name] = {
+            "dtype": NAMES[extent.dtype],
+            "shape": list(extent.shape),
+            "data_offsets": [extent.offset, position],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % PAGE)
+    return len(text).to_bytes(8, "little") + text
+
+
+def parse(path: str, data: bytes, size: int) -> tuple[dict[str, Extent], dict[str, str]]:
+    """Extents (from the beginning of the file) and checksums of a header; raises FormatError for anything that does not fit."""
+    try:
+        table = json.loads(data[8:])
+        sums = {k[len(SUM_KEY) :]: v for k, v in table.pop("__metadata__", {}).items() if k.startswith(SUM_KEY)}
+        extents = {}
+        for name, entry in table.items():
+            begin, end = entry["data_offsets"]
+            extent = Extent(tuple(entry["shape"]), DTYPES[entry["dtype"]], len(data) + begin)
+            if begin < 0 or extent.nbytes != end - begin or len(data) + end > size:
+                raise FormatError(f"{path}: the extent of {name!r} does not fit its shape or the file's {size} bytes")
+            if not name.startswith(PAD):
+                extents[name] = extent
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"{path}: not a safetensors header: {error!r}") from error
+    return extents, sums
+
+
+class TensorFile:
+    """Named tensors in one file. Make one with `create` or `open`; use as a context manager.
+
+    `engine`: an `Engine` to share; without one the file has its own. Errors of writes nobody waited for are raised by `flush`.
+    """
+
+    def __init__(self, path: str | os.PathLike, mode: str, engine: Engine | None, checksum: bool) -> None:
+        self.path = os.fspath(path)
+        self.writable = mode == "r+"
+        self.checksum = checksum
+        self._own_engine = engine is None
+        self.engine = engine if engine is not None else Engine()
+        try:
+            self._file = self.engine.open(self.path, write=self.writable)
+        except BaseException:
+            self._close_engine()
+            raise
+        self._tickets: list[Ticket] = []
+        self._dirty = False
+        self._data = 0
+        self.extents: dict[str, Extent] = {}
+        self.sums: dict[str, str] = {}
+
+    @classmethod
+    def create(
+        cls, path: str | os.PathLike, specs: Mapping[str, Any], *, engine: Engine | None = None, checksum: bool = True
+    ) -> TensorFile:
+        """A new file with extents for `specs`: name -> tensor (only its shape and type count) or (shape, dtype).
+
+        Replaces an existing file. Its content is zeros until written. Raises OSError when the disk has no room for it.
+        """
+        extents, nbytes = layout(specs)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # whoever has the old one open keeps it
+        self = cls(path, "r+", engine, checksum)
+        try:
+            first = header(extents, {})
+            self._data = len(first)
+            self.extents = {n: Extent(e.shape, e.dtype, e.offset + len(first)) for n, e in extents.items()}
+            os.ftruncate(self._file.plain_fd, 0)
+            if hasattr(os, "posix_fallocate") and nbytes:
+                os.posix_fallocate(self._file.plain_fd, 0, len(first) + nbytes)
+            os.ftruncate(self._file.plain_fd, len(first) + nbytes)
+            self._write_header(first)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike, mode: str = "r", *, engine: Engine | None = None, checksum: bool = True
+    ) -> TensorFile:
+        """An existing file, to read ("r") or also to write ("r+"). Any safetensors file can be read. Raises FormatError."""
+        if mode not in ("r", "r+"):
+            raise OptionError(f"mode {mode!r}: expected 'r' or 'r+'")
+        if not os.path.exists(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+        self = cls(path, mode, engine, checksum)
+        try:
+            size = os.fstat(self._file.plain_fd).st_size
+            length = int.from_bytes(os.pread(self._file.plain_fd, 8, 0), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise FormatError(f"{self.path}: not a safetensors file (header of {length} bytes in {size} bytes)")
+            data = os.pread(self._file.plain_fd, 8 + length, 0)
+            self._data = len(data)
+            self.extents, self.sums = parse(self.path, data, size)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.extents)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.extents
+
+    def __len__(self) -> int:
+        return len(self.extents)
+
+    def write(self, name: str, tensor: torch.Tensor, *, start: int = 0) -> Ticket:
+        """Start writing a tensor, or a run of its elements beginning with number `start` (then the extent has no checksum)."""
+        extent = self._extent(name, tensor, start)
+        if not self.writable:
+            raise OptionError(f"{self.path} is open for reading; open it with mode 'r+'")
+        whole = tensor.numel() == extent.numel
+        self.sums[name] = f"{crc32(tensor):08x}" if self.checksum and whole else NO_SUM
+        self._dirty = True
+        ticket = self.engine.write(tensor, self._file, extent.offset + start * extent.dtype.itemsize)
+        self._tickets = [t for t in self._tickets if not t.done() or t.failed]
+        self._tickets.append(ticket)
+        return ticket
+
+    def read(self, name: str, out: torch.Tensor | None = None, *, start: int = 0) -> Reading:
+        """Start reading a tensor into `out`, or into a new page-aligned one; a shorter `out` takes elements from `start` on.
+
+        A whole tensor with a checksum is checked when it is there (ChecksumError).
+        """
+        extent = self._extent(name, out, start)
+        if out is None:
+            out = empty(extent.shape, dtype=extent.dtype)
+        expected = self.sums.get(name, NO_SUM)
+        check = self.checksum and expected != NO_SUM and out.numel() == extent.numel
+        after = (lambda: self._check(name, out, expected)) if check else None
+        return Reading(
+            self.engine.read(out, self._file, extent.offset + start * extent.dtype.itemsize, after=after), out
+        )
+
+    def flush(self, *, durable: bool = False) -> None:
+        """Wait for all writes, then write checksums; `durable` also waits for the device. Raises the first error of a write."""
+        tickets, self._tickets = self._tickets, []
+        for ticket in tickets:
+            ticket.exception()
+        for ticket in tickets:
+            ticket.wait()
+        if self._dirty:
+            relative = {n: Extent(e.shape, e.dtype, e.offset - self._data) for n, e in self.extents.items()}
+            self._write_header(header(relative, self.sums))
+            self._dirty = False
+        if durable:
+            os.fsync(self._file.plain_fd)
+
+    def close(self) -> None:
+        """Flush and close. The file is closed even when a write failed."""
+        if self._file.users < 1:
+            return
+        try:
+            self.flush()
+        finally:
+            self.engine.close_file(self._file)
+            self._close_engine()
+
+    def _close_engine(self) -> None:
+        if self._own_engine:
+            self.engine.close()
+
+    def _write_header(self, data: bytes) -> None:
+        if len(data) != self._data:
+            raise FormatError(
+                f"{self.path}: its header has another layout than this package writes; it can only be read"
+            )
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file.plain_fd, data[done:], done)
+
+    def _extent(self, name: str, tensor: torch.Tensor | None, start: int) -> Extent:
+        if name not in self.extents:
+            raise KeyError(f"{self.path} has no tensor {name!r}; it has {', '.join(list(self.extents)[:8])}")
+        extent = self.extents[name]
+        if tensor is None:
+            return extent
+        if tensor.dtype != extent.dtype or start < 0 or start + tensor.numel() > extent.numel:
+            raise TensorError(
+                f"{name}: got {tensor.numel()} elements of {tensor.dtype} from element {start}, "
+                f"the file has {extent.numel} of {extent.dtype}"
+            )
+        return extent
+
+    def _check(self, name: str, tensor: torch.Tensor, expected: str) -> None:
+        found = f"{crc32(tensor):08x}"
+        if found != expected:
+            extent = self.extents[name]
+            raise ChecksumError(
+                errno.EBADMSG, f"{name}: checksum {found}, expected {expected}", self.path,
+                op="read", offset=extent.offset, nbytes=extent.nbytes,
+            )  # fmt: skip

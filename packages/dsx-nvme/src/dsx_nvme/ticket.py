@@ -1,0 +1,238 @@
+"""A transfer in flight: what to wait for, what it keeps alive, what it checks when it is over.
+
+A ticket holds the tensor until the transfer is over, compares the tensor's version with the one at the start (a tensor written to
+while its bytes were on their way is a data race, not a surprise in a file), and turns the kernel's answer into an exception with
+file, offset and errno.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from .errors import DataRaceError, EndOfFileError, ForkError, TransferError
+
+END_OF_FILE = -1
+SLICE = 0.2  # seconds between looks at Python's signals
+Outcome = tuple[int, int, int]  # bytes moved, error, offset of the error
+
+
+class Job(Protocol):
+    """Something that runs without us."""
+
+    def wait(self, seconds: float) -> Outcome | None:
+        """The outcome, or None when it is not there after `seconds`. The outcome can be had once."""
+        ...
+
+    def poll(self) -> bool:
+        """Whether `wait` would answer at once."""
+        ...
+
+
+@dataclass
+class EngineJob:
+    """A request of an engine (compiled or Python)."""
+
+    engine: Any
+    number: int
+
+    def wait(self, seconds: float) -> Outcome | None:
+        return self.engine.wait(self.number, seconds)
+
+    def poll(self) -> bool:
+        return self.engine.poll(self.number)
+
+
+@dataclass
+class FutureJob:
+    """Work of a staging thread; it raises what it likes."""
+
+    future: Future[int]
+
+    def wait(self, seconds: float) -> Outcome | None:
+        try:
+            return self.future.result(seconds), 0, 0
+        except TimeoutError:
+            if self.future.done():  # the work itself raised it
+                raise
+            return None
+        except CancelledError:
+            return 0, errno.ECANCELED, 0
+
+    def poll(self) -> bool:
+        return self.future.done()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a transfer is about, for messages and checks."""
+
+    op: str  # "read" or "write"
+    path: str
+    offset: int
+    nbytes: int
+
+
+@dataclass
+class Guard:
+    """The tensor of a transfer, its place in memory, and its version when the transfer began."""
+
+    tensor: torch.Tensor
+    start: int = 0
+    end: int = 0
+    version: int | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Guard:
+        """Take the tensor's present state."""
+        start = tensor.data_ptr()
+        version = None if tensor.is_inference() else tensor._version
+        return cls(tensor, start, start + tensor.numel() * tensor.element_size(), version)
+
+    def check(self, what: Description) -> None:
+        """Raise DataRaceError when the tensor was written to, moved or freed since."""
+        moved = self.tensor.data_ptr() != self.start
+        changed = self.version is not None and self.tensor._version != self.version
+        if moved or changed:
+            how = "was moved or resized" if moved else "was written to"
+            raise DataRaceError(
+                f"the tensor {how} while its {what.op} of {what.path} was in flight; call wait() before touching it. "
+                "The bytes that arrived are undefined"
+            )
+
+
+@dataclass
+class Ticket:
+    """A transfer in flight; what `Engine.read` and `Engine.write` return. Also `await`-able.
+
+    `wait()` returns the number of bytes moved, or raises; it may be called from any thread, any number of times.
+    """
+
+    job: Job
+    what: Description
+    guard: Guard
+    over: Callable[[], None] = field(repr=False)  # called once, when nothing is in flight any more
+    after: tuple[Callable[[], None], ...] = field(default=(), repr=False)  # called once, in order, after success
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._settled = False
+        self.reported = False  # whether the error was raised to somebody
+        self._moved = 0
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether the transfer is over (well or badly)."""
+        self._own()
+        return self._settled or self.job.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Bytes moved. Raises `TransferError` (an OSError), `DataRaceError`, or TimeoutError after `timeout` seconds."""
+        self._own()
+        limit = None if timeout is None else time.monotonic() + timeout
+        while not self._settled:
+            left = SLICE if limit is None else min(SLICE, limit - time.monotonic())
+            if not self._lock.acquire(timeout=max(0.0, left)):
+                if limit is not None and time.monotonic() >= limit:
+                    raise self._late(timeout)
+                continue
+            try:
+                if not self._settled:
+                    self._try_settle(max(0.0, left))
+            finally:
+                self._lock.release()
+            if not self._settled and limit is not None and time.monotonic() >= limit:
+                raise self._late(timeout)
+        if self._error is not None:
+            self.reported = True
+            raise self._error
+        return self._moved
+
+    result = wait
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What `wait` would raise, or None."""
+        reported = self.reported
+        with contextlib.suppress(Exception):
+            self.wait(timeout)
+        if not self._settled:
+            raise self._late(timeout)
+        self.reported = reported
+        return self._error
+
+    def __await__(self) -> Generator[Any, None, int]:
+        import asyncio  # late: most programs never await
+
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(None, self.wait).__await__()
+
+    def settle_if_done(self) -> bool:
+        """Take the outcome in when it is there, without waiting; True when the transfer is over."""
+        if not self._settled and self._lock.acquire(blocking=False):
+            try:
+                if not self._settled and self.job.poll():
+                    self._try_settle(0.0)
+            finally:
+                self._lock.release()
+        return self._settled
+
+    @property
+    def failed(self) -> bool:
+        """Whether the transfer is over and went wrong."""
+        return self._error is not None
+
+    def _own(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkError(f"the {self.what.op} of {self.what.path} belongs to the parent process; wait for it there")
+
+    def _late(self, timeout: float | None) -> TimeoutError:
+        what = self.what
+        return TimeoutError(
+            f"{what.op} of {what.nbytes} bytes, {what.path} at {what.offset}: not over after {timeout} s"
+        )
+
+    def _try_settle(self, seconds: float) -> None:
+        """Under the lock."""
+        try:
+            outcome = self.job.wait(seconds)
+            if outcome is None:
+                return
+            self._moved, number, where = outcome
+            self._error = self._judge(number, where)
+        except Exception as error:  # noqa: BLE001  kept, and raised by wait()
+            self._error = error
+        self.over()
+        try:
+            if self._error is None:
+                for step in self.after:
+                    step()
+        except Exception as error:  # noqa: BLE001  kept, and raised by wait()
+            self._error = error
+        self.after = ()
+        self.guard = Guard(self.guard.tensor)  # lets a later check see nothing; the caller may use the tensor again
+        self._settled = True
+
+    def _judge(self, number: int, where: int) -> BaseException | None:
+        what = self.what
+        if number == END_OF_FILE:
+            text = f"the file ends at {where}, {what.nbytes} bytes were to be read from offset {what.offset}"
+            return EndOfFileError(errno.ENODATA, text, what.path, op=what.op, offset=where, nbytes=what.nbytes)
+        if number:
+            return TransferError.of(number, what.path, op=what.op, offset=where, nbytes=what.nbytes)
+        try:
+            self.guard.check(what)
+        except DataRaceError as race:
+            return race
+        if what.op == "read" and not self.guard.tensor.is_inference():
+            torch.autograd.graph.increment_version(self.guard.tensor)  # autograd must see that it was written to
+        return None
