@@ -214,6 +214,7 @@ def _parts(
 ) -> EngineParts:
     trains = request.optimizer is not None or choice is not None
     scaler = build_loss_scale(config.precision, config.fp16, config.amp)
+    optimizer.follow_loss_scale(lambda: scaler.scale)
     clipping = config.use("gradient_clipping")
     scheduler, driver = _scheduler(config, request, optimizer if trains else None)
     counters, stage, accumulation = Counters(), config.zero.stage, Accumulation(config.use("batch").accumulation)

@@ -26,11 +26,12 @@ from .errors import EngineArgumentError, EngineError
 from .parts import EngineParts
 from .report import LossSum, StepReport
 from .saving import WeightsMixin
+from .switches import EngineSwitches
 
 _ROUTES = ("train", "eval", "predict")
 
 
-class Engine(WeightsMixin, EngineAccessors):
+class Engine(WeightsMixin, EngineSwitches, EngineAccessors):
     """Trains `module`; built by `dsx.initialize`. Attributes it does not have are looked up in the module."""
 
     def __init__(self, parts: EngineParts) -> None:

@@ -1,0 +1,64 @@
+"""What the configuration switched on, under the names that training scripts ask an engine for. Nothing in here changes anything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .parts import EngineParts
+
+
+class EngineSwitches:
+    """Read-only answers from the resolved configuration."""
+
+    _parts: EngineParts
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters or computation are fp16."""
+        return "fp16" in self._low()
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters or computation are bf16."""
+        return "bf16" in self._low()
+
+    def _low(self) -> tuple[str, str]:
+        precision = self._parts.config.precision
+        return precision.params, precision.compute
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self._parts.scaler.state_dict()["kind"] == "dynamic"
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is divided among the ranks (stage 1 or above)."""
+        return self._parts.settings.zero_stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Stage 2 or above."""
+        return self._parts.settings.zero_stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Stage 3."""
+        return self._parts.settings.zero_stage >= 3
+
+    def optimizer_name(self) -> str:
+        """Class name of the optimizer in use; empty without one."""
+        return self._parts.settings.optimizer_name
+
+    def scheduler_name(self) -> str | None:
+        """Class name of the learning-rate scheduler; None without one."""
+        scheduler = self._parts.lr_scheduler
+        return None if scheduler is None else type(scheduler).__name__
+
+    def steps_per_print(self) -> int | None:
+        """Updates between two progress lines."""
+        return self._parts.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the parts of a step are timed."""
+        return self._parts.config.wall_clock_breakdown
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group over which gradients are averaged; None: all ranks."""
+        return self._parts.topology.dp_group
