@@ -111,16 +111,54 @@ void run_scale(const Place& place, const py::buffer& table, const ScalarArgument
     scale(where_of(place), rows.data(), rows.size(), scalar_of(factor));
 }
 
-// addresses: x, codes, scale, zero. numbers: numel, group, bits, offset.
-void run_quantize(const Place& place, bool forward, const std::vector<int64_t>& a, int dtype, const std::vector<int64_t>& numbers, bool symmetric,
+// numbers: format, dtype of x, group, offset, nodes, devices, pipeline, slice.
+Quant quant_of(const std::vector<int64_t>& n, bool stochastic, uint32_t seed) {
+    check_count(n.size(), 8, "numbers");
+    const Quant q{static_cast<Format>(n[0]), static_cast<DType>(n[1]), n[2], stochastic, seed, n[3], n[4], n[5], n[6], n[7], false};
+    if (q.format < INT8 || q.format > E5M2) throw std::invalid_argument("unknown format");
+    const bool halves = q.format == INT4 || q.format == INT4_ASYM;
+    if (q.group <= 0 || (halves && q.group % 2 != 0)) throw std::invalid_argument("expected a positive group size, even for 4 bits");
+    return q;
+}
+
+// addresses: x, codes, scale, zero (0 when symmetric).
+void run_quantize(const Place& place, bool forward, const std::vector<int64_t>& a, const std::vector<int64_t>& numbers, int64_t numel,
                   bool stochastic, uint32_t seed) {
     check_count(a.size(), 4, "addresses");
-    check_count(numbers.size(), 4, "numbers");
-    const Quant q{static_cast<DType>(dtype), numbers[1], static_cast<int32_t>(numbers[2]), symmetric, stochastic, seed, numbers[3]};
-    if (q.group <= 0 || q.group % 16 != 0 || (q.bits != 4 && q.bits != 8)) throw std::invalid_argument("expected a group that is a multiple of 16, and 4 or 8 bits");
+    const Quant q = quant_of(numbers, stochastic, seed);
     const Where where = where_of(place);
-    if (forward) quantize(where, q, pointer<const char>(a[0]), numbers[0], pointer<char>(a[1]), pointer<float>(a[2]), pointer<float>(a[3]));
-    else dequantize(where, q, pointer<const char>(a[1]), pointer<const float>(a[2]), pointer<const float>(a[3]), pointer<char>(a[0]), numbers[0]);
+    if (forward) quantize(where, q, pointer<const char>(a[0]), numel, pointer<char>(a[1]), pointer<float>(a[2]), pointer<float>(a[3]));
+    else dequantize(where, q, pointer<const char>(a[1]), pointer<const float>(a[2]), pointer<const float>(a[3]), pointer<char>(a[0]), numel);
+}
+
+// from: codes, scale, zero; strides: bytes of codes and number of scales between ranks. to: fp32 (to_numbers empty), or codes, scale, zero.
+void run_reduce(const Place& place, const std::vector<int64_t>& from, const std::vector<int64_t>& numbers, int64_t ranks,
+                const std::vector<int64_t>& strides, double factor, const std::vector<int64_t>& to, const std::vector<int64_t>& to_numbers,
+                int64_t numel, bool stochastic, uint32_t seed) {
+    check_count(from.size(), 3, "addresses");
+    check_count(strides.size(), 2, "strides");
+    check_count(to.size(), 3, "addresses");
+    const Quant q = quant_of(numbers, false, 0);
+    const Codes codes{pointer<const char>(from[0]), pointer<const float>(from[1]), pointer<const float>(from[2]), ranks, strides[0], strides[1],
+                      static_cast<float>(factor)};
+    if (to_numbers.empty()) return reduce_codes(where_of(place), q, codes, numel, pointer<float>(to[0]));
+    requantize(where_of(place), q, codes, numel, quant_of(to_numbers, stochastic, seed), pointer<char>(to[0]), pointer<float>(to[1]), pointer<float>(to[2]));
+}
+
+void define_signs(py::module_& m) {
+    m.def("pack_signs", [](const Place& place, int dtype, int64_t x, int64_t bits, int64_t numel) {
+        pack_signs(where_of(place), static_cast<DType>(dtype), pointer<const char>(x), pointer<char>(bits), numel);
+    });
+    m.def("unpack_signs", [](const Place& place, int64_t bits, int64_t scale, int dtype, int64_t out, int64_t rows, int64_t numel) {
+        unpack_signs(where_of(place), pointer<const char>(bits), pointer<const float>(scale), static_cast<DType>(dtype), pointer<char>(out), rows, numel);
+    });
+    m.def("compress_signs", [](const Place& place, int dtype, int64_t x, int64_t error, int64_t bits, int64_t scale, int64_t partials, int64_t numel) {
+        compress_signs(where_of(place), static_cast<DType>(dtype), pointer<const char>(x), pointer<float>(error), pointer<char>(bits),
+                       pointer<float>(scale), pointer<double>(partials), numel);
+    });
+    m.def("mean_of_signs", [](const Place& place, int64_t bits, int64_t scales, int64_t ranks, int64_t out, int64_t numel) {
+        mean_of_signs(where_of(place), pointer<const char>(bits), pointer<const float>(scales), ranks, pointer<float>(out), numel);
+    });
 }
 
 // ---- rows: (dtype, rows, cols), and vectors as (address or 0, dtype) --------------------------------------------------------
@@ -200,6 +238,8 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("squares", &run_squares);
     m.def("scale", &run_scale);
     m.def("quantize", &run_quantize);
+    m.def("reduce_codes", &run_reduce);
+    define_signs(m);
     define_rows(m);
 #ifdef DSX_CUDA_EMULATED
     m.attr("EMULATED") = true;

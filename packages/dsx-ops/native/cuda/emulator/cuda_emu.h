@@ -7,11 +7,13 @@
 // instructions of one warp, the memory model, speed. One-dimensional grids and blocks, static shared memory.
 #pragma once
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <string.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <random>
@@ -42,7 +44,9 @@ constexpr unsigned WARP = 32;
 
 struct Fiber {
     enum State { READY, AT_BARRIER, AT_WARP, DONE };
-    ucontext_t context;
+    ucontext_t context;  // how it is entered for the first time
+    jmp_buf place;       // where it goes on
+    bool entered = false;
     std::vector<char> stack = std::vector<char>(STACK);
     State state = DONE;
     unsigned site = 0;   // which warp function it waits in
@@ -67,7 +71,7 @@ public:
         body = &kernel;
         gridDim.x = (unsigned)blocks;
         blockDim.x = threads;
-        if (fibers.size() < threads) fibers.resize(threads);
+        while (fibers.size() < threads) create(fibers.emplace_back());
         snapshots.resize(threads);
         random.seed(order);
         std::vector<unsigned> sequence = permuted((unsigned)blocks);
@@ -86,9 +90,9 @@ public:
 
 private:
     std::mutex mutex;
-    std::vector<Fiber> fibers;
+    std::deque<Fiber> fibers;  // their addresses stay
     std::vector<uint64_t> snapshots;
-    ucontext_t scheduler;
+    jmp_buf scheduler;
     const std::function<void()>* body = nullptr;
     unsigned current = 0;
     std::string error;
@@ -101,11 +105,33 @@ private:
         return found;
     }
 
-    static void enter() {
+    // Changing fibers costs two jumps; only the first entry asks the system for a context.
+    __attribute__((noinline)) void resume(Fiber& fiber) {
+        if (_setjmp(scheduler) != 0) return;
+        if (fiber.entered) _longjmp(fiber.place, 1);
+        fiber.entered = true;
+        setcontext(&fiber.context);
+    }
+    __attribute__((noinline)) void leave(Fiber& fiber) {
+        if (_setjmp(fiber.place) == 0) _longjmp(scheduler, 1);
+    }
+
+    static void live() {
         Machine& m = get();
-        (*m.body)();
-        m.fibers[m.current].state = Fiber::DONE;
-        swapcontext(&m.fibers[m.current].context, &m.scheduler);
+        for (;;) {
+            Fiber& fiber = m.fibers[m.current];
+            (*m.body)();
+            fiber.state = Fiber::DONE;
+            m.leave(fiber);
+        }
+    }
+    void create(Fiber& fiber) {
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, &Machine::live, 0);
+        fiber.entered = false;
     }
 
     void wait(Fiber::State state, unsigned site, uint64_t value) {
@@ -113,34 +139,32 @@ private:
         fiber.state = state;
         fiber.site = site;
         fiber.value = value;
-        swapcontext(&fiber.context, &scheduler);
+        leave(fiber);
     }
 
     void fail(const char* text) {
         error = text;
-        swapcontext(&fibers[current].context, &scheduler);  // never resumed
+        leave(fibers[current]);  // never resumed
+    }
+
+    // The fibers of a failed block hang in the middle of a kernel: new ones take their place.
+    [[noreturn]] void give_up(const std::string& text) {
+        for (Fiber& f : fibers) create(f);
+        throw std::runtime_error("emulator: " + text);
     }
 
     void run_block(unsigned block, unsigned threads) {
         blockIdx.x = block;
         error.clear();
         if (__start_dsx_shared) memset(__start_dsx_shared, 0xff, (size_t)(__stop_dsx_shared - __start_dsx_shared));
-        for (unsigned t = 0; t < threads; ++t) {
-            Fiber& f = fibers[t];
-            getcontext(&f.context);
-            f.context.uc_stack.ss_sp = f.stack.data();
-            f.context.uc_stack.ss_size = f.stack.size();
-            f.context.uc_link = nullptr;
-            makecontext(&f.context, &Machine::enter, 0);
-            f.state = Fiber::READY;
-        }
+        for (unsigned t = 0; t < threads; ++t) fibers[t].state = Fiber::READY;
         for (bool alive = true; alive;) {
             for (unsigned t : permuted(threads)) {
                 if (fibers[t].state != Fiber::READY) continue;
                 current = t;
                 threadIdx.x = t;
-                swapcontext(&scheduler, &fibers[t].context);
-                if (!error.empty()) throw std::runtime_error("emulator: " + error);
+                resume(fibers[t]);
+                if (!error.empty()) give_up(error);
             }
             alive = release(threads);
         }
@@ -160,7 +184,7 @@ private:
         }
         bool moved = false;
         for (unsigned first = 0; first < threads; first += WARP) moved |= release_warp(first);
-        if (!moved) throw std::runtime_error("emulator: divergence: some threads wait at a barrier that others never reach");
+        if (!moved) give_up("divergence: some threads wait at a barrier that others never reach");
         return true;
     }
 

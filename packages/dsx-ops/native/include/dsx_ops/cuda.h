@@ -61,6 +61,22 @@ void scale(const Where& where, const Flat* rows, size_t count, const Scalar& fac
 void quantize(const Where& where, const Quant& q, const char* x, int64_t numel, char* codes, float* scale, float* zero);
 void dequantize(const Where& where, const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t numel);
 
+// What several ranks sent: rank r's codes, scales and zeros begin r times the strides further. The sum is multiplied by `factor`.
+struct Codes {
+    const char* codes;
+    const float *scale, *zero;
+    int64_t ranks, code_stride, scale_stride;
+    float factor;
+};
+void reduce_codes(const Where& where, const Quant& q, const Codes& from, int64_t numel, float* out);
+void requantize(const Where& where, const Quant& q, const Codes& from, int64_t numel, const Quant& to, char* codes, float* scale, float* zero);
+
+// One bit per element, as SignKernels in kernels.h. partials: fp64 [chunks_of(numel)].
+void pack_signs(const Where& where, DType dtype, const char* x, char* bits, int64_t numel);
+void unpack_signs(const Where& where, const char* bits, const float* scale, DType dtype, char* out, int64_t rows, int64_t numel);
+void compress_signs(const Where& where, DType dtype, const char* x, float* error, char* bits, float* scale, double* partials, int64_t numel);
+void mean_of_signs(const Where& where, const char* bits, const float* scales, int64_t ranks, float* out, int64_t numel);
+
 // ---- rows: a tensor seen as [rows, cols], cols being the last dimension -------------------------------------------------
 
 constexpr int64_t SLABS = 256;         // column sums go over this many groups of rows, then over the groups

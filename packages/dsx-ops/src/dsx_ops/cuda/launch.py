@@ -44,6 +44,11 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def addresses(*tensors: Tensor | None) -> list[int]:
+    """Device addresses, 0 for None."""
+    return [address(t) for t in tensors]
+
+
 def vector(tensor: Tensor | None) -> Vector:
     """(address, dtype) of a vector along the columns."""
     return (0, 0) if tensor is None else (tensor.data_ptr(), DTYPES[tensor.dtype])

@@ -1,246 +1,62 @@
-"""Kernels of `torch.ops.dsx_ops.*` for CUDA tensors.
+"""Gives the operators `torch.ops.dsx_ops.*` their kernels for CUDA tensors.
 
-A kernel here allocates what the operator's fake describes (which also checks the arguments), and starts the launch. Without the compiled module,
-and for what a kernel does not take, the operator's PyTorch reference runs on the device instead.
+Without the compiled module, and for what a kernel does not take, the operator's PyTorch reference runs on the device instead.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .. import library, quantize
+from .. import library, onebit
+from ..codes import exchange, quantize
 from ..functional import dropout as drop
 from ..functional import gelu, layer_norm, softmax
-from . import launch, loader
-
-_MASK32 = 0xFFFFFFFF
-Rows = tuple[int, int, int]
-
-
-def _rows(x: Tensor) -> Rows:
-    """(dtype, rows, columns)."""
-    cols = x.shape[-1] if x.dim() else 1
-    return (launch.DTYPES[x.dtype], x.numel() // cols if cols else 0, cols)
-
-
-def _addresses(*tensors: Tensor | None) -> list[int]:
-    return [launch.address(t) for t in tensors]
-
-
-def _partials(module: Any, x: Tensor, vectors: int = 1) -> Tensor:
-    """Room for the column sums of up to SLABS groups of rows."""
-    cols = x.shape[-1] if x.dim() else 1
-    return torch.empty(vectors * module.SLABS * cols, dtype=torch.float32, device=x.device)
-
-
-# ---- layer norm -----------------------------------------------------------------------------------------------------------
-
-
-def run_layer_norm(
-    module: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, from_output: bool
-) -> tuple[Tensor, ...]:
-    """`layer_norm`."""
-    y, mean, rstd = layer_norm._fake_layer_norm(x, weight, bias, eps, from_output)
-    addresses = _addresses(x, None, None, y, mean, rstd)
-    module.layer_norm(launch.place(x), _rows(x), addresses, launch.vector(weight), launch.vector(bias), eps)
-    return y, mean, rstd
-
-
-def run_add_layer_norm(
-    module: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, ...]:
-    """`add_layer_norm`."""
-    y, total, mean, rstd = layer_norm._fake_add_layer_norm(x, residual, weight, bias, eps)
-    addresses = _addresses(x, residual, total, y, mean, rstd)
-    module.layer_norm(launch.place(x), _rows(x), addresses, launch.vector(weight), launch.vector(bias), eps)
-    return y, total, mean, rstd
-
-
-def run_layer_norm_backward(
-    module: Any,
-    grad: Tensor,
-    saved: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    extra: Tensor | None,
-    from_output: bool,
-) -> tuple[Tensor, ...] | None:
-    """`layer_norm_backward`; not for rows longer than 16384."""
-    if saved.dim() and saved.shape[-1] > module.MAX_COLUMNS:
-        return None
-    dx, dweight, dbias = layer_norm._fake_backward(grad, saved, mean, rstd, weight, bias, extra, from_output)
-    partials = _partials(module, saved, 2)
-    addresses = _addresses(grad, saved, mean, rstd, extra, dx, dweight, dbias, partials)
-    vectors = launch.vector(weight), launch.vector(bias)
-    module.layer_norm_backward(launch.place(saved), _rows(saved), addresses, *vectors, from_output)
-    return dx, dweight, dbias
-
-
-# ---- GELU -----------------------------------------------------------------------------------------------------------------
-
-
-def run_bias_gelu(module: Any, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-    """`bias_gelu`."""
-    y = gelu._fake(x, bias, tanh)
-    module.bias_gelu(launch.place(x), _rows(x), _addresses(x, y), launch.vector(bias), tanh)
-    return y
-
-
-def run_bias_gelu_backward(
-    module: Any, grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool
-) -> tuple[Tensor, Tensor]:
-    """`bias_gelu_backward`."""
-    dx, dbias = gelu._fake_backward(grad, x, bias, tanh)
-    sums, partials = (None, None) if bias is None else (dbias, _partials(module, x))
-    module.bias_gelu_backward(
-        launch.place(x), _rows(x), _addresses(grad, x, dx, sums, partials), launch.vector(bias), tanh
-    )
-    return dx, dbias
-
-
-# ---- dropout --------------------------------------------------------------------------------------------------------------
-
-
-def _mask_numbers(p: float, seed: int, offset: int) -> tuple[bool, int, float, int, int]:
-    return (p != 0.0, drop.threshold(p), drop.keep_scale(p), seed & _MASK32, offset)
-
-
-def run_dropout(module: Any, x: Tensor, p: float, seed: int, offset: int) -> Tensor:
-    """`dropout`."""
-    y = drop._fake_dropout(x, p, seed, offset)
-    numbers = _mask_numbers(p, seed, offset)
-    module.dropout(launch.place(x), _rows(x), _addresses(x, None, y), launch.vector(None), numbers)
-    return y
-
-
-def run_bias_dropout_residual(
-    module: Any, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: int, offset: int
-) -> Tensor:
-    """`bias_dropout_residual`."""
-    y = drop._fake_residual(x, bias, residual, p, seed, offset)
-    numbers = _mask_numbers(p, seed, offset)
-    module.dropout(launch.place(x), _rows(x), _addresses(x, residual, y), launch.vector(bias), numbers)
-    return y
-
-
-def run_bias_grad(
-    module: Any, grad: Tensor, dtype: torch.dtype, p: float, seed: int, offset: int
-) -> tuple[Tensor, Tensor]:
-    """`bias_grad`."""
-    drop._check(grad, None, None, p, seed, offset)
-    dx, dbias = drop._fake_bias_grad(grad, dtype, p, seed, offset)
-    partials, numbers = _partials(module, grad), _mask_numbers(p, seed, offset)
-    module.bias_grad(launch.place(grad), _rows(grad), _addresses(grad, dx, partials), launch.vector(dbias), numbers)
-    return dx, dbias
-
-
-# ---- softmax --------------------------------------------------------------------------------------------------------------
-
-
-def _mask_view(module: Any, x: Tensor, mask: Tensor | None) -> tuple | None:
-    """The mask as strides over the rows of x; None when x has more dimensions than the kernel counts."""
-    dims = module.MASK_DIMS
-    if mask is None:
-        return (0, 0, 0, [1] * dims, [0] * dims, 0)
-    ahead = list(x.shape[:-1])
-    if len(ahead) > dims:
-        return None
-    wide = mask.expand(x.shape)
-    strides = [s if n > 1 else 0 for n, s in zip(ahead, wide.stride())]
-    padding = dims - len(ahead)
-    kind, dtype = (2, 0) if mask.dtype is torch.bool else (1, launch.DTYPES[mask.dtype])
-    return (kind, dtype, mask.data_ptr(), [1] * padding + ahead, [0] * padding + strides, wide.stride(-1))
-
-
-def run_masked_softmax(module: Any, x: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
-    """`masked_softmax`; not for inputs of more than seven dimensions."""
-    y = softmax._fake(x, mask, scale)
-    view = _mask_view(module, x, mask)
-    if view is None:
-        return None
-    module.masked_softmax(launch.place(x), _rows(x), _addresses(x, y), view, scale)
-    return y
-
-
-def run_softmax_backward(module: Any, grad: Tensor, y: Tensor, scale: float) -> Tensor:
-    """`softmax_backward`."""
-    dx = softmax._fake_backward(grad, y, scale)
-    module.softmax_backward(launch.place(y), _rows(y), _addresses(grad, y, dx), scale)
-    return dx
-
-
-# ---- integer quantisation -------------------------------------------------------------------------------------------------
-
-
-def run_quantize(
-    module: Any, x: Tensor, bits: int, group_size: int, symmetric: bool, stochastic: bool, seed: int, offset: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantize`."""
-    codes, scale, zero = quantize._fake_quantize(x, bits, group_size, symmetric, stochastic, seed, offset)
-    numbers = [x.numel(), group_size, bits, offset]
-    addresses = _addresses(x, codes, scale, zero)
-    module.quantize(
-        launch.place(x), True, addresses, launch.DTYPES[x.dtype], numbers, symmetric, stochastic, seed & _MASK32
-    )
-    return codes, scale, zero
-
-
-def run_dequantize(
-    module: Any,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    shape: list[int],
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """`dequantize`."""
-    out = codes.new_empty(shape, dtype=dtype)
-    numbers = [math.prod(shape), group_size, bits, 0]
-    addresses = _addresses(out, codes, scale, zero)
-    module.quantize(launch.place(codes), False, addresses, launch.DTYPES[dtype], numbers, symmetric, False, 0)
-    return out
-
-
-# ---- registration ---------------------------------------------------------------------------------------------------------
+from . import codes, loader, rows
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and what runs where it cannot: `run` returns None for arguments it does not take."""
+    """A kernel and what runs where it cannot: `run` returns None for arguments it does not take.
+
+    Operators without a result (`void`) report True.
+    """
 
     run: Callable[..., Any]
     fallback: Callable[..., Any]
+    void: bool = False
 
     def __call__(self, *arguments: Any) -> Any:
         module = loader.module()
         found = None if module is None else self.run(module, *arguments)
-        return self.fallback(*arguments) if found is None else found
+        if found is None:
+            return self.fallback(*arguments)
+        return None if self.void else found
 
 
 KERNELS = {
-    "layer_norm": Kernel(run_layer_norm, layer_norm._run_layer_norm),
-    "add_layer_norm": Kernel(run_add_layer_norm, layer_norm._run_add_layer_norm),
-    "layer_norm_backward": Kernel(run_layer_norm_backward, layer_norm._run_backward),
-    "bias_gelu": Kernel(run_bias_gelu, gelu._run),
-    "bias_gelu_backward": Kernel(run_bias_gelu_backward, gelu._run_backward),
-    "dropout": Kernel(run_dropout, drop._run_dropout),
-    "bias_dropout_residual": Kernel(run_bias_dropout_residual, drop._run_residual),
-    "bias_grad": Kernel(run_bias_grad, drop._run_bias_grad),
-    "masked_softmax": Kernel(run_masked_softmax, softmax._run),
-    "softmax_backward": Kernel(run_softmax_backward, softmax._run_backward),
-    "quantize": Kernel(run_quantize, quantize._run_quantize),
-    "dequantize": Kernel(run_dequantize, quantize._run_dequantize),
+    "layer_norm": Kernel(rows.run_layer_norm, layer_norm._run_layer_norm),
+    "add_layer_norm": Kernel(rows.run_add_layer_norm, layer_norm._run_add_layer_norm),
+    "layer_norm_backward": Kernel(rows.run_layer_norm_backward, layer_norm._run_backward),
+    "bias_gelu": Kernel(rows.run_bias_gelu, gelu._run),
+    "bias_gelu_backward": Kernel(rows.run_bias_gelu_backward, gelu._run_backward),
+    "dropout": Kernel(rows.run_dropout, drop._run_dropout),
+    "bias_dropout_residual": Kernel(rows.run_bias_dropout_residual, drop._run_residual),
+    "bias_grad": Kernel(rows.run_bias_grad, drop._run_bias_grad),
+    "masked_softmax": Kernel(rows.run_masked_softmax, softmax._run),
+    "softmax_backward": Kernel(rows.run_softmax_backward, softmax._run_backward),
+    "quantize": Kernel(codes.run_quantize, quantize._run_quantize),
+    "quantize_out": Kernel(codes.run_quantize_out, quantize._run_quantize_out, void=True),
+    "dequantize": Kernel(codes.run_dequantize, quantize._run_dequantize),
+    "dequantize_out": Kernel(codes.run_dequantize_out, quantize._run_dequantize_out, void=True),
+    "reduce_codes": Kernel(codes.run_reduce, exchange._run_reduce, void=True),
+    "requantize": Kernel(codes.run_requantize, exchange._run_requantize),
+    "pack_signs": Kernel(codes.run_pack_signs, onebit._run_pack),
+    "unpack_signs": Kernel(codes.run_unpack_signs, onebit._run_unpack),
+    "unpack_signs_out": Kernel(codes.run_unpack_signs_out, onebit._run_unpack_out, void=True),
+    "compress_signs": Kernel(codes.run_compress_signs, onebit._run_compress),
+    "mean_of_signs": Kernel(codes.run_mean_of_signs, onebit._run_mean, void=True),
 }
 
 for _name, _kernel in KERNELS.items():
