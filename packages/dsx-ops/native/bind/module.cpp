@@ -222,4 +222,5 @@ PYBIND11_MODULE(_C, m) {
     m.def("convert", &convert);
     bind_codes(m);
     bind_rows(m);
+    bind_tokens(m);
 }

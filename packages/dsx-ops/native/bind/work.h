@@ -24,6 +24,7 @@ const Tables& tables();   // the instruction set in use; throws when DSX_ISA nam
 
 void bind_codes(py::module_& m);
 void bind_rows(py::module_& m);
+void bind_tokens(py::module_& m);
 
 constexpr int64_t SERIAL_BELOW = 32768;
 constexpr int64_t STREAM_ABOVE = 8 << 20;  // bytes of a buffer that is only written: past the caches

@@ -8,7 +8,7 @@
 The optimizers are ordinary `torch.optim.Optimizer`s. `python -m dsx_ops` reports what is built and what runs.
 """
 
-from . import onebit
+from . import onebit, op_builder
 from ._version import __version__
 from .codes.exchange import (
     LocoQuantizer,
@@ -17,18 +17,28 @@ from .codes.exchange import (
     swizzle_quantize,
     unswizzle_dequantize,
 )
-from .codes.quantize import Quantized, dequantize, dequantize_fp8, quantize, quantize_fp8
+from .codes.quantize import Quantized, dequantize, dequantize_fp8, ds_quantizer, quantize, quantize_fp8
 from .cuda import operators as _cuda_operators  # noqa: F401  registers the kernels for CUDA tensors
 from .errors import HyperparameterError, NativeMissingError, OpsError, TensorError
+from .flat import cast_to_byte_tensor, flatten, unflatten
 from .functional.dropout import bias_dropout_residual, dropout, dropout_mask
 from .functional.gelu import bias_gelu
 from .functional.layer_norm import add_layer_norm, layer_norm
 from .functional.softmax import masked_softmax
+from .gradients import CheckOverflow, clip_grad_norm_, get_global_norm, get_grad_zeros, get_weight_norm
 from .native import native_status, reference_only
 from .optim.adam import Adam8bit, CPUAdam, FusedAdam
 from .optim.lamb import FusedLamb
 from .optim.simple import SGD, CPUAdagrad, CPULion, FusedLion
-from .update import Norm, clip_grad_norm_, norm, scale_, squared_norms
+from .tokens import (
+    mask_gather_bert,
+    mask_gather_gpt,
+    token_gather,
+    token_scatter,
+    token_scatter_,
+    token_sort_,
+)
+from .update import Norm, norm, scale_, squared_norms
 
 # The names under which existing scripts know them.
 DeepSpeedCPUAdam = CPUAdam
@@ -40,6 +50,7 @@ __all__ = [
     "CPUAdagrad",
     "CPUAdam",
     "CPULion",
+    "CheckOverflow",
     "DeepSpeedCPUAdagrad",
     "DeepSpeedCPUAdam",
     "DeepSpeedCPULion",
@@ -58,16 +69,25 @@ __all__ = [
     "add_layer_norm",
     "bias_dropout_residual",
     "bias_gelu",
+    "cast_to_byte_tensor",
     "clip_grad_norm_",
     "dequantize",
     "dequantize_fp8",
     "dropout",
     "dropout_mask",
+    "ds_quantizer",
+    "flatten",
+    "get_global_norm",
+    "get_grad_zeros",
+    "get_weight_norm",
     "layer_norm",
+    "mask_gather_bert",
+    "mask_gather_gpt",
     "masked_softmax",
     "native_status",
     "norm",
     "onebit",
+    "op_builder",
     "quantize",
     "quantize_fp8",
     "reduce_dequantize",
@@ -76,5 +96,10 @@ __all__ = [
     "scale_",
     "squared_norms",
     "swizzle_quantize",
+    "token_gather",
+    "token_scatter",
+    "token_scatter_",
+    "token_sort_",
+    "unflatten",
     "unswizzle_dequantize",
 ]

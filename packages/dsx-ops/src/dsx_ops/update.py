@@ -110,20 +110,25 @@ def scale_(tensors: Iterable[Tensor], factor: float) -> None:
             t.copy_(t.float() * factor) if t.dtype != torch.float32 else t.mul_(factor)
 
 
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients so that their global L2 norm is at most `max_norm`; returns the norm before (fp64, no grad).
+def clip_(tensors: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale all so that their global L2 norm is at most `max_norm`; returns the norm before (fp64, no dimension).
 
-    Coefficient min(1, max_norm / (norm + 1e-6)), as torch's. Parameters without gradients are passed over.
+    Coefficient min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    on_cuda = _cuda_module(grads)
+    found = _checked(tensors)
+    on_cuda = _cuda_module(found)
     if on_cuda is not None:
-        return cuda_flat.clip(on_cuda, _checked(grads), max_norm)
-    total = squared_norms(grads).sum().sqrt()
-    coefficient = max_norm / (float(total) + 1e-6)
+        return cuda_flat.clip(on_cuda, found, max_norm)
+    total = squared_norms(found).sum().sqrt()
+    coefficient = clip_coefficient(float(total), max_norm)
     if coefficient < 1.0:
-        scale_(grads, coefficient)
+        scale_(found, coefficient)
     return total
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """What to multiply by, before the limit to 1."""
+    return max_norm / (norm + 1e-6)
 
 
 def _cuda_module(tensors: list[Tensor]) -> Any:

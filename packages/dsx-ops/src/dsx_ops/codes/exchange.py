@@ -25,7 +25,7 @@ from ..checks import DTYPE_CODES, MASK32, addresses, check
 from ..errors import HyperparameterError, TensorError
 from . import reference
 from .quantize import Quantized, check_codes, empty_codes, format_of, run, run_back
-from .scheme import Scheme, Swizzle
+from .scheme import Scheme
 
 
 def swizzle_quantize(
@@ -46,8 +46,8 @@ def swizzle_quantize(
 
     numel must be a multiple of nodes * devices * pipeline * group_size; otherwise as `quantize`. Stochastic rounding is keyed by the index in x.
     """
-    where = Swizzle(nodes, devices, pipeline)
-    return run(x, Scheme(format_of(bits, symmetric), group_size, stochastic, seed, offset, where), out)
+    where = (nodes, devices, pipeline)
+    return run(x, format_of(bits, symmetric), group_size, stochastic, seed, offset, swizzle=where, out=out)
 
 
 def unswizzle_dequantize(
@@ -63,8 +63,8 @@ def unswizzle_dequantize(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """What `swizzle_quantize` was given, in its order."""
-    where = Swizzle(nodes, devices, pipeline)
-    return run_back(q, shape, Scheme(format_of(bits, symmetric), group_size, swizzle=where), dtype)
+    where = (nodes, devices, pipeline)
+    return run_back(q, shape, format_of(bits, symmetric), group_size, dtype, swizzle=where)
 
 
 def reduce_dequantize(
@@ -143,7 +143,7 @@ class LocoQuantizer:
         if self.error.codes.device != x.device:
             self.error = Quantized(*(t.to(x.device) for t in self.error))
         where = {"nodes": nodes, "devices": devices, "bits": bits, "group_size": self.group_size}
-        kept = run_back(self.error, x.numel(), Scheme("int8", self.group_size), torch.float32)
+        kept = run_back(self.error, x.numel(), "int8", self.group_size, torch.float32)
         wanted = x.detach().reshape(-1).float() + kept
         q = swizzle_quantize(wanted, **where)
         self.calls += 1
@@ -152,7 +152,7 @@ class LocoQuantizer:
                 t.zero_()
             return q
         lost = wanted.sub_(unswizzle_dequantize(q, x.numel(), **where))
-        run(kept.mul_(self.beta).add_(lost, alpha=1.0 - self.beta), Scheme("int8", self.group_size), self.error)
+        run(kept.mul_(self.beta).add_(lost, alpha=1.0 - self.beta), "int8", self.group_size, out=self.error)
         return q
 
 

@@ -51,7 +51,7 @@ def quantize(
     `offset`: index of x's first element in the whole buffer, which keys stochastic rounding. `out`: tensors that receive the result.
     Raises `TensorError` for bits other than 4 and 8, odd groups of 4 bits, and unfit tensors.
     """
-    return run(x, Scheme(format_of(bits, symmetric), group_size, stochastic, seed, offset), out)
+    return run(x, format_of(bits, symmetric), group_size, stochastic, seed, offset, out=out)
 
 
 def dequantize(
@@ -65,7 +65,7 @@ def dequantize(
     out: Tensor | None = None,
 ) -> Tensor:
     """The tensor of `shape` and `dtype` that `q` stands for; the other arguments as in `quantize`. `out` receives it, in its own dtype."""
-    return run_back(q, shape, Scheme(format_of(bits, symmetric), group_size), dtype, out)
+    return run_back(q, shape, format_of(bits, symmetric), group_size, dtype, out=out)
 
 
 def quantize_fp8(
@@ -79,7 +79,7 @@ def quantize_fp8(
     out: Quantized | None = None,
 ) -> Quantized:
     """Quantise to 8-bit floats, "e4m3" or "e5m2", scaled so that a group's largest magnitude is the format's. Raises `TensorError`."""
-    return run(x, Scheme(_fp8(format), group_size, stochastic, seed, offset), out)
+    return run(x, _fp8(format), group_size, stochastic, seed, offset, out=out)
 
 
 def dequantize_fp8(
@@ -92,7 +92,24 @@ def dequantize_fp8(
     out: Tensor | None = None,
 ) -> Tensor:
     """The tensor that `q`, from `quantize_fp8`, stands for."""
-    return run_back(q, shape, Scheme(_fp8(format), group_size), dtype, out)
+    return run_back(q, shape, _fp8(format), group_size, dtype, out=out)
+
+
+def ds_quantizer(
+    input: Tensor, groups: int = 1, bit_num: int = 8, sr: bool = False, asym: bool = False, *, seed: int = 0
+) -> Tensor:
+    """Round `input` in place to what 4 or 8 bits per element can say, in `groups` equal groups (F85); returns it.
+
+    `sr`: stochastic rounding, keyed by `seed`; `asym`: with a zero point. Raises `TensorError` before anything is written.
+    """
+    if groups < 1 or input.numel() % groups:
+        raise TensorError(f"groups: got {groups}, expected a divisor of the {input.numel()} elements")
+    if input.numel() == 0:
+        return input
+    format, group = format_of(bit_num, not asym), input.numel() // groups
+    with torch.no_grad():
+        run_back(run(input, format, group, sr, seed), input.shape, format, group, input.dtype, out=input)
+    return input
 
 
 def _fp8(format: str) -> str:
@@ -101,35 +118,46 @@ def _fp8(format: str) -> str:
     return format
 
 
-def run(x: Tensor, scheme: Scheme, out: Quantized | None = None) -> Quantized:
-    """Quantise by a scheme."""
+def run(
+    x: Tensor,
+    format: str,
+    group: int,
+    stochastic: bool = False,
+    seed: int = 0,
+    offset: int = 0,
+    *,
+    swizzle: Sequence[int] = (1, 1, 1),
+    out: Quantized | None = None,
+) -> Quantized:
+    """Quantise by the numbers of a `Scheme`; `swizzle`: nodes, devices, pipeline."""
+    how = (format, group, stochastic, seed & MASK32, offset, list(swizzle))
     if out is None:
-        return Quantized(*torch.ops.dsx_ops.quantize(x, *_lowered(scheme)))
-    torch.ops.dsx_ops.quantize_out(x, *_lowered(scheme), *out)
+        return Quantized(*torch.ops.dsx_ops.quantize(x, *how))
+    torch.ops.dsx_ops.quantize_out(x, *how, *out)
     return out
 
 
 def run_back(
-    q: Quantized, shape: int | Sequence[int], scheme: Scheme, dtype: torch.dtype, out: Tensor | None = None
+    q: Quantized,
+    shape: int | Sequence[int],
+    format: str,
+    group: int,
+    dtype: torch.dtype,
+    *,
+    swizzle: Sequence[int] = (1, 1, 1),
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Dequantise by a scheme."""
+    """Dequantise by the numbers of a `Scheme`."""
     size = [shape] if isinstance(shape, int) else list(shape)
-    s = scheme.swizzle
-    how = (scheme.format, scheme.group, [s.nodes, s.devices, s.pipeline])
     if out is None:
-        return torch.ops.dsx_ops.dequantize(*q, size, *how, dtype)
+        return torch.ops.dsx_ops.dequantize(*q, size, format, group, list(swizzle), dtype)
     if list(out.shape) != size:
         raise TensorError(f"out: got shape {tuple(out.shape)}, expected {tuple(size)}")
-    torch.ops.dsx_ops.dequantize_out(*q, *how, out)
+    torch.ops.dsx_ops.dequantize_out(*q, format, group, list(swizzle), out)
     return out
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------------
-
-
-def _lowered(s: Scheme) -> tuple[str, int, bool, int, int, list[int]]:
-    where = [s.swizzle.nodes, s.swizzle.devices, s.swizzle.pipeline]
-    return s.format, s.group, s.stochastic, s.seed & MASK32, s.offset, where
 
 
 def _scheme(format: str, group: int, stochastic: bool, seed: int, offset: int, swizzle: Sequence[int]) -> Scheme:

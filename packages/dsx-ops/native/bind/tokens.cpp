@@ -1,0 +1,34 @@
+// Rows gathered and scattered by index, for Python: memory is copied, nothing is computed, so there is no instruction set to choose.
+#include <cstring>
+
+#include "work.h"
+
+namespace dsx {
+namespace {
+
+// addresses: full [batch, sequence] rows (or [sequence, batch]), part [batch, kept] rows (or [kept, batch]), indices int64 [batch, kept].
+// sizes: batch, kept, sequence, bytes per row. The indices are in range.
+void move_rows(bool gather, const std::vector<int64_t>& a, const std::vector<int64_t>& sizes, bool batch_first, int threads) {
+    if (a.size() != 3 || sizes.size() != 4) throw std::invalid_argument("expected 3 addresses and 4 sizes");
+    const int64_t batch = sizes[0], kept = sizes[1], sequence = sizes[2], bytes = sizes[3], rows = batch * kept;
+    char *full = pointer<char>(a[0]), *part = pointer<char>(a[1]);
+    const int64_t* indices = pointer<int64_t>(a[2]);
+    py::gil_scoped_release release;
+    if (rows * bytes < 4 * SERIAL_BELOW) threads = 1;
+    on_threads(threads, chosen().own_threads, [&](int index, int count) {
+        for (int64_t r = rows * index / count; r < rows * (index + 1) / count; ++r) {
+            // Row r of part, in the order in which part lies.
+            const int64_t b = batch_first ? r / kept : r % batch, k = batch_first ? r % kept : r / batch;
+            const int64_t token = indices[b * kept + k];
+            char* there = full + (batch_first ? b * sequence + token : token * batch + b) * bytes;
+            if (gather) std::memcpy(part + r * bytes, there, static_cast<size_t>(bytes));
+            else std::memcpy(there, part + r * bytes, static_cast<size_t>(bytes));
+        }
+    });
+}
+
+}  // namespace
+
+void bind_tokens(py::module_& m) { m.def("move_rows", &move_rows); }
+
+}  // namespace dsx
