@@ -124,3 +124,50 @@ def test_a_browser_draws_the_curves_and_shows_values_under_the_pointer(run, tmp_
     assert re.search(r"training<b>5</b>", found)  # the value at the left edge, not the last one
     points = re.search(r'<path d="(M[^"]+)" class="curve"', found)[1]
     assert points.count("M") == 2 and points.count("L") == 97  # a gap where the loss was not finite
+
+
+def test_profile_trace_and_stragglers_are_in_the_report(run):
+    from dsx_monitor import Timeline
+
+    for rank in (0, 1):
+        timeline = Timeline(rank)
+        with timeline.range("forward"):
+            pass
+        timeline.write(run)
+    (run / "flops.json").write_text(json.dumps({"summary": {"fwd flops per GPU": "3.14 GFLOPS"}}))
+    (run / "flops.html").write_text("<!doctype html>")
+    record = {"step": 80, "own": [[1, 2, 3, 4], [1, 2, 99, 4]], "waiting": [96, 0], "found": ["rank 1 is <slow>"]}
+    (run / "stragglers.jsonl").write_text(json.dumps(record) + "\n{broken\n")
+    page = write_report(run).read_text()
+    assert 'href="flops.html"' in page and 'href="trace.json"' in page and "3.14 GFLOPS" in page
+    assert "<td>99.0</td>" in page and "at 80 samples: rank 1 is &lt;slow&gt;" in page
+    assert "lines that could not be read" in page
+    events = [e for e in json.loads((run / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert [e["pid"] for e in events] == [0, 1]
+
+
+def test_groups_of_curves_share_a_chart(tmp_path):
+    writers = {"jsonl": {"enabled": True, "output_path": str(tmp_path), "job_name": ""}}
+    with MonitorMaster(writers, rank=0) as monitor:
+        monitor.write_events([("Train/Memory/params", 2**20, 1), ("Train/Memory/grads", 2**21, 1)])
+        monitor.write_events([(f"Train/Eigenvalues/ModelBlockParam_{i}", 0.5, 1) for i in range(3)])
+    panels = panels_by_title(write_report(tmp_path).read_text())
+    assert [(s["name"], s["y"]) for s in panels["Memory by class"]["series"]] == [("params", [1.0]), ("grads", [2.0])]
+    assert len(panels["Largest curvature of each block"]["series"]) == 3
+
+
+def test_a_run_with_tensorboard_only_is_drawn_too(tmp_path):
+    pytest.importorskip("tensorboard")
+    writers = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "tb"}}
+    with MonitorMaster(writers, rank=0) as monitor:
+        monitor.write_events([("Train/Samples/train_loss", 4.0, 8), ("Train/Samples/train_loss", 2.0, 16)])
+    (series,) = panels_by_title(write_report(tmp_path).read_text())["Loss"]["series"]
+    assert (series["x"], series["y"]) == ([8, 16], [4.0, 2.0])
+
+
+def test_a_framework_does_not_repeat_what_the_user_told(tmp_path):
+    start_run(tmp_path, title="mine", world_size=2)
+    start_run(tmp_path, title="the framework's", world_size=2, quiet=True)
+    start_run(tmp_path, title="mine again", world_size=2)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    assert meta["title"] == "mine again" and len(meta["starts"]) == 1

@@ -36,6 +36,7 @@ def start_run(
     world_size: int = 1,
     step: int = 0,
     facts: Mapping[str, Any] | None = None,
+    quiet: bool = False,
 ) -> Path:
     """Write or extend `meta.json`. Call on rank 0 only, at the start and at each resume.
 
@@ -44,6 +45,7 @@ def start_run(
         config: the configuration in force; anything JSON cannot hold is written as text.
         step: samples seen so far (0 at the first start), where the report marks the start.
         facts: further things worth knowing, such as the number of parameters.
+        quiet: do nothing if this process has told of its start already; for frameworks, whose users may know better.
 
     Returns:
         The run directory, made if needed.
@@ -52,12 +54,28 @@ def start_run(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / META
     meta: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"starts": []}
+    process = f"{platform.node()}:{os.getpid()}:{_born()}"
+    known = meta["starts"] and meta["starts"][-1].get("process") == process
+    if known and quiet:
+        return folder
+    if known and meta["starts"][-1]["step"] == step:
+        meta["starts"].pop()  # the same start, told again with more words
     meta.update(title=title, config=dict(config or {}), environment=environment(), facts=dict(facts or {}))
-    meta["starts"].append({"time": time.time(), "step": step, "world_size": world_size, "command": sys.argv})
+    start = {"time": time.time(), "step": step, "world_size": world_size, "command": sys.argv, "process": process}
+    meta["starts"].append(start)
     partial = path.with_name(f"{META}.{os.getpid()}")
     partial.write_text(json.dumps(meta, indent=1, default=str), encoding="utf-8")
     os.replace(partial, path)  # a reader never sees half a file
     return folder
+
+
+def _born() -> str:
+    """When this process began, as the kernel counts; tells processes apart that had the same number."""
+    try:
+        with open("/proc/self/stat", encoding="ascii", errors="replace") as stream:
+            return stream.read().rsplit(")", 1)[1].split()[19]
+    except OSError:
+        return ""
 
 
 def environment() -> dict[str, Any]:

@@ -28,6 +28,7 @@ from .engine.observers import (
     MemoryUse,
     MonitorEvents,
     ProgressLine,
+    RunStart,
     SentBytes,
     StepObserver,
     StepTimes,
@@ -186,9 +187,25 @@ def _add_figures(to: Watched, watch: Watch) -> None:
     if every:
         speed = lambda: timer.samples_per_second  # noqa: E731
         watch.add(ProgressLine(every, to.counters, lambda: moments(to.optimizer.param_groups), speed))
+    if config.jsonl.enabled:
+        watch.add(RunStart(lambda samples: _tell_start(to, samples)))
     section = config.use("flops_profiler")
     if section.enabled:
         watch.add(_flops(to, section, timer))
+
+
+def _tell_start(to: Watched, samples: int) -> None:
+    config = to.config
+    kind = type(to.module).__name__
+    to.monitoring.start_run(
+        run_dir(config),
+        title=f"{kind}, ZeRO stage {config.zero.stage}",
+        config=config.to_dict(),
+        world_size=to.topology.world_size,
+        step=samples,
+        facts={"parameters": sum(p.numel() for p in to.module.parameters())},
+        quiet=True,
+    )
 
 
 def _add_lines(to: Watched, watch: Watch, times: StepTimes) -> None:

@@ -39,6 +39,13 @@ _KNOWN = (
     ("Gradient norm", "", (("grad_norm", "before clipping"),)),
     ("Loss scale", "", (("loss_scale", "scale"),)),
     ("Compute", "TFLOPS", (("tflops", "all ranks"),)),
+    ("Gradient noise scale", "samples", (("gradient_noise_scale", "estimate"),)),
+    ("Sent to other ranks", "bytes per step, rank 0", (("bytes_communicated", "rank 0"),)),
+)
+# Charts of all curves of a group: title, unit, beginning of labels, factor.
+_GROUPS = (
+    ("Memory by class", "MiB, rank 0", "Train/Memory/", 2**-20),
+    ("Largest curvature of each block", "relative", "Train/Eigenvalues/", 1.0),
 )
 _TIMES = "elapsed_time_ms_"
 _MOST_POINTS = 2000
@@ -51,6 +58,7 @@ def panels_of(data: RunData) -> list[Panel]:
     if any(panel.unit == "tokens/s" for panel in panels):
         panels = [panel for panel in panels if panel.unit != "samples/s"]  # the same curve in another unit
     panels += _memory(data)
+    panels += [panel for group in _GROUPS if (panel := _group(left, *group)) is not None]
     timed = {label: left.pop(label) for label in list(left) if _last(label).startswith(_TIMES)}
     if timed:
         series = [_series(curve, _last(label)[len(_TIMES) :]) for label, curve in timed.items()]
@@ -74,6 +82,13 @@ def _known(left: dict[str, Curve], title: str, unit: str, names: tuple[tuple[str
         for label in [label for label in left if _named(label, name)]:
             series.append(_series(left.pop(label), shown))
     return Panel(title, unit, series, log=title == "Loss scale") if series else None
+
+
+def _group(left: dict[str, Curve], title: str, unit: str, start: str, scale: float) -> Panel | None:
+    # The CSV writer's file names have "_" for "/".
+    labels = [label for label in left if label.startswith((start, start.replace("/", "_")))]
+    series = [_series(left.pop(label), label[len(start) :], scale) for label in labels]
+    return Panel(title, unit, series) if series else None
 
 
 def _memory(data: RunData) -> list[Panel]:

@@ -2,7 +2,7 @@
 
 Made for runs that are still going on or ended badly: a line that a crash cut in half is skipped and counted, a missing
 file means that there is nothing to show of its kind. Without `events.jsonl` the CSV files of `csv_monitor` are read,
-wherever below the directory they lie.
+wherever below the directory they lie; without those TensorBoard's event files, if its package is installed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import ReportError
 from ..run import MEMORY, META
+from ..timeline import MERGED, TRACE, merge_traces
 from ..writers.jsonl import FILE_NAME
 
 __all__ = ["Curve", "RunData", "read_run"]
@@ -40,11 +41,23 @@ class Curve:
 
 @dataclass
 class RunData:
-    """All that is known of a run. `memory` maps a rank to its curves by name (`rss`, `pss`, ...), in bytes."""
+    """All that is known of a run.
+
+    Attributes:
+        curves: by label.
+        memory: maps a rank to its curves by name (`rss`, `pss`, ...), in bytes.
+        meta: what `start_run` wrote.
+        stragglers: the comparisons of ranks, the oldest first.
+        flops: the summary of the flops profile, name to text.
+        pages: further files of the run directory worth opening, relative to it.
+    """
 
     curves: dict[str, Curve]
     memory: dict[int, dict[str, Curve]]
     meta: dict[str, Any]
+    stragglers: list[dict[str, Any]] = field(default_factory=list)
+    flops: dict[str, Any] = field(default_factory=dict)
+    pages: list[str] = field(default_factory=list)
     unreadable_lines: int = 0
 
 
@@ -64,14 +77,40 @@ def read_run(run_dir: str | Path) -> RunData:
         _curve(data, str(line["label"])).add(float(line["step"]), float(line["value"]), float(line["time"]))
     if not data.curves:
         _read_csv(folder, data)
+    if not data.curves:
+        _read_tensorboard(folder, data)
     for path in sorted((folder / MEMORY).glob("rank*.jsonl")):
         _read_memory(path, data)
-    if not data.curves and not data.memory:
+    _read_extras(folder, data)
+    if not (data.curves or data.memory or data.stragglers or data.pages):
         raise ReportError(
-            f"report of {folder}: got no events.jsonl, no CSV files of csv_monitor and no memory/rank*.jsonl, expected one of "
-            "them; switch on the sections 'jsonl' or 'csv_monitor' with this output_path"
+            f"report of {folder}: got no events.jsonl, no files of csv_monitor or tensorboard and no memory/rank*.jsonl, expected one "
+            "of them; switch on the sections 'jsonl' or 'csv_monitor' with this output_path"
         )
     return data
+
+
+def _read_extras(folder: Path, data: RunData) -> None:
+    """Comparisons of ranks, flops profile and traces, where there are any."""
+    stragglers = folder / "stragglers.jsonl"
+    if stragglers.exists():
+        for text in stragglers.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(text)
+                _ = (record["step"], record["own"], record["waiting"], record["found"])
+            except (ValueError, TypeError, KeyError):
+                data.unreadable_lines += bool(text.strip())
+                continue
+            data.stragglers.append(record)
+    profile = folder / "flops.json"
+    if profile.exists():
+        try:
+            data.flops = dict(json.loads(profile.read_text(encoding="utf-8"))["summary"])
+        except (ValueError, TypeError, KeyError):
+            data.unreadable_lines += 1
+    if list((folder / TRACE).glob("rank*.json")):
+        merge_traces(folder)
+    data.pages = [name for name in ("flops.html", "flops.json", MERGED) if (folder / name).exists()]
 
 
 def _curve(data: RunData, label: str) -> Curve:
@@ -125,3 +164,23 @@ def _read_csv(folder: Path, data: RunData) -> None:
                     data.unreadable_lines += 1
                     continue
                 _curve(data, path.stem).add(step, value)
+
+
+def _read_tensorboard(folder: Path, data: RunData) -> None:
+    folders = sorted({path.parent for path in folder.rglob("events.out.tfevents.*")})
+    if not folders:
+        return
+    try:
+        # Late: optional, and slow to import.
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError as error:
+        raise ReportError(
+            f"report of {folder}: got TensorBoard's event files and nothing else; reading them needs its package: "
+            "pip install tensorboard"
+        ) from error
+    for each in folders:
+        events = EventAccumulator(str(each), size_guidance={"scalars": 0})  # 0: all
+        events.Reload()
+        for label in events.Tags()["scalars"]:
+            for event in events.Scalars(label):
+                _curve(data, label).add(event.step, event.value, event.wall_time)

@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..straggler import PHASES
 from .panels import Panel, panels_of
 from .read import RunData, read_run
 
@@ -110,9 +111,47 @@ def _tables(data: RunData) -> str:
         last = starts[-1].get("command")
         command = " ".join(map(str, last)) if isinstance(last, list) else ""
         tables.insert(0, ("Run", {"command": command, "starts": len(starts)}))
+    if data.flops:
+        tables.insert(0, ("Flops profile", data.flops))
     if data.unreadable_lines:
         tables.append(("Remarks", {"lines that could not be read": data.unreadable_lines}))
-    return "".join(_table(title, _flat(content)) for title, content in tables if content)
+    shown = "".join(_table(title, _flat(content)) for title, content in tables if content)
+    return _pages(data.pages) + _ranks(data.stragglers) + shown
+
+
+_ABOUT = {
+    "flops.html": "where the operations and the time of a step go, module by module",
+    "flops.json": "the same figures for programs",
+    "trace.json": "what every rank did when; opens in ui.perfetto.dev or chrome://tracing",
+}
+
+
+def _pages(names: list[str]) -> str:
+    if not names:
+        return ""
+    rows = "".join(
+        f'<tr><th><a href="{html.escape(name)}">{html.escape(name)}</a></th><td>{html.escape(_ABOUT[name])}</td></tr>'
+        for name in names
+    )
+    return f"<section><h2>Further files of this run</h2><table>{rows}</table></section>"
+
+
+def _ranks(comparisons: list[dict[str, Any]]) -> str:
+    """The last comparison of the ranks' own work, and who was ever found to hold the others up."""
+    if not comparisons:
+        return ""
+    last = comparisons[-1]
+    head = "".join(f"<th>{name}</th>" for name in ("rank", *PHASES, "waiting"))
+    rows = "".join(
+        f"<tr><td>{rank}</td>{''.join(f'<td>{value:.1f}</td>' for value in (*own, waited))}</tr>"
+        for rank, (own, waited) in enumerate(zip(last["own"], last["waiting"]))
+    )
+    found = [f"at {c['step']} samples: {text}" for c in comparisons for text in c["found"]][-8:]
+    notes = "".join(f"<p>{html.escape(text)}</p>" for text in found) or "<p>No rank held the others up.</p>"
+    return (
+        "<section><h2>Own work of each rank, milliseconds per step</h2>"
+        f'<table class="figures"><tr>{head}</tr>{rows}</table>{notes}</section>'
+    )
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> str:

@@ -207,6 +207,23 @@ class MemoryUse:
         return [("Train/Samples/memory_bytes", float(self._in_use()), samples), *classes]
 
 
+class RunStart:
+    """Tells the run directory what runs there, at the first step: only then is it known whether the run is a resumed one.
+
+    Args:
+        start: takes the samples seen before this process began.
+    """
+
+    def __init__(self, start: Callable[[int], None]) -> None:
+        self._start: Callable[[int], None] | None = start
+
+    def after_step(self, report: StepReport) -> None:
+        """Once."""
+        if self._start is not None:
+            self._start(report.global_samples - report.samples)
+            self._start = None
+
+
 class StragglerWatch:
     """Feeds a `dsx_monitor.StragglerMonitor` on every rank; rank 0 says who holds the others up.
 
