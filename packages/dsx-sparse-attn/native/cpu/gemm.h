@@ -1,0 +1,103 @@
+// The matrix product everything here is made of: C[m x n] = A[m x k] * B[k x n] on tiles that lie in the caches.
+//
+// B's rows are contiguous (lanes run along n). A is read one element at a time and broadcast, so it may lie either way: row-major, or
+// (FROM_COLUMNS) with its columns contiguous, which is A transposed for free. What happens to a finished register tile is the
+// caller's affair (`Finish`), so that maxima, exponentials and masks are applied before the scores are stored. m and n are multiples of PAD.
+#pragma once
+#include "simd.h"
+
+namespace dsx_sparse {
+namespace DSX_ISA {
+
+#if defined(DSX_ISA_AVX512)
+constexpr int TILE_ROWS = 8;
+#else
+constexpr int TILE_ROWS = 4;
+#endif
+constexpr int TILE_REGS = 2;  // registers along n
+
+template <int REGS> struct Tile {
+    vf at[TILE_ROWS][REGS];
+};
+
+template <bool FROM_COLUMNS, int REGS, class Finish>
+static DSX_INLINE void micro(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t k, const Finish& finish, int64_t row,
+                             int64_t col) {
+    Tile<REGS> c;
+#pragma GCC unroll 8
+    for (int r = 0; r < TILE_ROWS; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < REGS; ++v) c.at[r][v] = splat(0.0f);
+#pragma GCC unroll 2
+    for (int64_t p = 0; p < k; ++p) {
+        vf right[REGS];
+#pragma GCC unroll 2
+        for (int v = 0; v < REGS; ++v) right[v] = load(b + p * ldb + v * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < TILE_ROWS; ++r) {
+            const vf left = splat(FROM_COLUMNS ? a[p * lda + r] : a[r * lda + p]);
+#pragma GCC unroll 2
+            for (int v = 0; v < REGS; ++v) c.at[r][v] = fma(left, right[v], c.at[r][v]);
+        }
+    }
+    finish(c, row, col);
+}
+
+template <bool FROM_COLUMNS, int REGS, class Finish>
+static DSX_INLINE void strip(int64_t m, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t col, const Finish& finish) {
+    for (int64_t row = 0; row < m; row += TILE_ROWS)
+        micro<FROM_COLUMNS, REGS>(FROM_COLUMNS ? a + row : a + row * lda, lda, b + col, ldb, k, finish, row, col);
+}
+
+template <bool FROM_COLUMNS, class Finish>
+static DSX_INLINE void gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, const Finish& finish) {
+    int64_t col = 0;
+    for (; col + TILE_REGS * LANES <= n; col += TILE_REGS * LANES) strip<FROM_COLUMNS, TILE_REGS>(m, k, a, lda, b, ldb, col, finish);
+    if (col < n) strip<FROM_COLUMNS, 1>(m, k, a, lda, b, ldb, col, finish);  // AVX-512: n is an odd multiple of 16
+}
+
+// ---- what to do with finished tiles ----
+
+struct Store {
+    float* c;
+    int64_t ldc;
+    template <int REGS> DSX_INLINE void operator()(const Tile<REGS>& t, int64_t row, int64_t col) const {
+#pragma GCC unroll 8
+        for (int r = 0; r < TILE_ROWS; ++r)
+#pragma GCC unroll 2
+            for (int v = 0; v < REGS; ++v) store(c + (row + r) * ldc + col + v * LANES, t.at[r][v]);
+    }
+};
+
+struct Add {  // c += t
+    float* c;
+    int64_t ldc;
+    template <int REGS> DSX_INLINE void operator()(const Tile<REGS>& t, int64_t row, int64_t col) const {
+#pragma GCC unroll 8
+        for (int r = 0; r < TILE_ROWS; ++r)
+#pragma GCC unroll 2
+            for (int v = 0; v < REGS; ++v) {
+                float* at = c + (row + r) * ldc + col + v * LANES;
+                store(at, load(at) + t.at[r][v]);
+            }
+    }
+};
+
+struct AddScaled {  // c += factor * t
+    float* c;
+    int64_t ldc;
+    float factor;
+    template <int REGS> DSX_INLINE void operator()(const Tile<REGS>& t, int64_t row, int64_t col) const {
+        const vf f = splat(factor);
+#pragma GCC unroll 8
+        for (int r = 0; r < TILE_ROWS; ++r)
+#pragma GCC unroll 2
+            for (int v = 0; v < REGS; ++v) {
+                float* at = c + (row + r) * ldc + col + v * LANES;
+                store(at, fma(f, t.at[r][v], load(at)));
+            }
+    }
+};
+
+}  // namespace DSX_ISA
+}  // namespace dsx_sparse

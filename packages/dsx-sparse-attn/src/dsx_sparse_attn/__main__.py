@@ -1,0 +1,113 @@
+"""`python -m dsx_sparse_attn`: what is built and runs; `show` draws a layout.
+
+python -m dsx_sparse_attn                                  the report (--json for machines)
+python -m dsx_sparse_attn show bigbird --seq 2048 --block 64 --out layout.svg
+python -m dsx_sparse_attn show fixed --set num_local_blocks=8 --set attention=unidirectional --out layout.png
+python -m dsx_sparse_attn show --config training.json --out layout.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import __version__, native_status
+from .errors import LayoutError
+
+
+def report() -> str:
+    """The status as lines of text."""
+    s = native_status()
+    lines = [f"dsx-sparse-attn {__version__}, torch {s['torch']}"]
+    if s["native"]:
+        lines.append(
+            f"native CPU kernels  yes: {s['isa']} in use; this CPU can run {', '.join(s['isas'])} (DSX_ISA chooses)"
+        )
+    else:
+        lines.append(f"native CPU kernels  NO: {s['reason']}")
+    lines.append(f"threads             {s['threads']['count']} ({s['threads']['backend']})")
+    if s["sanitizer"]:
+        lines.append(f"sanitizer           {s['sanitizer']}")
+    lines.append(
+        f"triton              {'installed' if s['triton'] else 'not installed (pip install dsx-sparse-attn[triton])'}"
+    )
+    return "\n".join(lines)
+
+
+def _section(arguments: argparse.Namespace) -> dict[str, Any]:
+    section: dict[str, Any] = {}
+    if arguments.config:
+        whole = json.loads(Path(arguments.config).read_text(encoding="utf-8"))
+        section = dict(whole.get("sparse_attention", whole))
+    if arguments.mode:
+        section["mode"] = arguments.mode
+    if arguments.block:
+        section["block"] = arguments.block
+    for setting in arguments.set:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise LayoutError(f"got --set {setting}, expected key=value")
+        try:
+            section[key] = json.loads(value)
+        except json.JSONDecodeError:
+            section[key] = value
+    return section
+
+
+def show(arguments: argparse.Namespace) -> str:
+    """Draw what the arguments say; one line about it."""
+    from pydantic import ValidationError  # late: the report needs no pydantic
+
+    from .config import SparseAttentionConfig
+
+    random.seed(arguments.seed)
+    try:
+        config = SparseAttentionConfig(**_section(arguments))
+    except ValidationError as error:
+        raise LayoutError(str(error)) from error
+    layout = config.sparsity_config(arguments.heads).make_layout(arguments.seq)
+    path = layout.plot(arguments.out, cell=arguments.cell)
+    _, blocks, _ = layout.shape
+    return (
+        f"{config.mode}: {arguments.heads} heads of {blocks} x {blocks} blocks of {layout.block}, "
+        f"density {100 * layout.density:.2f} %; wrote {path}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dsx_sparse_attn", description="Report, or draw a layout.")
+    parser.add_argument("--json", action="store_true", help="the report for machines")
+    commands = parser.add_subparsers(dest="command")
+    drawing = commands.add_parser("show", help="draw a layout into a PNG or SVG file")
+    drawing.add_argument("mode", nargs="?", help="dense, fixed, variable, bigbird, bslongformer or local")
+    drawing.add_argument("--config", help="JSON file with a sparse_attention section (or that section alone)")
+    drawing.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the section")
+    drawing.add_argument("--seq", type=int, default=1024, help="sequence length (default 1024)")
+    drawing.add_argument("--heads", type=int, default=4, help="heads (default 4)")
+    drawing.add_argument("--block", type=int, help="block size")
+    drawing.add_argument("--seed", type=int, default=0, help="seed of random blocks (default 0)")
+    drawing.add_argument("--cell", type=int, help="pixels per block")
+    drawing.add_argument("--out", default="layout.svg", help="file to write, .svg or .png (default layout.svg)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    arguments = _parser().parse_args(argv)
+    if arguments.command != "show":
+        print(json.dumps(native_status(), indent=1) if arguments.json else report())
+        return 0
+    try:
+        print(show(arguments))
+    except (LayoutError, OSError, json.JSONDecodeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""`block_sparse_attention`: attention that computes the blocks a layout names, forward and backward.
+
+out = dropout(softmax(q k^T * scale + rpe + masks)) v, where scores outside the layout are -inf. A query that may see no
+key gives zeros. Nothing of the size of the score matrix is ever made by the kernels (a `rpe` or `attn_mask` you pass is one).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .call import AttentionCall, compute_dtype
+from .errors import ArgumentError, LayoutError
+from .layout import Layout
+from .library import attention
+
+__all__ = ["block_sparse_attention", "explain_backends"]
+
+MaskMode = Literal["add", "mul"]
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Tensor,
+    *,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    rpe: Tensor | None = None,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    key_padding_mask_mode: MaskMode = "add",
+    attn_mask_mode: MaskMode = "mul",
+    dropout_seed: int | None = None,
+    block: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention over the blocks of `layout`.
+
+    Args:
+        q: [batch, heads, seq, dim]; float32, bfloat16, float16 or float64; computed in float32 (float64 in float64).
+        k, v: [batch, kv_heads, seq, dim]; heads is a multiple of kv_heads (grouped queries).
+        layout: [heads or 1, blocks, blocks], nonzero where a block is computed: a `Layout`, or a plain tensor.
+        scale: of the scores; default 1 / sqrt(dim).
+        key_padding_mask: [batch, seq]. Bool: True is seen. Numbers: added to the scores ("add"), or 0 hides ("mul").
+        attn_mask: [seq, seq] or anything that broadcasts to [batch, heads, seq, seq] from 4 dimensions; as above, default "mul".
+        rpe: relative position bias added to the scores, [seq, seq], [heads, seq, seq] or 4-D as above; gets a gradient.
+        causal: a query sees no later key, also inside blocks.
+        dropout_p: probability of dropping a weight, in [0, 1).
+        dropout_seed: the seed of the dropout mask; default: drawn from torch's generator of the device.
+        block: positions per block; default: the `Layout`'s, else seq / blocks. The last block may be short.
+        backend: "auto", "native", "triton", "flex" or "torch".
+
+    Returns:
+        [batch, heads, seq, dim] in q's dtype.
+
+    Raises:
+        LayoutError: the layout fits neither heads nor length.
+        ArgumentError: a shape, dtype, device or number is wrong.
+        BackendError: the backend asked for cannot do this; `reasons` says why of each.
+    """
+    dispatch.check_name(backend)
+    options = Options(
+        scale,
+        key_padding_mask,
+        attn_mask,
+        rpe,
+        causal,
+        dropout_p,
+        key_padding_mask_mode,
+        attn_mask_mode,
+        dropout_seed,
+        block,
+    )
+    c = checked(q, k, v, layout, options)
+    if (c.q.device.type != "cpu" or backend == "flex") and dispatch.prefers_flex(c, backend):
+        return dispatch.flex.run(c)
+    out, _ = attention(
+        c.q, c.k, c.v, c.layout, c.bias, c.key_bias, c.seed, c.scale, c.block, c.causal, c.dropout_p, backend
+    )
+    return out
+
+
+def explain_backends(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, **options: Any) -> dict[str, list[str]]:
+    """For a call with these arguments, why each backend refuses; an empty list means it can do it.
+
+    Raises:
+        as `block_sparse_attention`.
+    """
+    known = {field.name for field in fields(Options)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ArgumentError(f"got option {unknown[0]!r}, expected one of {', '.join(sorted(known))}")
+    return dispatch.explain(checked(q, k, v, layout, Options(**options)))
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `block_sparse_attention`, as given."""
+
+    scale: float | None = None
+    key_padding_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
+    rpe: Tensor | None = None
+    causal: bool = False
+    dropout_p: float = 0.0
+    key_padding_mask_mode: MaskMode = "add"
+    attn_mask_mode: MaskMode = "mul"
+    dropout_seed: int | None = None
+    block: int | None = None
+
+
+def checked(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, options: Options) -> AttentionCall:
+    """Everything checked and brought into one form. Raises `ArgumentError` and `LayoutError`."""
+    _check_tensors(q, k, v)
+    block = options.block
+    if isinstance(layout, Layout):
+        block = layout.block if block is None else block
+        layout = layout.plain()
+    block = _check_layout(layout, block, q)
+    if not 0.0 <= options.dropout_p < 1.0:
+        raise ArgumentError(f"got dropout_p={options.dropout_p}, expected a probability in [0, 1)")
+    dtype = compute_dtype(q.dtype)
+    return AttentionCall(
+        q=q,
+        k=k,
+        v=v,
+        layout=layout.to(q.device) if layout.device != q.device else layout,
+        bias=_bias(q, options, dtype),
+        key_bias=_key_bias(q, options, dtype),
+        seed=_seed(q, options),
+        scale=1.0 / math.sqrt(q.shape[-1]) if options.scale is None else float(options.scale),
+        block=block,
+        causal=bool(options.causal),
+        dropout_p=float(options.dropout_p),
+    )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        raise ArgumentError(
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; expected q [batch, heads, seq, dim] and "
+            "k, v of one shape [batch, kv_heads, seq, dim]"
+        )
+    batch, heads, seq, dim = q.shape
+    if (k.shape[0], k.shape[2], k.shape[3]) != (batch, seq, dim):
+        raise ArgumentError(
+            f"got q {tuple(q.shape)} and k, v {tuple(k.shape)}; expected the same batch, sequence length and head dimension "
+            "(block-sparse attention is self-attention)"
+        )
+    if k.shape[1] == 0 or heads % k.shape[1] != 0:
+        raise ArgumentError(f"got {heads} query heads and {k.shape[1]} key heads, expected a multiple")
+    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in _DTYPES:
+        raise ArgumentError(
+            f"got q, k, v of {q.dtype}, {k.dtype}, {v.dtype}; expected one of float32, bfloat16, float16, float64 for all"
+        )
+    if not (q.device == k.device == v.device):
+        raise ArgumentError(f"got q, k, v on {q.device}, {k.device}, {v.device}; expected one device")
+
+
+def _check_layout(layout: Tensor, block: int | None, q: Tensor) -> int:
+    """The block size, once layout and tensors fit."""
+    heads, seq = q.shape[1], q.shape[2]
+    if layout.dim() != 3 or layout.shape[1] != layout.shape[2] or layout.shape[1] == 0:
+        raise LayoutError(f"got a layout of shape {tuple(layout.shape)}, expected [heads, blocks, blocks]")
+    if layout.shape[0] not in (1, heads):
+        raise LayoutError(
+            f"got a layout for {layout.shape[0]} heads and q with {heads}; expected {heads} (or 1 for all)"
+        )
+    blocks = layout.shape[1]
+    if block is None:
+        if seq % blocks != 0:
+            raise LayoutError(
+                f"got a sequence of {seq} and a layout of {blocks} blocks, and no block size: {blocks} does not divide {seq}; "
+                "pass block=, or a Layout, which knows its own"
+            )
+        block = seq // blocks
+    if block < 1 or -(-seq // block) != blocks:
+        raise LayoutError(
+            f"got a sequence of {seq}, a layout of {blocks} x {blocks} blocks and block {block}, which covers {blocks * block}; "
+            f"expected {-(-seq // max(block, 1))} blocks (make_layout for the padded length, or config.covering({seq}))"
+        )
+    return block
+
+
+def _check_mask(name: str, mask: Tensor, mode: str, q: Tensor) -> None:
+    if mode not in ("add", "mul"):
+        raise ArgumentError(f'got {name}_mode={mode!r}, expected "add" or "mul"')
+    if mask.requires_grad:
+        raise ArgumentError(f"got a {name} that requires a gradient, which masks do not get; pass it as rpe")
+    if mask.device != q.device:
+        raise ArgumentError(f"got a {name} on {mask.device} and q on {q.device}, expected one device")
+
+
+def _additive(mask: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
+    """A mask as something to add to scores."""
+    if mask.dtype == torch.bool or mode == "mul":
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask == 0, float("-inf"))
+    return mask.to(dtype)
+
+
+def _four(name: str, x: Tensor, q: Tensor) -> Tensor:
+    """[seq, seq], [heads, seq, seq] or 4-D -> 4-D with every size 1 or that of the scores (keys: full)."""
+    batch, heads, seq, _ = q.shape
+    wide = x.reshape((1,) * (4 - x.dim()) + tuple(x.shape)) if 2 <= x.dim() <= 4 else x
+    full = (batch, heads, seq, seq)
+    if wide.dim() != 4 or any(n not in (1, m) for n, m in zip(wide.shape, full)):
+        raise ArgumentError(
+            f"got {name} of shape {tuple(x.shape)}, expected [{seq}, {seq}], [{heads}, {seq}, {seq}] or 4-D broadcasting to {full}"
+        )
+    return wide if wide.shape[3] == seq else wide.expand(-1, -1, -1, seq)
+
+
+def _bias(q: Tensor, options: Options, dtype: torch.dtype) -> Tensor | None:
+    """rpe and attn_mask as one tensor; autograd carries its gradient back to rpe."""
+    bias = None
+    if options.rpe is not None:
+        if options.rpe.device != q.device:
+            raise ArgumentError(f"got a rpe on {options.rpe.device} and q on {q.device}, expected one device")
+        bias = _four("rpe", options.rpe, q).to(dtype)
+    if options.attn_mask is not None:
+        _check_mask("attn_mask", options.attn_mask, options.attn_mask_mode, q)
+        mask = _four("attn_mask", _additive(options.attn_mask, options.attn_mask_mode, dtype), q)
+        bias = mask if bias is None else bias + mask
+    return bias
+
+
+def _key_bias(q: Tensor, options: Options, dtype: torch.dtype) -> Tensor | None:
+    mask = options.key_padding_mask
+    if mask is None:
+        return None
+    _check_mask("key_padding_mask", mask, options.key_padding_mask_mode, q)
+    if mask.shape != (q.shape[0], q.shape[2]):
+        raise ArgumentError(f"got a key_padding_mask of shape {tuple(mask.shape)}, expected {(q.shape[0], q.shape[2])}")
+    return _additive(mask, options.key_padding_mask_mode, dtype)
+
+
+def _seed(q: Tensor, options: Options) -> Tensor | None:
+    if options.dropout_p == 0.0:
+        return None
+    if options.dropout_seed is not None:
+        return torch.full((1,), options.dropout_seed & 0xFFFFFFFF, dtype=torch.int64, device=q.device)
+    return torch.randint(0, 2**32, (1,), dtype=torch.int64, device=q.device)

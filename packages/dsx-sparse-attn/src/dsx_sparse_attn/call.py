@@ -1,0 +1,85 @@
+"""One attention call as a record: what every backend gets, checked once.
+
+Shapes: q [batch, heads, seq, dim], k and v [batch, kv_heads, seq, dim], layout [1 or heads, blocks, blocks],
+bias (added to the scaled scores) [1 or batch, 1 or heads, 1 or seq, seq], key_bias [batch, seq], seed int64 [1].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["AttentionCall", "Gradients", "compute_dtype"]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of one call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: Tensor
+    bias: Tensor | None
+    key_bias: Tensor | None
+    seed: Tensor | None  # of the dropout mask; None without dropout
+    scale: float
+    block: int
+    causal: bool
+    dropout_p: float
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that cover the sequence; the last may be short."""
+        return self.layout.shape[-1]
+
+    @property
+    def drop_below(self) -> int:
+        """A weight is dropped when its 32-bit hash is below this."""
+        return min(int(self.dropout_p * 2**32), 2**32 - 1) if self.seed is not None else 0
+
+    @property
+    def keep_scale(self) -> float:
+        """What kept weights are multiplied by."""
+        return 1.0 / (1.0 - self.dropout_p) if self.seed is not None else 1.0
+
+    @property
+    def work(self) -> float:
+        """Multiplications of a dense forward pass."""
+        batch, heads, seq, dim = self.q.shape
+        return 2.0 * batch * heads * seq * seq * dim
+
+    def describe(self) -> str:
+        """The call in words, for errors."""
+        options = [
+            f"q {tuple(self.q.shape)}",
+            f"k, v {tuple(self.k.shape)}",
+            f"{self.q.dtype} on {self.q.device.type}".replace("torch.", ""),
+            f"block {self.block}",
+        ]
+        options += [name for name, on in (("bias", self.bias is not None), ("causal", self.causal)) if on]
+        options += ["key mask"] if self.key_bias is not None else []
+        options += [f"dropout {self.dropout_p}"] if self.seed is not None else []
+        return ", ".join(options)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What backward returns; `bias` is None when it was not asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays, everything else is computed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,100 @@
+"""The `sparse_attention` section of a training configuration, and the sparsity config it means.
+
+Only code that reads a configuration imports this module (pydantic). Keys and defaults are DeepSpeed's; each mode reads
+its own keys, and a key of another mode that differs from its default is an error instead of being ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from .errors import LayoutError
+from .patterns import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
+
+__all__ = ["MODES", "SparseAttentionConfig"]
+
+
+def _whole(value: Any) -> Any:
+    """Let 1e2 through as 100, as JSON written by hand has it; the strict check judges the rest."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+_Size = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+
+# mode -> (class, keys it reads beside block)
+_WINDOWED = ("num_random_blocks", "local_window_blocks", "global_block_indices", "global_block_end_indices")
+MODES: dict[str, tuple[type[SparsityConfig], tuple[str, ...]]] = {
+    "dense": (DenseSparsityConfig, ("different_layout_per_head",)),
+    "fixed": (
+        FixedSparsityConfig,
+        ("different_layout_per_head", "num_local_blocks", "num_global_blocks", "attention",
+         "horizontal_global_attention", "num_different_global_patterns"),
+    ),
+    "variable": (
+        VariableSparsityConfig,
+        ("different_layout_per_head", *_WINDOWED, "attention", "horizontal_global_attention"),
+    ),
+    "bigbird": (
+        BigBirdSparsityConfig,
+        ("different_layout_per_head", "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "attention"),
+    ),
+    "bslongformer": (
+        BSLongformerSparsityConfig,
+        ("different_layout_per_head", "num_sliding_window_blocks", "global_block_indices", "global_block_end_indices",
+         "attention"),
+    ),
+    "local": (LocalSlidingWindowSparsityConfig, ("num_sliding_window_blocks", "attention")),
+}  # fmt: skip
+
+
+class SparseAttentionConfig(BaseModel):
+    """Layout of block-sparse attention."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = Field(
+        "fixed", description="structure"
+    )
+    block: _Count = Field(16, description="block size")
+    different_layout_per_head: bool = Field(False, description="a layout of its own for every head")
+    num_local_blocks: _Count = Field(4, description="blocks per local window (fixed)")
+    num_global_blocks: _Count = Field(1, description="global blocks per window (fixed, bigbird)")
+    attention: Literal["bidirectional", "unidirectional"] = Field("bidirectional", description="direction")
+    horizontal_global_attention: bool = Field(False, description="global blocks attend to all (fixed, variable)")
+    num_different_global_patterns: _Count = Field(1, description="global patterns over the heads (fixed)")
+    num_random_blocks: _Size = Field(0, description="random blocks per row (variable, bigbird)")
+    local_window_blocks: list[int] = Field([4], description="blocks of each local window (variable)")
+    global_block_indices: list[int] = Field([0], description="global blocks (variable, bslongformer)")
+    global_block_end_indices: list[int] | None = Field(None, description="exclusive ends of global ranges")
+    num_sliding_window_blocks: _Count = Field(
+        3, description="blocks of the sliding window (bigbird, bslongformer, local)"
+    )
+
+    def unread(self) -> list[str]:
+        """Keys that were set to something and that this mode does not read. Published files carry them at will."""
+        read = {"mode", "block", *MODES[self.mode][1]}
+        fields = type(self).model_fields
+        return sorted(k for k in self.model_fields_set - read if getattr(self, k) != fields[k].default)
+
+    def sparsity_config(self, num_heads: int) -> SparsityConfig:
+        """The config of this mode for so many heads.
+
+        Raises:
+            LayoutError: a combination that has no meaning; the text names the section.
+        """
+        kind, keys = MODES[self.mode]
+        try:
+            return kind(num_heads, block=self.block, **{k: getattr(self, k) for k in keys})  # pyright: ignore[reportCallIssue]
+        except LayoutError as error:
+            raise LayoutError(f"sparse_attention (mode {self.mode!r}): {error}") from error

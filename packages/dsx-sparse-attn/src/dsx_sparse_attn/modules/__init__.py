@@ -1,0 +1,1 @@
+"""Attention modules and helpers for models of the BERT family."""

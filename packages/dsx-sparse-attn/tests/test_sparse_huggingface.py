@@ -1,0 +1,153 @@
+"""SparseAttentionUtils on Hugging Face's BERT and RoBERTa: longer positions, replaced attention, padding."""
+
+import pytest
+import torch
+from dsx_sparse_attn import (
+    ArgumentError,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    SparseAttentionError,
+    SparseAttentionUtils,
+    block_sparse_attention,
+)
+
+transformers = pytest.importorskip("transformers")
+SIZES = dict(
+    vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+)  # fmt: skip
+
+
+def bert(headed=True):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(max_position_embeddings=32, **SIZES)
+    return (transformers.BertForMaskedLM if headed else transformers.BertModel)(config).eval()
+
+
+def roberta():
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(max_position_embeddings=34, pad_token_id=1, **SIZES)
+    return transformers.RobertaForMaskedLM(config).eval()
+
+
+def logits(model, ids, mask=None):
+    with torch.no_grad():
+        out = model(input_ids=ids, attention_mask=mask)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+@pytest.mark.parametrize("make", [bert, roberta, lambda: bert(headed=False)], ids=["bert", "roberta", "bare bert"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_dense_layout_changes_nothing(make, padded):
+    model = make()
+    ids = torch.randint(2, 50, (2, 32))
+    mask = torch.ones(2, 32, dtype=torch.long)
+    if padded:
+        mask[0, 20:] = 0
+    before = logits(model, ids, mask)
+    SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(
+        model, 32, DenseSparsityConfig(4, block=16)
+    )
+    seen = mask.bool()
+    assert torch.allclose(logits(model, ids, mask)[seen], before[seen], atol=1e-4)
+
+
+def test_the_layout_is_what_is_computed():
+    model = bert()
+    ids = torch.randint(2, 50, (1, 32))
+    before = logits(model, ids)
+    SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(
+        model, 32, FixedSparsityConfig(4, block=16, num_local_blocks=1)
+    )
+    assert torch.allclose(logits(model, ids), before, atol=1e-4), "one local block that is global to all: dense here"
+    layer = model.bert.encoder.layer[0].attention.self
+    layer.sparse_self_attention.master_layout[:, 0, 1] = 0
+    assert not torch.allclose(logits(model, ids), before, atol=1e-4)
+    x = torch.randn(1, 32, 32)
+    q, k, v = (layer.transpose_for_scores(f(x)) for f in (layer.query, layer.key, layer.value))
+    by_hand = (
+        block_sparse_attention(q, k, v, layer.sparse_self_attention.master_layout).transpose(1, 2).reshape(1, 32, 32)
+    )
+    assert torch.equal(layer(x)[0], by_hand)
+
+
+@pytest.mark.parametrize("make, offset", [(bert, 0), (roberta, 2)], ids=["bert", "roberta"])
+def test_positions_are_extended_to_exactly_what_was_asked(make, offset):
+    model = make()
+    base = model.bert if offset == 0 else model.roberta
+    old = base.embeddings.position_embeddings.weight.detach().clone()
+    short = torch.randint(2, 50, (1, 30))
+    before = logits(model, short)
+    SparseAttentionUtils.extend_position_embedding(model, 80)
+    new = base.embeddings.position_embeddings.weight
+    assert new.shape[0] == 80 + offset and torch.equal(new[: 32 + offset], old)
+    assert torch.equal(new[offset + 32 : offset + 64], old[offset:]) and torch.equal(
+        new[offset + 64 :], old[offset : offset + 16]
+    )
+    assert torch.equal(logits(model, short), before)
+    assert logits(model, torch.randint(2, 50, (2, 80))).shape[1] == 80
+    SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(
+        model, 80, FixedSparsityConfig(4, block=16)
+    )
+    model.train()
+    ids = torch.randint(2, 50, (2, 75))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert new.grad is not None and base.encoder.layer[0].attention.self.query.weight.grad is not None
+    with pytest.raises(ArgumentError, match="already has 80"):
+        SparseAttentionUtils.extend_position_embedding(model, 80)
+
+
+def test_replacing_checks_the_model():
+    with pytest.raises(ArgumentError, match="extend_position_embedding first"):
+        SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(bert(), 64)
+    with pytest.raises(ArgumentError, match="got a Linear"):
+        SparseAttentionUtils.extend_position_embedding(torch.nn.Linear(2, 2), 64)
+    model = bert()
+    SparseAttentionUtils.replace_self_attention_layer_with_sparse_self_attention_layer(
+        model.config, model.bert.encoder.layer, FixedSparsityConfig(4, block=16)
+    )
+    with pytest.raises(SparseAttentionError, match="encoder_hidden_states"):
+        model.bert.encoder.layer[0].attention.self(torch.zeros(1, 16, 32), encoder_hidden_states=torch.zeros(1, 16, 32))
+
+
+def test_padding_to_blocks_and_back():
+    ids, types = torch.randint(2, 50, (2, 30)), torch.ones(2, 30, dtype=torch.long)
+    pad, new_ids, mask, new_types, positions, embeds = SparseAttentionUtils.pad_to_block_size(
+        16, input_ids=ids, token_type_ids=types, pad_token_id=7
+    )
+    assert pad == 2 and positions is None and embeds is None
+    assert (
+        new_ids[:, 30:].eq(7).all() and mask[:, :30].all() and not mask[:, 30:].any() and new_types[:, 30:].eq(0).all()
+    )
+    out = torch.randn(2, 32, 8)
+    assert torch.equal(SparseAttentionUtils.unpad_sequence_output(pad, out), out[:, :30])
+    assert SparseAttentionUtils.pad_to_block_size(10, input_ids=ids)[0] == 0
+    table = torch.nn.Embedding(50, 8)
+    pad, _, mask, _, _, embeds = SparseAttentionUtils.pad_to_block_size(
+        16, attention_mask=types, inputs_embeds=table(ids), pad_token_id=7, model_embeddings=table
+    )
+    assert embeds.shape == (2, 32, 8) and torch.equal(embeds[0, 31], table.weight[7]) and mask.sum() == 60
+    with pytest.raises(ArgumentError, match="model_embeddings"):
+        SparseAttentionUtils.pad_to_block_size(16, inputs_embeds=table(ids))
+    with pytest.raises(ArgumentError, match="neither"):
+        SparseAttentionUtils.pad_to_block_size(16)
+
+
+def test_padded_and_unpadded_batches_agree():
+    model = bert()
+    SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(
+        model, 32, DenseSparsityConfig(4, block=16)
+    )
+    ids = torch.randint(2, 50, (2, 21))
+    pad, padded, mask, *_ = SparseAttentionUtils.pad_to_block_size(16, input_ids=ids)
+    got = SparseAttentionUtils.unpad_sequence_output(pad, logits(model, padded, mask))
+    assert torch.allclose(got, logits(model, ids), atol=1e-4)
+
+
+def test_tokenizer_limit():
+    class Tokenizer:
+        model_max_length = 512
+        init_kwargs = {}
+
+    tokenizer = SparseAttentionUtils.update_tokenizer_model_max_length(Tokenizer(), 4096)
+    assert tokenizer.model_max_length == 4096 == tokenizer.init_kwargs["model_max_length"]
