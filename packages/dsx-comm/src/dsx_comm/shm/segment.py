@@ -40,7 +40,7 @@ class ShmOptions:
     """Sizes and habits of a group in shared memory; pass it as `pg_options` when making a group.
 
     Attributes:
-        slice_bytes: bytes of one rank's part of a chunk; 0: 256 KiB, less for many ranks.
+        slice_bytes: bytes of one rank's part of a chunk; 0: 512 KiB, less for more than 4 ranks.
         limit_bytes: most memory the group may take; slices shrink to fit, and below 4 KiB the group falls back to gloo.
         spin_us: microseconds a waiting rank looks again and again, giving way to others, before it sleeps; None: 300, or 50
             where ranks outnumber cores.
@@ -75,7 +75,7 @@ MAILBOX = 256 * 1024
 
 def slice_bytes(size: int, options: ShmOptions) -> int:
     """Bytes of a slice for `size` ranks within the options' limit. Raises Unavailable if none fits."""
-    wanted = options.slice_bytes or max(16 * 1024, min(256 * 1024, (2 << 20) // size))
+    wanted = options.slice_bytes or max(16 * 1024, min(512 * 1024, (2 << 20) // size))
     module = native.module()
     while module.sizes(size, wanted * size, wanted, MAILBOX)[1] > options.limit_bytes:
         wanted = wanted // 2 // MIN_SLICE * MIN_SLICE
