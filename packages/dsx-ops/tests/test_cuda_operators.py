@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from dsx_ops import onebit
+from dsx_ops import onebit, tokens
 from dsx_ops.codes import reference
 from dsx_ops.codes.scheme import FORMATS, Scheme, Swizzle
 from dsx_ops.cuda import loader
@@ -246,6 +246,30 @@ def test_signs_have_the_bits_of_the_reference(dtype, each_order):
         mean = torch.empty(n)
         run(each_order, "mean_of_signs", rows, scales, n, mean)
         assert torch.equal(mean, onebit.reference_mean_of_signs(rows, scales, n))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8], ids=str)
+def test_token_gather_and_scatter(dtype, batch_first, emulator):
+    torch.manual_seed(9)
+    for batch, sequence, kept, hidden in ((1, 1, 1, 1), (3, 9, 4, 5), (2, 8, 8, 32), (2, 5, 0, 8)):
+        shape = (batch, sequence, hidden) if batch_first else (sequence, batch, hidden)
+        x = (torch.randn(*shape) * 50).to(dtype)
+        indices = torch.stack([torch.randperm(sequence)[:kept] for _ in range(batch)])
+        part = run(emulator, "token_gather", x, indices, batch_first)
+        assert torch.equal(part, tokens.reference_gather(x, indices, batch_first))
+        new, wanted = (torch.randn(*part.shape) * 50).to(dtype), x.clone()
+        tokens.reference_scatter_(wanted, new, indices, batch_first)
+        assert torch.equal(run(emulator, "token_scatter", x, new, indices, batch_first), wanted)
+        run(emulator, "token_scatter_", x, new, indices, batch_first)
+        assert torch.equal(x, wanted)
+
+
+def test_bad_indices_touch_nothing(emulator):
+    x = torch.randn(1, 4, 8)
+    part = run(emulator, "token_gather", x, torch.tensor([[-1, 4, 2]]), True)
+    assert torch.equal(part[0, 2], x[0, 2]) and not part[0, :2].any()
+    assert torch.equal(run(emulator, "token_scatter", x, part, torch.tensor([[-5, 99, 2]]), True), x)
 
 
 def test_without_the_module_the_reference_serves(monkeypatch):

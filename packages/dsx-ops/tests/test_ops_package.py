@@ -24,12 +24,14 @@ def python(code, **env):
 
 
 def test_readme_example_trains():
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    example, *more = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     scope = {}
     torch.manual_seed(0)
     exec(compile(example, str(README), "exec"), scope)
     first = (torch.nn.Linear(64, 8)(scope["x"]) - scope["y"]).square().mean()
     assert scope["loss"] < first
+    for other in more:
+        exec(compile(other, str(README), "exec"), {})
 
 
 def test_readme_names_everything_public():

@@ -189,6 +189,11 @@ MaskView mask_of(const MaskArgument& a) {
 }
 
 void define_rows(py::module_& m) {
+    // a: full, part, indices. n: batch, kept, sequence, bytes of a row.
+    m.def("move_rows", [](const Place& place, bool gather, const Addresses& a, const std::vector<int64_t>& n, bool batch_first) {
+        check_count(n.size(), 4, "sizes");
+        move_rows(where_of(place), Move{gather, batch_first, nth<char>(a, 0), nth<char>(a, 1), nth<const int64_t>(a, 2), n[0], n[1], n[2], n[3]});
+    });
     m.def("layer_norm", [](const Place& place, const RowsArgument& r, const Addresses& a, VectorArgument weight, VectorArgument bias, double eps) {
         layer_norm(where_of(place), rows_of(r), nth<const char>(a, 0), nth<const char>(a, 1), nth<char>(a, 2), vector_of(weight), vector_of(bias),
                    static_cast<float>(eps), nth<char>(a, 3), nth<float>(a, 4), nth<float>(a, 5));

@@ -236,6 +236,7 @@ __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<R
         const float scale0 = row.scale0[first / BLOCK8], scale1 = row.scale1[first / BLOCK8];
         Float4 p[PER_LANE], m[PER_LANE], v[PER_LANE];
         float top_m = 0, top_v = 0;
+#pragma unroll
         for (int part = 0; part < PER_LANE; ++part) {
             const int64_t i = first + 4 * (part * WARP + lane);
             const int n = i < piece.end ? left_of(piece.end, i) : 0;
@@ -264,6 +265,7 @@ __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<R
             row.scale1[first / BLOCK8] = top_v;
         }
         const float inv0 = inverse(top_m), inv1 = inverse(top_v);
+#pragma unroll
         for (int part = 0; part < PER_LANE; ++part) {
             const int64_t i = first + 4 * (part * WARP + lane);
             const int n = i < piece.end ? left_of(piece.end, i) : 0;

@@ -34,20 +34,21 @@ template <class Team, bool HELD, class Make> struct RowValues {
     Float4 kept[HELD ? KEPT : 1];
 
     __device__ __forceinline__ RowValues(const Make& make_, int64_t cols_) : make(make_), cols(cols_) {
-        if (!HELD) return;
+        if constexpr (HELD) {
 #pragma unroll
-        for (int k = 0; k < KEPT; ++k) {
-            const int64_t c = 4 * ((int64_t)k * Team::size() + Team::rank());
-            if (c < cols) kept[HELD ? k : 0] = make(c, left_in(cols, c));
+            for (int k = 0; k < KEPT; ++k) {
+                const int64_t c = 4 * ((int64_t)k * Team::size() + Team::rank());
+                if (c < cols) kept[k] = make(c, left_in(cols, c));
+            }
         }
     }
     // f(column, n, values)
     template <class F> __device__ __forceinline__ void each(const F& f) {
-        if (HELD) {
+        if constexpr (HELD) {
 #pragma unroll
             for (int k = 0; k < KEPT; ++k) {
                 const int64_t c = 4 * ((int64_t)k * Team::size() + Team::rank());
-                if (c < cols) f(c, left_in(cols, c), kept[HELD ? k : 0]);
+                if (c < cols) f(c, left_in(cols, c), kept[k]);
             }
         } else {
             for (int64_t c = 4 * Team::rank(); c < cols; c += 4 * Team::size()) {

@@ -38,12 +38,17 @@ from .tokens import (
     token_scatter_,
     token_sort_,
 )
+from .transformer.bert import config_from_bert, copy_from_bert, copy_to_bert
+from .transformer.config import TransformerConfig
+from .transformer.layer import TransformerLayer
 from .update import Norm, norm, scale_, squared_norms
 
 # The names under which existing scripts know them.
 DeepSpeedCPUAdam = CPUAdam
 DeepSpeedCPUAdagrad = CPUAdagrad
 DeepSpeedCPULion = CPULion
+DeepSpeedTransformerConfig = TransformerConfig
+DeepSpeedTransformerLayer = TransformerLayer
 
 __all__ = [
     "Adam8bit",
@@ -54,6 +59,8 @@ __all__ = [
     "DeepSpeedCPUAdagrad",
     "DeepSpeedCPUAdam",
     "DeepSpeedCPULion",
+    "DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer",
     "FusedAdam",
     "FusedLamb",
     "FusedLion",
@@ -65,12 +72,17 @@ __all__ = [
     "Quantized",
     "SGD",
     "TensorError",
+    "TransformerConfig",
+    "TransformerLayer",
     "__version__",
     "add_layer_norm",
     "bias_dropout_residual",
     "bias_gelu",
     "cast_to_byte_tensor",
     "clip_grad_norm_",
+    "config_from_bert",
+    "copy_from_bert",
+    "copy_to_bert",
     "dequantize",
     "dequantize_fp8",
     "dropout",

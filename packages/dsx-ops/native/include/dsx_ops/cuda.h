@@ -125,5 +125,14 @@ void bias_grad(const Where& where, const Rows& r, const char* grad, const Drop& 
 void masked_softmax(const Where& where, const Rows& r, const char* x, const MaskView& mask, float scale, char* y);
 void softmax_backward(const Where& where, const Rows& r, const char* grad, const char* y, float scale, char* dx);
 
+// Rows of `full` (batch x sequence of them, in that order or the other) at indices [batch, kept] from or to `part`.
+struct Move {
+    bool gather, batch_first;
+    char *full, *part;
+    const int64_t* indices;
+    int64_t batch, kept, sequence, row_bytes;
+};
+void move_rows(const Where& where, const Move& m);
+
 }  // namespace cuda
 }  // namespace dsx

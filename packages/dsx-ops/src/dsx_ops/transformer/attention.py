@@ -1,0 +1,91 @@
+"""softmax(scale Q K^T + mask) V for a layer that trains: with dropout on the probabilities, or by torch's fused attention.
+
+    P = softmax(scale Q K^T + mask);  D = dropout(P);  O = D V
+    dV = D^T dO;  dP = dropout(dO V^T) with the same mask;  dS = scale P (dP - rowsum(P dP));  dQ = dS K;  dK = dS^T Q
+
+The mask of the dropout is a function of its key and is never kept; D is kept or, on demand, computed again from P. Where nothing is dropped
+torch's scaled_dot_product_attention does it all without ever writing P.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from . import keyed
+
+
+class _Explicit(torch.autograd.Function):
+    """Attention with its probabilities in memory; every sum in a fixed order."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        p: float,
+        drop_key: Tensor,
+        site: int,
+        keep_dropped: bool,
+    ) -> Tensor:
+        scores = torch.matmul(query, key.transpose(-1, -2))
+        probabilities = torch.ops.dsx_ops.masked_softmax(scores, mask, scale)
+        dropped = probabilities if p == 0.0 else torch.ops.dsx_ops.keyed_dropout(probabilities, p, drop_key, site)
+        ctx.scale, ctx.p, ctx.site = scale, p, site
+        kept = dropped if keep_dropped and p != 0.0 else None
+        ctx.save_for_backward(query, key, value, probabilities, kept, drop_key)
+        return torch.matmul(dropped, value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, probabilities, dropped, drop_key = ctx.saved_tensors
+        if dropped is None:
+            dropped = _replayed(ctx, probabilities, drop_key)
+        dvalue = torch.matmul(dropped.transpose(-1, -2), grad)
+        dprobabilities = _replayed(ctx, torch.matmul(grad, value.transpose(-1, -2)), drop_key)
+        dscores = torch.ops.dsx_ops.softmax_backward(dprobabilities, probabilities, ctx.scale)
+        dquery, dkey = torch.matmul(dscores, key), torch.matmul(dscores.transpose(-1, -2), query)
+        return dquery, dkey, dvalue, None, None, None, None, None, None
+
+
+def _replayed(ctx: Any, x: Tensor, drop_key: Tensor) -> Tensor:
+    return x if ctx.p == 0.0 else torch.ops.dsx_ops.keyed_dropout(x, ctx.p, drop_key, ctx.site)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    p: float = 0.0,
+    drop_key: Tensor | None = None,
+    site: int = 0,
+    keep_dropped: bool = True,
+    any_order: bool = False,
+) -> Tensor:
+    """[batch, heads, sequence, size per head] from three such. `mask`: broadcastable to [batch, heads, sequence, sequence], bool (True takes part) or added.
+
+    `p`: dropout of the probabilities with `drop_key` and `site`; `keep_dropped=False` computes the dropped probabilities again in backward.
+    `any_order`: on CUDA, sums of backward may be taken in any order, which lets torch's fused attention train.
+    """
+    scale = query.shape[-1] ** -0.5
+    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if p == 0.0 and (any_order or not trains or query.device.type != "cuda"):
+        return scaled_dot_product_attention(query, key, value, attn_mask=_as_torch_wants(mask, query), scale=scale)
+    if any_order and query.device.type == "cuda":
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=_as_torch_wants(mask, query), dropout_p=p, scale=scale
+        )
+    random = keyed.new_key() if drop_key is None else drop_key
+    return _Explicit.apply(query, key, value, mask, scale, p, random, site, keep_dropped)  # type: ignore[return-value]
+
+
+def _as_torch_wants(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    return mask if mask is None or mask.dtype is torch.bool else mask.to(query.dtype)
