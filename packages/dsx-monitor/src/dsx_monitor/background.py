@@ -1,8 +1,8 @@
 """A queue with one thread behind it, so that training never waits for a file, a socket or a service.
 
-What it promises: `put` returns at once; events arrive in order; when the queue runs empty every writer is flushed; the
-end of the process, by return, exception or `sys.exit`, drains and closes it; a writer that raises is dropped with one
-warning and the others go on. A process that is killed loses at most what was still queued. A forked child owns no
+What it promises: `put` returns at once; events arrive in order; every writer is flushed when the queue runs empty, and once a
+second while it does not; the end of the process, by return, exception or `sys.exit`, drains and closes it; a writer that raises is dropped with one
+warning and the others go on. A process that is killed loses at most its last second. A forked child owns no
 thread and writes nothing.
 
 Left out: spilling to disk. A queue that is full because a writer hangs drops events, and says so once.
@@ -16,7 +16,9 @@ import multiprocessing.util
 import os
 import queue
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from .events import Event
 from .writers.base import Writer
@@ -27,6 +29,8 @@ logger = logging.getLogger("dsx_monitor")
 
 _CAPACITY = 16384  # calls of `put`
 _IDLE_SECONDS = 0.5
+_FLUSH_SECONDS = 1.0
+_GATHER_SECONDS = 0.2
 
 
 class _Flush:
@@ -50,6 +54,7 @@ class BackgroundWriters:
         self._timeout = exit_timeout
         self._queue: queue.Queue[list[Event] | _Flush] = queue.Queue(_CAPACITY)
         self._thread: threading.Thread | None = None
+        self._urgent = threading.Event()
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = self._dropping = False
@@ -102,31 +107,48 @@ class BackgroundWriters:
     def _mark(self, mark: _Flush, timeout: float | None) -> bool:
         if self._thread is None or not self._thread.is_alive() or os.getpid() != self._pid:
             return True
+        self._urgent.set()
         try:
             self._queue.put(mark, timeout=timeout)
         except queue.Full:
             return False
+        self._urgent.set()
         return mark.done.wait(timeout)
 
     def _run(self) -> None:
-        dirty = False
+        dirty, due = False, 0.0
         while True:
-            try:
-                item = self._queue.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
-                if dirty:
-                    self._each("flush")
+            items = self._gathered()
+            for mark, events in _batches(items):
+                if events:
+                    self._each("write", events)
+                    dirty = True
+                if mark is not None:
+                    self._each("close" if mark.close else "flush")
                     dirty = False
-                continue
-            if isinstance(item, _Flush):
-                self._each("close" if item.close else "flush")
-                dirty = False
-                item.done.set()
-                if item.close:
-                    return
-            else:
-                self._each("write", item)
-                dirty = True
+                    mark.done.set()
+                    if mark.close:
+                        return
+            if dirty and (not items or time.monotonic() >= due):
+                self._each("flush")
+                dirty, due = False, time.monotonic() + _FLUSH_SECONDS
+
+    def _gathered(self) -> list[list[Event] | _Flush]:
+        """What has been put meanwhile; nothing if that was nothing for a while.
+
+        After the first item the thread sleeps on, unless somebody waits for it: waking up for every step, and taking the
+        interpreter from the training thread to do so, would cost more than the writing.
+        """
+        try:
+            items = [self._queue.get(timeout=_IDLE_SECONDS)]
+        except queue.Empty:
+            return []
+        self._urgent.wait(_GATHER_SECONDS)
+        self._urgent.clear()  # before the queue is emptied: who sets it later is served in the next round
+        with suppress(queue.Empty):
+            while True:
+                items.append(self._queue.get_nowait())
+        return items
 
     def _each(self, method: str, *arguments: object) -> None:
         for writer in list(self._writers):
@@ -144,3 +166,16 @@ class BackgroundWriters:
             )
             return False
         return True
+
+
+def _batches(items: Sequence[list[Event] | _Flush]) -> Iterator[tuple[_Flush | None, list[Event]]]:
+    """Events put one after the other as one list, up to each marker."""
+    events: list[Event] = []
+    for item in items:
+        if isinstance(item, _Flush):
+            yield item, events
+            events = []
+        else:
+            events += item
+    if events:
+        yield None, events

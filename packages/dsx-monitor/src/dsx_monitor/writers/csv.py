@@ -31,16 +31,14 @@ class CSVWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._paths: dict[str, Path] = {}
         self._open: OrderedDict[str, TextIOWrapper] = OrderedDict()
+        self._touched: set[str] = set()
 
     def write(self, events: list[Event]) -> None:
-        """Append the events and hand them to the operating system."""
-        touched = set()
+        """Append the events to the files' buffers."""
         for label, value, samples in events:
-            stream = self._stream(label)
-            csv.writer(stream, lineterminator="\n").writerow((samples, value))
-            touched.add(label)
-        for label in touched & self._open.keys():
-            self._open[label].flush()
+            # Two numbers need no quoting, so the csv module is not asked.
+            self._stream(label).write(f"{samples},{value!r}\n")
+            self._touched.add(label)
 
     def path(self, label: str) -> Path:
         """The file of a label. Two labels whose names fall together get different files."""
@@ -61,7 +59,10 @@ class CSVWriter:
         return stream
 
     def flush(self) -> None:
-        """Nothing is left to do: `write` has handed everything over."""
+        """Hand everything to the operating system."""
+        touched, self._touched = self._touched, set()
+        for label in touched & self._open.keys():
+            self._open[label].flush()
 
     def close(self) -> None:
         """Close all files."""

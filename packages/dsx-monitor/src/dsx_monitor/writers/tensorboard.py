@@ -1,11 +1,15 @@
 """Events as TensorBoard scalars in `output_path/job_name`.
 
-Uses the event-file writer of the `tensorboard` package itself, so that neither torch nor tensorflow is needed.
+Uses the record format of the `tensorboard` package itself, so that neither torch nor tensorflow is needed, but not its
+event-file writer, which has a thread and a queue of its own: there is one in front of this writer already.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import time
+from itertools import groupby
 from typing import Any
 
 from ..errors import BackendMissing
@@ -15,7 +19,7 @@ __all__ = ["TensorBoardWriter"]
 
 
 class TensorBoardWriter:
-    """Writes one summary per event."""
+    """Writes one record for all events of a step, into a new file per process."""
 
     section = "tensorboard"
 
@@ -23,18 +27,30 @@ class TensorBoardWriter:
         try:
             # Late: the package is optional, and costs a second to import.
             from tensorboard.compat.proto import event_pb2, summary_pb2  # generated: no types
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise BackendMissing(self.section, "tensorboard", "tensorboard") from error
         self._event: Any = vars(event_pb2)["Event"]
         self._summary: Any = vars(summary_pb2)["Summary"]
-        self._file = EventFileWriter(str(folder_of(config)))
+        folder = folder_of(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        # The name that TensorBoard looks for; the last part tells apart two runs of one process in one second.
+        name = f"events.out.tfevents.{now:.0f}.{platform.node()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._file = (folder / name).open("wb")
+        self._records = RecordWriter(self._file)
+        self._add(self._event(wall_time=now, file_version="brain.Event:2"))
+        self._file.flush()
 
     def write(self, events: list[Event]) -> None:
-        """Hand the events to the file's buffer."""
-        for label, value, samples in events:
-            summary = self._summary(value=[self._summary.Value(tag=label, simple_value=value)])
-            self._file.add_event(self._event(wall_time=time.time(), step=samples, summary=summary))
+        """Add the events to the file's buffer."""
+        now, value_of = time.time(), self._summary.Value
+        for samples, group in groupby(events, key=lambda event: event[2]):
+            summary = self._summary(value=[value_of(tag=label, simple_value=value) for label, value, _ in group])
+            self._add(self._event(wall_time=now, step=samples, summary=summary))
+
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
 
     def flush(self) -> None:
         """Write the buffer out."""
