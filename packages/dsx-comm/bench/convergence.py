@@ -134,9 +134,9 @@ def build(system: str, model: nn.Module, args: argparse.Namespace):
     freeze = round(args.warmup * args.steps)
     adam = {"lr": args.lr, "betas": (0.9, args.beta2), "weight_decay": 0.01, "bias_correction": True}
     lamb = {"lr": args.lamb_lr, "betas": (0.9, args.beta2), "weight_decay": 0.01, "freeze_step": freeze}
-    zero_one = {
-        "var_freeze_step": freeze,
-        "local_step_scaler": max(args.steps // 8, 1),
+    zero_one = {  # the published schedule (118 K steps), scaled to this run
+        "var_freeze_step": round(12_500 / 118_000 * args.steps),
+        "local_step_scaler": round(32_678 / 118_000 * args.steps),
         "local_step_clipper": args.clipper,
     }
     made = {
@@ -155,11 +155,11 @@ def build(system: str, model: nn.Module, args: argparse.Namespace):
 
 
 def rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up over 5 % of the steps, then a cosine to a tenth."""
+    """Linear warm-up over 5 % of the steps, then a cosine to a hundredth."""
     warm = max(0.05 * args.steps, 1)
     if step < warm:
         return (step + 1) / warm
-    return 0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(args.steps - warm, 1))
+    return 0.505 + 0.495 * math.cos(math.pi * (step - warm) / max(args.steps - warm, 1))
 
 
 def train(system: str, seed: int, args: argparse.Namespace, data) -> dict[str, float]:
@@ -178,6 +178,11 @@ def train(system: str, seed: int, args: argparse.Namespace, data) -> dict[str, f
             model.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
+            if step % 50 == 49:
+                lost = torch.tensor([float(not loss.isfinite())])
+                dsx_comm.all_reduce(lost)
+                if lost.item():  # a run that has diverged stays so
+                    return {"loss": math.inf, "bits": math.nan, "diverged_at": step + 1}
     if hasattr(optimizer, "synchronize"):
         optimizer.synchronize()
     fixed = torch.Generator().manual_seed(7 + rank)
@@ -237,16 +242,16 @@ def main() -> None:
     parser.add_argument("--systems", default=",".join(FAMILY))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--warmup", type=float, default=0.15, help="share of exact steps")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--lamb-lr", type=float, default=5e-3)
     parser.add_argument("--beta2", type=float, default=0.99)
-    parser.add_argument("--clipper", type=int, default=4, help="longest interval of local steps")
+    parser.add_argument("--clipper", type=int, default=16, help="longest interval of local steps")
     parser.add_argument("--bytes", type=int, default=8 << 20)
     parser.add_argument("--held-batches", type=int, default=16, help="of 32 sequences per rank")
     args = parser.parse_args()

@@ -16,6 +16,8 @@ def test_bandwidth_formulas():
     assert gbps("all_gather_into_tensor", 10**6, 1.0, 4) == (32.0, 24.0)
     assert gbps("reduce_scatter_tensor", 10**6, 2.0, 4) == (16.0, 12.0)
     assert gbps("all_to_all_single", 10**6, 1.0, 4) == (8.0, 6.0)
+    assert gbps("compressed_all_reduce", 10**6, 1.0, 4) == (16.0, 12.0)
+    assert gbps("quantized_all_gather", 10**6, 1.0, 4) == (32.0, 24.0)
     assert gbps("an_unknown_name", 10**6, 1.0, 1) == (8.0, 8.0)
     assert gbps("barrier", 0, 0.0, 2) == (0.0, 0.0)
     assert trimmed_mean([1000.0] + [5.0] * 8 + [-1000.0]) == 5.0

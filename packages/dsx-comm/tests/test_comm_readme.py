@@ -10,7 +10,7 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 
 
 def example():
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    code, *_ = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     return code
 
 

@@ -34,7 +34,16 @@ from .collectives import (
     reduce_scatter_tensor,
     scatter,
 )
-from .compressed import ErrorFeedback, OneBitLayout, compressed_all_reduce
+from .compressed import (
+    ErrorFeedback,
+    Hierarchy,
+    OneBitLayout,
+    codec_status,
+    compressed_all_reduce,
+    make_hierarchy,
+    quantized_all_gather,
+    quantized_reduce_scatter,
+)
 from .config import CommsLoggerConfig
 from .errors import (
     CollectiveTimeoutError,
@@ -76,9 +85,11 @@ from .onebit import OneBitAdam, OneBitLamb, StepKind, StepTraffic, ZeroOneAdam
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .registry import AxisGroup, GroupRegistry
 from .shm.native import native_status
+from .shm.process_group import ShmProcessGroup
 from .shm.register import FallbackWarning, register
 from .shm.segment import ShmOptions
 from .summary import log_summary
+from .symmetric import empty, is_symmetric
 from .topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
@@ -94,6 +105,7 @@ __all__ = [
     "AxisGroup",
     "native_status",
     "ShmOptions",
+    "ShmProcessGroup",
     "FallbackWarning",
     "PeerLostError",
     "MismatchError",
@@ -106,6 +118,7 @@ __all__ = [
     "CommsLoggerConfig",
     "ErrorFeedback",
     "GroupRegistry",
+    "Hierarchy",
     "Mpu",
     "MpuGroups",
     "OneBitAdam",
@@ -136,10 +149,12 @@ __all__ = [
     "block_groups",
     "broadcast",
     "broadcast_object_list",
+    "codec_status",
     "compressed_all_reduce",
     "configure",
     "count_traffic",
     "destroy_process_group",
+    "empty",
     "expert_groups",
     "gather",
     "gather_object",
@@ -164,11 +179,15 @@ __all__ = [
     "irecv",
     "is_available",
     "is_initialized",
+    "is_symmetric",
     "isend",
     "log_summary",
+    "make_hierarchy",
     "monitored_barrier",
     "new_group",
     "observe",
+    "quantized_all_gather",
+    "quantized_reduce_scatter",
     "read_mpu",
     "recv",
     "reduce",

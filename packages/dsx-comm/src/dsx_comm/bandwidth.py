@@ -8,6 +8,9 @@ n is the size of the group that communicated, not of the world.
     all_gather*, reduce_scatter*             n S/t               n S/t (n-1)/n
     all_reduce, all_reduce_coalesced, ...    2 S/t               S/t 2(n-1)/n
     everything else                          S/t                 S/t
+
+Compressed and quantised operations count as what they stand for, with S before compression: the bandwidth an uncompressed
+one would need to be as quick.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ def gbps(op: str, nbytes: int, latency_ms: float, size: int) -> tuple[float, flo
     """
     if latency_ms <= 0:
         return 0.0, 0.0
+    op = op.removeprefix("compressed_").removeprefix("quantized_")
     rate = nbytes * 8 / latency_ms / 1e6
     share = (size - 1) / size
     if op.startswith("all_to_all"):

@@ -1,13 +1,29 @@
 """Collectives that send fewer bytes: the 1-bit all-reduce with error feedback, and quantised gathers and reductions.
 
-layout   where elements, scales and bits of a 1-bit message lie        (arithmetic)
-signs    packing signs, measuring scales                              (one tensor)
-feedback the errors, and compressing with them                        (one rank)
-onebit   the all-reduce                                               (all ranks)
+layout     where elements, scales and bits of a 1-bit message lie     (arithmetic)
+signs      packing signs, measuring scales                            (one tensor)
+codec      compressing a range, in torch or by kernels                (one rank)
+feedback   the errors                                                 (one rank)
+onebit     the 1-bit all-reduce                                       (all ranks)
+blocks     int8 and int4 by blocks                                    (one tensor)
+hierarchy  nodes and devices                                          (groups)
+quantized  quantised all-gather, and reduce-scatter in two hops       (all ranks)
 """
 
+from .codec import codec_status
 from .feedback import ErrorFeedback
+from .hierarchy import Hierarchy, make_hierarchy
 from .layout import OneBitLayout
 from .onebit import compressed_all_reduce
+from .quantized import quantized_all_gather, quantized_reduce_scatter
 
-__all__ = ["ErrorFeedback", "OneBitLayout", "compressed_all_reduce"]
+__all__ = [
+    "ErrorFeedback",
+    "Hierarchy",
+    "OneBitLayout",
+    "codec_status",
+    "compressed_all_reduce",
+    "make_hierarchy",
+    "quantized_all_gather",
+    "quantized_reduce_scatter",
+]

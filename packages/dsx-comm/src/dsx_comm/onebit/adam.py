@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import CommArgumentError
-from .arithmetic import Hyper, batches, descend, directions, move_first, move_second, roots
+from .arithmetic import Hyper, batches, directions, move_first, move_second, roots
 from .base import CompressedOptimizer
 from .gate import Compression
 from .schedule import StepKind
@@ -139,4 +139,5 @@ class OneBitAdam(FreezingOptimizer):
         h = self._hyper(group)
         for batch in batches(group["params"]):
             denominators = roots(self._states(batch, "exp_avg_sq"), h)
-            descend(batch, directions(batch, self._states(batch, "exp_avg"), denominators, h), h.lr)
+            step = directions(batch, self._states(batch, "exp_avg"), denominators, h)
+            self._descend_by(batch, batch, step, h.lr)

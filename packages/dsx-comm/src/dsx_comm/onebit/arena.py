@@ -67,6 +67,10 @@ class Arena:
         """Bytes of the errors."""
         return 0 if self.feedback is None else self.feedback.nbytes()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The flat buffer and the errors."""
+        return [self.flat] + ([] if self.feedback is None else [self.feedback.worker, self.feedback.server])
+
     # - checkpoints
 
     def ranges(self, parameter: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:

@@ -5,8 +5,8 @@ They work in two surroundings. In a plain loop the optimizer communicates by its
 gradients during backward, the engine calls `expect_averaged_gradients()` once and asks `takes_local_gradients` before
 each reduction: True means that it must leave the gradients of this step alone.
 
-All ranks must do the same steps with the same parameters. A parameter without a gradient counts as having zeros. States are
-float32 whatever the parameters' dtype; 16-bit parameters are updated in their own dtype (masters are an engine's business).
+All ranks must do the same steps with the same parameters. A parameter without a gradient counts as having zeros; one that was
+frozen (`requires_grad_(False)`) stays as it is. States are float32 whatever the parameters' dtype; 16-bit parameters are updated in their own dtype (masters are an engine's business).
 
 Elements whose variance is exactly zero have never had a gradient. Their share of a message is noise of the size of the
 scale, which Adam would divide by eps; they are left alone until an exact step moves their variance.
@@ -25,6 +25,7 @@ from ..compressed.signs import check_measure
 from ..errors import CommArgumentError, CommError
 from ..groups import get_world_size, is_initialized
 from .arena import Arena
+from .arithmetic import descend
 from .average import average_exactly, exact_bytes
 from .gate import Compression, Gate, check_compression
 from .report import StepTraffic
@@ -63,6 +64,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._members: tuple[int, ...] | None = None
         self._arena_of: dict[int, Arena] = {}
         self._masks: dict[int, torch.Tensor] | None = None
+        self._still: frozenset[int] = frozenset()
         self.clock: Any = self.clock_type()
         self.last_traffic: StepTraffic | None = None
         _check_backend(comm_backend_name, cuda_aware)
@@ -106,6 +108,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._prepare()
         if self._world_size() > 1:
             self._gate.decide(self._compressed_numel(), self._exact_itemsize(), self._arenas[0], self._process_group)
+        self._still = self._find_still()
         kind = self._advance()
         self._apply(kind)
         self._save_clock()
@@ -205,17 +208,33 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _gradients(self, parameters: Sequence[torch.Tensor], *, averaged: bool) -> dict[int, torch.Tensor]:
         """float32 gradients by parameter; `averaged` over the ranks unless somebody else has done it."""
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.is_sparse:
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        for gradient in gradients:
+            if gradient.is_sparse:
                 raise CommArgumentError(
-                    f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} has a sparse gradient; build its "
+                    f"{type(self).__name__}: a parameter of shape {tuple(gradient.shape)} has a sparse gradient; build its "
                     "module with sparse=False"
                 )
         if averaged and self._world_size() > 1:
-            average_exactly([p.grad for p in parameters], self._process_group, self._gradient_dtype)
-        return {id(p): p.grad.to(torch.float32) for p in parameters}
+            average_exactly(gradients, self._process_group, self._gradient_dtype)
+        return {id(p): g.to(torch.float32) for p, g in zip(parameters, gradients)}
+
+    def _find_still(self) -> frozenset[int]:
+        """Parameters frozen by the user: their places in messages stay, their values do not move."""
+        without = (p for p in self.parameters() if p.grad is None)
+        return frozenset(id(p) for p in without if self._averaged_elsewhere or not p.requires_grad)
+
+    def _descend_by(
+        self,
+        parameters: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        steps: Sequence[torch.Tensor],
+        lr: float,
+    ) -> None:
+        """targets = targets - lr steps, where the parameters they belong to are not frozen."""
+        moving = [i for i, p in enumerate(parameters) if id(p) not in self._still]
+        if moving:
+            descend([targets[i] for i in moving], [steps[i] for i in moving], lr)
 
     def _exact_everywhere(self, kind: StepKind) -> bool:
         """Whether this step's gradients are to be averaged here in full precision."""
@@ -271,6 +290,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Bytes this rank holds for error feedback: 4 per compressed parameter and 4 / P more, P ranks."""
         return sum(arena.nbytes() for arena in self._arenas)
 
+    def communication_tensors(self) -> list[torch.Tensor]:
+        """Everything held beside the states of parameters: flat buffers and errors."""
+        return [t for arena in self._arenas for t in arena.tensors()]
+
     # - saving: errors differ between ranks, so that they have names and ranges of their own
 
     def state_ranges(self, parameter: torch.Tensor) -> list[tuple[str, int, torch.Tensor]]:
@@ -287,6 +310,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
         arena = self._arena_of.get(id(parameter))
         if arena is not None:
             arena.load(parameter, keys, read)
+
+    def states_loaded(self) -> None:
+        """States were put into `state` from outside: take the clock from them."""
+        self.clock, self._masks = self.clock_type(), None
+        self._read_clock()
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state_dict plus this rank's errors under "error_feedback": ranks have different ones."""
@@ -311,8 +339,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             if mask is not None:
                 group["exp_avg_mask"] = mask
         self._undo_casts(saved)
-        self.clock, self._masks = self.clock_type(), None
-        self._read_clock()
+        self.states_loaded()
         self._lay_out()
         self._take_errors(errors)
 

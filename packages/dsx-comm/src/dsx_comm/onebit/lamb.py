@@ -125,7 +125,7 @@ class OneBitLamb(FreezingOptimizer):
                 state = self.state[p]
                 if c != 1.0:
                     state["lamb_coeff_freeze"] += (1 - group["coeff_beta"]) * (c - state["lamb_coeff_freeze"])
-                p.add_(u, alpha=-self._rate(h) * c)
+                self._descend_by([p], [p], [u], self._rate(h) * c)
                 self._coefficients.append(c)
 
     # - compression
@@ -175,7 +175,7 @@ class OneBitLamb(FreezingOptimizer):
             numbers = torch.stack([torch.stack(ratios), _norms(raw), _norms(update)]).tolist()
             for p, u, ratio, bare, size in zip(batch, update, *numbers):
                 coefficient = self._coefficient(group, self.state[p], ratio, bare, size)
-                p.add_(u, alpha=-self._rate(h) * coefficient)
+                self._descend_by([p], [p], [u], self._rate(h) * coefficient)
                 self._coefficients.append(coefficient)
 
     @staticmethod

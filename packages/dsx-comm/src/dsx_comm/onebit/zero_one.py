@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .arithmetic import Hyper, Tensors, batches, descend, directions, move_first, move_second, roots
+from .arithmetic import Hyper, Tensors, batches, directions, move_first, move_second, roots
 from .base import CompressedOptimizer
 from .gate import Compression
 from .schedule import StepKind, ZeroOneClock, ZeroOnePolicy
@@ -139,7 +139,8 @@ class ZeroOneAdam(CompressedOptimizer):
     def _descend(self) -> None:
         for batch, h in self._batches():
             denominators = roots(self._states(batch, "exp_avg_sq"), h)
-            descend(batch, directions(batch, self._states(batch, "exp_avg"), denominators, h), h.lr)
+            step = directions(batch, self._states(batch, "exp_avg"), denominators, h)
+            self._descend_by(batch, batch, step, h.lr)
 
     def _local_step(self) -> None:
         self._open_window()
@@ -149,8 +150,8 @@ class ZeroOneAdam(CompressedOptimizer):
             move_first(m, [found[id(p)] for p in batch], h.beta1)
             self._mask(batch, m)
             step = directions(batch, m, roots(self._states(batch, "exp_avg_sq"), h), h)
-            descend(batch, step, h.lr)
-            descend(self._views(batch), step, h.lr)
+            self._descend_by(batch, batch, step, h.lr)
+            self._descend_by(batch, self._views(batch), step, h.lr)
             for parameter in batch:
                 self.state[parameter]["lrs"] += h.lr / h.m_correction
 
@@ -183,10 +184,15 @@ class ZeroOneAdam(CompressedOptimizer):
                 state["lrs"] = 0.0
                 parameter.copy_(self._begin[id(parameter)])
             denominators = roots(self._states(batch, "exp_avg_sq"), h)
-            descend(batch, list(torch._foreach_div(u, denominators)), -1.0)  # pyright: ignore[reportPrivateImportUsage]
+            step = list(torch._foreach_div(u, denominators))  # pyright: ignore[reportPrivateImportUsage]
+            self._descend_by(batch, batch, step, -1.0)
         for arena in self._arenas:
             arena.flat.zero_()
         self._in_window = False
+
+    def communication_tensors(self) -> list[torch.Tensor]:
+        """Also where the window of local steps began."""
+        return [*super().communication_tensors(), *self._begin.values()]
 
     # - between two SYNCs
 
@@ -198,6 +204,13 @@ class ZeroOneAdam(CompressedOptimizer):
         """
         if self._in_window:
             self._exchange()
+
+    def states_loaded(self) -> None:
+        """See `CompressedOptimizer.states_loaded`; what was saved through states was saved between two windows."""
+        super().states_loaded()
+        self._in_window = False
+        for arena in self._arenas:
+            arena.flat.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """As every compressed optimizer's; within a window of local steps also this rank's part of it."""

@@ -1,0 +1,64 @@
+"""Two levels of ranks: those of one node, and those that have the same place in theirs.
+
+Rank r of the group is device r % D of node r // D, with D devices per node, as launchers number ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CommArgumentError
+from ..groups import get_all_ranks_from_group, member, new_group
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """This rank's place and groups.
+
+    Attributes:
+        group: all ranks.
+        intra: the ranks of this node, in order; None where a node has one rank.
+        inter: the ranks of this device number, one per node, in order; None with one node.
+        nodes, devices: how many nodes, and ranks per node.
+        node, device: this rank's.
+    """
+
+    group: Any
+    intra: Any
+    inter: Any
+    nodes: int
+    devices: int
+    node: int
+    device: int
+
+
+def make_hierarchy(devices: int | None = None, group: Any = None) -> Hierarchy:
+    """Divide a group into nodes of `devices` ranks (collective over the default group).
+
+    Args:
+        devices: ranks per node; None: LOCAL_WORLD_SIZE, which launchers set.
+        group: the ranks to divide; None: all.
+
+    Raises:
+        CommArgumentError: unknown number of devices, or one that does not divide the group.
+    """
+    to = member(group)
+    if devices is None:
+        found = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not found.isdigit():
+            raise CommArgumentError(f"make_hierarchy: LOCAL_WORLD_SIZE is {found!r}; give devices (ranks per node)")
+        devices = int(found)
+    if devices < 1 or to.size % devices:
+        raise CommArgumentError(
+            f"make_hierarchy: got {devices} devices per node, expected a divisor of {to.size} (ranks)"
+        )
+    ranks, nodes = get_all_ranks_from_group(to.group), to.size // devices
+    node, device = divmod(to.rank, devices)
+    rows = [ranks[n * devices : (n + 1) * devices] for n in range(nodes)]
+    columns = [ranks[d::devices] for d in range(devices)]
+    # every rank makes every group, in the same order, as torch wants it
+    intra = [new_group(row) for row in rows] if devices > 1 else [None] * nodes
+    inter = [new_group(column) for column in columns] if nodes > 1 else [None] * devices
+    return Hierarchy(to.group, intra[node], inter[device], nodes, devices, node, device)
