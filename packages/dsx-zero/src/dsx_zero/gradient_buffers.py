@@ -132,8 +132,12 @@ class GroupGradients:
             self._views = self.group.views(self.buffer)
         return self.buffer
 
-    def launch(self) -> None:
-        """Start reducing what has arrived (zeros for what has not). With nothing to add, the ranks still meet."""
+    def launch(self, reducer: ReductionEngine | None = None) -> None:
+        """Start reducing what has arrived (zeros for what has not). With nothing to add, the ranks still meet.
+
+        `reducer` takes the place of the usual one this time.
+        """
+        reducer = reducer or self._reducer
         if self._pending is not None:
             self.finish()
         self._set_aside_if_reduced()
@@ -146,10 +150,10 @@ class GroupGradients:
         self.dirty = False
         add = self.result is not None and not self._expose
         if self.stage == 0:
-            self._pending = self._launch_whole(buffer)
+            self._pending = self._launch_whole(buffer, reducer)
         else:
             out = self._target(buffer) if self.result is None else self.result
-            self._pending = self._reducer.reduce_scatter(buffer, out, self.wire, add=add)
+            self._pending = reducer.reduce_scatter(buffer, out, self.wire, add=add)
             self.result = out
 
     def _target(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -162,8 +166,8 @@ class GroupGradients:
             self._shard = torch.empty(self.group.layout.shard_numel, dtype=self.dtype, device=buffer.device)
         return self._shard
 
-    def _launch_whole(self, buffer: torch.Tensor) -> Pending:
-        pending = self._reducer.all_reduce(buffer, self.wire)
+    def _launch_whole(self, buffer: torch.Tensor, reducer: ReductionEngine) -> Pending:
+        pending = reducer.all_reduce(buffer, self.wire)
         earlier = None if self.result is buffer else self.result
         if earlier is not None:
             scale = pending.complete

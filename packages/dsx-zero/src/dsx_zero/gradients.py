@@ -26,7 +26,7 @@ from .flat import FlatGroup, Unit
 from .gradient_buffers import BufferPool, GroupGradients
 from .layout import LocalSlice
 from .precision import Precision
-from .reduction import ReductionEngine
+from .reduction import LocalReducer, ReductionEngine
 
 __all__ = ["Gradients", "LocalGradients", "ReduceOrder", "ReducedGradients"]
 
@@ -96,8 +96,9 @@ class ReducedGradients:
         expose: bool,
         on_complete: Callable[[int], None] | None = None,
         overlap: bool = True,
+        keeps_local: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._overlap = overlap
+        self._overlap, self._keeps_local = overlap, keeps_local
         pool = BufferPool(limit=IN_FLIGHT)
         self._limit = IN_FLIGHT if stage >= 2 else len(units)
         self._pool, self._order, self._on_complete = pool, order, on_complete
@@ -175,7 +176,7 @@ class ReducedGradients:
         if arrived == self._expected[unit]:
             if self._on_complete is not None:
                 self._on_complete(unit)
-            if self._sync:
+            if self._reduces():
                 self._order.reduce(unit)
 
     def _end_backward(self) -> None:
@@ -183,13 +184,17 @@ class ReducedGradients:
         for unit, arrived in self._arrived.items():
             self._expected[unit] = max(self._expected[unit], arrived)
             self._arrived[unit] = 0
-        if not self._sync:
+        if not self._reduces():
             return
         for unit in self._dirty():
             self._order.reduce(unit)
         self._order.end_backward()
         self._wait()
         self._pool.drop()
+
+    def _reduces(self) -> bool:
+        """Not under `no_sync`, and not in a step whose optimizer wants this rank's own gradients."""
+        return self._sync and not self._keeps_local()
 
     def _dirty(self) -> list[int]:
         """Units with gradients that no reduction has taken, in the order in which backward tends to complete them."""
@@ -222,8 +227,13 @@ class ReducedGradients:
     def finish(self) -> None:
         """Complete every reduction, late gradients included."""
         self._task = None
-        self._order.boundary(self._dirty)
-        self._wait()
+        if self._keeps_local():  # nothing is exchanged, so there is nothing to agree on
+            for buffers in self._of.values():
+                buffers.launch(LocalReducer())
+                buffers.finish()
+        else:
+            self._order.boundary(self._dirty)
+            self._wait()
         self._pool.drop()
 
     # What the optimizer reads -----------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ def save_local(optimizer: ZeroOptimizer) -> dict[str, Any]:
             "param": part.param,
             "master": part.master,
             "states": dict(part.states),
+            "ranges": {key: (start, values) for key, start, values in part.ranges},
         }
         for part in optimizer.held_slices()
     }
@@ -60,9 +61,12 @@ class _LocalReader:
         return self._cut(name, self._slices[name]["master"], start, stop)
 
     def state_keys(self, name: str) -> tuple[str, ...]:
-        return tuple(self._slices[name]["states"])
+        return (*self._slices[name]["states"], *self._slices[name]["ranges"])
 
     def state(self, key: str, name: str, start: int, stop: int) -> State | None:
+        if key in self._slices[name]["ranges"]:
+            first, values = self._slices[name]["ranges"][key]
+            return values[start - first : stop - first]
         return self._cut(name, self._slices[name]["states"][key], start, stop)
 
 
@@ -98,7 +102,9 @@ def count_bytes(runtime: Runtime, masters: Sequence[Master], inner: torch.optim.
     """See `ZeroOptimizer.state_bytes`."""
     groups = [group for unit in runtime.units for group in unit.groups]
     seen: set[tuple[torch.device, int]] = set()
-    states = (v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    states = [v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    if hasattr(inner, "communication_tensors"):  # what an optimizer that communicates by itself keeps for that
+        states.extend(inner.communication_tensors())  # type: ignore[attr-defined]
     return {
         "params": unique_bytes([t for group in groups for t in (group.full, group.shard)], seen),
         "master": unique_bytes([group.master for group in groups if group.master is not None], seen),

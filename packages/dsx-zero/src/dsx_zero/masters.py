@@ -56,6 +56,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, stage: int) -> None:
     Raises:
         ZeroOptimizerError: for an optimizer that needs whole tensors, at stage 1 or above.
     """
+    if stage >= 1 and hasattr(optimizer, "takes_local_gradients"):
+        raise ZeroOptimizerError(
+            f"{type(optimizer).__name__} cannot be used at stage {stage}: it averages whole momenta over the ranks in one bit, and a "
+            "rank holds slices; use stage 0"
+        )
     for kind in type(optimizer).__mro__:
         if stage >= 1 and kind.__name__ in _WHOLE:
             raise ZeroOptimizerError(

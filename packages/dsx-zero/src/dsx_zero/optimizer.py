@@ -229,8 +229,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         run = self._runtime
         self._frozen.check()
         self._unused.check()
+        local = self._local(max_norm)
         run.gradients.finish()
-        norm = self._norm(grad_scale)
+        norm = self._norm(grad_scale, local=local)
         if run.checks_overflow and not torch.isfinite(norm).item():
             return self._note(StepOutcome(True, norm, loss))
         factor = self._factor(norm, grad_scale, max_norm)
@@ -242,7 +243,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     write_parameters(group, whole=run.whole)
             run.residency.publish(unit)
         run.residency.finish()
-        return self._note(StepOutcome(False, norm, loss))
+        return self._note(StepOutcome(False, None if local else norm, loss))
+
+    def _local(self, max_norm: float | None) -> bool:
+        """Whether this step's gradients are this rank's own, because the optimizer averages by itself."""
+        if not getattr(self.inner, "takes_local_gradients", False):
+            return False
+        if max_norm:
+            raise ZeroOptimizerError(
+                f"step(max_norm={max_norm}): {type(self.inner).__name__} works on local gradients, and no rank knows the norm of their "
+                "mean; step without max_norm"
+            )
+        return True
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Make parameters the same on all ranks where the optimizer lets them differ between steps (0/1 Adam). Collective."""
+        if not hasattr(self.inner, "takes_local_gradients"):
+            return
+        self.inner.synchronize()  # type: ignore[attr-defined]
+        run = self._runtime
+        for unit in run.trainable_units():
+            for group in unit.trainable:
+                write_parameters(group, whole=run.whole)
 
     def _note(self, outcome: StepOutcome) -> StepOutcome:
         self._latest = outcome.without_loss()  # which may hold a graph
@@ -342,9 +365,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Resident bytes on this rank, each storage counted once: params, grads, master, optimizer, and idle message buffers."""
         return count_bytes(self._runtime, self._masters, self.inner)
 
-    def _norm(self, grad_scale: float) -> torch.Tensor:
+    def _norm(self, grad_scale: float, *, local: bool) -> torch.Tensor:
         run = self._runtime
-        shared = run.world_size > 1 and not run.whole
+        if local and not run.checks_overflow:
+            return torch.zeros(())  # nobody asks
+        shared = run.world_size > 1 and (local or not run.whole)
         norm = global_norm(run.gradients.blocks(), device=self._device, group=run.process_group, shared=shared)
         return norm if grad_scale == 1.0 else norm / grad_scale
 

@@ -34,6 +34,8 @@ class ParamSlice:
 
     `param` is 1-D in the model's dtype, `master` 1-D in the master's (the same memory where there is no separate master; None for
     frozen parameters), `states` has 1-D tensors of the same length and single values.
+    `ranges`: further states (key, first element in the parameter, 1-D values) that ranks hold in ranges of their own; each
+    key is whole over the ranks and has an "@".
     """
 
     name: str
@@ -45,6 +47,7 @@ class ParamSlice:
     param: torch.Tensor
     master: torch.Tensor | None
     states: Mapping[str, State] = field(default_factory=dict)
+    ranges: tuple[tuple[str, int, torch.Tensor], ...] = ()
 
 
 class Reader(Protocol):
@@ -99,7 +102,14 @@ def iter_slices(
             param=param,
             master=_own_master(group, master, part, param) if trainable else None,
             states={} if master is None or not part.numel else _own_states(inner, master, part),
+            ranges=_own_ranges(inner, master),
         )
+
+
+def _own_ranges(inner: Any, master: Master | None) -> tuple[tuple[str, int, torch.Tensor], ...]:
+    """States of optimizers that communicate by themselves, such as what compression has kept back."""
+    give = getattr(inner, "state_ranges", None)
+    return () if give is None or master is None else tuple(give(master.tensor))
 
 
 def _own_master(group: FlatGroup, master: Master | None, part: LocalSlice, param: torch.Tensor) -> torch.Tensor:
@@ -152,6 +162,8 @@ def load_slices(
                     _load_states(inner, reader, master, templates)
             else:
                 _load_frozen(runtime, reader, info.name, place)
+        if hasattr(inner, "states_loaded"):  # optimizers that communicate by themselves count steps in their states
+            inner.states_loaded()  # type: ignore[attr-defined]
         for unit in runtime.units:
             for group in unit.trainable:
                 write_parameters(group, whole=runtime.whole)
@@ -185,7 +197,11 @@ def _load_frozen(runtime: Runtime, reader: Reader, name: str, place: _Place) -> 
 
 
 def _load_states(inner: torch.optim.Optimizer, reader: Reader, master: Master, templates: _Templates) -> None:
-    keys = reader.state_keys(master.name)
+    stored = reader.state_keys(master.name)
+    keys = [key for key in stored if "@" not in key]  # the others belong to ranks: only who wrote such takes them
+    take = getattr(inner, "load_state_ranges", None)
+    if take is not None and keys:
+        take(master.tensor, [key for key in stored if "@" in key], lambda k, a, b: reader.state(k, master.name, a, b))
     if not keys:
         return
     present = inner.state[master.tensor]
@@ -229,6 +245,8 @@ class _Templates:
         return {}
 
     def _learn(self, group: dict[str, Any], like: torch.Tensor) -> dict[str, Any]:
+        if hasattr(self._inner, "state_template"):  # a step of those would communicate
+            return self._inner.state_template(like)  # type: ignore[attr-defined]
         probe = copy.copy(self._inner)
         sample = torch.nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
         sample.grad = torch.zeros_like(sample)
