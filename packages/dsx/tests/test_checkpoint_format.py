@@ -26,6 +26,7 @@ class Part:
     states: dict
     aliases: tuple = ()
     trainable: bool = True
+    ranges: tuple = ()
 
 
 @dataclass

@@ -253,7 +253,7 @@ LATER = {
     "hybrid_engine": {"hybrid_engine": {"enabled": True}},
     "nebula": {"nebula": {"enabled": True}},
     "checkpoint.use_node_local_storage": {"checkpoint": {"use_node_local_storage": True}},
-    "optimizer.type": {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 400}}},
+    "optimizer.type": {"optimizer": {"type": "Muon", "params": {}}},
     "zero_optimization.offload_optimizer": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     "zero_optimization.offload_param": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
     "zero_optimization.zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},

@@ -174,19 +174,19 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "1-bit Adam": (
         {"optimizer": {"type": "OneBitAdam", "params": {
             "lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7, "freeze_step": 400, "cuda_aware": False,
-            "comm_backend_name": "nccl"}}}, "optimizer.type",
+            "comm_backend_name": "nccl"}}}, "",
     ),
     "0/1 Adam": (
         {"optimizer": {"type": "ZeroOneAdam", "params": {
             "lr": 1e-3, "weight_decay": 0.01, "bias_correction": False, "var_freeze_step": 1000, "var_update_scaler": 16,
             "local_step_scaler": 1000, "local_step_clipper": 16, "cuda_aware": False, "comm_backend_name": "nccl"}}},
-        "optimizer.type",
+        "",
     ),
     "1-bit Lamb": (
         {"optimizer": {"type": "OneBitLamb", "params": {
             "lr": 11e-3, "weight_decay": 0.01, "bias_correction": False, "max_coeff": 0.3, "min_coeff": 0.01,
             "freeze_step": 1000, "cuda_aware": False, "comm_backend_name": "nccl", "coeff_beta": 0.9, "factor_max": 4.0,
-            "factor_min": 0.5, "factor_threshold": 0.1}}}, "optimizer.type",
+            "factor_min": 0.5, "factor_threshold": 0.1}}}, "",
     ),
     "scheduler": (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}}}, "",

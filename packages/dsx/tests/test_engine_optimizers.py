@@ -65,7 +65,7 @@ def test_without_native_code_adam_is_torchs(monkeypatch):
 @pytest.mark.parametrize(
     "name, params, match",
     [
-        ("OneBitAdam", {}, "not available yet.*comes with 1-bit"),
+        ("OneBitAdam", {"freze_step": 3}, "optimizer.params.freze_step"),
         ("Muon", {}, "not available yet.*whole tensors"),
         ("Adm", {}, "did you mean Adam"),
         ("Adam", {"max_grad_norm": 1.0}, "gradient_clipping"),

@@ -5,7 +5,8 @@ installed and can run, else torch's fused one, else torch's plain one. Any other
 any case. The reason for the choice is text, to be logged and tested.
 
 `Adam` decouples weight decay (AdamW) unless `adam_w_mode` is false: that is what the name means in the configs we read.
-Left out: optimizers that need communication of their own (1-bit), and those that need whole matrices (Muon).
+`OneBitAdam`, `ZeroOneAdam` and `OneBitLamb` are those of `dsx_comm`; they communicate by themselves, so that building them takes
+the process group. Left out: those that need whole matrices (Muon).
 """
 
 from __future__ import annotations
@@ -19,18 +20,16 @@ import torch
 
 from .errors import DsxConfigError, Problem
 
-Build = Callable[[Any], torch.optim.Optimizer]
+Build = Callable[..., torch.optim.Optimizer]
 
 _LATER = {
-    "onebitadam": "1-bit compressed collectives in dsx-comm",
-    "zerooneadam": "1-bit compressed collectives in dsx-comm",
-    "onebitlamb": "1-bit compressed collectives in dsx-comm",
     "muon": "ownership of whole tensors in dsx-zero, because it orthogonalises whole matrices",
     "muadam": "width-aware parameter groups (the mup package)",
     "muadamw": "width-aware parameter groups (the mup package)",
     "musgd": "width-aware parameter groups (the mup package)",
 }
 _OURS = {"lamb": "FusedLamb", "lion": "FusedLion"}
+_ONE_BIT = {"onebitadam": "OneBitAdam", "zerooneadam": "ZeroOneAdam", "onebitlamb": "OneBitLamb"}
 _FUSED_EVERYWHERE = ("Adam", "AdamW", "SGD")  # torch's fused Adagrad exists on the CPU only
 _ONLY_TORCH = {"amsgrad", "capturable", "differentiable", "foreach", "fused"}
 
@@ -43,11 +42,13 @@ class OptimizerChoice:
         name: what `engine.get_type()` answers.
         build: from parameters (or groups) to the optimizer.
         reason: why this implementation, in one sentence.
+        communicates: `build` also takes `process_group`.
     """
 
     name: str
     build: Build
     reason: str
+    communicates: bool = False
 
 
 def choose_optimizer(type_name: str, params: Mapping[str, Any], *, reference: bool = False) -> OptimizerChoice:
@@ -78,6 +79,8 @@ def choose_optimizer(type_name: str, params: Mapping[str, Any], *, reference: bo
         arguments["betas"] = tuple(arguments["betas"])  # JSON knows lists only
     if key in ("adam", "adamw"):
         return _adam(type_name, arguments, reference)
+    if key in _ONE_BIT:
+        return _one_bit(type_name, arguments)
     if key in _OURS:
         return _only_ops(type_name, arguments)
     return _from_torch(type_name, arguments, reference)
@@ -120,6 +123,21 @@ def _only_ops(type_name: str, arguments: dict[str, Any]) -> OptimizerChoice:
         raise _problem("type", f'optimizer "{type_name}" needs dsx-ops: {missing}', fix="pip install dsx-ops")
     ours = ("fp32_optimizer_states", "set_grad_none")
     return _from_ops(type_name, cls, {key: value for key, value in arguments.items() if key not in ours})
+
+
+def _one_bit(type_name: str, arguments: dict[str, Any]) -> OptimizerChoice:
+    """An optimizer of dsx_comm that averages in one bit."""
+    import dsx_comm  # late: only an engine that builds its own optimizer needs the package
+
+    cls = getattr(dsx_comm, _ONE_BIT[type_name.lower()])
+    _check_arguments(cls, arguments, type_name)
+
+    def build(parameters: Any, *, process_group: Any = None) -> torch.optim.Optimizer:
+        return cls(parameters, process_group=process_group, **arguments)
+
+    kernels = dsx_comm.codec_status()
+    how = "dsx-ops' kernels" if kernels["native"] else f"plain torch, because {kernels['reason']}"
+    return OptimizerChoice(type_name, build, f"dsx_comm.{cls.__name__}, compressing with {how}", communicates=True)
 
 
 def _from_ops(type_name: str, cls: Any, arguments: dict[str, Any]) -> OptimizerChoice:

@@ -21,6 +21,7 @@ from torch import nn
 from .config import Config
 from .engine.accessors import moments
 from .engine.clock import Clock, NoClock
+from .engine.compression import CompressionLine
 from .engine.errors import EngineArgumentError
 from .engine.hooks import StepHook, TokenCount
 from .engine.observers import (
@@ -187,6 +188,9 @@ def _add_figures(to: Watched, watch: Watch) -> None:
     if every:
         speed = lambda: timer.samples_per_second  # noqa: E731
         watch.add(ProgressLine(every, to.counters, lambda: moments(to.optimizer.param_groups), speed))
+        inner = getattr(to.optimizer, "inner", None)
+        if hasattr(inner, "last_traffic"):
+            watch.add(CompressionLine(every, lambda: inner.last_traffic))
     if config.jsonl.enabled:
         watch.add(RunStart(lambda samples: _tell_start(to, samples)))
     section = config.use("flops_profiler")

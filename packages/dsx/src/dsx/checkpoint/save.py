@@ -81,6 +81,8 @@ def _share_of(slices: Iterable[Any], module: nn.Module, rank: int, exclude_froze
             share.add(OPTIMIZER, f"master/{part.name}", part.shape, part.start, part.master)
         for key, value in part.states.items():
             _add_state(share, key, value, part)
+        for key, start, values in part.ranges:
+            share.add(OPTIMIZER, f"{key}/{part.name}", part.shape, start, values)
     if rank == 0:
         for name, buffer in persistent_buffers(module):
             share.add(MODEL, name, buffer.shape, 0, buffer.detach().reshape(-1))
@@ -128,7 +130,7 @@ def save(
     """Write `<directory>/<tag>/` collectively; returns its path.
 
     `slices` yields what this rank owns (`dsx_zero.ParamSlice`: name, aliases, shape, start, stop, trainable, param,
-    master, states). `state` is any JSON-able structure with tensors in it. Raises `CheckpointError`, the same on all ranks.
+    master, states, ranges). `state` is any JSON-able structure with tensors in it. Raises `CheckpointError`, the same on all ranks.
     """
     ranks = ranks or default_ranks()
     target = _target(directory, tag)

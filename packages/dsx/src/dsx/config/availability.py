@@ -65,9 +65,6 @@ NOT_YET: dict[str, str] = {
 }
 
 OPTIMIZERS_NOT_YET: dict[str, str] = {
-    "OneBitAdam": "compressed optimizers (dsx-comm)",
-    "ZeroOneAdam": "compressed optimizers (dsx-comm)",
-    "OneBitLamb": "compressed optimizers (dsx-comm)",
     "Muon": "optimizers over whole matrices (dsx-ops)",
     "MuAdam": "optimizers of the package mup; pass the optimizer object instead",
     "MuAdamW": "optimizers of the package mup; pass the optimizer object instead",

@@ -23,6 +23,10 @@ _TORCH_SWITCHES = ("maximize", "foreach", "capturable", "differentiable", "fused
 _ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "adam_w_mode", "torch_adam",
          "fp32_optimizer_states", "set_grad_none", *_TORCH_SWITCHES)  # fmt: skip
 
+# of the optimizers that communicate in one bit
+_ONE_BIT = ("lr", "betas", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt", "amsgrad", "cuda_aware",
+            "comm_backend_name", "compression", "scale")  # fmt: skip
+
 OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
@@ -32,15 +36,26 @@ OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Adagrad": ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "amsgrad", "fp32_optimizer_states",
                 *_TORCH_SWITCHES),
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", *_TORCH_SWITCHES),
+    "OneBitAdam": ("freeze_step", *_ONE_BIT),
+    "ZeroOneAdam": ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper", *_ONE_BIT),
+    "OneBitLamb": ("freeze_step", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold",
+                   *_ONE_BIT),
 }  # fmt: skip
 
 _SWITCHES = frozenset(
     {"bias_correction", "amsgrad", "adam_w_mode", "torch_adam", "fp32_optimizer_states", "set_grad_none", "nesterov",
-     "eps_inside_sqrt", "maximize", "capturable", "differentiable"}
+     "eps_inside_sqrt", "maximize", "capturable", "differentiable", "cuda_aware"}
 )  # fmt: skip
 _NUMBERS = frozenset(
-    {"lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum", "max_coeff", "min_coeff"}
-)
+    {"lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum", "max_coeff", "min_coeff", "coeff_beta",
+     "factor_max", "factor_min", "factor_threshold"}
+)  # fmt: skip
+_COUNTS = frozenset({"freeze_step", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"})
+_CHOICES = {
+    "comm_backend_name": ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx"),
+    "compression": ("on", "off", "auto"),
+    "scale": ("rms", "mean"),
+}
 
 
 def canonical_optimizer(name: str) -> str | None:
@@ -82,6 +97,10 @@ def _optimizer_values(params: dict[str, Any], where: Any) -> Iterator[Problem]:
             expected = "true or false"
         elif name in _NUMBERS and not (number and value >= 0):
             expected = "a number of at least 0"
+        elif name in _COUNTS and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            expected = "a whole number of at least 1"
+        elif name in _CHOICES and value not in _CHOICES[name]:
+            expected = f"one of {', '.join(_CHOICES[name])}"
         elif name == "betas" and not _are_betas(value):
             expected = "a list of two numbers, each at least 0 and less than 1"
         if expected:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import Problem
 
-__all__ = ["SECOND_NAMES", "Normalised", "normalise"]
+__all__ = ["SECOND_NAMES", "Normalised", "is_one_bit", "normalise"]
 
 # second name -> the name the documentation uses
 SECOND_NAMES: dict[str, str] = {
@@ -79,7 +79,28 @@ def normalise(data: dict[str, Any]) -> Normalised:
         _rename(result, second, first)
     _short_forms(result)
     _take_out_auto(result, data, "")
+    _clipping_of_one_bit(result)
     return result
+
+
+ONE_BIT = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
+"""Optimizers that average in one bit, in lower case."""
+
+
+def is_one_bit(name: Any) -> bool:
+    """Whether `optimizer.type` names an optimizer that averages in one bit."""
+    return isinstance(name, str) and name.lower() in ONE_BIT
+
+
+def _clipping_of_one_bit(result: Normalised) -> None:
+    """The default, clipping to 1.0, is not for optimizers that work on local gradients."""
+    section = result.data.get("optimizer")
+    if isinstance(section, dict) and is_one_bit(section.get("type")) and "gradient_clipping" not in result.data:
+        result.data["gradient_clipping"] = 0.0
+        result.notes.append(
+            f"gradient_clipping is 0, not the default 1.0: {section['type']} works on local gradients, and no rank knows the norm "
+            "of their mean"
+        )
 
 
 def _rename(result: Normalised, second: str, first: str) -> None:

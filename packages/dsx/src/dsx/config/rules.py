@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import Problem
+from .normal import is_one_bit
 
 __all__ = ["conflicts"]
 
@@ -28,6 +29,7 @@ def conflicts(root: Any, world_size: int, where: Callable[[str], str]) -> Iterat
         _offload_stage,
         _legacy_stage,
         _reduction,
+        _one_bit,
         _curvature,
     ):
         yield from rule(root, where)
@@ -129,3 +131,26 @@ def _curvature(root: Any, where: Any) -> Iterator[Problem]:
             yield Problem("conflict", f"{name}.enabled", "this needs whole parameters in backward",
                           got="zero_optimization.stage 3", expected="zero_optimization.stage 0, 1 or 2",
                           where=where(f"{name}.enabled"), fix="choose a lower stage or remove the section")  # fmt: skip
+
+
+def _one_bit(root: Any, where: Any) -> Iterator[Problem]:
+    if root.optimizer is None or not is_one_bit(root.optimizer.type):
+        return
+    name, stage = root.optimizer.type, root.zero_optimization.stage
+    if stage:
+        yield Problem(
+            "conflict", "optimizer.type", f"{name} does not work with ZeRO", got=f"zero_optimization.stage {stage}",
+            expected="zero_optimization.stage 0 (it averages whole momenta in one bit, and a rank would hold slices)",
+            where=where("optimizer.type"), fix='set "stage" to 0, or use Adam or Lamb',
+        )  # fmt: skip
+    if root.gradient_clipping:
+        yield Problem(
+            "conflict", "gradient_clipping", f"{name} works on local gradients, and no rank knows the norm of their mean",
+            got=f"{root.gradient_clipping:g}", expected="0", where=where("gradient_clipping"),
+            fix="remove it (then it is 0) or set it to 0",
+        )  # fmt: skip
+    if root.gradient_allreduce_op == "sum":
+        yield Problem(
+            "conflict", "gradient_allreduce_op", f"{name} averages momenta", got='"sum"', expected='"mean"',
+            where=where("gradient_allreduce_op"), fix="remove it or scale the loss",
+        )  # fmt: skip

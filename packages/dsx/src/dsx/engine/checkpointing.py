@@ -46,6 +46,7 @@ def save(
 
     parts = engine._parts
     ranks = _ranks(engine)
+    parts.shards.synchronize()  # where ranks' parameters differ between two steps
     tag = _agreed_tag(engine, ranks, f"global_step{engine.global_steps}" if tag is None else str(tag))
     state = {"engine": _progress(engine), "client": client_state}
     folder = write(

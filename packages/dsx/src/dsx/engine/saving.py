@@ -28,6 +28,7 @@ class WeightsMixin:
         Names, order and dtypes are those of `module.state_dict()`, in every ZeRO stage.
         """
         parts = self._living()
+        parts.shards.synchronize()
         return weights.state_dict(parts.module, parts.gather, exclude_frozen=exclude_frozen_parameters)
 
     def save_16bit_model(
@@ -49,6 +50,7 @@ class WeightsMixin:
                     "save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true"
                 )
             return False
+        parts.shards.synchronize()
         weights.save_weights(
             Path(save_dir) / save_filename,
             parts.module,
