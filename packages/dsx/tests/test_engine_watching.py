@@ -322,3 +322,23 @@ def test_what_cannot_be_measured_is_refused_at_the_start(changes, match, tmp_pat
 
     with pytest.raises((ValueError, RuntimeError), match=match):
         dsx.initialize(model=tiny.TinyGPT(tied=True, seed=2), config=config(tmp_path, **changes))
+
+
+def test_dump_state_tells_what_the_engine_is_made_of(tmp_path, caplog):
+    with caplog.at_level("INFO", logger="dsx"):
+        train(config(tmp_path, dump_state=True, memory_breakdown=True), 2).destroy()
+    for text in ("state of the engine:", "TinyGPT", "parameter group 0", "bytes held (MiB)", "MemoryUse", "jsonl"):
+        assert text in caplog.text
+    assert "memory (MiB) at step 2 | params:" in caplog.text
+
+
+def test_a_loaded_configuration_makes_monitors_by_hand(tmp_path):
+    from dsx.config import load_config
+    from dsx.monitor import MonitorMaster
+    from dsx.profiling.flops_profiler import FlopsProfiler, get_model_profile
+
+    loaded = load_config(config(tmp_path), world_size=1)
+    with MonitorMaster(loaded.monitor_config, rank=0) as monitor:
+        monitor.write_events([("Time per step", 0.5, 16)])
+    assert events_in(tmp_path) == {"Time per step": [(16, 0.5)]}
+    assert FlopsProfiler(tiny.MLP()) and get_model_profile(tiny.MLP(6, 8, 4), (2, 6), print_profile=False)

@@ -94,8 +94,9 @@ class Watch:
 
     def add(self, thing: Any) -> Any:
         """Put a thing wherever it belongs by its methods."""
-        if isinstance(thing, StepHook):
-            self.hooks.append(thing)
+        hook = thing if isinstance(thing, StepHook) else None
+        if hook is not None:
+            self.hooks.append(hook)
         if hasattr(thing, "after_step"):
             self.observers.append(thing)
         if hasattr(thing, "events"):

@@ -338,6 +338,7 @@ def _announce(engine: Engine, config: Config, choice: OptimizerChoice | None) ->
         logger.info("optimizer %s: %s", choice.name, choice.reason)
     if config.use("dump_state"):
         logger.info("configuration in effect:\n%s", config.explain().render())
+        logger.info("state of the engine:\n%s", engine.describe())
     unused = config.unused_report()
     if unused:
         logger.warning(unused)

@@ -29,7 +29,8 @@ class Owners:
     def note(self, node: Node | None) -> None:
         """What this thread records from now on belongs to `node` (None: to no module)."""
         thread = threading.get_ident()
-        self._starts.setdefault(thread, []).append(torch._C._autograd._get_sequence_nr())
+        following = torch.autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+        self._starts.setdefault(thread, []).append(following)
         self._nodes.setdefault(thread, []).append(node)
 
     def of(self, sequence: int, *, nested: bool) -> Node | None:

@@ -60,6 +60,11 @@ class Config:
         """The ``zero_optimization`` section, as ``dsx_zero`` takes it."""
         return self.root.zero_optimization
 
+    @property
+    def monitor_config(self) -> Any:
+        """What `dsx_monitor.MonitorMaster` takes: the sections of the writers, among the others."""
+        return self.root
+
     def use(self, name: str) -> Any:
         """Return the value of a top-level key, or of ``batch``, ``precision``, ``zero``, and record that it is acted on."""
         self.tracker.mark(*_BEHIND.get(name, (name,)))

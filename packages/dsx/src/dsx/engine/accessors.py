@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .describe import describe
+
 if TYPE_CHECKING:
     import torch
 
@@ -219,6 +221,10 @@ class EngineAccessors:
             raise AttributeError(
                 f"neither the engine nor its module ({type(self.module).__name__}) has an attribute {name!r}"
             ) from None
+
+    def describe(self) -> str:
+        """What the engine is made of, as lines of text; what `dump_state` logs."""
+        return describe(self._parts)
 
     def __repr__(self) -> str:
         topology = self._parts.topology

@@ -1,0 +1,1 @@
+"""Profilers under the names that scripts know."""
