@@ -120,16 +120,14 @@ class FusedLamb(FusedOptimizer):
         local = _concatenate(squares)
         total = local
         if self.norm_reducer is not None:
-            index = torch.tensor(order, dtype=torch.long, device=local.device)
-            total = torch.empty_like(local)
-            total[index] = self.norm_reducer([params[i] for i in order], local[index])
+            total = _arranged(self.norm_reducer([params[i] for i in order], _arranged(local, order)), _inverse(order))
         ratios = _trust_ratios(total, [limits.get(p, default) for p in params])
         at = 0
         for batch in found:
             mine = ratios[at : at + len(batch.slots)].to(batch.slots[0].param.device)
             at += len(batch.slots)
             update.lamb_apply(batch, (mine * _step_size(batch.hyper)).float())
-        self._coefficients = [ratios[torch.tensor(order, dtype=torch.long, device=ratios.device)]]
+        self._coefficients = [_arranged(ratios, order)]
 
 
 def _step_size(hyper: Hyper) -> float | Tensor:
@@ -145,11 +143,27 @@ def _concatenate(squares: list[Tensor]) -> Tensor:
     return torch.cat([s.to(squares[0].device) for s in squares])
 
 
+def _arranged(rows: Tensor, order: list[int]) -> Tensor:
+    """rows[order]; rows themselves when they are in order, so that no index travels to a device (which waits for it)."""
+    if order == list(range(len(order))):
+        return rows
+    return rows[torch.tensor(order, dtype=torch.long, device=rows.device)]
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
 def _trust_ratios(squares: Tensor, limits: list[tuple[float, float]]) -> Tensor:
     """fp64 [n]: clip(|p| / |u|, min, max), 1 where either is 0."""
-    low = torch.tensor([a for a, _ in limits], dtype=torch.float64).to(squares.device)
-    high = torch.tensor([b for _, b in limits], dtype=torch.float64).to(squares.device)
     norms = squares.sqrt()
     usable = (norms[:, 0] != 0) & (norms[:, 1] != 0)
     ratio = norms[:, 0] / torch.where(usable, norms[:, 1], torch.ones_like(norms[:, 1]))
-    return torch.where(usable, ratio.clamp(low, high), torch.ones_like(ratio))
+    return torch.where(usable, _limited(ratio, limits), torch.ones_like(ratio))
+
+
+def _limited(ratio: Tensor, limits: list[tuple[float, float]]) -> Tensor:
+    if len(set(limits)) <= 1:  # one group: the limits stay numbers
+        return ratio.clamp(*limits[0]) if limits else ratio
+    low, high = (torch.tensor(side, dtype=torch.float64).to(ratio.device) for side in zip(*limits))
+    return ratio.clamp(low, high)
