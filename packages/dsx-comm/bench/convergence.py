@@ -241,23 +241,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after this time")
     parser.add_argument("--systems", default=",".join(FAMILY))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--warmup", type=float, default=0.15, help="share of exact steps")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--lamb-lr", type=float, default=5e-3)
     parser.add_argument("--beta2", type=float, default=0.99)
     parser.add_argument("--clipper", type=int, default=16, help="longest interval of local steps")
     parser.add_argument("--bytes", type=int, default=8 << 20)
     parser.add_argument("--held-batches", type=int, default=16, help="of 32 sequences per rank")
     args = parser.parse_args()
-    jobs = [
-        (s, seed) for seed in range(args.seeds) for s in args.systems.split(",") if f"{s}/{seed}" not in load(args.out)
-    ]
+    done, seeds = load(args.out), range(args.first_seed, args.first_seed + args.seeds)
+    jobs = [(s, seed) for seed in seeds for s in args.systems.split(",") if f"{s}/{seed}" not in done]
     if jobs:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(worker, (args, os.path.join(folder, "store"), jobs), args.ranks)

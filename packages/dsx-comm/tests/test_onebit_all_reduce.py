@@ -250,3 +250,41 @@ def test_packing_against_single_bits():
     signs.unpack(bits, out)
     assert torch.equal(out, torch.where(values >= 0, 1.0, -1.0))
     assert out[:4].tolist() == [1, 1, -1, -1]
+
+
+def test_the_shared_memory_backend_gives_the_same_bits():
+    from dsx_comm.shm import native
+
+    if native.module() is None:
+        pytest.skip(f"no compiled module: {native.reason()}")
+    arguments = (3, (1000, 3, 0, 129), "rms", 3)
+    for (theirs, worker, _), (ours, same, _) in zip(
+        run_ranks(several, *arguments), run_ranks(several, *arguments, backend="dsx")
+    ):
+        assert all(torch.equal(a, b) for a, b in zip((*theirs, *worker), (*ours, *same)))
+
+
+@pytest.mark.parametrize("length", [8, 1000, 100_003])
+def test_kernels_and_torch_compress_alike(length):
+    from dsx_comm.compressed.codec import TorchCodec, codec_for
+    from dsx_comm.compressed.layout import Range
+
+    if not dsx_comm.codec_status()["native"]:
+        pytest.skip(dsx_comm.codec_status()["reason"])
+    layout = OneBitLayout.of((length, 5, length), 2)
+    torch.manual_seed(length)
+    found = []
+    for codec in (TorchCodec("rms"), codec_for(torch.device("cpu"), "rms")):
+        torch.manual_seed(1)
+        where, values, error = Range.whole(layout), torch.zeros(layout.numel), torch.zeros(layout.numel)
+        for view in (*where.views(values), *where.views(error)):
+            view.normal_()
+        bits = torch.zeros(layout.numel // 8, dtype=torch.uint8)
+        scales = codec.compress(values, error, where, bits)
+        chunk, rows = Range.chunk(layout, 1), bits.view(2, -1)
+        mean, out = torch.zeros(layout.chunk), torch.zeros(layout.numel)
+        codec.mean(rows, torch.rand(2, layout.scales, generator=torch.Generator().manual_seed(0)), chunk, mean)
+        codec.decompress(bits, scales, where, out)
+        found.append((scales, error, mean, out))
+    for torch_made, kernel_made in zip(*found):
+        torch.testing.assert_close(torch_made, kernel_made, rtol=1e-5, atol=1e-6)

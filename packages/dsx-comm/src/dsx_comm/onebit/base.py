@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..compressed.signs import check_measure
+from ..compressed.signs import Measure, check_measure
 from ..errors import CommArgumentError, CommError
 from ..groups import get_world_size, is_initialized
 from .arena import Arena
@@ -56,7 +56,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         cuda_aware: bool,
     ) -> None:
         self._process_group = process_group
-        self._scale = check_measure(scale)
+        self._scale: Measure = check_measure(scale)
         self._gate = Gate(check_compression(compression))
         self._gradient_dtype = gradient_dtype
         self._averaged_elsewhere = False
@@ -378,7 +378,7 @@ def _masks_of(group: dict[str, Any]) -> list[torch.Tensor | None]:
             fits = mask is None or torch.broadcast_shapes(mask.shape, parameter.shape) == parameter.shape
         except RuntimeError:
             fits = False
-        if not fits:
+        if mask is not None and not fits:
             raise CommArgumentError(
                 f"exp_avg_mask: got shape {tuple(mask.shape)} for a parameter of shape {tuple(parameter.shape)}; "
                 "expected a shape that broadcasts to it"
