@@ -8,8 +8,10 @@ from dsx_sparse_attn import (
     FixedSparsityConfig,
     SparseAttentionError,
     SparseAttentionUtils,
+    apply_sparse_attention,
     block_sparse_attention,
 )
+from dsx_sparse_attn.config import SparseAttentionConfig
 
 transformers = pytest.importorskip("transformers")
 SIZES = dict(
@@ -151,3 +153,10 @@ def test_tokenizer_limit():
 
     tokenizer = SparseAttentionUtils.update_tokenizer_model_max_length(Tokenizer(), 4096)
     assert tokenizer.model_max_length == 4096 == tokenizer.init_kwargs["model_max_length"]
+
+
+def test_a_configuration_section_replaces_the_attention():
+    model, other = bert(), bert()
+    ids = torch.randint(2, 50, (1, 32))
+    changed = apply_sparse_attention(model, SparseAttentionConfig(mode="local", num_sliding_window_blocks=1))
+    assert len(changed) == 2 and not torch.allclose(logits(model, ids), logits(other, ids), atol=1e-4)

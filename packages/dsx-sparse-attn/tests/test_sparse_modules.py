@@ -14,8 +14,10 @@ from dsx_sparse_attn import (
     LayoutError,
     LocalSlidingWindowSparsityConfig,
     SparseSelfAttention,
+    apply_sparse_attention,
     block_sparse_attention,
 )
+from dsx_sparse_attn.config import SparseAttentionConfig
 
 
 def test_dense_layout_is_ordinary_attention():
@@ -110,3 +112,20 @@ def test_bert_attention_trains_with_dropout_and_refuses_what_does_not_fit():
         BertSparseSelfAttention(SimpleNamespace(**{**vars(BERT), "hidden_size": 33}))
     with pytest.raises(ArgumentError, match="attention_mask of shape"):
         module(x, torch.ones(2, 3, 40))
+
+
+def test_a_section_is_applied_to_every_module_or_refused():
+    section = SparseAttentionConfig(mode="local", block=32, num_sliding_window_blocks=1)
+    model = torch.nn.Sequential(
+        SparseSelfAttention(DenseSparsityConfig(2, block=16), max_seq_length=80), torch.nn.Identity()
+    )
+    q = torch.randn(1, 2, 64, 8)
+    before = model[0](q, q, q)
+    assert apply_sparse_attention(model, section) == ["0"]
+    assert not torch.allclose(model[0](q, q, q), before)
+    expected = section.sparsity_config(2).make_layout(64)
+    assert torch.equal(model[0](q, q, q), block_sparse_attention(q, q, q, expected)) and model[0].max_seq_length == 96
+    with pytest.raises(ArgumentError, match="Linear has nothing to apply it to"):
+        apply_sparse_attention(torch.nn.Linear(2, 2), section)
+    with pytest.raises(ArgumentError, match="for 3 heads, this module has 2"):
+        model[0].set_sparsity(DenseSparsityConfig(3))

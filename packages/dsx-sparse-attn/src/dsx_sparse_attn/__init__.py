@@ -12,6 +12,7 @@ from .attention import block_sparse_attention, explain_backends
 from .blocks import MatMul, Softmax
 from .errors import ArgumentError, BackendError, LayoutError, SparseAttentionError
 from .layout import Layout
+from .modules.apply import apply_sparse_attention
 from .modules.bert import BertSparseSelfAttention
 from .modules.self_attention import SparseSelfAttention
 from .modules.utils import SparseAttentionUtils
@@ -45,6 +46,7 @@ __all__ = [
     "SparsityConfig",
     "VariableSparsityConfig",
     "__version__",
+    "apply_sparse_attention",
     "block_sparse_attention",
     "explain_backends",
     "native_status",

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..attention import MaskMode, block_sparse_attention
 from ..errors import ArgumentError, LayoutError
-from ..layout import Layout
 from ..patterns import FixedSparsityConfig, SparsityConfig
 
 __all__ = ["SparseSelfAttention"]
@@ -60,6 +59,20 @@ class SparseSelfAttention(nn.Module):
         layout = self.sparsity_config.make_layout(max_seq_length)
         self.register_buffer("master_layout", layout.plain().to(torch.uint8))
 
+    def set_sparsity(self, sparsity_config: SparsityConfig) -> None:
+        """Take another pattern, for the same longest sequence (rounded up to its blocks).
+
+        Raises:
+            ArgumentError: it has other heads.
+            LayoutError: it does not fit the length.
+        """
+        heads = self.sparsity_config.num_heads
+        if sparsity_config.num_heads != heads:
+            raise ArgumentError(f"got a pattern for {sparsity_config.num_heads} heads, this module has {heads}")
+        layout = sparsity_config.covering(self.max_seq_length)
+        self.master_layout = layout.plain().to(torch.uint8).to(self.master_layout.device)
+        self.sparsity_config, self.max_seq_length = sparsity_config, layout.seq_len
+
     def get_layout(self, seq_len: int) -> Tensor:
         """The layout of so many positions, uint8 [heads, blocks, blocks]. Raises `LayoutError` beyond `max_seq_length`."""
         if seq_len > self.max_seq_length:
@@ -101,8 +114,3 @@ class SparseSelfAttention(nn.Module):
         """Pattern and size."""
         config = self.sparsity_config
         return f"{type(config).__name__}, heads={config.num_heads}, block={config.block}, max_seq_length={self.max_seq_length}"
-
-
-def as_layout(module: SparseSelfAttention, seq_len: int) -> Layout:
-    """The module's layout as a `Layout`, to look at or plot."""
-    return Layout.from_mask(module.get_layout(seq_len), module.sparsity_config.block)

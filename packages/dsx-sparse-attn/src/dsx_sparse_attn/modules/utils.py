@@ -60,6 +60,13 @@ class SparseAttentionUtils:
     """Helpers; all static."""
 
     @staticmethod
+    def positions(model: nn.Module) -> int:
+        """How many positions a BERT or RoBERTa has. Raises `ArgumentError` for another kind of model."""
+        base, offset = _base(model)
+        embeddings: Any = base.embeddings
+        return embeddings.position_embeddings.weight.shape[0] - offset
+
+    @staticmethod
     def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
         """Give the model exactly `max_position` positions by repeating the table it has. In place; returns the model.
 
