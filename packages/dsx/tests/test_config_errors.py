@@ -239,7 +239,6 @@ LATER = {
     "activation_checkpointing.partition_activations": {"activation_checkpointing": {"partition_activations": True}},
     "pipeline.stages": {"pipeline": {"stages": 4}},
     "aio.queue_depth": {"aio": {"queue_depth": 32}},
-    "sparse_attention": {"sparse_attention": {"mode": "fixed"}},
     "elasticity": {"elasticity": {"enabled": True}},
     "managed_gradient_accumulation": {"managed_gradient_accumulation": False},
     "torch_autocast.lower_precision_safe_modules": {

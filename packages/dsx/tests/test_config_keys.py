@@ -256,7 +256,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
             "mode": "fixed", "block": 16, "different_layout_per_head": True, "num_local_blocks": 4, "num_global_blocks": 1,
             "attention": "bidirectional", "horizontal_global_attention": False, "num_different_global_patterns": 4,
             "num_random_blocks": 0, "local_window_blocks": [4], "global_block_indices": [0],
-            "global_block_end_indices": None, "num_sliding_window_blocks": 3}}, "sparse_attention",
+            "global_block_end_indices": None, "num_sliding_window_blocks": 3}}, "",
     ),
     "data efficiency": (
         {"data_efficiency": {

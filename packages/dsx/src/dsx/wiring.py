@@ -72,7 +72,7 @@ def build_engine(source: Any, request: Request) -> Engine:
     choice = _chosen_optimizer(config, request)
     _set_up_logging(config)
     topology = _join_processes(config, request)
-    model = _placed(request.model, config, topology)
+    model = _placed(_sparsified(request.model, config), config, topology)
     sharded, optimizer = _sharded(model, config, request, topology, choice)
     engine = Engine(_parts(config, request, topology, sharded, optimizer, choice))
     if request.training_data is not None:
@@ -146,6 +146,18 @@ def _mpu_data_parallel_size(mpu: Any) -> int:
 
 
 # - The model and its shards
+
+
+def _sparsified(model: nn.Module, config: Config) -> nn.Module:
+    """The model with the pattern of the `sparse_attention` section; its parameters stay the same objects."""
+    section = config.use("sparse_attention")
+    if section is None:
+        return model
+    changed = part("dsx_sparse_attn").apply_sparse_attention(model, section)
+    if section.unread():
+        logger.warning("sparse_attention: mode %s does not read %s", section.mode, ", ".join(section.unread()))
+    logger.info("sparse_attention: mode %s in %d modules (%s ...)", section.mode, len(changed), changed[0])
+    return model
 
 
 def _placed(model: nn.Module, config: Config, topology: Topology) -> nn.Module:

@@ -45,7 +45,6 @@ NOT_YET: dict[str, str] = {
     "pipeline": _PIPE,
     "progressive_layer_drop": "progressive layer drop (dsx)",
     "quantize_training": _COMPRESS,
-    "sparse_attention": "block-sparse attention (dsx-sparse-attn)",
     "sparse_gradients": "sparse reduction of embedding gradients (dsx-comm)",
     "tensor_parallel": "tensor slicing (dsx-pipe)",
     "torch_autocast.lower_precision_safe_modules": "a data type of reduction per module",

@@ -14,7 +14,7 @@ from .base import Count, Real, Section, Size, Toggle
 
 __all__ = [
     "ActivationCheckpointing", "Aio", "Autotuning", "CompileSection", "CurriculumLearning", "Elasticity",
-    "HybridEngine", "Nebula", "Pipeline", "ProgressiveLayerDrop", "SparseAttention", "TensorParallel",
+    "HybridEngine", "Nebula", "Pipeline", "ProgressiveLayerDrop", "TensorParallel",
 ]  # fmt: skip
 
 
@@ -50,26 +50,6 @@ class Aio(Section):
     single_submit: bool = Field(False, description="submit requests one by one")
     overlap_events: bool = Field(True, description="submit without waiting for earlier requests")
     use_gds: bool = Field(False, description="transfer between disk and GPU directly")
-
-
-class SparseAttention(Section):
-    """Layout of block-sparse attention."""
-
-    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = Field(
-        "fixed", description="structure"
-    )
-    block: Count = Field(16, description="block size")
-    different_layout_per_head: bool = Field(False, description="a layout of its own for every head")
-    num_local_blocks: Count = Field(4, description="blocks per local window (fixed)")
-    num_global_blocks: Count = Field(1, description="global blocks per window (fixed, bigbird)")
-    attention: Literal["bidirectional", "unidirectional"] = Field("bidirectional", description="direction")
-    horizontal_global_attention: bool = Field(False, description="global blocks attend to all (fixed, variable)")
-    num_different_global_patterns: Count = Field(1, description="global patterns over the heads (fixed)")
-    num_random_blocks: Size = Field(0, description="random blocks per row (variable, bigbird)")
-    local_window_blocks: list[int] = Field([4], description="blocks of each local window (variable)")
-    global_block_indices: list[int] = Field([0], description="global blocks (variable, bslongformer)")
-    global_block_end_indices: list[int] | None = Field(None, description="exclusive ends of global ranges")
-    num_sliding_window_blocks: Count = Field(3, description="blocks of the sliding window (bigbird, bslongformer)")
 
 
 class ModelInfo(Section):

@@ -21,6 +21,7 @@ from dsx_monitor.config import (
     TimelineConfig,
     WandbConfig,
 )
+from dsx_sparse_attn.config import SparseAttentionConfig
 from dsx_zero.config import ZeroConfig
 from pydantic import Field
 
@@ -38,7 +39,6 @@ from .later import (
     Nebula,
     Pipeline,
     ProgressiveLayerDrop,
-    SparseAttention,
     TensorParallel,
 )
 from .training import (
@@ -128,11 +128,13 @@ class Root(Section):
     eigenvalue: EigenvalueConfig = nested(EigenvalueConfig, "curvature of blocks")
     gradient_noise_scale: GradientNoiseConfig = nested(GradientNoiseConfig, "batch size that is worth its cost")
 
+    # - the model
+    sparse_attention: SparseAttentionConfig | None = Field(None, description="block-sparse attention")
+
     # - not there yet
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing, "recomputation in depth")
     pipeline: Pipeline = nested(Pipeline, "pipeline parallelism")
     aio: Aio = nested(Aio, "file I/O for offload to disk")
-    sparse_attention: SparseAttention | None = Field(None, description="block-sparse attention")
     autotuning: Autotuning = nested(Autotuning, "search for fast settings")
     elasticity: Elasticity = nested(Elasticity, "batch sizes for many world sizes")
     data_efficiency: DataEfficiency = nested(DataEfficiency, "data sampling and routing")
