@@ -25,7 +25,9 @@ def engine(request):
 
 def in_child(code, *arguments):
     """Run code in a fresh interpreter; its last line of output."""
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1]
 
@@ -108,7 +110,9 @@ def test_a_device_that_fails(engine):
     assert caught.value.errno == errno.EIO
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small file system needs root")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small file system needs root"
+)
 def test_a_small_file_system_that_fills_up(engine):
     folder = tempfile.mkdtemp()
     if subprocess.call(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], stderr=subprocess.DEVNULL):
@@ -172,7 +176,20 @@ except OSError as error: print(all(torch.equal(b, tensor) for b in back), error.
 def test_interruptions_and_partial_results_are_mended(name, start, tmp_path):
     data = dsx_nvme.empty(600_001, dtype=torch.uint8)
     data.copy_(torch.arange(600_001, dtype=torch.int64).to(torch.uint8))
-    trouble = [-errno.EINVAL, -errno.EINTR, -errno.EAGAIN, 512, 0, 4096 + 1, -errno.EINTR, 100, -errno.EAGAIN, 1, 0, 65_535]
+    trouble = [
+        -errno.EINVAL,
+        -errno.EINTR,
+        -errno.EAGAIN,
+        512,
+        0,
+        4096 + 1,
+        -errno.EINTR,
+        100,
+        -errno.EAGAIN,
+        1,
+        0,
+        65_535,
+    ]
     with dsx_nvme.Engine(name, block_size=1 << 16, queue_depth=4) as engine:
         part = data[start:]
         engine.write(part, tmp_path / "t").wait()

@@ -26,6 +26,7 @@ from .errors import (
     TensorError,
     TransferError,
 )
+from .fast_writer import FastFileWriter
 from .files import Access, access, explain
 from .gds import gds_handle
 from .handle import aio_handle, aio_read, aio_write, deepspeed_memcpy
@@ -49,6 +50,7 @@ __all__ = [
     "EndOfFileError",
     "Engine",
     "ForkError",
+    "FastFileWriter",
     "FormatError",
     "GDSBuilder",
     "NvmeError",

@@ -84,7 +84,7 @@ class Description:
 
 @dataclass
 class Guard:
-    """The tensor of a transfer, its place in memory, and its version when the transfer began."""
+    """The tensor of a transfer, its place in memory, and (for a tensor with a storage of its own) its version at the start."""
 
     tensor: torch.Tensor
     start: int = 0
@@ -94,9 +94,10 @@ class Guard:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Guard:
         """Take the tensor's present state."""
-        start = tensor.data_ptr()
-        version = None if tensor.is_inference() else tensor._version
-        return cls(tensor, start, start + tensor.numel() * tensor.element_size(), version)
+        start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        # A slice shares its version with all of its storage, whose other parts the caller may well write to.
+        whole = not tensor.is_inference() and nbytes == tensor.untyped_storage().nbytes()
+        return cls(tensor, start, start + nbytes, tensor._version if whole else None)
 
     def check(self, what: Description) -> None:
         """Raise DataRaceError when the tensor was written to, moved or freed since."""

@@ -83,7 +83,7 @@ class ParameterSwapper:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take a parameter over; the caller may free its own copy. Raises BudgetError when it can never be in memory."""
-        if tensor.numel() * tensor.element_size() > self.pool.budget:
+        if tensor.numel() * self.dtype.itemsize > self.pool.budget:
             raise BudgetError(
                 f"{name}: {tensor.numel()} elements do not fit the {self.pool.budget} bytes of all buffers; raise buffer_size or buffer_count"
             )
