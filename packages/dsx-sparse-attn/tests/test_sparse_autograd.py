@@ -139,3 +139,34 @@ def test_autocast_and_no_grad():
     with native.reference_only():
         a = block_sparse_attention(q, k, v, layout)
     assert torch.allclose(a, block_sparse_attention(q, k, v, layout), atol=1e-6)
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the operators that pass by."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_who_watches_the_dispatcher_sees_one_operator_each_way_and_the_same_numbers():
+    q, k, v, layout = tensors(dtype=torch.float32, dim=8)
+    plain = block_sparse_attention(q, k, v, layout, causal=True)
+    expected = torch.autograd.grad(plain, (q, k, v), torch.ones_like(plain))
+    with Seen() as seen:
+        out = block_sparse_attention(q, k, v, layout, causal=True)
+        grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert torch.equal(out, plain) and all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    assert [n for n in seen.names if "dsx_sparse_attn" in n] == [
+        "dsx_sparse_attn.attention.default", "dsx_sparse_attn.attention_backward.default",
+    ]  # fmt: skip
+
+
+def test_fake_tensors_flow_through():
+    with torch._subclasses.FakeTensorMode():
+        q, kv = torch.empty(2, 4, 64, 8), torch.empty(2, 2, 64, 8)
+        assert block_sparse_attention(q, kv, kv, torch.ones(1, 4, 4)).shape == q.shape

@@ -83,10 +83,9 @@ def block_sparse_attention(
     c = checked(q, k, v, layout, options)
     if (c.q.device.type != "cpu" or backend == "flex") and dispatch.prefers_flex(c, backend):
         return dispatch.flex.run(c)
-    out, _ = attention(
+    return attention(
         c.q, c.k, c.v, c.layout, c.bias, c.key_bias, c.seed, c.scale, c.block, c.causal, c.dropout_p, backend
-    )
-    return out
+    )  # fmt: skip
 
 
 def explain_backends(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, **options: Any) -> dict[str, list[str]]:
