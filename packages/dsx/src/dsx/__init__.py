@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import checkpoint, comm, config, data, lr_schedules, monitor, ops, utils, zero
+    from . import checkpoint, comm, config, data, lr_schedules, monitor, nvme, ops, utils, zero
     from .arguments import add_config_arguments
     from .comm import init_distributed
     from .data import RepeatingLoader
@@ -38,7 +38,7 @@ _ATTRIBUTES = {
     "VerifyReport": "verification",
     "VerifyError": "verification",
 }
-_MODULES = ("checkpoint", "comm", "config", "data", "lr_schedules", "monitor", "ops", "utils", "zero")
+_MODULES = ("checkpoint", "comm", "config", "data", "lr_schedules", "monitor", "nvme", "ops", "utils", "zero")
 
 __all__ = [
     "DsxConfigError",
@@ -58,6 +58,7 @@ __all__ = [
     "initialize",
     "lr_schedules",
     "monitor",
+    "nvme",
     "ops",
     "utils",
     "verify",

@@ -26,12 +26,12 @@ COMMANDS = {
     "doctor": Subcommand("dsx.doctor", "report what this machine and installation offer, and what is missing"),
     "ssh": Subcommand("dsx.launcher.remote_shell", "run one command on every host of a hostfile"),
     "config": Subcommand("dsx.config.__main__", "explain a configuration, print its schema or reference"),
+    "nvme": Subcommand("dsx.nvme_command", "tune and measure tensor I/O to disk"),
     "report": Subcommand("dsx.cli_report", "write the HTML report of a training run"),
 }
 
 NOT_YET = {
     "elastic": "batch sizes for a changing number of devices",
-    "nvme": "tuning of tensor I/O to disk",
     "autotune": "search for a good configuration",
 }
 

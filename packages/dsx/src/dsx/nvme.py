@@ -1,0 +1,7 @@
+"""Tensors to and from disk: `dsx_nvme` under the name scripts know.
+
+There is one identity of every class and function: this module only passes names on, and only when it is imported.
+"""
+
+from dsx_nvme import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
+from dsx_nvme import __all__ as __all__

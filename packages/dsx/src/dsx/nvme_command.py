@@ -1,0 +1,18 @@
+"""``dsx nvme``: the command of dsx-nvme, and one error in dsx's words when that package is missing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``dsx-nvme`` with these words; returns its exit code."""
+    try:
+        from dsx_nvme.cli import main as run
+    except ModuleNotFoundError as error:
+        if error.name != "dsx_nvme":
+            raise
+        sys.stderr.write("dsx nvme: needs dsx-nvme, which is not installed: pip install dsx-nvme\n")
+        return 2
+    return run(argv)
