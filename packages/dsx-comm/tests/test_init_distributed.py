@@ -126,7 +126,7 @@ def with_environment(rank, n):
 
 
 def test_torchruns_variables_are_enough():
-    assert run_ranks(with_environment, 2, backend=None)[1] == [(0, 0, "gloo"), (1, 1, "gloo")]
+    assert run_ranks(with_environment, 2, backend=None)[1] == [(0, 0, "dsx"), (1, 1, "dsx")]
 
 
 def with_mpi_variables(rank, n, port):

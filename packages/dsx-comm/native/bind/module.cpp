@@ -259,6 +259,7 @@ PYBIND11_MODULE(_C, m) {
     py::register_exception<WaitTimeout>(m, "WaitTimeout", PyExc_RuntimeError);
     py::register_exception<Mismatch>(m, "Mismatch", PyExc_RuntimeError);
     py::register_exception<Aborted>(m, "Aborted", PyExc_RuntimeError);
+    py::register_exception<Hang>(m, "Hang", PyExc_RuntimeError);
     m.def("isa", [] { return kernels().name; });
     m.def("isas", &isas);
     m.def("sanitizer", &sanitizer);
@@ -284,7 +285,9 @@ PYBIND11_MODULE(_C, m) {
         .def("all_to_all", &PyGroup::all_to_all)
         .def("transfer", &PyGroup::transfer)
         .def("serve_transfers", &PyGroup::serve_transfers)
-        .def("poison", [](PyGroup& g, const std::string& text) { g.core->group.poison(Failure::aborted, text); })
+        .def("poison", [](PyGroup& g, const std::string& text, bool hang) {
+            g.core->group.poison(hang ? Failure::hang : Failure::aborted, text);
+        })
         .def("poison_text", [](PyGroup& g) { return g.core->group.poison_text(); })
         .def("lost", [](PyGroup& g) { return g.core->group.lost(); })
         .def("close", &PyGroup::close);

@@ -163,6 +163,7 @@ void Group::check_poison() const {
     if (kind == Failure::lost) throw PeerLost(poison_text());
     if (kind == Failure::timeout) throw WaitTimeout(poison_text());
     if (kind == Failure::mismatch) throw Mismatch(poison_text());
+    if (kind == Failure::hang) throw Hang(poison_text());
     throw Aborted(poison_text());
 }
 

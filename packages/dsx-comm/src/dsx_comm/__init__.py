@@ -9,6 +9,7 @@ The functions have the names and arguments of torch.distributed and work on its 
 """
 
 from ._version import __version__
+from .agreement import check_first_calls
 from .calls import Call, observe
 from .coalesced import (
     all_gather_coalesced,
@@ -51,6 +52,7 @@ from .errors import (
     CommArgumentError,
     CommConfigError,
     CommError,
+    HangError,
     MismatchError,
     PeerLostError,
     TopologyError,
@@ -71,6 +73,7 @@ from .groups import (
     is_initialized,
     new_group,
 )
+from .hang import explain_hangs, unit
 from .init import init_distributed
 from .log import (
     configure,
@@ -118,6 +121,7 @@ __all__ = [
     "CommsLoggerConfig",
     "ErrorFeedback",
     "GroupRegistry",
+    "HangError",
     "Hierarchy",
     "Mpu",
     "MpuGroups",
@@ -151,11 +155,13 @@ __all__ = [
     "broadcast_object_list",
     "codec_status",
     "compressed_all_reduce",
+    "check_first_calls",
     "configure",
     "count_traffic",
     "destroy_process_group",
     "empty",
     "expert_groups",
+    "explain_hangs",
     "gather",
     "gather_object",
     "get_all_ranks_from_group",
@@ -199,4 +205,5 @@ __all__ = [
     "scatter",
     "scatter_object_list",
     "send",
+    "unit",
 ]

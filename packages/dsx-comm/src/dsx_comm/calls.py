@@ -16,6 +16,10 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 
+from .agreement import AGREEMENT
+from .hang import WATCH
+from .shm.process_group import ShmProcessGroup
+
 
 class Labels(TypedDict, total=False):
     """Keyword arguments that every function takes on top of torch's: they steer the communication log.
@@ -45,6 +49,7 @@ class Call:
     device: torch.device
     labels: Labels
     per: int = 1
+    detail: str = ""  # what else must agree between ranks: dtype, operator, root
 
 
 class Observer(Protocol):
@@ -136,7 +141,9 @@ def _issue(issue: Callable[[], Any], is_async: bool) -> Any:
 
 
 def run(call: Call, issue: Callable[[], Any], is_async: bool = False) -> Any:
-    """Issue the call and tell the observers."""
+    """Issue the call and tell the observers and the hang explainer."""
+    if call.size > 1 and not isinstance(call.group, ShmProcessGroup):  # that one tells by itself, whoever calls it
+        issue = _watched(call, issue, is_async)
     with torch.no_grad():  # communication is no part of a graph
         if not OBSERVERS.active:
             return _issue(issue, is_async)
@@ -146,6 +153,26 @@ def run(call: Call, issue: Callable[[], Any], is_async: bool = False) -> Any:
         if token is not None:
             observer.end(token, call, result, is_async)
     return result
+
+
+def _watched(call: Call, issue: Callable[[], Any], is_async: bool) -> Callable[[], Any]:
+    def watched() -> Any:
+        compare = AGREEMENT.post(call)
+        if not is_async:
+            compare()
+        note = WATCH.enter(call.group.group_name, f"{call.op} of {call.message} bytes", call.labels.get("log_name", ""))
+        try:
+            result = issue()
+        except RuntimeError as error:
+            explained = WATCH.verdict(note, error)
+            raise explained from (None if explained is error else error)
+        finally:
+            WATCH.leave(note)
+        if result is not None and hasattr(result, "note"):
+            result.note, result.compare = note, compare  # its wait may hang, too
+        return result
+
+    return watched
 
 
 def check_labels(labels: Labels) -> Labels:

@@ -28,12 +28,21 @@ _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 _COMPOSED_REDUCE = (torch.float16, torch.bfloat16, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _call(op: str, to: Membership, message: int, sent: int, device: torch.device, labels: Any) -> Call:
-    return Call(op, to.group, to.size, message, sent, device, check_labels(labels))
+def _call(
+    op: str, to: Membership, message: int, sent: int, device: torch.device, labels: Any, detail: str = ""
+) -> Call:
+    return Call(op, to.group, to.size, message, sent, device, check_labels(labels), detail=detail)
+
+
+def _how(dtype: torch.dtype, kind: Any = None, root: int | None = None) -> str:
+    operator = "" if kind is None else f" {getattr(kind, 'op', kind).name}"
+    return f" {str(dtype)[6:]}{operator}" + ("" if root is None else f" root {root}")
 
 
 def settle(handle: Any, async_op: bool) -> Any:
     """The handle for asynchronous calls, else None once it is done."""
+    if handle is not None and not isinstance(handle, Handle):
+        handle = Handle([handle])  # ours, so that a hang in its wait can be explained
     if async_op:
         return handle
     if handle is not None:
@@ -74,14 +83,18 @@ def reduce_everywhere(name: str, tensor: torch.Tensor, op: Any, group: Any, asyn
     kind = reduce_kind(op, tensor_of(tensor, name), name)
     size = nbytes(tensor)
     sent = all_reduce_volume(size, to.size)
-    call = Call(name, to.group, to.size, size, sent, tensor.device, check_labels(labels), per=to.size)
-    return run(call, lambda: settle(start_all_reduce(tensor, kind, to), async_op), async_op)
+    call = Call(
+        name, to.group, to.size, size, sent, tensor.device, check_labels(labels), to.size, _how(tensor.dtype, kind)
+    )
+    return run(call, lambda: settle(start_all_reduce(tensor, kind, to, not async_op), async_op), async_op)
 
 
-def start_all_reduce(tensor: torch.Tensor, kind: Any, to: Membership) -> Any:
-    """Issue an all-reduce and return its handle."""
+def start_all_reduce(tensor: torch.Tensor, kind: Any, to: Membership, at_once: bool = False) -> Any:
+    """Issue an all-reduce and return its handle; `at_once`: the caller waits, so None will do if it is done."""
     if tensor.numel() == 0 or to.size == 1:
         return Done()
+    if at_once and to.shared:
+        return dist.all_reduce(tensor, kind, to.group)
     if to.composes(tensor) and tensor.dtype in _COMPOSED_REDUCE and composed.direct(to.size, nbytes(tensor) // to.size):
         if tensor.is_contiguous():
             return composed.all_reduce(tensor, kind, to)
@@ -107,7 +120,9 @@ def reduce(
     kind = reduce_kind(op, tensor_of(tensor, "reduce"), "reduce")
     target = group_rank(dst, to, "reduce", "dst")
     size = nbytes(tensor)
-    call = _call("reduce", to, size, 0 if to.rank == target else size, tensor.device, labels)
+    call = _call(
+        "reduce", to, size, 0 if to.rank == target else size, tensor.device, labels, _how(tensor.dtype, kind, target)
+    )
 
     def issue() -> Any:
         if tensor.numel() == 0 or to.size == 1:
@@ -148,12 +163,16 @@ def reduce_scatter_tensor(
     share(input, output, to, name, ("input", "output"))
     contiguous(output, name, "output")
     kind = reduce_kind(op, input, name)
-    call = _call(name, to, nbytes(output), share_volume(nbytes(output), to.size), input.device, labels)
-    return run(call, lambda: settle(start_reduce_scatter(output, input, kind, to), async_op), async_op)
+    call = _call(
+        name, to, nbytes(output), share_volume(nbytes(output), to.size), input.device, labels, _how(input.dtype, kind)
+    )
+    return run(call, lambda: settle(start_reduce_scatter(output, input, kind, to, not async_op), async_op), async_op)
 
 
-def start_reduce_scatter(output: torch.Tensor, source: torch.Tensor, kind: Any, to: Membership) -> Any:
-    """Issue a reduce-scatter and return its handle."""
+def start_reduce_scatter(
+    output: torch.Tensor, source: torch.Tensor, kind: Any, to: Membership, at_once: bool = False
+) -> Any:
+    """Issue a reduce-scatter and return its handle; `at_once` as for `start_all_reduce`."""
     if output.numel() == 0:
         return Done()
     source = source.contiguous()
@@ -164,6 +183,8 @@ def start_reduce_scatter(output: torch.Tensor, source: torch.Tensor, kind: Any, 
     if to.composes(source) and composed.direct(to.size, nbytes(output)):
         return composed.reduce_scatter(output, source, kind, to)
     native = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    if at_once and to.shared:
+        return native(output.view(-1), source.view(-1), kind, to.group)
     return _averaged(lambda k: native(output.view(-1), source.view(-1), k, to.group, async_op=True), output, kind, to)
 
 
@@ -232,12 +253,12 @@ def all_gather_into_tensor(
     share(output, input, to, name, ("output", "input"))
     contiguous(output, name, "output")
     not_overlapping(output, input, to.rank, name)
-    call = _call(name, to, nbytes(input), share_volume(nbytes(input), to.size), input.device, labels)
-    return run(call, lambda: settle(start_all_gather(output, input, to), async_op), async_op)
+    call = _call(name, to, nbytes(input), share_volume(nbytes(input), to.size), input.device, labels, _how(input.dtype))
+    return run(call, lambda: settle(start_all_gather(output, input, to, not async_op), async_op), async_op)
 
 
-def start_all_gather(output: torch.Tensor, source: torch.Tensor, to: Membership) -> Any:
-    """Issue an all-gather and return its handle."""
+def start_all_gather(output: torch.Tensor, source: torch.Tensor, to: Membership, at_once: bool = False) -> Any:
+    """Issue an all-gather and return its handle; `at_once` as for `start_all_reduce`."""
     if output.numel() == 0:
         return Done()
     if to.size == 1:
@@ -250,7 +271,7 @@ def start_all_gather(output: torch.Tensor, source: torch.Tensor, to: Membership)
             return composed.all_gather(output.view(-1), flat, to)
         output, flat = composed.as_bytes(output), composed.as_bytes(flat)  # gloo knows only some dtypes
     native = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    return native(output.view(-1), flat, to.group, async_op=True)
+    return native(output.view(-1), flat, to.group, async_op=not (at_once and to.shared))
 
 
 def allgather_fn(
@@ -332,16 +353,16 @@ def broadcast(
     source = group_rank(src, to, "broadcast", "src")
     size = nbytes(tensor_of(tensor, "broadcast"))
     sent = size if to.rank == source and to.size > 1 else 0
-    call = _call("broadcast", to, size, sent, tensor.device, labels)
-    return run(call, lambda: settle(start_broadcast(tensor, src, source, to), async_op), async_op)
+    call = _call("broadcast", to, size, sent, tensor.device, labels, _how(tensor.dtype, root=source))
+    return run(call, lambda: settle(start_broadcast(tensor, src, source, to, not async_op), async_op), async_op)
 
 
-def start_broadcast(tensor: torch.Tensor, src: int, source: int, to: Membership) -> Any:
-    """Issue a broadcast and return its handle."""
+def start_broadcast(tensor: torch.Tensor, src: int, source: int, to: Membership, at_once: bool = False) -> Any:
+    """Issue a broadcast and return its handle; `at_once` as for `start_all_reduce`."""
     if tensor.numel() == 0 or to.size == 1:
         return Done()
     if not to.composes(tensor):
-        return dist.broadcast(tensor, src, to.group, async_op=True)
+        return dist.broadcast(tensor, src, to.group, async_op=not (at_once and to.shared))
     # as bytes: gloo knows only some dtypes
     packed = tensor if tensor.is_contiguous() else tensor.contiguous()
     work = dist.broadcast(composed.as_bytes(packed), src, to.group, async_op=True)

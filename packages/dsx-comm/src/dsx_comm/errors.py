@@ -35,3 +35,7 @@ class MismatchError(CommError):
 
 class CommAbortedError(CommError):
     """The group was given up by another rank or by the hang explainer; the message says why."""
+
+
+class HangError(CommError):
+    """A collective waited longer than the limit; the message says which ranks are missing and what each rank does."""

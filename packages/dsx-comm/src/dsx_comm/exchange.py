@@ -15,7 +15,7 @@ from .checks import contiguous, nbytes, tensor_list, tensor_of
 from .collectives import settle
 from .errors import CommArgumentError, CommError
 from .groups import Membership, member
-from .works import Done
+from .works import Done, Handle
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -126,10 +126,9 @@ def barrier(
     def issue() -> Any:
         if to.size == 1:
             return settle(Done(), async_op)
-        if async_op:
-            return dist.barrier(to.group, async_op=True, device_ids=device_ids)
-        dist.barrier(to.group, device_ids=device_ids)
-        return None
+        if to.shared and not async_op:
+            return dist.barrier(to.group)
+        return settle(Handle([dist.barrier(to.group, async_op=True, device_ids=device_ids)]), async_op)
 
     return run(call, issue, async_op)
 
@@ -139,9 +138,14 @@ def monitored_barrier(
 ) -> None:
     """A barrier whose failure names the missing ranks (the first, or all with `wait_all_ranks`), within `timeout`.
 
-    Only gloo has it; on other backends make a gloo group for it. Rank 0 of the group does the naming.
+    gloo and dsx have it; on other backends make a gloo group for it. On gloo, rank 0 of the group does the naming; on dsx
+    every rank does, and names all that are missing.
     """
     to = member(group)
+    if to.shared:
+        call = Call("monitored_barrier", to.group, to.size, 0, 0, torch.device("cpu"), check_labels(labels))
+        run(call, lambda: dist.barrier(to.group, timeout=timeout))
+        return
     if to.backends.get("cpu") != "gloo":
         raise CommError(
             f"monitored_barrier works on gloo groups, this one is {to.backends}: pass new_group(backend='gloo')"

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .agreement import AGREEMENT
 from .errors import CommArgumentError, CommError
+from .hang import WATCH
+from .shm.process_group import ShmProcessGroup
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,12 @@ class Membership:
 
     def averages(self, tensor: torch.Tensor) -> bool:
         """True where the backend itself knows AVG."""
-        return self.backends.get(tensor.device.type) in ("nccl", "xccl", "hccl")
+        return self.backends.get(tensor.device.type) in ("nccl", "xccl", "hccl", "dsx")
+
+    @property
+    def shared(self) -> bool:
+        """True for a group in shared memory, whose synchronous calls need no handle."""
+        return isinstance(self.group, ShmProcessGroup)
 
 
 def member(group: Any = None) -> Membership:
@@ -58,7 +66,10 @@ def member(group: Any = None) -> Membership:
         config = dist.get_backend_config(group)
     except (ValueError, RuntimeError) as error:
         raise CommArgumentError(f"the group is not known to torch.distributed (destroyed?): {error}") from error
-    return Membership(group, group.rank(), group.size(), _backends(config))
+    backends = _backends(config)
+    if backends.get("cpu") == "dsx" and not isinstance(group, ShmProcessGroup):
+        backends = {**backends, "cpu": "gloo"}  # the ranks share no memory
+    return Membership(group, group.rank(), group.size(), backends)
 
 
 @lru_cache(maxsize=64)
@@ -153,6 +164,9 @@ def new_group(
 
 def destroy_process_group(group: Any = None) -> None:
     """Destroy a group (None: the default group and with it everything)."""
+    if group is None or group is dist.group.WORLD:
+        WATCH.rest()
+        AGREEMENT.forget()
     dist.destroy_process_group(group)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from .discovery import Rendezvous, ask_mpi, discover
 from .errors import CommArgumentError, CommError
+from .hang import explain_hangs
+from .shm.segment import ShmOptions
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +41,8 @@ def init_distributed(
     """Make the default process group unless there is one.
 
     Args:
-        dist_backend: "nccl", "gloo", "mpi", "cpu:gloo,cuda:nccl", ...; default: gloo for host tensors, and nccl beside
-            it where CUDA is available.
+        dist_backend: "nccl", "gloo", "mpi", "cpu:gloo,cuda:nccl", ...; default: where CUDA is available nccl, with gloo beside
+            it for host tensors; else "dsx", shared memory, which is gloo where the ranks do not share a machine.
         auto_mpi_discovery: look for Slurm, MPI, AzureML and SageMaker when torchrun's variables are not all set.
         distributed_port: port of rank 0 where nobody names one.
         verbose: log one line on rank 0.
@@ -66,12 +69,16 @@ def init_distributed(
             "dist_init_required is False, but there is no process group: initialise torch.distributed before"
         )
     patience = _timeout(timeout)
+    explain_hangs(limit=0.9 * patience.total_seconds(), notice=min(60.0, 0.45 * patience.total_seconds()))
     backend = dist_backend or _default_backend()
+    automatic = dist_backend is None and backend == "gloo"
     if init_method is not None or backend == "mpi":
         _by_url(backend, init_method, patience, rank, world_size)
     else:
         found = _find(distributed_port, auto_mpi_discovery, rank, world_size)
-        _form(backend, found, patience)
+        # Ranks of one machine share memory; where they turn out not to, the group is a gloo group after all.
+        shares = automatic and found is not None and found.world_size > 1 and sys.platform.startswith("linux")
+        _form("dsx" if shares else backend, found, patience, ShmOptions(warn=False) if shares else None)
     if verbose and dist.get_rank() == 0:
         logger.info("process group: %s, %d rank(s)", dist.get_backend_config(), dist.get_world_size())
 
@@ -121,7 +128,7 @@ def _find(port: int, schedulers: bool, rank: int, world_size: int) -> Rendezvous
     return found
 
 
-def _form(backend: str, found: Rendezvous | None, patience: timedelta) -> None:
+def _form(backend: str, found: Rendezvous | None, patience: timedelta, options: Any = None) -> None:
     if found is None:
         # alone: a store in this process' memory needs neither port nor file
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
@@ -142,7 +149,12 @@ def _form(backend: str, found: Rendezvous | None, patience: timedelta) -> None:
     url = f"tcp://{address}:{found.master_port}"
     try:
         dist.init_process_group(
-            backend, init_method=url, rank=found.rank, world_size=found.world_size, timeout=patience
+            backend,
+            init_method=url,
+            rank=found.rank,
+            world_size=found.world_size,
+            timeout=patience,
+            pg_options=options,
         )
     except dist.DistNetworkError as error:
         raise CommError(

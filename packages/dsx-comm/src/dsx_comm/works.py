@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .calls import waiting
+from .hang import WATCH, Waiting
 
 
 class Handle:
@@ -44,6 +45,8 @@ class Handle:
         self._callback_lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._has_arrived = False
+        self.note: Waiting | None = None  # of the hang explainer
+        self.compare: Callable[[], None] | None = None  # do the others call the same?
         _UNWAITED.add(self)  # a transfer's buffers must outlive a dropped handle
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -51,7 +54,7 @@ class Handle:
         with self._lock:
             if not self._done:
                 try:
-                    waiting(partial(self._receive, timeout))
+                    waiting(partial(self._receive_watched, timeout))
                     self._arrive()
                     if self._finish is not None:
                         with torch.no_grad():
@@ -131,6 +134,23 @@ class Handle:
         finally:
             arrived.set()
         self._arrive()
+
+    def _receive_watched(self, timeout: timedelta | None) -> None:
+        note, patience = self.note, WATCH.patience()
+        if timeout is None and patience is not None:
+            timeout = timedelta(seconds=patience)
+        if note is None:
+            return self._receive(timeout)
+        WATCH.resume(note)
+        try:
+            if self.compare is not None:
+                self.compare()
+            self._receive(timeout)
+        except RuntimeError as error:
+            explained = WATCH.verdict(note, error)
+            raise explained from (None if explained is error else error)
+        finally:
+            WATCH.leave(note)
 
     def _receive(self, timeout: timedelta | None) -> None:
         if self._arrived is not None:

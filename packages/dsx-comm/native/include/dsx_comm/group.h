@@ -22,6 +22,7 @@ struct PeerLost : std::runtime_error { using std::runtime_error::runtime_error; 
 struct WaitTimeout : std::runtime_error { using std::runtime_error::runtime_error; };
 struct Mismatch : std::runtime_error { using std::runtime_error::runtime_error; };
 struct Aborted : std::runtime_error { using std::runtime_error::runtime_error; };
+struct Hang : std::runtime_error { using std::runtime_error::runtime_error; };
 
 struct Settings {
     int rank = 0;

@@ -27,7 +27,7 @@ struct alignas(LINE) Flag {
 };
 
 // Why a group is unusable.
-enum class Failure : int32_t { lost, timeout, mismatch, aborted };
+enum class Failure : int32_t { lost, timeout, mismatch, aborted, hang };
 
 enum class Call : int32_t { none, all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, barrier };
 

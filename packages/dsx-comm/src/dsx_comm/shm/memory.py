@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import mmap
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -22,11 +23,10 @@ _PATIENCE = 60.0
 
 
 class Memory:
-    """One allocation: the mapping of all ranks' parts, this rank's part of it."""
+    """Where one allocation lies: all ranks' parts, and this rank's part of it. Does not keep it alive."""
 
     def __init__(self, number: int, mapping: mmap.mmap, stride: int, rank: int, size: int) -> None:
-        self.number, self.stride = number, stride
-        self._mapping = mapping
+        self.number = number
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
         self.bases = [whole.data_ptr() + r * stride for r in range(size)]
         self.begin = self.bases[rank]
@@ -50,6 +50,11 @@ class Memories:
         self._starts.insert(at, memory.begin)
         self._items.insert(at, memory)
 
+    def remove(self, memory: Memory) -> None:
+        """Forget an allocation."""
+        at = self._items.index(memory)
+        del self._items[at], self._starts[at]
+
     def find(self, tensor: torch.Tensor) -> tuple[int, int, list[int]]:
         """(number of the allocation, offset, every rank's base); (-1, 0, []) for ordinary memory."""
         address = tensor.data_ptr()
@@ -69,7 +74,7 @@ def allocate(group: Any, nbytes: int) -> torch.Tensor:
     stride = max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
     fd, problem = -1, ""
     try:
-        fd = _make(group, stride, size) if rank == 0 else _get(group)
+        fd = _make(group, stride, size) if rank == 0 else _get(group, stride)
         os.posix_fallocate(fd, rank * stride, stride)
     except (OSError, Unavailable) as error:
         problem = f"rank {rank}: {error}"
@@ -84,19 +89,26 @@ def allocate(group: Any, nbytes: int) -> torch.Tensor:
     os.close(fd)
     memories = group.memories
     memories.made += 1
-    memories.add(Memory(memories.made, mapping, stride, rank, size))
+    memory = Memory(memories.made, mapping, stride, rank, size)
+    memories.add(memory)
+    weakref.finalize(mapping, memories.remove, memory)  # the tensors hold the mapping, nothing else does
     return torch.frombuffer(mapping, dtype=torch.uint8, offset=rank * stride, count=nbytes or 1)[:nbytes]
 
 
 def _make(group: Any, stride: int, size: int) -> int:
     fd = os.memfd_create("dsx-comm-symmetric")
     os.ftruncate(fd, stride * size)
-    serve(fd, size - 1, lambda name: _broadcast_text(group, name), _PATIENCE)
+    serve(fd, size - 1, lambda name: _broadcast_text(group, f"{name} {stride}"), _PATIENCE)
     return fd
 
 
-def _get(group: Any) -> int:
-    return fetch(_broadcast_text(group, ""), _PATIENCE)
+def _get(group: Any, stride: int) -> int:
+    name, wanted = _broadcast_text(group, "").split(" ")
+    fd = fetch(name, _PATIENCE)
+    if int(wanted) != stride:
+        os.close(fd)
+        raise Unavailable(f"ranks ask for different sizes: {stride} bytes (rounded up), rank 0 {wanted}")
+    return fd
 
 
 _TEXT = 512

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import CommArgumentError, CommError
+from ..hang import WATCH, Waiting
 from . import native
 from .codes import Reduction, reduction
 from .memory import Memories
@@ -49,6 +50,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         one_shot = options.one_shot_bytes or max(4096, 65536 // size)
         self._native = module.Group(fd, total, eager, rank, list(ranks), fd, spin, give_way, min(one_shot, in_bytes))
         self._owner = os.getpid()
+        self._name, self._description = "", "undefined"
         self._futures = Futures()
         self._inflight: deque[ShmWork] = deque()
         self.memories = Memories()
@@ -71,6 +73,24 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Number of ranks."""
         return self._size
 
+    # torch's own storage of name and description lies in C++ backends, which this group has none of
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupName(self) -> str:
+        """The name under which torch knows the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """The description given when the group was made."""
+        return self._description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the time limit of the calls that follow."""
         self._timeout = timeout.total_seconds()
@@ -87,7 +107,10 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def abort(self, reason: str = "the group was aborted") -> None:
         """Make every rank's present and future calls on this group fail with `reason`."""
-        self._native.poison(reason)
+        self._native.poison(reason, False)
+
+    def _give_up(self, explanation: str) -> None:
+        self._native.poison(explanation, True)
 
     def shutdown(self) -> None:
         """Release the threads and the descriptor; memory goes when the last tensor of it does."""
@@ -111,18 +134,23 @@ class ShmProcessGroup(dist.ProcessGroup):
         wanted = opts.timeout.total_seconds()
         timeout = wanted if wanted > 0 else self._timeout
         asynchronous = getattr(opts, "asyncOp", True)
+        note = WATCH.enter(self._name, call.__name__, "", self._give_up)
         try:
             pending = call(*arguments, timeout, asynchronous)
         except RuntimeError as error:
-            raise translated(error) from None
+            raise WATCH.verdict(note, translated(error)) from None
+        finally:
+            WATCH.leave(note)
         if pending is None:
             if finish is not None:
                 finish()
             return DONE
-        return self._track(pending, kept, finish, timeout)
+        return self._track(pending, kept, finish, timeout, note)
 
-    def _track(self, pending: Any, kept: Any, finish: Callable[[], Any] | None, timeout: float) -> ShmWork:
-        work = ShmWork(pending, kept, kept[0], finish, timeout, self._futures)
+    def _track(
+        self, pending: Any, kept: Any, finish: Callable[[], Any] | None, timeout: float, note: Waiting
+    ) -> ShmWork:
+        work = ShmWork(pending, kept, kept[0], finish, timeout, self._futures, note)
         self._inflight.append(work)  # the memory must outlive a dropped handle
         while self._inflight and self._inflight[0].is_completed():
             self._inflight.popleft()
@@ -377,6 +405,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def _transfer(self, sending: bool, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         flat, finish = _packed(_host(tensor))
+        note = WATCH.enter(self._name, f"{'send to' if sending else 'recv from'} {peer}", "", self._give_up)
         try:
             pending = self._native.transfer(sending, peer, flat.data_ptr(), _nbytes(flat), tag)
             done = pending.done()
@@ -388,7 +417,7 @@ class ShmProcessGroup(dist.ProcessGroup):
             ) from error
         if not done:
             self._native.serve_transfers()
-        return self._track(pending, ([tensor], flat), None if sending else finish, self._timeout)
+        return self._track(pending, ([tensor], flat), None if sending else finish, self._timeout, note)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send `tensors[0]` to the group's rank `dst`."""

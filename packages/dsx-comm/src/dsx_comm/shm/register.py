@@ -6,6 +6,7 @@ group learn the same reason and get a gloo group under the same name.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from ..errors import CommArgumentError
 from .segment import Member, ShmOptions, Unavailable, share
 
+logger = logging.getLogger(__name__)
 NAME = "dsx"
 
 
@@ -33,7 +35,9 @@ def make_group(described: Any, options: Any = None) -> Any:
     try:
         fd = share(Member(store, rank, size, timeout), options)
     except Unavailable as error:
-        if rank == 0:
+        if rank == 0 and not options.warn:
+            logger.info("ranks do not share memory (%s): the group uses gloo", error)
+        elif rank == 0:
             warnings.warn(f"backend dsx: {error}; this group uses gloo", FallbackWarning, stacklevel=2)
         return _gloo(described.store, rank, size, timeout)
     from .process_group import ShmProcessGroup

@@ -45,12 +45,14 @@ class ShmOptions:
         spin_us: microseconds a waiting rank looks again and again, giving way to others, before it sleeps; None: 300, or 50
             where ranks outnumber cores.
         one_shot_bytes: all-reduces up to this size are computed by every rank at once; 0: chosen from the number of ranks.
+        warn: whether a fall back to gloo is a warning or only logged.
     """
 
     slice_bytes: int = 0
     limit_bytes: int = 1 << 30
     spin_us: float | None = None
     one_shot_bytes: int = 0
+    warn: bool = True
 
     def __post_init__(self) -> None:
         if self.slice_bytes < 0 or self.slice_bytes % 4096:

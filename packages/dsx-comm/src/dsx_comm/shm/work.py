@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeoutError, CommAbortedError, MismatchError, PeerLostError
+from ..errors import CollectiveTimeoutError, CommAbortedError, HangError, MismatchError, PeerLostError
+from ..hang import WATCH, Waiting
 from . import native
 
 _NAMES = {
@@ -23,6 +24,7 @@ _NAMES = {
     "WaitTimeout": CollectiveTimeoutError,
     "Mismatch": MismatchError,
     "Aborted": CommAbortedError,
+    "Hang": HangError,
 }
 
 
@@ -77,11 +79,18 @@ class ShmWork(dist.Work):
     """An asynchronous operation: `pending` is the compiled module's handle, `value` what a future yields."""
 
     def __init__(
-        self, pending: Any, kept: Any, value: Any, finish: Callable[[], Any] | None, timeout: float, futures: Futures
+        self,
+        pending: Any,
+        kept: Any,
+        value: Any,
+        finish: Callable[[], Any] | None,
+        timeout: float,
+        futures: Futures,
+        note: Waiting,
     ) -> None:
         super().__init__()
         self._pending, self._kept, self._value, self._finish = pending, kept, value, finish
-        self._timeout, self._futures = timeout, futures
+        self._timeout, self._futures, self._note = timeout, futures, note
         self._lock = threading.Lock()
         self._done = False
         self._error: BaseException | None = None
@@ -91,10 +100,13 @@ class ShmWork(dist.Work):
         """Until the result is in place. `timeout` holds for sends and receives; collectives have the group's limit."""
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._done:
+            WATCH.resume(self._note)
             try:
                 self._pending.wait(seconds if seconds > 0 else self._timeout)
             except RuntimeError as error:
-                self._close(translated(error))
+                self._close(WATCH.verdict(self._note, translated(error)))
+            finally:
+                WATCH.leave(self._note)
             self._close(None)
         if self._error is not None:
             raise self._error

@@ -1,0 +1,70 @@
+"""`empty`: a tensor in memory that all ranks of the host can address, where the group has such memory.
+
+On groups of the "dsx" backend it lies in memory shared by the ranks: gathers read the peers' shards straight into their
+destination, reductions sum the peers' tensors where they lie. On CUDA it comes from torch's symmetric memory where this torch
+has that for the group's devices. Anywhere else it is an ordinary tensor, and everything works as without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from .errors import CommArgumentError
+from .groups import member
+from .shm.memory import allocate
+from .shm.process_group import ShmProcessGroup
+
+
+def empty(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    group: Any = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """An uninitialised tensor of `size`, the same on every rank of the group, in symmetric memory where there is some.
+
+    Collective: all ranks of the group call it, in the same order, with the same size. Views of the result stay symmetric; all
+    ranks must pass symmetric tensors to a collective, or none. Do not write to such a tensor while an asynchronous collective
+    that any rank issued on it may still be reading.
+
+    Args:
+        size: as for torch.empty.
+        dtype: default torch's default dtype.
+        group: None for the default group.
+        device: of the tensor.
+
+    Raises:
+        CommArgumentError: a negative size.
+        CommError: the memory cannot be had (on all ranks, naming the first that failed).
+    """
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
+    if any(not isinstance(n, int) or n < 0 for n in shape):
+        raise CommArgumentError(f"size: got {shape}, expected whole numbers of at least 0")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    place = torch.device(device)
+    to = member(group)
+    if place.type == "cuda":
+        return _on_cuda(shape, dtype, place, to.group)
+    if place.type != "cpu" or not isinstance(to.group, ShmProcessGroup) or to.size == 1:
+        return torch.empty(shape, dtype=dtype, device=place)
+    return allocate(to.group, prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def is_symmetric(tensor: torch.Tensor, group: Any = None) -> bool:
+    """True if `tensor` lies in memory from `empty` that the ranks of the group share on this host."""
+    to = member(group)
+    return isinstance(to.group, ShmProcessGroup) and to.group.memories.find(tensor)[0] >= 0
+
+
+def _on_cuda(shape: Any, dtype: torch.dtype, device: torch.device, group: Any) -> torch.Tensor:
+    try:
+        from torch.distributed import _symmetric_memory as symmetric
+    except ImportError:  # this torch has none
+        return torch.empty(shape, dtype=dtype, device=device)
+    tensor = symmetric.empty(*shape, dtype=dtype, device=device)
+    symmetric.rendezvous(tensor, group.group_name)
+    return tensor

@@ -1,0 +1,65 @@
+"""Ranks that call different collectives are named before data moves, on gloo too; programs that are in order notice nothing."""
+
+import dsx_comm
+import pytest
+import torch
+from dsx_testkit import run_ranks
+
+
+def disagreements(rank, n):
+    import dsx_comm
+    from dsx_comm import ReduceOp
+
+    cases = [
+        (
+            lambda: dsx_comm.all_reduce(torch.ones(10 + rank)),
+            r"rank 0: all_reduce of 40 bytes.*rank 1: all_reduce of 44",
+        ),
+        (lambda: dsx_comm.all_reduce(torch.ones(4, dtype=[torch.float32, torch.int32][rank])), "int32"),
+        (lambda: dsx_comm.all_reduce(torch.ones(4), [ReduceOp.SUM, ReduceOp.MAX][rank]), "MAX"),
+        (lambda: dsx_comm.broadcast(torch.ones(4), rank), "root 1"),
+        (lambda: dsx_comm.barrier() if rank else dsx_comm.all_reduce(torch.ones(4)), "rank 1: barrier"),
+    ]
+    for call, text in cases:
+        with pytest.raises(dsx_comm.MismatchError, match=text):
+            call()
+    tensor = torch.ones(3)
+    dsx_comm.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((3,), float(n)))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "dsx"])
+def test_disagreements_are_named(backend):
+    run_ranks(disagreements, 2, backend=backend)
+
+
+def legal(rank, n):
+    import dsx_comm
+
+    dsx_comm.all_to_all_single(
+        torch.empty(3 if rank else 1), torch.ones(2), [1, 2] if rank else [1, 0], [1, 1] if rank == 0 else [0, 2]
+    )
+    objects = [None] * n
+    dsx_comm.all_gather_object(objects, "x" * 10**rank)
+    one, two = dsx_comm.new_group(), dsx_comm.new_group()
+    tensors = [torch.ones(2), torch.ones(5)]
+    order = [(one, tensors[0]), (two, tensors[1])]
+    handles = [dsx_comm.all_reduce(t, group=g, async_op=True) for g, t in (order if rank else order[::-1])]
+    for handle in handles:
+        handle.wait()
+    assert tensors[0][0] == tensors[1][0] == n
+    for _ in range(20):
+        dsx_comm.barrier()
+    if rank == 0:
+        dsx_comm.send(torch.ones(1), 1)
+    else:
+        dsx_comm.recv(torch.ones(1), 0)
+
+
+def test_what_may_differ_is_not_refused():
+    run_ranks(legal, 2)
+
+
+def test_the_number_of_calls_is_checked():
+    with pytest.raises(dsx_comm.CommArgumentError, match="at least 0"):
+        dsx_comm.check_first_calls(-1)

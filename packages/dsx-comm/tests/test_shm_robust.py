@@ -1,0 +1,250 @@
+"""The shared-memory transport when things go wrong: killed ranks, too little memory, several jobs, more ranks than cores."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+
+import dsx_comm
+import pytest
+import torch
+from dsx_comm.shm import native
+from dsx_testkit import run_ranks
+
+needs_native = pytest.mark.skipif(native.module() is None, reason=f"no compiled module: {native.reason()}")
+pytestmark = pytest.mark.native
+
+JOB = """
+import os, sys, time, datetime, torch, dsx_comm
+import torch.distributed as dist
+rank, n, port, mode = map(int, sys.argv[1:5])
+torch.set_num_threads(1)
+dist.init_process_group("dsx", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=n,
+                        timeout=datetime.timedelta(seconds=60))
+sub = dist.new_group([0, 1])
+print("ready", flush=True)
+small, large, got = torch.ones(64), torch.ones(300_000), torch.empty(100_000)
+try:
+    while True:
+        if mode == 0:
+            dist.all_reduce(small); dist.all_reduce(large)
+        elif mode == 1:
+            works = [dist.all_reduce(large, async_op=True) for _ in range(3)]
+            torch.ones(300, 300) @ torch.ones(300, 300)
+            for work in works: work.wait()
+        else:
+            to, of = (rank + 1) % n, (rank - 1) % n
+            a, b = dist.isend(large[:100_000], to), dist.irecv(got, of)
+            a.wait(); b.wait()
+except dsx_comm.CommError as error:
+    print(f"{time.time():.3f} {type(error).__name__} {error}", flush=True)
+"""
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(n, mode, folder):
+    script = folder / f"job{mode}.py"
+    script.write_text(textwrap.dedent(JOB))
+    port = free_port()
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(r), str(n), str(port), str(mode)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environ,
+        )
+        for r in range(n)
+    ]
+    for job in jobs:
+        for line in job.stdout:  # warnings may come first
+            if line.strip() == "ready":
+                break
+    return jobs
+
+
+@needs_native
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["collectives", "asynchronous", "sends"])
+def test_the_others_learn_who_was_killed(mode, tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    generator = random.Random(mode)
+    n = 3
+    jobs = start(n, mode, tmp_path)
+    try:
+        victim = generator.randrange(1, n)  # rank 0 holds the store
+        time.sleep(generator.random() * 0.5)
+        jobs[victim].send_signal(signal.SIGKILL)
+        killed = time.time()
+        for rank, job in enumerate(jobs):
+            text, _ = job.communicate(timeout=30)
+            if rank == victim:
+                continue
+            when, kind, message = text.strip().splitlines()[-1].split(" ", 2)
+            assert kind == "PeerLostError", text
+            assert f"rank(s) {victim} ended" in message or f"rank {victim}: its process" in message or mode == 2, (
+                message
+            )
+            assert float(when) - killed < 5.0, text
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    assert set(os.listdir("/dev/shm")) - before == set()
+
+
+@needs_native
+def test_nothing_is_left_when_all_are_killed(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    jobs = start(2, 0, tmp_path)
+    for job in jobs:
+        job.send_signal(signal.SIGKILL)
+    for job in jobs:
+        job.wait()
+        job.stdout.close()
+    assert set(os.listdir("/dev/shm")) - before == set()
+    with open("/proc/net/unix") as f:
+        assert "dsx-comm-" not in f.read()
+
+
+@needs_native
+def test_two_jobs_do_not_meet(tmp_path):
+    first, second = start(2, 0, tmp_path), start(2, 0, tmp_path)
+    try:
+        first[1].send_signal(signal.SIGKILL)
+        first[0].communicate(timeout=30)
+        time.sleep(0.3)
+        assert all(job.poll() is None for job in second)  # the other job goes on
+    finally:
+        for job in first + second:
+            job.kill()
+            job.wait()
+            job.stdout.close()
+
+
+def late(rank, n):
+    """Who waits must not burn its core: more ranks than cores, one of them two seconds late."""
+    import time
+
+    import torch.distributed as dist
+
+    dist.barrier()
+    began = time.process_time()
+    if rank == 0:
+        time.sleep(2.0)
+    dist.barrier()
+    return time.process_time() - began
+
+
+@needs_native
+def test_waiting_ranks_sleep():
+    assert max(run_ranks(late, 4, backend="dsx")) < 0.5
+
+
+def absent(rank, n):
+    import datetime
+
+    import dsx_comm
+    import torch.distributed as dist
+
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    if rank == 1:
+        time.sleep(2.5)
+        with pytest.raises(dsx_comm.CollectiveTimeoutError, match=r"rank\(s\) 1 did not come within 1 s"):
+            dist.all_reduce(torch.ones(3), group=group)
+        return
+    with pytest.raises(dsx_comm.CollectiveTimeoutError, match=r"all_reduce #1: rank\(s\) 1 did not come within 1 s"):
+        dist.all_reduce(torch.ones(3), group=group)
+
+
+@needs_native
+def test_a_rank_that_does_not_come_is_named():
+    run_ranks(absent, 2, backend="dsx")
+
+
+def falls_back(rank, n, environ, limit):
+    import resource
+
+    for name, value in environ.items():
+        os.environ[name] = value
+    if limit and rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    import dsx_comm
+    import torch.distributed as dist
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        dsx_comm.init_distributed("dsx")
+    tensor = torch.ones(5, dtype=torch.bfloat16)
+    dsx_comm.all_reduce(tensor)
+    assert tensor[0] == n
+    dsx_comm.all_reduce(tensor, dist.ReduceOp.AVG)
+    assert not isinstance(dist.group.WORLD, dsx_comm.ShmProcessGroup)
+    dsx_comm.destroy_process_group()
+    return [str(w.message) for w in seen if w.category is dsx_comm.FallbackWarning]
+
+
+def test_without_the_compiled_module_gloo_serves_and_says_why():
+    texts = run_ranks(falls_back, 2, {"DSX_COMM_NATIVE": "0"}, 0, backend=None)
+    assert "switched off by DSX_COMM_NATIVE=0" in texts[0][0] and "gloo" in texts[0][0]
+    assert texts[1] == []
+
+
+@needs_native
+def test_too_little_memory_turns_all_to_gloo():
+    texts = run_ranks(falls_back, 2, {}, 64 * 1024, backend=None)
+    assert "rank 0: cannot make a shared-memory segment" in texts[0][0]
+
+
+def small(rank, n):
+    import dsx_comm
+    import torch.distributed as dist
+
+    tight = dist.new_group(pg_options=dsx_comm.ShmOptions(limit_bytes=400_000))
+    assert isinstance(tight, dsx_comm.ShmProcessGroup)
+    tensor = torch.arange(100_001.0)
+    dist.all_reduce(tensor, group=tight)
+    assert torch.equal(tensor, torch.arange(100_001.0) * n)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        none = dist.new_group(pg_options=dsx_comm.ShmOptions(limit_bytes=10_000))
+    assert not isinstance(none, dsx_comm.ShmProcessGroup)
+    with pytest.raises(dsx_comm.CommArgumentError, match="multiple of 4096"):
+        dsx_comm.ShmOptions(slice_bytes=1000)
+
+
+@needs_native
+def test_slices_shrink_to_the_limit():
+    run_ranks(small, 2, backend="dsx")
+
+
+def aborted(rank, n):
+    import dsx_comm
+    import torch.distributed as dist
+
+    if rank == 0:
+        time.sleep(0.3)
+        dist.group.WORLD.abort("rank 0 has had enough")
+        return
+    with pytest.raises(dsx_comm.CommAbortedError, match="rank 0 has had enough"):
+        dist.barrier()
+
+
+@needs_native
+def test_a_group_can_be_given_up():
+    run_ranks(aborted, 2, backend="dsx")
+
+
+def test_import_needs_nothing():
+    assert dsx_comm.native_status()["native"] in (True, False)
