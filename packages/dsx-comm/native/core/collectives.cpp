@@ -11,6 +11,11 @@ namespace {
 constexpr int64_t BLOCK = 16384;           // bytes that are handled in one go inside a chunk
 constexpr int64_t STREAM_FROM = 2 << 20;   // outputs of this size do not fit the caches beside their inputs: write past them
 
+// memcpy that may be given nothing: the pointers of empty tensors are null
+inline void put(void* dst, const void* src, size_t bytes) {
+    if (bytes != 0) std::memcpy(dst, src, bytes);
+}
+
 const char* call_name(int32_t call) {
     static const char* const names[] = {"nothing", "all_reduce", "all_gather", "reduce_scatter", "broadcast",
                                         "reduce",  "gather",     "scatter",    "all_to_all",     "barrier"};
@@ -134,7 +139,8 @@ void Group::barrier(double timeout) {
 
 // - reductions
 
-static Descriptor with(Descriptor d, const ReduceSpec& spec) {
+static Descriptor with(const Descriptor& plain, const ReduceSpec& spec) {
+    Descriptor d = plain;
     d.dtype = static_cast<int32_t>(spec.dtype);
     d.reduce = spec.average ? 7 : static_cast<int32_t>(spec.reduce);
     int64_t factor;
@@ -156,7 +162,7 @@ void Group::all_reduce(void* data, int64_t count, const ReduceSpec& spec, const 
 
 // Everybody shows everything, everybody sums everything.
 void Group::one_shot_all_reduce(void* data, int64_t count, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine) {
-    std::memcpy(in(rank(), step_ + 1), data, static_cast<size_t>(mine.bytes));
+    put(in(rank(), step_ + 1), data, static_cast<size_t>(mine.bytes));
     open(doing, mine);
     std::vector<const void*> sources(static_cast<size_t>(size()));
     for (int r = 0; r < size(); r++) sources[static_cast<size_t>(r)] = r == rank() ? data : in(r, step_);
@@ -200,7 +206,7 @@ void Group::staged_all_reduce(char* data, int64_t count, const ReduceSpec& spec,
                     slice(s, r, begin, length);
                     if (at >= length) continue;
                     any = true;
-                    std::memcpy(in(rank(), now) + slice_limit * r + at, data + begin + at, static_cast<size_t>(part()));
+                    put(in(rank(), now) + slice_limit * r + at, data + begin + at, static_cast<size_t>(part()));
                 }
             if (s >= 1 && s - 1 < chunks.n) {
                 slice(s - 1, rank(), begin, length);
@@ -221,7 +227,7 @@ void Group::staged_all_reduce(char* data, int64_t count, const ReduceSpec& spec,
                     slice(s - 2, r, begin, length);
                     if (at >= length) continue;
                     any = true;
-                    std::memcpy(data + begin + at, out(r, before) + at, static_cast<size_t>(part()));
+                    put(data + begin + at, out(r, before) + at, static_cast<size_t>(part()));
                 }
             if (!any) break;
         }
@@ -258,7 +264,7 @@ void Group::symmetric_all_reduce(void*, int64_t count, const ReduceSpec& spec, c
         a.dst2 = size() > 1 ? const_cast<char*>(from[static_cast<size_t>((rank() + 1) % size())]) + at : nullptr;
         k_.reduce[static_cast<int>(spec.dtype)][static_cast<int>(spec.reduce)](a);
         for (int k = 2; k < size(); k++)
-            std::memcpy(const_cast<char*>(from[static_cast<size_t>((rank() + k) % size())]) + at, a.dst,
+            put(const_cast<char*>(from[static_cast<size_t>((rank() + k) % size())]) + at, a.dst,
                         static_cast<size_t>(a.count * width));
     }
     (void)count;
@@ -315,7 +321,7 @@ void Group::reduce_scatter(void* output, const char* const* inputs, const int64_
                     int64_t left = length(s, r) - at;
                     if (left <= 0) continue;
                     any = true;
-                    std::memcpy(in(rank(), now) + limit * r + at, inputs[r] + chunks.begin(s) + at,
+                    put(in(rank(), now) + limit * r + at, inputs[r] + chunks.begin(s) + at,
                                 static_cast<size_t>(std::min(BLOCK, left)));
                 }
             int64_t left = s >= 1 ? length(s - 1, rank()) - at : 0;
@@ -353,7 +359,7 @@ void Group::reduce(void* data, int64_t count, int root, const ReduceSpec& spec, 
         if (s == 1) agree(mine);
         const uint64_t now = step_ + 1, before = step_;
         if (s < chunks.n && rank() != root)
-            std::memcpy(in(rank(), now), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
+            put(in(rank(), now), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
         if (s >= 1 && rank() == root) {
             for (int64_t at = 0; at < chunks.size(s - 1); at += BLOCK) {
                 for (int r = 0; r < P; r++)
@@ -401,7 +407,7 @@ void Group::all_gather(const void* source, char* const* outputs, int64_t bytes, 
             if (at < next) {
                 const auto n = static_cast<size_t>(std::min(BLOCK, next - at));
                 const char* piece = from + chunks.begin(s) + at;
-                std::memcpy(in(rank(), now) + at, piece, n);
+                put(in(rank(), now) + at, piece, n);
                 if (own != from) k_.copy(own + chunks.begin(s) + at, piece, n, stream);
             }
             if (at < last) {
@@ -429,7 +435,7 @@ void Group::broadcast(void* data, int64_t bytes, int root, double timeout) {
         if (s == 0) describe(mine);
         if (s == 1) agree(mine);
         if (rank() == root && s < chunks.n)
-            std::memcpy(in(root, step_ + 1), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
+            put(in(root, step_ + 1), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
         if (rank() != root && s >= 1)
             k_.copy(user + chunks.begin(s - 1), in(root, step_), static_cast<size_t>(chunks.size(s - 1)), bytes >= STREAM_FROM);
         if (s < chunks.n) {
@@ -449,14 +455,14 @@ void Group::gather(const void* source, char* const* outputs, int64_t bytes, int 
         if (s == 0) describe(mine);
         if (s == 1) agree(mine);
         if (rank() != root && s < chunks.n)
-            std::memcpy(in(rank(), step_ + 1), from + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
+            put(in(rank(), step_ + 1), from + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
         if (rank() == root) {
             if (s < chunks.n && outputs[root] != from)
-                std::memcpy(outputs[root] + chunks.begin(s), from + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
+                put(outputs[root] + chunks.begin(s), from + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
             if (s >= 1)
                 for (int r = 0; r < size(); r++)
                     if (r != root)
-                        std::memcpy(outputs[r] + chunks.begin(s - 1), in(r, step_), static_cast<size_t>(chunks.size(s - 1)));
+                        put(outputs[r] + chunks.begin(s - 1), in(r, step_), static_cast<size_t>(chunks.size(s - 1)));
         }
         if (s < chunks.n) {
             post();
@@ -479,10 +485,10 @@ void Group::scatter(const char* const* inputs, void* output, int64_t bytes, int 
             for (int r = 0; r < size(); r++) {
                 char* place = r == root ? to + chunks.begin(s) : in(root, step_ + 1) + limit * r;
                 const char* piece = inputs[r] + chunks.begin(s);
-                if (place != piece) std::memcpy(place, piece, static_cast<size_t>(chunks.size(s)));
+                if (place != piece) put(place, piece, static_cast<size_t>(chunks.size(s)));
             }
         if (rank() != root && s >= 1)
-            std::memcpy(to + chunks.begin(s - 1), in(root, step_) + limit * rank(), static_cast<size_t>(chunks.size(s - 1)));
+            put(to + chunks.begin(s - 1), in(root, step_) + limit * rank(), static_cast<size_t>(chunks.size(s - 1)));
         if (s < chunks.n) {
             post();
             await(doing);
@@ -497,7 +503,7 @@ void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char*
     const int P = size();
     Descriptor mine = descriptor(Call::all_to_all, 0);
     for (int r = 0; r < P; r++) mine.largest = std::max(mine.largest, in_bytes[r]);
-    std::memcpy(in(rank(), step_ + 1), in_bytes, static_cast<size_t>(P) * sizeof(int64_t));
+    put(in(rank(), step_ + 1), in_bytes, static_cast<size_t>(P) * sizeof(int64_t));
     open(doing, mine);
     int64_t largest = mine.largest;
     std::string wrong;
@@ -512,7 +518,8 @@ void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char*
         poison(Failure::mismatch, wrong);
         throw Mismatch(wrong);
     }
-    if (inputs[rank()] != outputs[rank()]) std::memmove(outputs[rank()], inputs[rank()], static_cast<size_t>(in_bytes[rank()]));
+    if (inputs[rank()] != outputs[rank()] && in_bytes[rank()] != 0)
+        std::memmove(outputs[rank()], inputs[rank()], static_cast<size_t>(in_bytes[rank()]));
     const auto limit = static_cast<int64_t>(layout_.slice_bytes);
     const Chunks chunks(largest, limit);
     for (int64_t s = 0; s < chunks.n + 1; s++) {
@@ -521,12 +528,12 @@ void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char*
             int r = (rank() + k) % P;
             if (s < chunks.n) {
                 int64_t n = std::min(in_bytes[r], chunks.begin(s + 1)) - chunks.begin(s);
-                if (n > 0) std::memcpy(in(rank(), now) + limit * r, inputs[r] + chunks.begin(s), static_cast<size_t>(n));
+                if (n > 0) put(in(rank(), now) + limit * r, inputs[r] + chunks.begin(s), static_cast<size_t>(n));
             }
             if (s >= 1) {
                 int64_t n = std::min(out_bytes[r], chunks.begin(s)) - chunks.begin(s - 1);
                 if (n > 0)
-                    std::memcpy(outputs[r] + chunks.begin(s - 1), in(r, before) + limit * rank(), static_cast<size_t>(n));
+                    put(outputs[r] + chunks.begin(s - 1), in(r, before) + limit * rank(), static_cast<size_t>(n));
             }
         }
         if (s < chunks.n) {

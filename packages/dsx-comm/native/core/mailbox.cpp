@@ -4,6 +4,12 @@
 #include <cstring>
 
 namespace dsx {
+namespace {
+// memcpy that may be given nothing: the pointers of empty tensors are null
+void put(void* dst, const void* src, size_t bytes) {
+    if (bytes != 0) std::memcpy(dst, src, bytes);
+}
+}  // namespace
 
 Mailboxes::Mailboxes(Group& group)
     : group_(group), sends_(static_cast<size_t>(group.size())), incoming_(static_cast<size_t>(group.size())) {}
@@ -28,7 +34,7 @@ TransferPtr Mailboxes::receive(int peer, void* data, int64_t bytes, int64_t tag)
         if (it->tag != tag || (peer >= 0 && it->from != peer)) continue;
         auto& incoming = incoming_[static_cast<size_t>(it->from)];
         if (incoming.aside == &*it) {  // still arriving: the rest goes straight to its place
-            std::memcpy(t->data, it->data.data(), static_cast<size_t>(std::min(incoming.got, bytes)));
+            put(t->data, it->data.data(), static_cast<size_t>(std::min(incoming.got, bytes)));
             t->peer = it->from;
             incoming.aside = nullptr;
             incoming.into = t;
@@ -37,7 +43,7 @@ TransferPtr Mailboxes::receive(int peer, void* data, int64_t bytes, int64_t tag)
             return t;
         }
         const auto total = static_cast<int64_t>(it->data.size());
-        std::memcpy(t->data, it->data.data(), static_cast<size_t>(std::min(total, bytes)));
+        put(t->data, it->data.data(), static_cast<size_t>(std::min(total, bytes)));
         t->peer = it->from;
         Incoming whole;
         whole.into = t, whole.total = total, whole.tag = tag;
@@ -60,7 +66,7 @@ bool Mailboxes::push(int peer) {
         uint64_t head = b->head.load(std::memory_order_relaxed);
         if (head - b->tail.load(std::memory_order_acquire) >= 2) break;
         const int64_t n = std::min<int64_t>(t.bytes - t.moved, static_cast<int64_t>(group_.layout().mailbox_bytes));
-        std::memcpy(slot(group_.rank(), peer, head), t.data + t.moved, static_cast<size_t>(n));
+        put(slot(group_.rank(), peer, head), t.data + t.moved, static_cast<size_t>(n));
         b->slots[head & 1] = {t.tag, t.bytes, n, 0};
         b->head.store(head + 1, std::memory_order_release);
         Group::ring(group_.doorbell(peer));
@@ -103,7 +109,7 @@ bool Mailboxes::pull(int peer) {
         char* target = incoming.aside ? incoming.aside->data.data() : incoming.into->data;
         const int64_t room = (incoming.aside ? incoming.total : incoming.into->bytes) - incoming.got;
         const int64_t n = std::max<int64_t>(0, std::min(piece.bytes, room));
-        std::memcpy(target + incoming.got, slot(peer, group_.rank(), tail), static_cast<size_t>(n));
+        put(target + incoming.got, slot(peer, group_.rank(), tail), static_cast<size_t>(n));
         incoming.got += piece.bytes;
         b->tail.store(tail + 1, std::memory_order_release);
         Group::ring(group_.doorbell(peer));

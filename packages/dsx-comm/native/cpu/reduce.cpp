@@ -45,7 +45,7 @@ void copy(void* dst, const void* src, size_t bytes, bool stream) {
 #else
     (void)stream;
 #endif
-    std::memcpy(dst, src, bytes);
+    if (bytes != 0) std::memcpy(dst, src, bytes);
 }
 
 // 16-bit floats
