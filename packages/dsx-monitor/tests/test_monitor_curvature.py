@@ -82,6 +82,21 @@ def test_a_block_without_curvature_counts_one():
     assert eigenvalue.compute_from_loss(loss, model) == [1.0] and eigenvalue.latest == [0.0]
 
 
+def test_curvature_keeps_its_sign():
+    class Hill(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+
+        def forward(self):
+            return (self.layers[0].weight ** 2).sum() - 3 * (self.layers[1].weight ** 2).sum()
+
+    eigenvalue = Eigenvalue(layer_name="layers", layer_num=2)
+    model = Hill()
+    assert eigenvalue.compute_from_loss(model(), model) == pytest.approx([1 / 3, 1.0])
+    assert eigenvalue.latest == pytest.approx([2.0, -6.0])
+
+
 def test_the_mean_over_ranks_is_taken_of_the_products():
     model, x, y = problem(2)
     calls = []

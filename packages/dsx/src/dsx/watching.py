@@ -94,11 +94,9 @@ class Watch:
 
     def add(self, thing: Any) -> Any:
         """Put a thing wherever it belongs by its methods."""
-        hook = thing if isinstance(thing, StepHook) else None
-        if hook is not None:
-            self.hooks.append(hook)
-        if hasattr(thing, "after_step"):
-            self.observers.append(thing)
+        for method, group in (("before_forward", self.hooks), ("after_step", self.observers)):
+            if hasattr(thing, method):
+                group.append(thing)
         if hasattr(thing, "events"):
             self.sources.append(thing.events)
         if hasattr(thing, "close"):

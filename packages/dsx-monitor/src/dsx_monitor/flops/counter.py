@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .owners import Owners
-from .rules import cost_of, is_known
+from .rules import COMPOUND, VIEW, rule_for
 from .tree import Node
 
 __all__ = ["Totals", "Watch"]
@@ -52,26 +52,43 @@ class Totals:
 
 
 class _Counting(TorchDispatchMode):
-    """Hands every operator to the watch."""
+    """Hands every operator to the watch, with the rule that counts it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by the base class, which would wrap the method below at several microseconds a call. There is nothing to keep
+        the compiler from: compiled functions run eagerly under a mode."""
+        return False
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
+        self._rules: dict[Any, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packet = func._overloadpacket
-        namespace, name = packet._qualified_op_name.split("::")
-        if namespace == "aten" and not is_known(name):
+        try:
+            rule: Any = self._rules[func]
+        except KeyError:
+            self._rules[func] = rule = rule_for(func)
+        if rule is VIEW:
+            return func(*args, **kwargs)
+        if rule is COMPOUND:
             # Under inference mode compound operators arrive whole: take them apart to see what they are made of.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+            rule = None
         watch = self._watch
-        node = watch.before()
+        owner = watch.before()
         result = func(*args, **kwargs)
-        watch.book(node, namespace, name, packet, args, kwargs, result)
+        if rule is None:
+            watch.note_unknown(func)
+        else:
+            flops, macs = rule(args, kwargs, result)
+            if flops:
+                watch.book(owner, flops, macs)
         return result
 
 
@@ -177,18 +194,14 @@ class Watch:
             return _OUTSIDE
         return self._owners.of(sequence, nested=len(self._tasks) > 1)
 
-    def book(
-        self, owner: Any, namespace: str, name: str, packet: Any, args: tuple[Any, ...], kwargs: Any, result: Any
-    ) -> None:
-        """Book an operator's cost under the owner that `before` found."""
+    def note_unknown(self, func: Any) -> None:
+        """Remember an operator that nobody can count."""
+        if not self._silent:
+            self.totals.unknown[func._overloadpacket._qualified_op_name] += 1
+
+    def book(self, owner: Any, flops: int, macs: int) -> None:
+        """Book an operator under the owner that `before` found."""
         if self._silent:
-            return
-        cost = cost_of(namespace, name, packet, args, kwargs, result)
-        if cost is None:
-            self.totals.unknown[f"{namespace}::{name}"] += 1
-            return
-        flops, macs = cost
-        if not flops:
             return
         if owner is _OUTSIDE:
             self.totals.outside_flops += flops

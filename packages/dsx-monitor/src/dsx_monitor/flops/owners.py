@@ -29,7 +29,7 @@ class Owners:
     def note(self, node: Node | None) -> None:
         """What this thread records from now on belongs to `node` (None: to no module)."""
         thread = threading.get_ident()
-        following = torch.autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+        following = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
         self._starts.setdefault(thread, []).append(following)
         self._nodes.setdefault(thread, []).append(node)
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-__all__ = ["FREE", "RULES", "cost_of", "is_known"]
+__all__ = ["COMPOUND", "FREE", "RULES", "VIEW", "rule_for"]
 
 Cost = tuple[int, int]
 Rule = Callable[[tuple[Any, ...], Any], Cost]
+FullRule = Callable[[tuple[Any, ...], dict[str, Any], Any], Cost]
 
 
 def _macs(count: int, extra: int = 0) -> Cost:
@@ -237,45 +238,80 @@ FREE = frozenset(_FREE.split())
 
 _NO_ARITHMETIC = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profiler", "debugprims"})
 """Namespaces of communication and book-keeping."""
+_VIEWS = frozenset(
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "detach",
+        "alias",
+        "unsqueeze",
+        "squeeze",
+        "slice",
+        "select",
+        "as_strided",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "diagonal",
+    ]
+)
+"""Operators that take no time worth booking either."""
+
+VIEW, COMPOUND = "view", "compound"
+"""What `rule_for` says of operators that only look at memory, and of those to be taken apart."""
 
 
-def is_known(name: str) -> bool:
-    """Whether `cost_of` knows `aten::<name>`."""
-    bare = name.removesuffix("_")
-    if name in RULES or bare in RULES or name in FREE or bare in FREE:
-        return True
-    return name.startswith("_foreach_") or name.endswith("_copy")
-
-
-def cost_of(
-    namespace: str, name: str, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-) -> Cost | None:
-    """Cost of an operator; in-place forms cost the same. None if the operator is not known.
+def rule_for(func: Any) -> FullRule | str | None:
+    """How to count an operator; in-place forms cost the same.
 
     Args:
-        namespace, name: such as "aten" and "mm".
-        packet: the operator, for formulas registered with `torch.utils.flop_counter.register_flop_formula`, which is how
-            custom operators make themselves known.
-        args, kwargs, out: what it was called with and what it returned.
+        func: a `torch._ops.OpOverload`.
+
+    Returns:
+        A rule to call with args, kwargs and result; `VIEW`; `COMPOUND` for an operator of PyTorch that is not known, and may
+        consist of known ones; None for a custom operator that is not known. What is registered with
+        `torch.utils.flop_counter.register_flop_formula` is known.
     """
+    packet = func._overloadpacket
+    namespace, name = packet._qualified_op_name.split("::")
     if namespace in _NO_ARITHMETIC:
-        return 0, 0
+        return _free
     if namespace == "aten":
-        rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
+        bare = name.removesuffix("_")
+        if name in _VIEWS:
+            return VIEW
+        rule = RULES.get(name) or RULES.get(bare)
         if rule is not None:
-            return rule(args, out)
-        if name in FREE or name.removesuffix("_") in FREE or name.endswith("_copy"):
-            return 0, 0
+            return _without_keywords(rule)
+        if name in FREE or bare in FREE or name.endswith("_copy"):
+            return _free
         if name.startswith("_foreach_"):
-            return sum(map(_numel, args[0])), 0
-    return _registered(packet, args, kwargs, out)
+            return lambda args, kwargs, out: (sum(map(_numel, args[0])), 0)
+    return _registered(packet) or (COMPOUND if namespace == "aten" else None)
 
 
-def _registered(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost | None:
+def _free(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+    return 0, 0
+
+
+def _without_keywords(rule: Rule) -> FullRule:
+    return lambda args, kwargs, out: rule(args, out)
+
+
+def _registered(packet: Any) -> FullRule | None:
     from torch.utils.flop_counter import flop_registry  # late: this module needs no torch for the rest
 
     formula = flop_registry.get(packet)
     if formula is None:
         return None
-    flops = int(formula(*args, **kwargs, out_val=out))
-    return flops, flops // 2
+
+    def rule(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+        flops = int(formula(*args, **kwargs, out_val=out))
+        return flops, flops // 2
+
+    return rule
