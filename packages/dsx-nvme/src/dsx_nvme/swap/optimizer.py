@@ -20,7 +20,9 @@ from ..errors import NvmeError, OptionError, TensorError
 from ..memory import Pin, empty
 from ..pool import BufferPool
 from ..ticket import Ticket
-from .plan import Piece, SwapPlan, make_plan
+from .plan import DEPTH, Piece, SwapPlan, make_plan
+
+SLOTS = 1 + 2 * DEPTH  # at most
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ class OptimizerSwapper:
         self.dtype, self.fast_init, self.keep = dtype, fast_init, keep
         self._skipped = len(read_only)
         total = sum(sizes.values())
-        wanted = -(-total * dtype.itemsize // 4096 + len(sizes)) * 4096 * len(states) * 3  # more would lie idle
-        budget = min(buffer_count * buffer_size * dtype.itemsize, max(wanted, 4096 * len(states) * 3))
+        wanted = -(-total * dtype.itemsize // 4096 + len(sizes)) * 4096 * len(states) * SLOTS  # more would lie idle
+        budget = min(buffer_count * buffer_size * dtype.itemsize, max(wanted, 4096 * len(states) * SLOTS))
         self.plan: SwapPlan = make_plan(
             sizes, states=len(states), itemsize=dtype.itemsize, buffer_bytes=budget, read_ahead=pipeline_read,
             write_behind=pipeline_write, resident_elements=max_in_cpu, divisible=divisible,

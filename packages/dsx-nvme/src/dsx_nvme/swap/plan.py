@@ -1,20 +1,20 @@
 """Who is read, updated and written when, over a fixed number of buffers: pure arithmetic, no I/O.
 
 Groups of elements are cut into pieces that fit a slot. A slot holds all states of one piece; the pieces go through the slots in turn.
-One slot: read, update, write, one after the other. One slot more for reading ahead, one more for writing behind. The schedule is a list of
-actions that can be printed and checked before anything runs.
+One slot: read, update, write, one after the other. `DEPTH` slots more for reading ahead, as many for writing behind: more and smaller pieces keep the
+disk busy at the two ends of a pass, too. The schedule is a list of actions that can be printed and checked before anything runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from ..errors import BudgetError, OptionError
 
 PAGE = 4096
+DEPTH = 2  # pieces read ahead, and pieces whose writes are not waited for
 Kind = Literal["read", "wait_read", "update", "write", "wait_write"]
 
 
@@ -96,7 +96,7 @@ def make_plan(
     `buffer_bytes`: all memory there is for slots; `resident_elements`: whole groups, first ones first, of together at most that many
     elements stay in memory; `divisible=False`: a group is never cut. Raises BudgetError when a slot cannot hold what it must.
     """
-    slots = 1 + read_ahead + write_behind
+    slots = 1 + DEPTH * read_ahead + DEPTH * write_behind
     slot_bytes = buffer_bytes // (slots * states) // PAGE * PAGE
     largest = slot_bytes // itemsize
     if largest < 1:
@@ -135,33 +135,38 @@ def _cut(key: str, numel: int, largest: int, divisible: bool) -> list[tuple[int,
 
 def _schedule(pieces: Sequence[Piece], slots: int, read_ahead: bool, write_behind: bool) -> list[Action]:
     moving = [p for p in pieces if not p.resident]
-    slot = {p.index: n % slots for n, p in enumerate(moving)}
-    following = {p.index: q for p, q in pairwise(moving)}
     actions: list[Action] = []
     writing: dict[int, int] = {}  # slot -> piece whose write is not waited for
+    read = turn = 0  # how many moving pieces are read, and have had their turn
 
-    def read(piece: Piece) -> None:
-        place = slot[piece.index]
-        if place in writing:
-            actions.append(Action("wait_write", writing.pop(place), place))
-        actions.append(Action("read", piece.index, place))
-
-    if moving and read_ahead:
-        read(moving[0])
     for piece in pieces:
         if piece.resident:
             actions.append(Action("update", piece.index, -1))
             continue
-        place = slot[piece.index]
-        if not read_ahead:
-            read(piece)
+        place = turn % slots
+        if read == 0 or not read_ahead:
+            read = _read(moving, turn + 1, read, slots, writing, actions)
         actions.append(Action("wait_read", piece.index, place))
-        if read_ahead and piece.index in following:
-            read(following[piece.index])
+        if read_ahead:
+            read = _read(moving, turn + 1 + DEPTH, read, slots, writing, actions)
         actions += [Action("update", piece.index, place), Action("write", piece.index, place)]
         if write_behind:
             writing[place] = piece.index
         else:
             actions.append(Action("wait_write", piece.index, place))
+        turn += 1
     actions += [Action("wait_write", index, place) for place, index in writing.items()]
     return actions
+
+
+def _read(
+    moving: Sequence[Piece], until: int, read: int, slots: int, writing: dict[int, int], actions: list[Action]
+) -> int:
+    """Read pieces up to number `until`; a slot whose write is under way is waited for first. Returns how many are read."""
+    while read < min(until, len(moving)):
+        place = read % slots
+        if place in writing:
+            actions.append(Action("wait_write", writing.pop(place), place))
+        actions.append(Action("read", moving[read].index, place))
+        read += 1
+    return read

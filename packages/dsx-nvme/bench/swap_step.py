@@ -1,0 +1,128 @@
+"""An Adam step whose states lie on disk: time against what the disk needs for the bytes, and the memory it takes.
+
+    python packages/dsx-nvme/bench/swap_step.py [--parameters 100000000] [--budget-mib 512] [--rounds 3] [--folder DIR] [--json FILE]
+
+Three fp32 states of 4 bytes are read and written per step: 24 bytes per parameter. In each round three things run in turn, and ratios are taken
+within the round: the same reads and writes without any computation, in the same pieces (the disk's time for these bytes); the step with Adam;
+the Adam computation alone. Gradients are bf16 in memory. Goal: step <= 1.10 x the disk's time, computation hidden, resident memory under
+the budget plus gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+
+import dsx_nvme
+import torch
+from dsx_nvme import OptimizerSwapper
+from dsx_nvme.swap import Visit
+
+MIB = 1 << 20
+
+
+def resident() -> float:
+    """MiB of this process in memory now."""
+    with open("/proc/self/statm", encoding="utf-8") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / MIB
+
+
+class Adam:
+    """Updates a piece with torch's fused AdamW: the master in place from a slice of the gradients."""
+
+    def __init__(self, grads: torch.Tensor) -> None:
+        self.grads = grads
+        self.step = 0
+        self.scratch = torch.empty(
+            0
+        )  # fp32 gradients of a piece; a fresh tensor per piece would cost more in page faults than Adam
+
+    def __call__(self, visit: Visit) -> None:
+        s, grad = visit.states, self.grads[visit.start : visit.stop]
+        step = torch.tensor(float(self.step))
+        if self.scratch.numel() < grad.numel():
+            self.scratch = torch.empty(grad.numel())
+        wide = self.scratch[: grad.numel()].copy_(grad)
+        torch._fused_adamw_(
+            [s["master"]], [wide], [s["exp_avg"]], [s["exp_avg_sq"]], [], [step], lr=1e-3, beta1=0.9, beta2=0.999,
+            weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+
+def timed(swapper: OptimizerSwapper, update: object) -> tuple[float, float, float, float]:
+    """Seconds of a pass: whole, waiting for reads, waiting for writes, updating."""
+    t = swapper.times
+    before, start = (t.reading, t.writing, t.updating), time.perf_counter()
+    swapper.step(update)  # type: ignore[arg-type]
+    whole = time.perf_counter() - start
+    return (whole, *(a - b for a, b in zip((t.reading, t.writing, t.updating), before)))
+
+
+def alone(adam: Adam, piece: int, total: int) -> float:
+    """Seconds of the same arithmetic on memory, piece by piece."""
+    states = {name: torch.zeros(piece) for name in ("master", "exp_avg", "exp_avg_sq")}
+    adam(Visit("g", 0, piece, states))
+    start = time.perf_counter()
+    for at in range(0, total, piece):
+        n = min(piece, total - at)
+        adam(Visit("g", at, at + n, {k: v[:n] for k, v in states.items()}))
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=100_000_000)
+    parser.add_argument("--budget-mib", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", default=None)
+    parser.add_argument("--json", default=None)
+    args = parser.parse_args()
+    base = resident()
+    grads = torch.zeros(args.parameters, dtype=torch.bfloat16).uniform_(-1, 1)
+    adam = Adam(grads)
+    rows: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="dsx-nvme-swap-") as folder:
+        print(dsx_nvme.explain(folder))
+        with OptimizerSwapper(
+            folder, {"g": args.parameters}, buffer_count=4, buffer_size=args.budget_mib * MIB // 4 // 4, pipeline_read=True,
+            pipeline_write=True, fast_init=True,
+        ) as swapper:  # fmt: skip
+            piece = max(p.numel for p in swapper.plan.pieces)
+            print(
+                f"{len(swapper.plan.pieces)} pieces of up to {piece} elements, pool {swapper.pool.budget / MIB:.0f} MiB"
+            )
+            swapper.initialize(lambda key, state, a, b: None)
+            timed(swapper, lambda visit: None)
+            for number in range(args.rounds):
+                adam.step = number + 1
+                disk = timed(swapper, lambda visit: None)[0]
+                whole, reading, writing, updating = timed(swapper, adam)
+                disk = (disk + timed(swapper, lambda visit: None)[0]) / 2  # before and after: the disk drifts
+                compute = alone(adam, piece, args.parameters)
+                gb = swapper.plan.file_bytes * 2 / 1e9
+                rows.append({
+                    "step_s": whole, "disk_s": disk, "compute_s": compute, "ratio": whole / disk, "waiting_s": reading + writing,
+                    "updating_s": updating, "gbps": gb / whole, "rss_mib": resident() - base,
+                })  # fmt: skip
+                print({k: round(v, 3) for k, v in rows[-1].items()})
+    median = {k: statistics.median(r[k] for r in rows) for k in rows[0]}
+    hidden = 1 - (median["step_s"] - median["disk_s"]) / median["compute_s"]
+    limit = args.budget_mib + grads.numel() * 2 / MIB + adam.scratch.numel() * 4 / MIB
+    print(f"step / disk time = {median['ratio']:.3f} (goal <= 1.10); {hidden:.0%} of the computation is hidden")
+    print(
+        f"resident {median['rss_mib']:.0f} MiB over the start; buffers, gradients and a piece's fp32 gradients allow {limit:.0f} MiB"
+    )
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"rounds": rows, "median": median, "hidden": hidden}, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
