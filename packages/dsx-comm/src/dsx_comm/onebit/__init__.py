@@ -3,7 +3,7 @@
 schedule, volume   what each step sends                    (arithmetic)
 arithmetic         moments, roots, directions              (lists of tensors)
 arena              the flat buffer and its errors          (parameters)
-base               clock, gradients, masks, saving
+base, checks       clock, gradients, masks, saving; arguments
 adam, zero_one, lamb
 gate, report       does it pay?
 """

@@ -27,13 +27,12 @@ from ..groups import get_world_size, is_initialized
 from .arena import Arena
 from .arithmetic import descend
 from .average import average_exactly, exact_bytes
+from .checks import check_backend, check_group, masks_of
 from .gate import Compression, Gate, check_compression
 from .report import StepTraffic
 from .schedule import StepKind
 
 _log = logging.getLogger(__name__)
-
-BACKENDS = ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx")
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
@@ -67,14 +66,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._still: frozenset[int] = frozenset()
         self.clock: Any = self.clock_type()
         self.last_traffic: StepTraffic | None = None
-        _check_backend(comm_backend_name, cuda_aware)
+        check_backend(comm_backend_name, cuda_aware)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters must come while the variance still moves."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        _check_group(group, len(self.param_groups) - 1, self.may_skip_freezing)
+        check_group(group, len(self.param_groups) - 1, self.may_skip_freezing)
         group["betas"] = tuple(group["betas"])
 
     # - what an engine asks
@@ -254,7 +253,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _find_masks(self) -> dict[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for group in self.param_groups:
-            for parameter, given in zip(group["params"], _masks_of(group)):
+            for parameter, given in zip(group["params"], masks_of(group)):
                 state = self.state[parameter]
                 if given is not None:  # saved with the states, so that it survives a script that does not set it
                     state["exp_avg_mask"] = given.to(parameter.device, torch.float32).expand(parameter.shape).clone()
@@ -365,60 +364,3 @@ class CompressedOptimizer(torch.optim.Optimizer):
         for error, feedback in zip(errors if fits else [], feedbacks):
             feedback.worker.copy_(error["worker"])
             feedback.server.copy_(error["server"])
-
-
-def _masks_of(group: dict[str, Any]) -> list[torch.Tensor | None]:
-    """One mask (or None) per parameter of a group."""
-    given, count = group.get("exp_avg_mask"), len(group["params"])
-    masks = list(given) if isinstance(given, (list, tuple)) else [given] * count
-    if len(masks) != count:
-        raise CommArgumentError(f"exp_avg_mask: got {len(masks)} masks for a group of {count} parameters")
-    for mask, parameter in zip(masks, group["params"]):
-        try:
-            fits = mask is None or torch.broadcast_shapes(mask.shape, parameter.shape) == parameter.shape
-        except RuntimeError:
-            fits = False
-        if mask is not None and not fits:
-            raise CommArgumentError(
-                f"exp_avg_mask: got shape {tuple(mask.shape)} for a parameter of shape {tuple(parameter.shape)}; "
-                "expected a shape that broadcasts to it"
-            )
-    return masks
-
-
-def _check_group(group: dict[str, Any], index: int, may_skip_freezing: bool) -> None:
-    where = f"param_groups[{index}]"
-    checks = {
-        "lr": (group["lr"] >= 0, "a number of at least 0"),
-        "eps": (group["eps"] > 0, "a number above 0"),
-        "weight_decay": (group["weight_decay"] >= 0, "a number of at least 0"),
-        "betas": (len(group["betas"]) == 2 and all(0 <= b < 1 for b in group["betas"]), "two numbers in [0, 1)"),
-    }
-    for name, (fine, expected) in checks.items():
-        if not fine:
-            raise CommArgumentError(f"{where}.{name}: got {group[name]!r}, expected {expected}")
-    if group.get("amsgrad"):
-        raise CommArgumentError(
-            f"{where}.amsgrad: got True; a frozen variance has no maximum to keep, leave amsgrad out"
-        )
-    if group.get("max_grad_norm"):
-        raise CommArgumentError(
-            f"{where}.max_grad_norm: got {group['max_grad_norm']!r}, expected 0: with local gradients no rank knows the norm "
-            "of the mean; clip activations or lower lr instead"
-        )
-    if group.get("non_freeze") and not may_skip_freezing:
-        raise CommArgumentError(f"{where}.non_freeze: only OneBitAdam has groups that are never frozen")
-    for parameter in group["params"]:
-        if not parameter.is_floating_point():
-            raise CommArgumentError(f"{where}: got a parameter of {parameter.dtype}, expected a real floating dtype")
-    _masks_of(group)
-
-
-def _check_backend(name: str | None, cuda_aware: bool) -> None:
-    if name is not None and name not in BACKENDS:
-        raise CommArgumentError(
-            f"comm_backend_name: got {name!r}, expected one of {', '.join(BACKENDS)} (or None); the optimizer communicates over "
-            "its process group's backend, whatever this says"
-        )
-    if cuda_aware:
-        _log.warning("cuda_aware means nothing here: tensors go to the process group's backend as they are")

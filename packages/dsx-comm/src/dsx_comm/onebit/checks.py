@@ -1,0 +1,81 @@
+"""What a parameter group and the arguments of the compressed optimizers may be; errors name the argument."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from ..errors import CommArgumentError
+
+_log = logging.getLogger(__name__)
+
+BACKENDS = ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx")
+
+
+def masks_of(group: dict[str, Any]) -> list[torch.Tensor | None]:
+    """One mask (or None) per parameter of a group."""
+    given, count = group.get("exp_avg_mask"), len(group["params"])
+    masks = list(given) if isinstance(given, (list, tuple)) else [given] * count
+    if len(masks) != count:
+        raise CommArgumentError(f"exp_avg_mask: got {len(masks)} masks for a group of {count} parameters")
+    for mask, parameter in zip(masks, group["params"]):
+        try:
+            fits = mask is None or torch.broadcast_shapes(mask.shape, parameter.shape) == parameter.shape
+        except RuntimeError:
+            fits = False
+        if mask is not None and not fits:
+            raise CommArgumentError(
+                f"exp_avg_mask: got shape {tuple(mask.shape)} for a parameter of shape {tuple(parameter.shape)}; "
+                "expected a shape that broadcasts to it"
+            )
+    return masks
+
+
+def check_group(group: dict[str, Any], index: int, may_skip_freezing: bool) -> None:
+    """Refuse a group whose values cannot be.
+
+    Raises:
+        CommArgumentError: with the place of the value.
+    """
+    where = f"param_groups[{index}]"
+    checks = {
+        "lr": (group["lr"] >= 0, "a number of at least 0"),
+        "eps": (group["eps"] > 0, "a number above 0"),
+        "weight_decay": (group["weight_decay"] >= 0, "a number of at least 0"),
+        "betas": (len(group["betas"]) == 2 and all(0 <= b < 1 for b in group["betas"]), "two numbers in [0, 1)"),
+    }
+    for name, (fine, expected) in checks.items():
+        if not fine:
+            raise CommArgumentError(f"{where}.{name}: got {group[name]!r}, expected {expected}")
+    if group.get("amsgrad"):
+        raise CommArgumentError(
+            f"{where}.amsgrad: got True; a frozen variance has no maximum to keep, leave amsgrad out"
+        )
+    if group.get("max_grad_norm"):
+        raise CommArgumentError(
+            f"{where}.max_grad_norm: got {group['max_grad_norm']!r}, expected 0: with local gradients no rank knows the norm "
+            "of the mean; clip activations or lower lr instead"
+        )
+    if group.get("non_freeze") and not may_skip_freezing:
+        raise CommArgumentError(f"{where}.non_freeze: only OneBitAdam has groups that are never frozen")
+    for parameter in group["params"]:
+        if not parameter.is_floating_point():
+            raise CommArgumentError(f"{where}: got a parameter of {parameter.dtype}, expected a real floating dtype")
+    masks_of(group)
+
+
+def check_backend(name: str | None, cuda_aware: bool) -> None:
+    """Refuse unknown backend names; say what means nothing.
+
+    Raises:
+        CommArgumentError: the name is not one of `BACKENDS`.
+    """
+    if name is not None and name not in BACKENDS:
+        raise CommArgumentError(
+            f"comm_backend_name: got {name!r}, expected one of {', '.join(BACKENDS)} (or None); the optimizer communicates over "
+            "its process group's backend, whatever this says"
+        )
+    if cuda_aware:
+        _log.warning("cuda_aware means nothing here: tensors go to the process group's backend as they are")
