@@ -1,40 +1,19 @@
-"""Optimizer steps beside their peers: milliseconds, bytes per second, share of what memory gives.
+"""Optimizer steps beside their peers: milliseconds, bytes per second, and the goals.
 
-    python packages/dsx-ops/bench/optimizers.py [--elements 32000000] [--rounds 15] [--threads N] [--json FILE]
+    python packages/dsx-ops/bench/optimizers.py [--elements 32000000] [--rounds 11] [--threads N] [--jobs fp32 ...] [--json FILE]
 
-Every round runs every contender once, in a new order, and the medians over the rounds are compared: what disturbs the machine for a
-moment disturbs all. The ceilings come first: torch's copy, and a loop that only reads four and writes three streams. Peers: torch AdamW as for-loop,
-foreach and fused; DeepSpeed's CPUAdam when it can be imported. Run it on an idle machine.
+Peers: torch AdamW as for-loop, foreach and fused; DeepSpeed's CPUAdam when it can be imported. Run it on an idle machine.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
-import statistics
 import sys
-import time
-from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import dsx_ops
 import torch
-from dsx_ops import native
+from _measure import Contender, Goal, Job, Step, run_jobs, stream_contender
 
-TOUCH = 7  # native/include/dsx_ops/kernels.h
-Step = Callable[[], object]
-
-
-@dataclass
-class Contender:
-    """One way of doing a job; `nbytes` is what it must move at least."""
-
-    name: str
-    nbytes: float
-    step: Step
+F32, BF16 = torch.float32, torch.bfloat16
 
 
 def params_with_grads(count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -56,156 +35,121 @@ def ours(kind: type, count: int, numel: int, dtype: torch.dtype, **options: obje
     return kind(params_with_grads(count, numel, dtype), lr=1e-3, **options).step
 
 
-def deepspeed_adam(count: int, numel: int, dtype: torch.dtype) -> Step | None:
+def deepspeed_class() -> type | None:
     """DeepSpeed's CPU Adam, when it can be imported and its kernel be built."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(params_with_grads(count, numel, dtype), lr=1e-3, weight_decay=0.1).step
+        DeepSpeedCPUAdam(params_with_grads(1, 100, F32), lr=1e-3).step()
+        return DeepSpeedCPUAdam
     except Exception as error:  # noqa: BLE001  whatever keeps a peer from running is printed, not ours to fix
         print(f"  (no DeepSpeed peer: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
         return None
 
 
-def ceiling(total: int) -> list[Contender]:
-    """What memory gives: a plain copy, and Adam's four reads and three writes with next to no arithmetic."""
-    a, b = torch.randn(total), torch.empty(total)
-    found = [Contender("torch copy_ (4 read, 4 written)", 8.0 * total, lambda: b.copy_(a))]
-    module = native.module()
-    if module is not None:
-        streams = [torch.randn(total) for _ in range(4)]
-        table = array("q", [*(t.data_ptr() for t in streams), 0, 0, 0, 0, total, 0])
-
-        def touch(keep: object = streams) -> None:
-            module.step(TOUCH, table, [0, 0, 0, 4], [0.0] * 11, 0, 0, torch.get_num_threads())
-
-        found.append(Contender("16 read, 12 written, no arithmetic", 28.0 * total, touch))
-    return found
+DEEPSPEED = deepspeed_class()
 
 
-def plain(total: int) -> list[Contender]:
+def deepspeed_adam(name: str, nbytes: float, numel: int, dtype: torch.dtype) -> list[Contender]:
+    """The peer, if it is there."""
+    if DEEPSPEED is None:
+        return []
+    return [Contender(name, nbytes, DEEPSPEED(params_with_grads(1, numel, dtype), lr=1e-3, weight_decay=0.1).step)]
+
+
+def plain(total: int) -> Job:
     """fp32 AdamW on one large tensor: 28 bytes per parameter."""
-    f32 = torch.float32
+    stream = stream_contender(total)
     found = [
-        Contender("torch AdamW for-loop", 28.0 * total, torch_adam(1, total, f32, foreach=False, fused=False)),
-        Contender("torch AdamW foreach", 28.0 * total, torch_adam(1, total, f32, foreach=True)),
-        Contender("torch AdamW fused", 28.0 * total, torch_adam(1, total, f32, fused=True)),
-        Contender("dsx FusedAdam", 28.0 * total, ours(dsx_ops.FusedAdam, 1, total, f32, weight_decay=0.1)),
+        *([stream] if stream else []),
+        Contender("torch for-loop", 28.0 * total, torch_adam(1, total, F32, foreach=False, fused=False)),
+        Contender("torch foreach", 28.0 * total, torch_adam(1, total, F32, foreach=True)),
+        Contender("torch fused", 28.0 * total, torch_adam(1, total, F32, fused=True)),
+        Contender("dsx FusedAdam", 28.0 * total, ours(dsx_ops.FusedAdam, 1, total, F32, weight_decay=0.1)),
+        *deepspeed_adam("DeepSpeed CPUAdam", 28.0 * total, total, F32),
     ]
-    peer = deepspeed_adam(1, total, f32)
-    return [*found, *([Contender("DeepSpeed CPUAdam", 28.0 * total, peer)] if peer else [])]
+    mine = "dsx FusedAdam"
+    goals = [Goal(mine, "stream: 4 read, 3 written", 0.95), Goal(mine, "torch fused", 1.0)]
+    return Job(found, [*goals, Goal(mine, "DeepSpeed CPUAdam", 1.0), Goal(mine, "torch for-loop", 6.5)])
 
 
-def many(total: int) -> list[Contender]:
-    """The same in tensors of 10,000 elements."""
-    count, f32 = max(total // 10_000, 1), torch.float32
-    return [
-        Contender("torch AdamW fused", 28e4 * count, torch_adam(count, 10_000, f32, fused=True)),
-        Contender("dsx FusedAdam", 28e4 * count, ours(dsx_ops.FusedAdam, count, 10_000, f32, weight_decay=0.1)),
+def many(total: int) -> Job:
+    """2000 tensors of 10,000 elements."""
+    count = 2000 * total // 32_000_000 or 1
+    found = [
+        Contender("torch fused", 28e4 * count, torch_adam(count, 10_000, F32, fused=True)),
+        Contender("dsx FusedAdam", 28e4 * count, ours(dsx_ops.FusedAdam, count, 10_000, F32, weight_decay=0.1)),
     ]
+    return Job(found, [Goal("dsx FusedAdam", "torch fused", 3.0)])
 
 
-def low_precision(total: int) -> list[Contender]:
+def low_precision(total: int) -> Job:
     """bf16 parameters and gradients; bytes per parameter depend on the states."""
-    bf16 = torch.bfloat16
+    split = ours(dsx_ops.FusedAdam, 1, total, BF16, split_master=True)
     found = [
-        Contender("torch AdamW fused, bf16 states", 14.0 * total, torch_adam(1, total, bf16, fused=True)),
-        Contender("dsx CPUAdam, fp32 states", 22.0 * total, ours(dsx_ops.CPUAdam, 1, total, bf16)),
-        Contender("dsx FusedAdam, bf16 states", 14.0 * total, ours(dsx_ops.FusedAdam, 1, total, bf16)),
-        Contender(
-            "dsx FusedAdam, split master", 26.0 * total, ours(dsx_ops.FusedAdam, 1, total, bf16, split_master=True)
-        ),
-        Contender("dsx Adam8bit", 10.0625 * total, ours(dsx_ops.Adam8bit, 1, total, bf16)),
+        Contender("torch fused, bf16 states", 14.0 * total, torch_adam(1, total, BF16, fused=True)),
+        Contender("dsx FusedAdam, fp32 (28 B)", 28.0 * total, ours(dsx_ops.FusedAdam, 1, total, F32)),
+        Contender("dsx CPUAdam, fp32 states (22 B)", 22.0 * total, ours(dsx_ops.CPUAdam, 1, total, BF16)),
+        Contender("dsx FusedAdam, bf16 states (14 B)", 14.0 * total, ours(dsx_ops.FusedAdam, 1, total, BF16)),
+        Contender("dsx FusedAdam, split master (26 B)", 26.0 * total, split),
+        Contender("dsx Adam8bit (10.06 B)", 10.0625 * total, ours(dsx_ops.Adam8bit, 1, total, BF16)),
+        *deepspeed_adam("DeepSpeed CPUAdam, bf16", 22.0 * total, total, BF16),
     ]
-    peer = deepspeed_adam(1, total, bf16)
-    return [*found, *([Contender("DeepSpeed CPUAdam, bf16", 22.0 * total, peer)] if peer else [])]
+    goals = [
+        Goal("dsx CPUAdam, fp32 states (22 B)", "DeepSpeed CPUAdam, bf16", 3.0),
+        Goal("dsx Adam8bit (10.06 B)", "dsx FusedAdam, fp32 (28 B)", 2.0),
+    ]
+    return Job(found, goals)
 
 
-def phase(total: int) -> list[Contender]:
+def sequence(total: int) -> Job:
     """Unscale, clip, AdamW, bf16 copy: four passes, or one after the norm."""
-    chained = params_with_grads(1, total, torch.float32)
-    fused = params_with_grads(1, total, torch.float32)
-    copies = [torch.empty(total, dtype=torch.bfloat16) for _ in range(2)]
-    adam = torch.optim.AdamW(chained, lr=1e-3, weight_decay=0.1, fused=True)
-    mine = dsx_ops.FusedAdam(fused, lr=1e-3, weight_decay=0.1)
+    low = [torch.empty(total, dtype=BF16) for _ in range(3)]
 
-    def torch_chain() -> None:
-        grad = chained[0].grad
-        if grad is not None:
-            grad.mul_(1.0)
-            grad.mul_(1.0)
-        adam.step()
-        copies[0].copy_(chained[0].detach())
+    def chain(params: list[torch.Tensor], step: Step, copy: torch.Tensor) -> Step:
+        def run() -> None:
+            grad = params[0].grad
+            if grad is not None:
+                grad.mul_(1.0)  # unscale
+                grad.mul_(1.0)  # clip
+            step()
+            copy.copy_(params[0].detach())
 
-    return [
-        Contender("torch: unscale, clip, fused AdamW, cast", 50.0 * total, torch_chain),
-        Contender("dsx: one call", 30.0 * total, lambda: mine.step(grad_scale=1.5, copy_out={fused[0]: copies[1]})),
-        Contender("dsx: norm and overflow check", 4.0 * total, lambda: dsx_ops.norm([fused[0].detach()])),
+        return run
+
+    theirs, mine = params_with_grads(1, total, F32), params_with_grads(1, total, F32)
+    fused = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.1, fused=True)
+    adam = dsx_ops.FusedAdam(mine, lr=1e-3, weight_decay=0.1)
+    found = [
+        Contender("torch: unscale, clip, fused AdamW, cast", 50.0 * total, chain(theirs, fused.step, low[0])),
+        Contender("dsx: one call", 30.0 * total, lambda: adam.step(grad_scale=1.5, copy_out={mine[0]: low[1]})),
+        Contender("dsx: norm and overflow check", 4.0 * total, lambda: dsx_ops.norm([mine[0].detach()])),
     ]
-
-
-def family(total: int) -> list[Contender]:
-    """The other rules, fp32."""
-    f32 = torch.float32
-    return [
-        Contender("dsx CPUAdagrad", 20.0 * total, ours(dsx_ops.CPUAdagrad, 1, total, f32)),
-        Contender("dsx FusedLion", 20.0 * total, ours(dsx_ops.FusedLion, 1, total, f32)),
-        Contender("dsx SGD, momentum", 20.0 * total, ours(dsx_ops.SGD, 1, total, f32, momentum=0.9)),
-        Contender("dsx FusedLamb", 40.0 * total, ours(dsx_ops.FusedLamb, 1, total, f32)),
+    if DEEPSPEED is not None:
+        others = params_with_grads(1, total, F32)
+        peer = DEEPSPEED(others, lr=1e-3, weight_decay=0.1)
+        found.append(Contender("DeepSpeed: the same with CPUAdam", 50.0 * total, chain(others, peer.step, low[2])))
+    goals = [
+        Goal("dsx: one call", "torch: unscale, clip, fused AdamW, cast", 1.6),
+        Goal("dsx: one call", "DeepSpeed: the same with CPUAdam", 2.0),
     ]
+    return Job(found, goals)
 
 
-JOBS = {"ceiling": ceiling, "fp32, one tensor": plain, "fp32, tensors of 10 K": many, "bf16": low_precision,
-        "whole phase": phase, "other rules": family}  # fmt: skip
+def family(total: int) -> Job:
+    """The other rules, fp32, beside the stream of Adam."""
+    stream = stream_contender(total)
+    found = [
+        *([stream] if stream else []),
+        Contender("dsx CPUAdagrad", 20.0 * total, ours(dsx_ops.CPUAdagrad, 1, total, F32)),
+        Contender("dsx FusedLion", 20.0 * total, ours(dsx_ops.FusedLion, 1, total, F32)),
+        Contender("dsx SGD, momentum", 20.0 * total, ours(dsx_ops.SGD, 1, total, F32, momentum=0.9)),
+        Contender("dsx FusedLamb", 40.0 * total, ours(dsx_ops.FusedLamb, 1, total, F32)),
+    ]
+    return Job(found, [Goal(c.name, "stream: 4 read, 3 written", 0.7, rate=True) for c in found[1:]])
 
 
-def measure(contenders: list[Contender], rounds: int) -> dict[str, float]:
-    """Median seconds per contender over interleaved rounds."""
-    for c in contenders:
-        c.step(), c.step()
-    times: dict[str, list[float]] = {c.name: [] for c in contenders}
-    shuffled = random.Random(0)
-    for _ in range(rounds):
-        order = contenders[:]
-        shuffled.shuffle(order)
-        for c in order:
-            start = time.perf_counter()
-            c.step()
-            times[c.name].append(time.perf_counter() - start)
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
-def main() -> int:
-    """Run the jobs and print one Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=32_000_000)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    status = dsx_ops.native_status()
-    print(f"torch {torch.__version__}, {options.threads} threads, isa {status['isa']}, {options.elements} parameters, "
-          f"median of {options.rounds}")  # fmt: skip
-    results, copy_rate = {}, 0.0
-    print("\n| job | contender | ms | GB/s | of copy bandwidth | against the job's first |\n|---|---|---|---|---|---|")
-    for job, make in JOBS.items():
-        contenders = make(options.elements)
-        medians = measure(contenders, options.rounds)
-        first = medians[contenders[0].name]
-        for c in contenders:
-            seconds = medians[c.name]
-            rate = c.nbytes / seconds / 1e9
-            copy_rate = copy_rate or rate
-            print(
-                f"| {job} | {c.name} | {seconds * 1e3:.2f} | {rate:.1f} | {rate / copy_rate:.2f} | {first / seconds:.2f}x |"
-            )
-            results[f"{job}/{c.name}"] = {"ms": seconds * 1e3, "gb_per_s": rate}
-        del contenders
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
-    return 0
-
+JOBS = {"fp32": plain, "many": many, "bf16": low_precision, "sequence": sequence, "family": family}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_jobs(JOBS, __doc__, 32_000_000))

@@ -226,11 +226,15 @@ DSX_INLINE void store_rounded(const float* p, char* out, int64_t n, uint32_t see
 }
 
 void decode_block(const char* codes0, const char* codes1, float* m, float* v, F scale0, F scale1, int64_t n) {
-    for (int64_t i = 0; i < n; i += LANES) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        store32(m + i, decode_first(load8(codes0 + i), scale0));
+        store32(v + i, Second::decode(load8(codes1 + i)) * scale1);
+    }
+    if (i < n) {
         char c0[16] = {}, c1[16] = {};
-        int64_t count = n - i < LANES ? n - i : LANES;
-        __builtin_memcpy(c0, codes0 + i, count);
-        __builtin_memcpy(c1, codes1 + i, count);
+        __builtin_memcpy(c0, codes0 + i, n - i);
+        __builtin_memcpy(c1, codes1 + i, n - i);
         store32(m + i, decode_first(load8(c0), scale0));
         store32(v + i, Second::decode(load8(c1)) * scale1);
     }
@@ -239,28 +243,32 @@ void decode_block(const char* codes0, const char* codes1, float* m, float* v, F 
 void encode_block(const float* m, const float* v, const Row& row, int64_t at, int64_t n, uint32_t seed) {
     F top_m = splat(0.0f), top_v = splat(0.0f);
     for (int64_t i = 0; i < n; i += LANES) {  // the padding is zero
-        top_m = maximum(top_m, absolute(load32(m + i)));
-        top_v = maximum(top_v, load32(v + i));
+        top_m = larger_magnitude(top_m, absolute(load32(m + i)));
+        top_v = larger_magnitude(top_v, load32(v + i));
     }
-    const float scale0 = largest(top_m), scale1 = largest(top_v);
+    const float scale0 = largest_magnitude(top_m), scale1 = largest_magnitude(top_v);
     row.scale0[at / BLOCK8] = scale0;
     row.scale1[at / BLOCK8] = scale1;
     const F inv0 = inverse(scale0), inv1 = inverse(scale1), one = splat(1.0f);
     for (int64_t i = 0; i < n; i += LANES) {
         Noise noise(seed, row.offset + at + i);
         F x = load32(m + i), first = absolute(x) * inv0, second = load32(v + i) * inv1;
-        first = select(less(one, first), one, first);
-        second = select(less(one, second), one, second);
+        first = smaller(first, one);
+        second = smaller(second, one);
         U code0 = First::encode(first, noise.first >> 12) | ((bits(x) >> 24) & splatu(0x80u));
         U code1 = Second::encode(second, noise.second >> 12);
         // A second moment above zero stays above zero: its root is divided by.
         code1 = code1 | (equalu(code1, splatu(0)) & less(splat(0.0f), second) & splatu(1));
+        if (i + LANES <= n) {
+            store8(row.state0 + at + i, code0);
+            store8(row.state1 + at + i, code1);
+            continue;
+        }
         char c0[16], c1[16];
         store8(c0, code0);
         store8(c1, code1);
-        int64_t count = n - i < LANES ? n - i : LANES;
-        __builtin_memcpy(row.state0 + at + i, c0, count);
-        __builtin_memcpy(row.state1 + at + i, c1, count);
+        __builtin_memcpy(row.state0 + at + i, c0, n - i);
+        __builtin_memcpy(row.state1 + at + i, c1, n - i);
     }
 }
 

@@ -14,13 +14,12 @@ constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it leaves the neares
 constexpr uint32_t MAGIC_BITS = 0x4b400000u;
 constexpr float UNIT24 = 5.9604644775390625e-8f;  // 2^-24
 
-DSX_INLINE F minimum(F a, F b) { return select(less(b, a) | is_nan(b), b, a); }
 DSX_INLINE float smallest(F a) {
     float lane[16];
     __builtin_memcpy(lane, &a, 64);
-    float low = lane[0];
-    for (int k = 1; k < 16; ++k) low = (lane[k] < low || lane[k] != lane[k]) ? lane[k] : low;
-    return low;
+    for (int half = 8; half; half /= 2)
+        for (int k = 0; k < half; ++k) lane[k] = lane[k + half] < lane[k] ? lane[k + half] : lane[k];
+    return lane[0];
 }
 DSX_INLINE F round_even(F t) { return (t + splat(MAGIC)) - splat(MAGIC); }
 // Up with the probability of the fraction; `random` has 24 bits.
@@ -30,8 +29,7 @@ DSX_INLINE F round_random(F t, U random) {
     return select(less(t, nearest), nearest - splat(1.0f), nearest);
 }
 DSX_INLINE F limit(F t, float low, float high) {
-    t = select(less(splat(high), t), splat(high), t);
-    return select(less(t, splat(low)), splat(low), t);
+    return larger(smaller(t, splat(high)), splat(low));
 }
 
 // ---- formats ----------------------------------------------------------------------------------------------------------------
@@ -93,50 +91,26 @@ typedef Float8<2, 15, 0x7b, 0x7c> FloatE5M2;
 
 // ---- codes in memory --------------------------------------------------------------------------------------------------------
 
-// Eight bytes whose low halves count <-> four bytes.
-DSX_INLINE uint32_t squeeze(uint64_t w) {
-    w = (w | (w >> 4)) & 0x00ff00ff00ff00ffull;
-    w = (w | (w >> 8)) & 0x0000ffff0000ffffull;
-    return (uint32_t)(w | (w >> 16));
-}
-DSX_INLINE uint64_t spread(uint32_t packed) {
-    uint64_t w = packed;
-    w = (w | (w << 16)) & 0x0000ffff0000ffffull;
-    w = (w | (w << 8)) & 0x00ff00ff00ff00ffull;
-    return (w | (w << 4)) & 0x0f0f0f0f0f0f0f0full;
-}
-
 template <int BITS> DSX_INLINE void write_codes(U code, char* codes, int64_t i, int64_t count) {
+    char* at = codes + (BITS == 8 ? i : i / 2);
+    char raw[16];
     if (BITS == 8) {
-        if (count >= LANES) return store8(codes + i, code);
-        char raw[16];
+        if (count >= LANES) return store8(at, code);
         store8(raw, code);
-        __builtin_memcpy(codes + i, raw, count);
+        __builtin_memcpy(at, raw, count);
         return;
     }
-    char raw[16];
-    store8(raw, code);
-    for (int64_t k = count; k < LANES; ++k) raw[k] = 0;
-    uint64_t w[2];
-    __builtin_memcpy(w, raw, 16);
-    const uint32_t packed[2] = {squeeze(w[0]), squeeze(w[1])};
-    if (count >= LANES) __builtin_memcpy(codes + i / 2, packed, 8);
-    else __builtin_memcpy(codes + i / 2, packed, (count + 1) / 2);
+    if (count >= LANES) return store4(at, code);
+    store4(raw, code & lane_mask((1u << count) - 1u));
+    __builtin_memcpy(at, raw, (count + 1) / 2);
 }
 
 template <int BITS> DSX_INLINE U read_codes(const char* codes, int64_t i, int64_t count) {
+    const char* at = codes + (BITS == 8 ? i : i / 2);
+    if (count >= LANES) return BITS == 8 ? load8(at) : load4(at);
     char raw[16] = {};
-    if (BITS == 8) {
-        if (count >= LANES) return load8(codes + i);
-        __builtin_memcpy(raw, codes + i, count);
-        return load8(raw);
-    }
-    uint32_t packed[2] = {};
-    if (count >= LANES) __builtin_memcpy(packed, codes + i / 2, 8);
-    else __builtin_memcpy(packed, codes + i / 2, (count + 1) / 2);
-    const uint64_t w[2] = {spread(packed[0]), spread(packed[1])};
-    __builtin_memcpy(raw, w, 16);
-    return load8(raw);
+    __builtin_memcpy(raw, at, BITS == 8 ? count : (count + 1) / 2);
+    return BITS == 8 ? load8(raw) : load4(raw);
 }
 
 // Where group g of x lies among the codes.
@@ -153,30 +127,38 @@ struct Range {
     float base, width;  // base: subtracted before scaling
 };
 
-template <class FORMAT, DType T> DSX_INLINE Range range_of(const char* x, int64_t from, int64_t to) {
-    F high = splat(0.0f), low = splat(0.0f);
-    if (!FORMAT::SYMMETRIC) {
-        char first[64] = {};
-        __builtin_memcpy(first, x + from * Access<T>::SIZE, Access<T>::SIZE);
-        F value = Access<T>::load(first, 0);
-        float one;
-        __builtin_memcpy(&one, &value, 4);
-        high = low = splat(one);
-    }
+template <DType T> DSX_INLINE Range magnitude_of(const char* x, int64_t from, int64_t to) {
+    F top[2] = {splat(0.0f), splat(0.0f)};
     int64_t i = from;
-    for (; i + LANES <= to; i += LANES) {
-        F v = Access<T>::load(x, i);
-        high = maximum(high, FORMAT::SYMMETRIC ? absolute(v) : v);
-        if (!FORMAT::SYMMETRIC) low = minimum(low, v);
-    }
-    if (i < to) {
-        F v = Padded<T>::load(x, i, to - i), first = high;
-        if (!FORMAT::SYMMETRIC) v = select(lane_mask((1u << (to - i)) - 1u), v, first);
-        high = maximum(high, FORMAT::SYMMETRIC ? absolute(v) : v);
-        if (!FORMAT::SYMMETRIC) low = minimum(low, v);
-    }
-    const float base = FORMAT::SYMMETRIC ? 0.0f : smallest(low);
+    for (; i + 2 * LANES <= to; i += 2 * LANES)
+        for (int k = 0; k < 2; ++k) top[k] = larger_magnitude(top[k], absolute(Access<T>::load(x, i + k * LANES)));
+    for (; i < to; i += LANES) top[0] = larger_magnitude(top[0], absolute(Padded<T>::load(x, i, to - i)));
+    return {0.0f, largest_magnitude(larger_magnitude(top[0], top[1]))};
+}
+
+template <DType T> DSX_INLINE Range interval_of(const char* x, int64_t from, int64_t to) {
+    char first[64] = {};
+    __builtin_memcpy(first, x + from * Access<T>::SIZE, Access<T>::SIZE);
+    F value = Access<T>::load(first, 0);
+    float one;
+    __builtin_memcpy(&one, &value, 4);
+    F high = splat(one), low = high;
+    U bad = is_nan(high);
+    auto take = [&](F v) __attribute__((always_inline)) {
+        high = larger(high, v);
+        low = smaller(low, v);
+        bad = bad | is_nan(v);
+    };
+    int64_t i = from;
+    for (; i + LANES <= to; i += LANES) take(Access<T>::load(x, i));
+    if (i < to) take(select(lane_mask((1u << (to - i)) - 1u), Padded<T>::load(x, i, to - i), splat(one)));
+    if (lane_bits(bad)) return {__builtin_nanf(""), __builtin_nanf("")};
+    const float base = smallest(low);
     return {base, largest(high) - base};
+}
+
+template <class FORMAT, DType T> DSX_INLINE Range range_of(const char* x, int64_t from, int64_t to) {
+    return FORMAT::SYMMETRIC ? magnitude_of<T>(x, from, to) : interval_of<T>(x, from, to);
 }
 
 template <class FORMAT, DType T, bool STOCHASTIC>
@@ -228,12 +210,15 @@ void reduce_of(const Quant& q, const char* codes, const float* scale, const floa
         for (int64_t r = 0; r < ranks; ++r) {
             const F step = splat(scale[r * scale_stride + g]), base = splat(FORMAT::SYMMETRIC ? 0.0f : zero[r * scale_stride + g]);
             const F times = splat(r + 1 == ranks ? factor : 1.0f);
-            for (int64_t i = from; i < to; i += LANES) {
+            auto add = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
                 char* at = (char*)(out + (i - begin));
-                F v = value_of<FORMAT>(read_codes<FORMAT::BITS>(codes + r * code_stride, i, to - i), step, base);
-                if (r > 0) v = Padded<F32>::load(at, 0, to - i) + v;
-                Padded<F32>::store(at, 0, to - i, v * times);
-            }
+                F v = value_of<FORMAT>(read_codes<FORMAT::BITS>(codes + r * code_stride, i, count), step, base);
+                if (r > 0) v = Padded<F32>::load(at, 0, count) + v;
+                Padded<F32>::store(at, 0, count, v * times);
+            };
+            int64_t i = from;
+            for (; i + LANES <= to; i += LANES) add(i, LANES);
+            if (i < to) add(i, to - i);
         }
         from = to;
     }

@@ -23,6 +23,14 @@ template <class Body> DSX_INLINE float row_sum(int64_t cols, const Body& f) {
     return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
+// f(column, count) for all columns: count is LANES, a constant to the compiler, except in the last call of an odd row.
+template <class Body> DSX_INLINE void columns(int64_t cols, const Body& f) {
+    int64_t c = 0;
+    for (; c + LANES <= cols; c += LANES) f(c, LANES);
+    if (c < cols) f(c, cols - c);
+}
+#define DSX_LAMBDA __attribute__((always_inline))
+
 // All ones in the lanes below count.
 DSX_INLINE U present(int64_t count) { return lane_mask(count >= LANES ? 0xffffu : (1u << count) - 1u); }
 
@@ -43,13 +51,14 @@ template <DType T> void layer_norm_of(const NormRows& n, int64_t begin, int64_t 
         if (n.residual) {
             char* total = n.total + row * cols * Access<T>::SIZE;
             const char* r = n.residual + row * cols * Access<T>::SIZE;
-            for (int64_t c = 0; c < cols; c += LANES)
-                Padded<T>::store(total, c, cols - c, Padded<T>::load(x, c, cols - c) + Padded<T>::load(r, c, cols - c));
+            columns(cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
+                Padded<T>::store(total, c, count, Padded<T>::load(x, c, count) + Padded<T>::load(r, c, count));
+            });
             x = total;
         }
-        const float mean = row_sum(cols, [&](int64_t c, int64_t count) { return Padded<T>::load(x, c, count); }) * share;
+        const float mean = row_sum(cols, [&](int64_t c, int64_t count) DSX_LAMBDA { return Padded<T>::load(x, c, count); }) * share;
         const F centre = splat(mean);
-        const float variance = row_sum(cols, [&](int64_t c, int64_t count) {
+        const float variance = row_sum(cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
             F d = Padded<T>::load(x, c, count) - centre;
             if (count < LANES) d = floats(bits(d) & present(count));
             return d * d;
@@ -57,11 +66,10 @@ template <DType T> void layer_norm_of(const NormRows& n, int64_t begin, int64_t 
         const float rstd = 1.0f / __builtin_sqrtf(variance + n.eps);
         const F scale = splat(rstd);
         const bool stream = n.stream && on_line(y);
-        for (int64_t c = 0; c < cols; c += LANES) {
-            const int64_t count = cols - c;
+        columns(cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
             F xhat = (Padded<T>::load(x, c, count) - centre) * scale;
             put<T>(y, c, count, xhat * Padded<F32>::load((const char*)n.weight, c, count) + Padded<F32>::load((const char*)n.bias, c, count), stream);
-        }
+        });
         n.mean[row] = mean;
         n.rstd[row] = rstd;
     }
@@ -75,31 +83,31 @@ template <DType T> void layer_norm_back_of(const NormBackRows& n, int64_t begin,
         const int64_t at = row * cols * Access<T>::SIZE;
         const char *grad = n.grad + at, *saved = n.saved + at;
         const F mean = splat(n.mean[row]), rstd = splat(n.rstd[row]);
-        auto xhat_at = [&](int64_t c, int64_t count) __attribute__((always_inline)) {
+        auto xhat_at = [&](int64_t c, int64_t count) DSX_LAMBDA {
             F s = Padded<T>::load(saved, c, count);
             if (!n.inverse) return (s - mean) * rstd;
             return (s - Padded<F32>::load((const char*)n.bias, c, count)) * Padded<F32>::load((const char*)n.inverse, c, count);
         };
         F first[2] = {splat(0.0f), splat(0.0f)}, second[2] = {splat(0.0f), splat(0.0f)};
-        for (int64_t c = 0, k = 0; c < cols; c += LANES, k ^= 1) {
-            const int64_t count = cols - c;
+        int k = 0;
+        columns(cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
             F g = Padded<T>::load(grad, c, count), xhat = xhat_at(c, count);
             F gw = g * Padded<F32>::load((const char*)n.weight, c, count);  // zero beyond the row's end
             first[k] = first[k] + gw;
-            second[k] = second[k] + gw * floats(bits(xhat) & present(count));
+            second[k] = second[k] + gw * (count < LANES ? floats(bits(xhat) & present(count)) : xhat);
             Padded<F32>::store((char*)dweight, c, count, Padded<F32>::load((const char*)dweight, c, count) + g * xhat);
             Padded<F32>::store((char*)dbias, c, count, Padded<F32>::load((const char*)dbias, c, count) + g);
-        }
+            k ^= 1;
+        });
         const F a = splat(sum_lanes(first[0] + first[1]) * share), b = splat(sum_lanes(second[0] + second[1]) * share);
         char* dx = n.dx + at;
         const bool stream = n.stream && on_line(dx);
-        for (int64_t c = 0; c < cols; c += LANES) {
-            const int64_t count = cols - c;
+        columns(cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
             F gw = Padded<T>::load(grad, c, count) * Padded<F32>::load((const char*)n.weight, c, count);
             F d = ((gw - a) - xhat_at(c, count) * b) * rstd;
             if (n.extra) d = d + Padded<T>::load(n.extra + at, c, count);
             put<T>(dx, c, count, d, stream);
-        }
+        });
     }
     if (n.stream) fence();
 }
@@ -143,13 +151,12 @@ template <DType T> DSX_INLINE F row_scores(const SoftmaxRows& s, const Mask& mas
     const F scale = splat(s.scale), lowest = floats(splatu(0xff800000u));
     const bool plain = mask.kind == MASK_NONE;
     F top = lowest;
-    for (int64_t c = 0; c < s.cols; c += LANES) {
-        const int64_t count = s.cols - c;
+    columns(s.cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
         F score = Padded<T>::load(x, c, count) * scale + (plain ? mask.one : mask.load(c, count));
         if (count < LANES) score = select(present(count), score, lowest);
-        top = maximum(top, score);
+        top = larger(top, score);  // a NaN shows in the sum
         store32(scratch + c, score);
-    }
+    });
     return splat(largest(top));
 }
 
@@ -159,7 +166,7 @@ template <DType T> void softmax_of(const SoftmaxRows& s, int64_t begin, int64_t 
         F top = row_scores<T>(s, Mask(s, row), s.x + row * s.cols * Access<T>::SIZE, scratch);
         const U none = equalu(bits(top), splatu(0xff800000u));
         top = select(none, splat(0.0f), top);
-        const float total = row_sum(padded, [&](int64_t c, int64_t) {
+        const float total = row_sum(padded, [&](int64_t c, int64_t) DSX_LAMBDA {
             F w = exponential(load32(scratch + c) - top);
             store32(scratch + c, w);
             return w;
@@ -167,7 +174,7 @@ template <DType T> void softmax_of(const SoftmaxRows& s, int64_t begin, int64_t 
         const F share = splat(total == 0.0f ? 0.0f : 1.0f / total);
         char* out = s.out + row * s.cols * Access<T>::SIZE;
         const bool stream = s.stream && on_line(out);
-        for (int64_t c = 0; c < s.cols; c += LANES) put<T>(out, c, s.cols - c, load32(scratch + c) * share, stream);
+        columns(s.cols, [&](int64_t c, int64_t count) DSX_LAMBDA { put<T>(out, c, count, load32(scratch + c) * share, stream); });
     }
     if (s.stream) fence();
 }
@@ -177,13 +184,12 @@ template <DType T> void softmax_back_of(const SoftmaxRows& s, int64_t begin, int
     for (int64_t row = begin; row < end; ++row) {
         const int64_t at = row * s.cols * Access<T>::SIZE;
         const char *y = s.x + at, *grad = s.grad + at;
-        const F dot = splat(row_sum(s.cols, [&](int64_t c, int64_t count) { return Padded<T>::load(grad, c, count) * Padded<T>::load(y, c, count); }));
+        const F dot = splat(row_sum(s.cols, [&](int64_t c, int64_t count) DSX_LAMBDA { return Padded<T>::load(grad, c, count) * Padded<T>::load(y, c, count); }));
         char* out = s.out + at;
         const bool stream = s.stream && on_line(out);
-        for (int64_t c = 0; c < s.cols; c += LANES) {
-            const int64_t count = s.cols - c;
+        columns(s.cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
             put<T>(out, c, count, (scale * Padded<T>::load(y, c, count)) * (Padded<T>::load(grad, c, count) - dot), stream);
-        }
+        });
     }
     if (s.stream) fence();
 }
@@ -227,15 +233,14 @@ template <BiasForm FORM, DType T> void bias_function_of(const BiasRows& b, int64
     for (int64_t at = begin; at < end;) {
         const int64_t col = at % b.cols, left = b.cols - col, n = end - at < left ? end - at : left;
         const bool stream = b.stream && on_line(b.out + at * Access<T>::SIZE);
-        for (int64_t i = 0; i < n; i += LANES) {
-            const int64_t count = n - i;
+        columns(n, [&](int64_t i, int64_t count) DSX_LAMBDA {
             F u = Padded<T>::load(b.x, at + i, count), other = splat(0.0f);
             if (b.bias) u = u + Padded<F32>::load((const char*)b.bias, col + i, count);
             if (two) other = Padded<T>::load(b.other, at + i, count);
             F out = function<FORM>(b, u, other, at + i);
             put<T>(b.out, at + i, count, out, stream);
             if (sums) Padded<F32>::store((char*)sums, col + i, count, Padded<F32>::load((const char*)sums, col + i, count) + out);
-        }
+        });
         at += n;
     }
     if (b.stream) fence();

@@ -168,11 +168,20 @@ struct Noise {
     }
 };
 
-DSX_INLINE float largest(F a) {
+DSX_INLINE float largest(F a) {  // of numbers; NaN is the caller's concern
     float lane[16];
     __builtin_memcpy(lane, &a, 64);
-    float top = lane[0];
-    for (int k = 1; k < 16; ++k) top = (top < lane[k] || lane[k] != lane[k]) ? lane[k] : top;
+    for (int half = 8; half; half /= 2)
+        for (int k = 0; k < half; ++k) lane[k] = lane[k] < lane[k + half] ? lane[k + half] : lane[k];
+    return lane[0];
+}
+DSX_INLINE float largest_magnitude(F a) {
+    uint32_t lane[16];
+    __builtin_memcpy(lane, &a, 64);
+    for (int half = 8; half; half /= 2)
+        for (int k = 0; k < half; ++k) lane[k] = lane[k] < lane[k + half] ? lane[k + half] : lane[k];
+    float top;
+    __builtin_memcpy(&top, lane, 4);
     return top;
 }
 // Magnitudes that fp32 cannot invert are flushed to zero.

@@ -33,6 +33,11 @@ typedef int32_t ireg __attribute__((vector_size(WIDTH)));
 typedef uint16_t hreg __attribute__((vector_size(WIDTH / 2)));
 typedef uint8_t breg __attribute__((vector_size(WIDTH / 4)));
 
+// Loads and stores of whole registers: a memcpy of 64 bytes is split into pieces of 16 by the compiler, and the registers read back
+// from such pieces wait for all of them.
+typedef float freg_at __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+typedef uint16_t hreg_at __attribute__((vector_size(WIDTH / 2), aligned(1), may_alias));
+
 struct F { freg r[REGS]; };
 struct U { ureg r[REGS]; };
 
@@ -57,8 +62,43 @@ static DSX_INLINE U equalu(U a, U b) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] == b
 static DSX_INLINE U select(U mask, U a, U b) { return (a & mask) | (b & (mask ^ splatu(~0u))); }
 static DSX_INLINE F select(U mask, F a, F b) { return floats(select(mask, bits(a), bits(b))); }
 static DSX_INLINE F absolute(F a) { return floats(bits(a) & splatu(0x7fffffffu)); }
-// NaN wins: a block with a NaN has a NaN maximum.
-static DSX_INLINE F maximum(F a, F b) { return select(less(a, b) | is_nan(b), b, a); }
+// b < a ? b : a, and a < b ? b : a: a when either is NaN.
+#if defined(DSX_ISA_AVX512)
+static DSX_INLINE F smaller(F a, F b) { F c; c.r[0] = (freg)_mm512_maskz_min_ps((__mmask16)-1, (__m512)b.r[0], (__m512)a.r[0]); return c; }
+static DSX_INLINE F larger(F a, F b) { F c; c.r[0] = (freg)_mm512_maskz_max_ps((__mmask16)-1, (__m512)b.r[0], (__m512)a.r[0]); return c; }
+#elif defined(DSX_ISA_AVX2)
+static DSX_INLINE F smaller(F a, F b) { F c; DSX_EACH c.r[i] = (freg)_mm256_min_ps((__m256)b.r[i], (__m256)a.r[i]); return c; }
+static DSX_INLINE F larger(F a, F b) { F c; DSX_EACH c.r[i] = (freg)_mm256_max_ps((__m256)b.r[i], (__m256)a.r[i]); return c; }
+#else
+static DSX_INLINE F smaller(F a, F b) { return select(less(b, a), b, a); }
+static DSX_INLINE F larger(F a, F b) { return select(less(a, b), b, a); }
+#endif
+// a * b + c, rounded once where the instruction set does so: not for kernels that promise equal bits.
+static DSX_INLINE F multiply_add(F a, F b, F c) {
+#if defined(DSX_ISA_AVX512)
+    c.r[0] = (freg)_mm512_fmadd_ps((__m512)a.r[0], (__m512)b.r[0], (__m512)c.r[0]);
+    return c;
+#elif defined(DSX_ISA_AVX2)
+    DSX_EACH c.r[i] = (freg)_mm256_fmadd_ps((__m256)a.r[i], (__m256)b.r[i], (__m256)c.r[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+// Of magnitudes: as integers they order like floats, with NaN above infinity.
+static DSX_INLINE F larger_magnitude(F a, F b) {
+#if defined(DSX_ISA_AVX512)
+    F c;
+    c.r[0] = (freg)_mm512_max_epu32((__m512i)a.r[0], (__m512i)b.r[0]);
+    return c;
+#elif defined(DSX_ISA_AVX2)
+    F c;
+    DSX_EACH c.r[i] = (freg)_mm256_max_epu32((__m256i)a.r[i], (__m256i)b.r[i]);
+    return c;
+#else
+    return select(lessu(bits(a), bits(b)), b, a);
+#endif
+}
 static DSX_INLINE F to_float(U a) { F c; DSX_EACH c.r[i] = __builtin_convertvector((ireg)a.r[i], freg); return c; }
 
 static DSX_INLINE F root(F a) {
@@ -75,17 +115,13 @@ static DSX_INLINE F root(F a) {
     return c;
 }
 
-static DSX_INLINE F load32(const void* at) { F c; __builtin_memcpy(&c, at, 64); return c; }
-static DSX_INLINE void store32(void* at, F a) { __builtin_memcpy(at, &a, 64); }
+static DSX_INLINE F load32(const void* at) { F c; DSX_EACH c.r[i] = (freg)((const freg_at*)at)[i]; return c; }
+static DSX_INLINE void store32(void* at, F a) { DSX_EACH ((freg_at*)at)[i] = (freg_at)a.r[i]; }
 
 // 16-bit integers, widened.
 static DSX_INLINE U load16(const void* at) {
     U c;
-    DSX_EACH {
-        hreg h;
-        __builtin_memcpy(&h, (const char*)at + i * sizeof(hreg), sizeof(hreg));
-        c.r[i] = __builtin_convertvector(h, ureg);
-    }
+    DSX_EACH c.r[i] = __builtin_convertvector((hreg)((const hreg_at*)at)[i], ureg);
     return c;
 }
 static DSX_INLINE void store16(void* at, U a) {
@@ -93,41 +129,73 @@ static DSX_INLINE void store16(void* at, U a) {
     // The values fit 16 bits: pack both registers, then put the quarters in order.
     __m256i packed = _mm256_packus_epi32((__m256i)(a.r[0] & 0xffffu), (__m256i)(a.r[1] & 0xffffu));
     packed = _mm256_permute4x64_epi64(packed, 0xd8);
-    __builtin_memcpy(at, &packed, 32);
+    _mm256_storeu_si256((__m256i*)at, packed);
 #else
-    DSX_EACH {
-        hreg h = __builtin_convertvector(a.r[i], hreg);
-        __builtin_memcpy((char*)at + i * sizeof(hreg), &h, sizeof(hreg));
-    }
+    DSX_EACH ((hreg_at*)at)[i] = (hreg_at)__builtin_convertvector(a.r[i], hreg);
 #endif
 }
 static DSX_INLINE U load8(const void* at) {
-    uint8_t raw[16];
-    __builtin_memcpy(raw, at, 16);
     U c;
 #if defined(DSX_ISA_AVX512)
-    c.r[0] = (ureg)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)raw));
+    c.r[0] = (ureg)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at));
 #elif defined(DSX_ISA_AVX2)
-    c.r[0] = (ureg)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)raw));
-    c.r[1] = (ureg)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(raw + 8)));
+    c.r[0] = (ureg)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at));
+    c.r[1] = (ureg)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)((const char*)at + 8)));
 #else
+    uint8_t raw[16];
+    __builtin_memcpy(raw, at, 16);
     DSX_EACH for (int k = 0; k < PER; ++k) c.r[i][k] = raw[i * PER + k];
 #endif
     return c;
 }
 static DSX_INLINE void store8(void* at, U a) {
 #if defined(DSX_ISA_AVX512)
-    __m128i packed = _mm512_cvtepi32_epi8((__m512i)a.r[0]);
-    __builtin_memcpy(at, &packed, 16);
+    _mm_storeu_si128((__m128i*)at, _mm512_cvtepi32_epi8((__m512i)a.r[0]));
 #elif defined(DSX_ISA_AVX2)
     __m256i words = _mm256_packus_epi32((__m256i)a.r[0], (__m256i)a.r[1]);
     words = _mm256_permute4x64_epi64(words, 0xd8);
-    __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    __builtin_memcpy(at, &packed, 16);
+    _mm_storeu_si128((__m128i*)at, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 #else
     uint8_t raw[16];
     DSX_EACH for (int k = 0; k < PER; ++k) raw[i * PER + k] = (uint8_t)a.r[i][k];
     __builtin_memcpy(at, raw, 16);
+#endif
+}
+
+// Sixteen values of four bits <-> eight bytes, the even one in the low half.
+static DSX_INLINE void store4(void* at, U a) {
+#if defined(DSX_ISA_AVX512) || defined(DSX_ISA_AVX2)
+    __m128i codes;
+    store8(&codes, a);
+    const __m128i pairs = _mm_maddubs_epi16(codes, _mm_set1_epi16(0x1001));  // even + 16 odd
+    _mm_storel_epi64((__m128i*)at, _mm_packus_epi16(pairs, pairs));
+#else
+    uint64_t w[2];
+    store8(w, a);
+    for (int k = 0; k < 2; ++k) {
+        w[k] = (w[k] | (w[k] >> 4)) & 0x00ff00ff00ff00ffull;
+        w[k] = (w[k] | (w[k] >> 8)) & 0x0000ffff0000ffffull;
+        const uint32_t packed = (uint32_t)(w[k] | (w[k] >> 16));
+        __builtin_memcpy((char*)at + 4 * k, &packed, 4);
+    }
+#endif
+}
+static DSX_INLINE U load4(const void* at) {
+#if defined(DSX_ISA_AVX512) || defined(DSX_ISA_AVX2)
+    const __m128i packed = _mm_loadl_epi64((const __m128i*)at), low = _mm_set1_epi8(15);
+    const __m128i codes = _mm_unpacklo_epi8(_mm_and_si128(packed, low), _mm_and_si128(_mm_srli_epi16(packed, 4), low));
+    return load8(&codes);
+#else
+    uint64_t w[2];
+    for (int k = 0; k < 2; ++k) {
+        uint32_t packed;
+        __builtin_memcpy(&packed, (const char*)at + 4 * k, 4);
+        w[k] = packed;
+        w[k] = (w[k] | (w[k] << 16)) & 0x0000ffff0000ffffull;
+        w[k] = (w[k] | (w[k] << 8)) & 0x00ff00ff00ff00ffull;
+        w[k] = (w[k] | (w[k] << 4)) & 0x0f0f0f0f0f0f0f0full;
+    }
+    return load8(w);
 #endif
 }
 
@@ -263,14 +331,18 @@ constexpr int DREGS = 2 * REGS;
 struct D { dreg r[DREGS]; };
 static DSX_INLINE D zero_sums() { D d; for (int i = 0; i < DREGS; ++i) d.r[i] = (dreg){}; return d; }
 static DSX_INLINE void add_squares(D& sum, F a) {
-    typedef float part __attribute__((vector_size(WIDTH / 2)));
-    DSX_EACH {
+    DSX_EACH for (int k = 0; k < 2; ++k) {
+#if defined(DSX_ISA_AVX512)
+        dreg d = (dreg)_mm512_maskz_cvtps_pd((__mmask8)-1, k ? _mm512_extractf32x8_ps((__m512)a.r[i], 1) : _mm512_castps512_ps256((__m512)a.r[i]));
+#elif defined(DSX_ISA_AVX2)
+        dreg d = (dreg)_mm256_cvtps_pd(k ? _mm256_extractf128_ps((__m256)a.r[i], 1) : _mm256_castps256_ps128((__m256)a.r[i]));
+#else
+        typedef float part __attribute__((vector_size(WIDTH / 2)));
         part x[2];
         __builtin_memcpy(x, &a.r[i], WIDTH);
-        for (int k = 0; k < 2; ++k) {
-            dreg d = __builtin_convertvector(x[k], dreg);
-            sum.r[2 * i + k] = sum.r[2 * i + k] + d * d;
-        }
+        dreg d = __builtin_convertvector(x[k], dreg);
+#endif
+        sum.r[2 * i + k] = sum.r[2 * i + k] + d * d;
     }
 }
 static DSX_INLINE double total(const D& sum) {
