@@ -1,6 +1,10 @@
 """The CUDA kernels of the optimizers, run on the host by the emulator: the bits of the PyTorch reference, whatever the dtypes and shapes."""
 
 import itertools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
 
 import dsx_ops
 import pytest
@@ -169,25 +173,79 @@ def test_numbers_on_the_device(rule, on_emulator):
             assert same(a, b)
 
 
-def test_found_inf_leaves_everything_and_steps_are_counted_on_the_device(emulator):
-    p, grad = torch.linspace(-1, 1, 777), torch.linspace(2, 3, 777)
-    states = torch.zeros(777), torch.zeros(777)
-    reference = Slot(p.clone(), grad, tuple(s.clone() for s in states))
-    slot, step = Slot(p, grad, states), torch.zeros(())
-    rule = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, decoupled=True)
-    done = 0
-    for found in (0.0, 1.0, 0.0, 1.0, 0.0):
-        before = p.clone(), step.clone()
-        cuda_optimizers.run(
-            emulator, Batch(Algorithm.ADAM, Hyper(**rule), [slot]), found_inf=torch.tensor(found), step=step
-        )
-        if found:
-            assert torch.equal(p, before[0]) and torch.equal(step, before[1])
-            continue
-        done += 1
-        with dsx_ops.reference_only():
-            update.apply(Batch(Algorithm.ADAM, Hyper(**rule, step=done), [reference]))
-        assert step.item() == done and same(p, reference.param)
+@pytest.mark.parametrize("rule", RULES)
+def test_found_inf_leaves_everything_and_does_not_count(rule, on_emulator, monkeypatch):
+    """Skipping is decided by the kernels; afterwards all is as if the skipped steps had never been asked for."""
+
+    def steps(flags, **how):
+        generator = torch.Generator().manual_seed(4)
+        params = [torch.randn(n, generator=generator) for n in (5, 700)]
+        optimizer = RULES[rule](params)
+        for flag in flags:
+            for p in params:
+                p.grad = torch.randn(p.numel(), generator=generator)
+            if flag is None:
+                continue
+            before = [p.clone() for p in params]
+            optimizer.step(
+                grad_scale=torch.tensor(2.0), **({} if flag is False else {"found_inf": torch.tensor([flag])})
+            )
+            assert not flag or all(map(torch.equal, before, params))
+        return params, optimizer.state_dict()["state"]
+
+    on_emulator()
+    expected, plain_state = steps((False, None, False, None, None, False))
+    monkeypatch.setattr(update, "decides_on_device", lambda *_: True)
+    got, state = steps((0.0, 1.0, 0.0, 1.0, 1.0, 0.0))
+    assert all(state[i]["step"] == plain_state[i]["step"] == 3 for i in state)
+    if rule == "adam8":  # its noise is keyed by the steps asked for
+        assert all((a - b).abs().max() < 0.05 for a, b in zip(expected, got))
+        return
+    for a, b in zip(expected, got):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_that_join_late_count_their_own_steps(on_emulator, monkeypatch):
+    on_emulator()
+    monkeypatch.setattr(update, "decides_on_device", lambda *_: True)
+    early, late = torch.ones(9), torch.ones(9)
+    optimizer = dsx_ops.FusedAdam([early, late], lr=1e-2)
+    for flag in (0.0, 1.0, 1.0):
+        early.grad = torch.ones(9)
+        optimizer.step(found_inf=torch.tensor(flag))
+    late.grad = torch.ones(9)
+    optimizer.step(found_inf=torch.tensor(0.0))
+    assert torch.allclose(late, torch.full((9,), 0.99), atol=1e-6)
+    assert [s["step"] for s in optimizer.state_dict()["state"].values()] == [2, 1]
+
+
+def test_torchs_grad_scaler_is_understood():
+    """On the host: gradients that overflow leave everything, others are unscaled inside the pass."""
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer, scaler = dsx_ops.SGD([p], lr=1.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for wrong in (False, True):
+        optimizer.zero_grad()
+        before = p.detach().clone()
+        scaler.scale((p * (float("inf") if wrong else 0.25)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(p, before if wrong else before - 0.25)
+    assert scaler.get_scale() == 4.0 and not hasattr(optimizer, "grad_scale")
+
+
+def test_offsets_key_the_noise(on_emulator):
+    outcomes = []
+    for switch in (False, True):
+        if switch:
+            on_emulator()
+        for offset in (0, 256, 2**32, 2**40):
+            optimizer, p = dsx_ops.Adam8bit([torch.zeros(1)], lr=1e-2), torch.linspace(-1, 1, 512)
+            state = optimizer.new_flat_state(p)
+            for _ in range(2):
+                optimizer.step_flat(p, torch.linspace(1, 2, 512).sin(), state, offset=offset)
+            outcomes.append((p, state["exp_avg"]))
+    assert all(torch.equal(a, b) for one, other in zip(outcomes[:4], outcomes[4:]) for a, b in zip(one, other))
+    assert not torch.equal(outcomes[0][1], outcomes[2][1])
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -241,13 +299,9 @@ def test_nothing_is_written_outside(emulator):
 
 def test_a_missing_barrier_is_found_and_divergence_is_an_error():
     """The emulator itself: what the tests above rest on."""
-    import subprocess
-    import tempfile
-    from pathlib import Path
-
     source = Path(__file__).resolve().parents[1] / "native" / "cuda"
-    if not source.is_dir():
-        pytest.skip("the CUDA sources are part of the repository, not of the wheel")
+    if not source.is_dir() or shutil.which("g++") is None:
+        pytest.skip("needs the CUDA sources, which the wheel does not have, and g++")
     program = r"""
 #include <cstdio>
 #include "launch.cuh"

@@ -308,25 +308,16 @@ __device__ double read(const Scalar& s) {
     if (s.type == SCALAR_I64) return (double)*static_cast<const int64_t*>(s.at);
     return *static_cast<const float*>(s.at);
 }
-__device__ void count_up(const Scalar& s, double value) {
-    if (s.at == nullptr) return;
-    void* at = const_cast<void*>(s.at);
-    if (s.type == SCALAR_F64) *static_cast<double*>(at) = value;
-    else if (s.type == SCALAR_I64) *static_cast<int64_t*>(at) = (int64_t)value;
-    else *static_cast<float*>(at) = (float)value;
-}
-
 // The formulas of dsx_ops.spec.Hyper.lowered, in fp64.
 __global__ void lower(const Recipe r, Hyper* out) {
     if (threadIdx.x != 0) return;
     Hyper h = r.host;
-    const double lr = read(r.lr), scale = read(r.grad_scale), step = read(r.step) + (r.step.at != nullptr ? 1.0 : 0.0);
+    const double lr = read(r.lr), scale = read(r.grad_scale), step = read(r.step);
     if (read(r.found_inf) != 0.0) {
         h.flags |= SKIP;
         *out = h;
         return;
     }
-    count_up(r.step, step);
     double step_size = lr, inv_denom = 1.0;
     if ((r.algorithm == ADAM || r.algorithm == ADAM8) && r.bias_correction) {
         step_size = lr / (1.0 - pow(r.beta1, step));
@@ -334,6 +325,10 @@ __global__ void lower(const Recipe r, Hyper* out) {
     }
     if ((r.algorithm == LAMB_UPDATE || r.algorithm == LAMB_APPLY) && r.bias_correction)
         step_size = lr * sqrt(1.0 - pow(r.beta2, step)) / (1.0 - pow(r.beta1, step));
+    if (r.algorithm == SGD && step <= 1.0) {  // the buffer begins as the gradient
+        h.beta1 = 0.0f;
+        h.damp = 1.0f;
+    }
     h.step_size = (float)step_size;
     h.inv_denom = (float)inv_denom;
     h.decay = (float)(1.0 - lr * r.weight_decay);

@@ -152,6 +152,17 @@ class Slot:
         return (self.param.device, self.param.dtype, self.grad.dtype, state, copy, self.low_bits is not None)
 
 
+@dataclass(frozen=True)
+class Guard:
+    """Whether an update happens is known on the device only.
+
+    `found_inf`: fp32, one number; not 0 = everything stays. `skipped`: fp64, how many of the counted steps did not happen.
+    """
+
+    found_inf: Tensor
+    skipped: Tensor
+
+
 @dataclass
 class Batch:
     """Slots of one kind with the same numbers: one call of a kernel."""
@@ -159,6 +170,7 @@ class Batch:
     algorithm: Algorithm
     hyper: Hyper
     slots: list[Slot] = field(default_factory=list)
+    guard: Guard | None = None
 
     @property
     def numel(self) -> int:

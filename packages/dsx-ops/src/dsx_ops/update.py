@@ -41,6 +41,12 @@ def apply(batch: Batch) -> None:
     reference.run(batch)
 
 
+def decides_on_device(found_inf: Tensor, tensors: Iterable[Tensor]) -> bool:
+    """Whether the kernels read `found_inf` themselves; otherwise the host must."""
+    same = all(t.device == found_inf.device for t in tensors)
+    return found_inf.is_cuda and same and cuda_loader.module() is not None
+
+
 def lamb_update(batch: Batch) -> Tensor:
     """Phase 1 of Lamb: moments. Returns fp64 [slots, 2]: |p|^2 and |u|^2, on the slots' device."""
     on_cuda = _cuda_module([batch.slots[0].param])

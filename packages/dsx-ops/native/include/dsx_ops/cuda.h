@@ -34,7 +34,7 @@ struct Recipe {
     Hyper host;
     Scalar lr, grad_scale;
     Scalar found_inf;  // other than 0: everything stays as it is
-    Scalar step;       // of this update, counted from 1; on the device: of the last one, counted up here unless found_inf says skip
+    Scalar step;       // of this update, counted from 1
     double beta1, beta2, weight_decay;
     bool bias_correction;
 };

@@ -40,10 +40,20 @@ def _start_quantize(module: Any, x: Tensor, scheme: Scheme, out: Sequence[Tensor
     module.quantize(launch.place(x), True, addresses(x, *out), numbers, x.numel(), scheme.stochastic, seed)
 
 
-def run_dequantize(module: Any, codes: Tensor, scale: Tensor, zero: Tensor, shape: Sequence[int], *how: Any) -> Tensor:
+def run_dequantize(
+    module: Any,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    shape: Sequence[int],
+    format: str,
+    group: int,
+    swizzle: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
     """`dequantize`."""
-    out = quantize._fake_dequantize(codes, scale, zero, shape, *how)
-    _start_dequantize(module, codes, scale, zero, *how[:-1], out)
+    out = quantize._fake_dequantize(codes, scale, zero, shape, format, group, swizzle, dtype)
+    _start_dequantize(module, codes, scale, zero, format, group, swizzle, out)
     return out
 
 

@@ -45,14 +45,14 @@ def dtypes_of(batch: Batch) -> list[int]:
 class Factors:
     """The numbers of a batch as the module takes them, on the host or on the device."""
 
-    def __init__(self, module: Any, batch: Batch, found_inf: Tensor | None = None, step: Tensor | None = None) -> None:
-        hyper, device = batch.hyper, batch.slots[0].param.device
-        self.algorithm = batch.algorithm
+    def __init__(self, module: Any, batch: Batch) -> None:
+        hyper, guard, device = batch.hyper, batch.guard, batch.slots[0].param.device
         self.device: Tensor | None = None
-        on_device = [launch.lies_on(v, device) for v in (hyper.lr, hyper.grad_scale, found_inf, step)]
-        if not any(on_device):
+        on_device = [launch.lies_on(v, device) for v in (hyper.lr, hyper.grad_scale)]
+        if guard is None and not any(on_device):
             self.host = hyper.lowered(batch.algorithm)
             return
+        found_inf, step = (0.0, float(hyper.step)) if guard is None else (guard.found_inf, hyper.step - guard.skipped)
         known = replace(
             hyper,
             lr=0.0 if on_device[0] else float(hyper.lr),
@@ -60,12 +60,7 @@ class Factors:
         )
         self.host = known.lowered(batch.algorithm)
         self.device = torch.empty(module.HYPER_BYTES, dtype=torch.uint8, device=device)
-        scalars = (
-            hyper.lr,
-            hyper.grad_scale,
-            0.0 if found_inf is None else found_inf,
-            float(hyper.step) if step is None else step,
-        )
+        scalars = (hyper.lr, hyper.grad_scale, found_inf, step)
         module.prepare(
             launch.place(self.device),
             int(batch.algorithm),
@@ -84,14 +79,9 @@ class Factors:
         return h.numbers(), h.flags(), h.seed
 
 
-def run(module: Any, batch: Batch, *, found_inf: Tensor | None = None, step: Tensor | None = None) -> None:
-    """Apply the batch's update. Not for Lamb.
-
-    `found_inf` (one number on the device): when it is not 0, nothing changes. `step` (one number on the device, not for SGD): counts the updates that
-    were made instead of `batch.hyper.step`, and is counted up here.
-    """
-    factors = Factors(module, batch, found_inf, step)
-    _start(module, batch, int(batch.algorithm), factors)
+def run(module: Any, batch: Batch) -> None:
+    """Apply the batch's update. Not for Lamb."""
+    _start(module, batch, int(batch.algorithm), Factors(module, batch))
 
 
 def _start(

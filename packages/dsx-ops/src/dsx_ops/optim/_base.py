@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from .. import update
 from ..errors import HyperparameterError, TensorError
 from ..spec import Algorithm, Batch, Hyper, Slot, check_slot
+from .skips import SkipCounter
 
 CopyOut = Mapping[Tensor, Tensor]
 
@@ -41,9 +42,12 @@ class FusedOptimizer(Optimizer):
     state_names: tuple[str, ...] = ()
     # States whose dtype is not the state dtype.
     special_dtypes: Mapping[str, torch.dtype] = {"low_bits": torch.int16}
+    # torch.amp.GradScaler looks for this, and sets `grad_scale` and `found_inf` on the instance around `step`; it must find no such names before.
+    _step_supports_amp_scaling = True
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         check_numbers(defaults)
+        self._skips = SkipCounter()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -83,26 +87,45 @@ class FusedOptimizer(Optimizer):
         closure: Callable[[], Any] | None = None,
         *,
         grad_scale: float | Tensor | None = None,
+        found_inf: Tensor | None = None,
         copy_out: CopyOut | None = None,
     ) -> Any:
         """One update of every parameter that has a gradient.
 
         `grad_scale`: gradients are divided by it inside the pass (multiplied by its fp32 reciprocal); they stay as they are. It carries
         unscaling and clipping at once: loss scale divided by the clip coefficient. `copy_out`: for parameters in it, the
-        new values are also written to that tensor, in its dtype, in the same pass.
+        new values are also written to that tensor, in its dtype, in the same pass. `found_inf` (a tensor of one number): when it is
+        not 0, nothing changes and the step does not count; on a device with kernels of ours nobody waits for it. torch.amp.GradScaler
+        gives both by itself.
         Returns the closure's loss. Raises `TensorError` before anything is written.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale = 1.0 if grad_scale is None else grad_scale
+        scale = next((s for s in (grad_scale, getattr(self, "grad_scale", None)) if s is not None), 1.0)
         _check_scale(scale)
+        found = getattr(self, "found_inf", None) if found_inf is None else found_inf
+        if found is not None and not self._decided_on_device(found):
+            if bool(found != 0):
+                return loss
+            found = None
         batches, states = self._collect(scale, copy_out or {})
+        if not (self._skips.fits(states) and (found is not None or self._skips.fits([]))):
+            self._skips.settle()
+            batches, states = self._collect(scale, copy_out or {})
+        if found is not None:
+            self._skips.arm(batches, states, found)
         self._apply(batches)
         for state in states:
             state["step"] += 1
+        if found is not None:
+            self._skips.count(found)
         return loss
+
+    def _decided_on_device(self, found_inf: Tensor) -> bool:
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        return update.decides_on_device(found_inf, grads)
 
     def _collect(self, scale: float | Tensor, copy_out: CopyOut) -> tuple[list[Batch], list[dict[str, Any]]]:
         found: dict[tuple, Batch] = {}
@@ -169,8 +192,18 @@ class FusedOptimizer(Optimizer):
 
     # ---- state dicts --------------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. Waits for the device when steps were made with a `found_inf` there."""
+        self._skips.settle()
+        return super().state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._skips.settle()
+        return super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._skips = SkipCounter()
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)

@@ -126,14 +126,22 @@ class FusedLamb(FusedOptimizer):
         for batch in found:
             mine = ratios[at : at + len(batch.slots)].to(batch.slots[0].param.device)
             at += len(batch.slots)
-            update.lamb_apply(batch, (mine * _step_size(batch.hyper)).float())
+            update.lamb_apply(batch, (mine * _step_size(batch)).float())
         self._coefficients = [_arranged(ratios, order)]
 
 
-def _step_size(hyper: Hyper) -> float | Tensor:
-    """lr with the bias corrections; an lr that is a tensor stays where it is, so that a device is not waited for."""
-    if isinstance(hyper.lr, Tensor):
-        return hyper.lr.double() * replace(hyper, lr=1.0, grad_scale=1.0).lowered(Algorithm.LAMB).step_size
+def _step_size(batch: Batch) -> float | Tensor:
+    """lr with the bias corrections; what lies on a device stays there, so that nobody waits for it."""
+    hyper = batch.hyper
+    lr = hyper.lr.double() if isinstance(hyper.lr, Tensor) else hyper.lr
+    if batch.guard is not None:
+        if not hyper.bias_correction:
+            return lr
+        step = hyper.step - batch.guard.skipped
+        (beta1, beta2) = hyper.betas
+        return lr * (1.0 - beta2**step).sqrt() / (1.0 - beta1**step)
+    if isinstance(lr, Tensor):
+        return lr * replace(hyper, lr=1.0, grad_scale=1.0).lowered(Algorithm.LAMB).step_size
     return replace(hyper, grad_scale=1.0).lowered(Algorithm.LAMB).step_size
 
 
