@@ -26,10 +26,11 @@ from .functional.gelu import bias_gelu
 from .functional.layer_norm import add_layer_norm, layer_norm
 from .functional.softmax import masked_softmax
 from .gradients import CheckOverflow, clip_grad_norm_, get_global_norm, get_grad_zeros, get_weight_norm
-from .native import native_status, reference_only
+from .native import reference_only
 from .optim.adam import Adam8bit, CPUAdam, FusedAdam
 from .optim.lamb import FusedLamb
 from .optim.simple import SGD, CPUAdagrad, CPULion, FusedLion
+from .status import native_status
 from .tokens import (
     mask_gather_bert,
     mask_gather_gpt,

@@ -110,23 +110,6 @@ def reference_only() -> Iterator[None]:
         _loader.disabled -= 1
 
 
-def native_status() -> dict[str, Any]:
-    """What is built and what runs.
-
-    Keys: `native` (bool), `reason` (why not, else ""), `isa` in use, `isas` this CPU can run, `threads` (backend and count),
-    `sanitizer`, `cuda` (which implementation serves CUDA tensors), `torch`.
-    """
-    found = module()
-    status: dict[str, Any] = {
-        "native": found is not None,
-        "reason": "" if found is not None else _loader.reason or "switched off by reference_only()",
-        "isa": found.isa() if found else None,
-        "isas": list(found.isas()) if found else [],
-        "threads": {"backend": found.threads_backend() if found else "torch", "count": threads()},
-        "sanitizer": found.sanitizer() if found else "",
-        "torch": torch.__version__,
-    }
-    from .cuda import loader  # late: it imports this module
-
-    status["cuda"] = loader.status()
-    return status
+def why_not() -> str:
+    """Why there is no compiled module; "" when there is."""
+    return "" if module() is not None else _loader.reason or "switched off by reference_only()"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from types import SimpleNamespace
 
-from .native import native_status
+from .status import native_status
 
 
 class OpBuilder:

@@ -1,0 +1,29 @@
+"""What is built and what runs, on the CPU and on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import native
+from .cuda import loader
+
+
+def native_status() -> dict[str, Any]:
+    """What is built and what runs.
+
+    Keys: `native` (bool), `reason` (why not, else ""), `isa` in use, `isas` this CPU can run, `threads` (backend and count),
+    `sanitizer`, `cuda` (which implementation serves CUDA tensors), `torch`.
+    """
+    found = native.module()
+    return {
+        "native": found is not None,
+        "reason": native.why_not(),
+        "isa": found.isa() if found else None,
+        "isas": list(found.isas()) if found else [],
+        "threads": {"backend": found.threads_backend() if found else "torch", "count": native.threads()},
+        "sanitizer": found.sanitizer() if found else "",
+        "torch": torch.__version__,
+        "cuda": loader.status(),
+    }
