@@ -70,3 +70,30 @@ def test_a_custom_operator_counts_by_the_formula_registered_with_torch():
     model(x)
     profiler.stop_profile()
     assert profiler.get_total_flops() == 2 * 4 * 4 * 8 and not profiler.get_unknown_operators()
+
+
+def data_parallel(rank, world):
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model, args = (
+        torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)),
+        torch.randn(4, 8),
+    )
+    alone, wrapped = FlopsProfiler(model), FlopsProfiler(DistributedDataParallel(model))
+    for profiler in (alone, wrapped):
+        profiler.start_profile()
+        profiler.model(args).sum().backward()
+        profiler.stop_profile()
+    assert dist.get_world_size() == world
+    return [
+        (p.get_total_flops(), p.root.backward_flops, p.get_total_params(), p.get_unknown_operators())
+        for p in (alone, wrapped)
+    ]
+
+
+def test_a_model_under_ddp_counts_as_it_does_alone():
+    testkit = pytest.importorskip("dsx_testkit")
+    for alone, wrapped in testkit.run_ranks(data_parallel, 2):
+        assert alone == wrapped and alone[0] > 0 and not alone[3]

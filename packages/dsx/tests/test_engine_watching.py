@@ -183,6 +183,24 @@ def check_profile(found, plain, stage, folder):
     assert "Train/Samples/tflops" in labels and "Train/Samples/elapsed_time_ms_forward" in labels
 
 
+@pytest.mark.parametrize("chosen", [0, 2])
+def test_the_profiled_step_is_the_one_that_begins_when_so_many_are_done(chosen, tmp_path):
+    import dsx
+
+    section = {"enabled": True, "profile_step": chosen, "output_file": f"{tmp_path}/profile.json"}
+    model = torch.nn.Linear(6, 4, bias=False)
+    engine = dsx.initialize(model=model, config=config(tmp_path / "run", flops_profiler=section))[0]
+    for step in range(4):
+        with torch.no_grad():
+            engine(torch.randn(50, 6))  # an evaluation is not the step's
+        assert engine.global_steps == step
+        engine.backward(engine(torch.randn(10 + step, 6)).mean())
+        engine.step()
+    engine.destroy()
+    found = json.loads((tmp_path / "profile.json").read_text())
+    assert found["modules"]["macs"] == (10 + chosen) * 24 and found["facts"]["micro_batches"] == 1
+
+
 def test_depth_top_and_detail_shape_the_text(tmp_path, caplog):
     with caplog.at_level("INFO", logger="dsx"):
         section = {"enabled": True, "module_depth": 1, "top_modules": 3, "detailed": False}
