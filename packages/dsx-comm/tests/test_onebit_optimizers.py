@@ -91,10 +91,10 @@ def means(per_rank):
     return [torch.stack(x).mean(0) for x in zip(*per_rank)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_onebit_adam_is_the_published_algorithm(world):
+@pytest.mark.parametrize(("world", "floor"), [(2, 0.0), (3, 0.0), (2, 0.9)])
+def test_onebit_adam_is_the_published_algorithm(world, floor):
     steps, freeze, lrs, decay = 9, 4, [0.02, 0.02, 1e-3, 1e-3], [0.0, 0.0, 0.3, 0.3]
-    ranks = run_ranks(run, world, "OneBitAdam", {"freeze_step": freeze}, steps, True)
+    ranks = run_ranks(run, world, "OneBitAdam", {"freeze_step": freeze, "variance_floor": floor}, steps, True)
     p = [x.detach().double() for x in start()]
     m, v = [torch.zeros_like(x) for x in p], [torch.zeros_like(x) for x in p]
     wire = Wire([x.numel() for x in p], world)
@@ -106,7 +106,8 @@ def test_onebit_adam_is_the_published_algorithm(world):
             v = [B2 * a + (1 - B2) * b * b for a, b in zip(v, mean)]
         else:
             m = wire.mean([[B1 * a + (1 - B1) * b for a, b in zip(m, own)] for own in g])
-        p = [x - lr * (a / (b.sqrt() + EPS) + wd * x) for x, a, b, lr, wd in zip(p, m, v, lrs, decay)]
+        used = v if step < freeze else [b.clamp(min=float(b.mean()) * floor**2) for b in v]
+        p = [x - lr * (a / (b.sqrt() + EPS) + wd * x) for x, a, b, lr, wd in zip(p, m, used, lrs, decay)]
         for history, kinds, _ in ranks:
             compare(history, p, step)
             assert kinds[step] == ("exact" if step < freeze else "one_bit")
@@ -357,6 +358,7 @@ def test_16_bit_unused_empty_late_and_sparse_parameters():
         ("ZeroOneAdam", {"comm_backend_name": "mpl"}, "comm_backend_name: got 'mpl', expected one of nccl, mpi"),
         ("OneBitLamb", {"compression": True}, 'compression: got True, expected "on", "off" or "auto"'),
         ("OneBitAdam", {"scale": "max"}, "scale: got 'max'"),
+        ("ZeroOneAdam", {"variance_floor": 2}, "variance_floor: got 2, expected a number from 0 to 1"),
     ],
 )
 def test_arguments_that_cannot_be(name, settings, text):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import CommArgumentError
-from .arithmetic import Hyper, batches, directions, move_first, move_second, roots
+from .arithmetic import Hyper, batches, directions, move_first, move_second
 from .base import CompressedOptimizer
 from .gate import Compression
 from .schedule import StepKind
@@ -70,6 +70,8 @@ class OneBitAdam(FreezingOptimizer):
         compression: "on", "off" (exact steps for ever) or "auto" (off where it costs time; see `gate`).
         gradient_dtype: dtype in which gradients of exact steps travel; None: their own.
         scale: "rms" (the published scale) or "mean" (the least error per message).
+        variance_floor: in compressed steps no element's sqrt(v) counts as less than this share of its tensor's root mean
+            square; 0 is the published algorithm, 0.1 keeps the noise of one-bit momenta out of rarely used rows.
 
     Raises:
         CommArgumentError: an argument that cannot be, with its name.
@@ -96,6 +98,7 @@ class OneBitAdam(FreezingOptimizer):
         compression: Compression = "on",
         gradient_dtype: torch.dtype | None = None,
         scale: str = "rms",
+        variance_floor: float = 0.0,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
@@ -104,7 +107,8 @@ class OneBitAdam(FreezingOptimizer):
         }  # fmt: skip
         super().__init__(
             params, defaults, freeze_step, process_group=process_group, compression=compression,
-            gradient_dtype=gradient_dtype, scale=scale, comm_backend_name=comm_backend_name, cuda_aware=cuda_aware,
+            gradient_dtype=gradient_dtype, scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name,
+            cuda_aware=cuda_aware,
         )  # fmt: skip
 
     def _apply(self, kind: StepKind) -> None:
@@ -138,6 +142,6 @@ class OneBitAdam(FreezingOptimizer):
     def _descend(self, group: dict[str, Any]) -> None:
         h = self._hyper(group)
         for batch in batches(group["params"]):
-            denominators = roots(self._states(batch, "exp_avg_sq"), h)
+            denominators = self._roots(batch, h)
             step = directions(batch, self._states(batch, "exp_avg"), denominators, h)
             self._descend_by(batch, batch, step, h.lr)

@@ -71,6 +71,15 @@ def move_second(v: Tensors, g: Tensors, beta2: float) -> None:
     torch._foreach_addcmul_(v, g, g, value=1 - beta2)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def raised(v: Tensors, floor: float) -> Tensors:
+    """v, but no element below floor^2 of its tensor's mean: sqrt(v) is at least `floor` of its root mean square.
+
+    Momenta that arrive in one bit carry noise of the size of their tensor's scale. Where v is far below that of the other
+    elements (rare rows of an embedding), dividing by sqrt(v) makes steps of that noise; the floor bounds them.
+    """
+    return [x.clamp(min=x.mean() * floor**2) if x.numel() else x for x in v]
+
+
 def roots(v: Tensors, h: Hyper) -> Tensors:
     """sqrt(v) + eps, or sqrt(v + eps); v corrected."""
     found = list(torch._foreach_div(v, h.v_correction))  # pyright: ignore[reportPrivateImportUsage]

@@ -25,9 +25,9 @@ from ..compressed.signs import Measure, check_measure
 from ..errors import CommArgumentError, CommError
 from ..groups import get_world_size, is_initialized
 from .arena import Arena
-from .arithmetic import descend
+from .arithmetic import Hyper, descend, raised, roots
 from .average import average_exactly, exact_bytes
-from .checks import check_backend, check_group, masks_of
+from .checks import check_backend, check_floor, check_group, masks_of
 from .gate import Compression, Gate, check_compression
 from .report import StepTraffic
 from .schedule import StepKind
@@ -51,11 +51,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         compression: Compression,
         gradient_dtype: torch.dtype | None,
         scale: Any,
+        variance_floor: float,
         comm_backend_name: str | None,
         cuda_aware: bool,
     ) -> None:
         self._process_group = process_group
         self._scale: Measure = check_measure(scale)
+        self._floor = check_floor(variance_floor)
+        self._floors = False  # whether the running step needs it
         self._gate = Gate(check_compression(compression))
         self._gradient_dtype = gradient_dtype
         self._averaged_elsewhere = False
@@ -109,6 +112,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._gate.decide(self._compressed_numel(), self._exact_itemsize(), self._arenas[0], self._process_group)
         self._still = self._find_still()
         kind = self._advance()
+        self._floors = bool(self._floor) and kind is not StepKind.EXACT
         self._apply(kind)
         self._save_clock()
         self._account(kind)
@@ -202,6 +206,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _states(self, parameters: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
         return [self.state[p][key] for p in parameters]
+
+    def _roots(self, parameters: Sequence[torch.Tensor], h: Hyper) -> list[torch.Tensor]:
+        """What momenta are divided by; in steps that are not exact with the variance raised to its floor."""
+        v = self._states(parameters, "exp_avg_sq")
+        return roots(raised(v, self._floor) if self._floors else v, h)
 
     # - gradients
 

@@ -66,6 +66,17 @@ def check_group(group: dict[str, Any], index: int, may_skip_freezing: bool) -> N
     masks_of(group)
 
 
+def check_floor(value: float) -> float:
+    """`value` if it is a share.
+
+    Raises:
+        CommArgumentError: it is not in [0, 1].
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise CommArgumentError(f"variance_floor: got {value!r}, expected a number from 0 to 1")
+    return float(value)
+
+
 def check_backend(name: str | None, cuda_aware: bool) -> None:
     """Refuse unknown backend names; say what means nothing.
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .adam import FreezingOptimizer
-from .arithmetic import Hyper, batches, directions, move_first, move_second, roots
+from .arithmetic import Hyper, batches, directions, move_first, move_second, raised, roots
 from .gate import Compression
 from .schedule import StepKind
 
@@ -64,6 +64,7 @@ class OneBitLamb(FreezingOptimizer):
         compression: Compression = "on",
         gradient_dtype: torch.dtype | None = None,
         scale: str = "rms",
+        variance_floor: float = 0.0,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
@@ -74,7 +75,8 @@ class OneBitLamb(FreezingOptimizer):
         self._coefficients: list[float] = []
         super().__init__(
             params, defaults, freeze_step, process_group=process_group, compression=compression,
-            gradient_dtype=gradient_dtype, scale=scale, comm_backend_name=comm_backend_name, cuda_aware=cuda_aware,
+            gradient_dtype=gradient_dtype, scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name,
+            cuda_aware=cuda_aware,
         )  # fmt: skip
 
     def get_lamb_coeffs(self) -> list[float]:
@@ -164,11 +166,11 @@ class OneBitLamb(FreezingOptimizer):
     def _descend(self, group: dict[str, Any], earlier: dict[int, torch.Tensor]) -> None:
         h = self._hyper(group)
         for batch in batches(group["params"]):
-            m, v = self._states(batch, "exp_avg"), self._states(batch, "exp_avg_sq")
-            fresh = self._states(batch, "exp_avg_sq_fresh")
+            m, fresh = self._states(batch, "exp_avg"), self._states(batch, "exp_avg_sq_fresh")
             gradients = [(new - h.beta1 * earlier[id(p)]) / (1 - h.beta1) for p, new in zip(batch, m)]
             move_second(fresh, gradients, h.beta2)
-            frozen, real = roots(v, self._plain(h)), roots(fresh, self._plain(h))
+            frozen = self._roots(batch, self._plain(h))
+            real = roots(raised(fresh, self._floor) if self._floor else fresh, self._plain(h))
             ratios = [(f / r).max() if f.numel() else f.new_ones(()) for f, r in zip(frozen, real)]
             raw = directions(batch, m, frozen, Hyper(h.lr, h.beta1, h.beta2, h.eps, h.eps_inside_sqrt, 0.0))
             update = [r.add(p, alpha=h.weight_decay) for r, p in zip(raw, batch)] if h.weight_decay else raw

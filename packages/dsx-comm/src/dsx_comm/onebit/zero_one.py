@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .arithmetic import Hyper, Tensors, batches, directions, move_first, move_second, roots
+from .arithmetic import Hyper, Tensors, batches, directions, move_first, move_second
 from .base import CompressedOptimizer
 from .gate import Compression
 from .schedule import StepKind, ZeroOneClock, ZeroOnePolicy
@@ -61,6 +61,7 @@ class ZeroOneAdam(CompressedOptimizer):
         compression: Compression = "on",
         gradient_dtype: torch.dtype | None = None,
         scale: str = "rms",
+        variance_floor: float = 0.0,
     ) -> None:
         self.policy = ZeroOnePolicy(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
         defaults = {
@@ -71,7 +72,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self._in_window = False
         super().__init__(
             params, defaults, process_group=process_group, compression=compression, gradient_dtype=gradient_dtype,
-            scale=scale, comm_backend_name=comm_backend_name, cuda_aware=cuda_aware,
+            scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name, cuda_aware=cuda_aware,
         )  # fmt: skip
 
     def state_template(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -138,7 +139,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _descend(self) -> None:
         for batch, h in self._batches():
-            denominators = roots(self._states(batch, "exp_avg_sq"), h)
+            denominators = self._roots(batch, h)
             step = directions(batch, self._states(batch, "exp_avg"), denominators, h)
             self._descend_by(batch, batch, step, h.lr)
 
@@ -149,7 +150,7 @@ class ZeroOneAdam(CompressedOptimizer):
             m = self._states(batch, "exp_avg")
             move_first(m, [found[id(p)] for p in batch], h.beta1)
             self._mask(batch, m)
-            step = directions(batch, m, roots(self._states(batch, "exp_avg_sq"), h), h)
+            step = directions(batch, m, self._roots(batch, h), h)
             self._descend_by(batch, batch, step, h.lr)
             self._descend_by(batch, self._views(batch), step, h.lr)
             for parameter in batch:
@@ -172,7 +173,7 @@ class ZeroOneAdam(CompressedOptimizer):
     def _exchange(self) -> None:
         """The SYNC itself; see the module's text."""
         for batch, h in self._batches():
-            denominators = roots(self._states(batch, "exp_avg_sq"), h)
+            denominators = self._roots(batch, h)
             torch._foreach_mul_(self._views(batch), denominators)  # pyright: ignore[reportPrivateImportUsage]
         self._average()
         for batch, h in self._batches():
@@ -183,7 +184,7 @@ class ZeroOneAdam(CompressedOptimizer):
                     state["exp_avg"].copy_(sent).div_(-state["lrs"])
                 state["lrs"] = 0.0
                 parameter.copy_(self._begin[id(parameter)])
-            denominators = roots(self._states(batch, "exp_avg_sq"), h)
+            denominators = self._roots(batch, h)
             step = list(torch._foreach_div(u, denominators))  # pyright: ignore[reportPrivateImportUsage]
             self._descend_by(batch, batch, step, -1.0)
         for arena in self._arenas:
@@ -203,6 +204,7 @@ class ZeroOneAdam(CompressedOptimizer):
         Nothing happens right after a SYNC and while the variance still moves.
         """
         if self._in_window:
+            self._floors = bool(self._floor)
             self._exchange()
 
     def states_loaded(self) -> None:

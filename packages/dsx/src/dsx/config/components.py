@@ -25,7 +25,7 @@ _ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "ad
 
 # of the optimizers that communicate in one bit
 _ONE_BIT = ("lr", "betas", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt", "amsgrad", "cuda_aware",
-            "comm_backend_name", "compression", "scale")  # fmt: skip
+            "comm_backend_name", "compression", "scale", "variance_floor")  # fmt: skip
 
 OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Adam": _ADAM,
@@ -48,7 +48,7 @@ _SWITCHES = frozenset(
 )  # fmt: skip
 _NUMBERS = frozenset(
     {"lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum", "max_coeff", "min_coeff", "coeff_beta",
-     "factor_max", "factor_min", "factor_threshold"}
+     "factor_max", "factor_min", "factor_threshold", "variance_floor"}
 )  # fmt: skip
 _COUNTS = frozenset({"freeze_step", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"})
 _CHOICES = {
