@@ -147,6 +147,7 @@ except PermissionError as error: print(error.errno, error.filename == sys.argv[1
         os.rmdir(folder)
 
 
+@pytest.mark.skipif(native.native_status()["sanitizer"] != "", reason="the sanitizer itself needs descriptors")
 def test_few_descriptors_slow_things_down_but_break_nothing(tmp_path):
     code = """
 import resource, sys, torch, dsx_nvme

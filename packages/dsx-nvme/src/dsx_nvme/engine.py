@@ -320,7 +320,7 @@ class Engine:
         key = (target if isinstance(target, int) else os.fspath(target), write)
         with state.lock:
             known = state.files.get(key)
-            if known is not None and _same(known, key[0]):
+            if known is not None and _same(known, known.path):
                 known.users += 1
                 return known
         while True:

@@ -13,7 +13,7 @@ import os
 import sys
 import weakref
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -93,12 +93,14 @@ def _lock(address: int, nbytes: int, pin: Pin) -> Locked:
 
 
 def _register(address: int, nbytes: int) -> Locked:
-    code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+    runtime: Any = torch.cuda.cudart()
+    code = runtime.cudaHostRegister(address, nbytes, 0)
     return Locked("cuda") if int(code) == 0 else Locked("none", f"cudaHostRegister answered {code}")
 
 
 def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)
 
 
 def _mlock(address: int, nbytes: int) -> Locked:

@@ -220,14 +220,15 @@ class ParameterSwapper:
         return False
 
     def _arrive(self, name: str, guest: _Guest) -> None:
-        if guest.reading is None:
+        reading = guest.reading
+        if reading is None:
             return
         try:
-            guest.reading.result()
+            reading.result()
             guest.reading = None
         except BaseException:
             guest.users -= 1
-            if guest.users == 0 and guest.reading.done():
+            if guest.users == 0 and reading.done():
                 del self._guests[name]
                 guest.buffer.release()
             raise

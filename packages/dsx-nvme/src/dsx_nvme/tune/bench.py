@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
-    places = [(args.folder, None)] * args.multi_process
+    places: list[tuple[str, int | None]] = [(args.folder, None)] * args.multi_process
     if args.folder_to_device_mapping:
         pairs = [p.rsplit(":", 1) for p in args.folder_to_device_mapping]
         if any(len(p) != 2 or not p[1].isdigit() for p in pairs):
@@ -92,7 +92,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     if len(places) == 1:
         bar = Progress(f"{args.engine} {op}")
-        parts = [_one(args, *places[0], lambda: None, bar.update)]
+        parts = [_one(args, places[0][0], places[0][1], lambda: None, bar.update)]
         bar.finish()
     else:
         parts = _processes(args, places)

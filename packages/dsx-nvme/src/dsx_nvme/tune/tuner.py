@@ -119,7 +119,7 @@ def _calibrate(target: Target, start: Setting, directions: list[str], seconds: f
     return max(least, min(1.0, trial * speed * 1e9 / (target.nbytes * len(target.files))))
 
 
-def _median(values: list[float]) -> float:
+def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
