@@ -26,6 +26,7 @@ COMMANDS = {
     "doctor": Subcommand("dsx.doctor", "report what this machine and installation offer, and what is missing"),
     "ssh": Subcommand("dsx.launcher.remote_shell", "run one command on every host of a hostfile"),
     "config": Subcommand("dsx.config.__main__", "explain a configuration, print its schema or reference"),
+    "bench": Subcommand("dsx.bench_command", "time the collectives on this machine: dsx bench comm"),
     "nvme": Subcommand("dsx.nvme_command", "tune and measure tensor I/O to disk"),
     "report": Subcommand("dsx.cli_report", "write the HTML report of a training run"),
 }

@@ -1,0 +1,17 @@
+"""``dsx bench``: measures a part of the system on this machine. So far: ``dsx bench comm``, the collectives."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a benchmark; returns its exit code, 2 for a word that is none."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] != ["comm"]:
+        sys.stderr.write("usage: dsx bench comm [options]; dsx bench comm --help tells more\n")
+        return 0 if words[:1] in (["-h"], ["--help"]) else 2
+    from dsx_comm.benchmark import main as run
+
+    return run(words[1:])
