@@ -33,6 +33,11 @@ def test_the_example_runs_alone_and_on_two_ranks(capsys):
     assert text.count("Comm. Op") == 1
 
 
+def test_the_example_of_symmetric_memory_runs_on_two_ranks():
+    (code,) = [c for c in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "dsx_comm.empty" in c]
+    run_ranks(run, 2, code, backend=None)
+
+
 def test_every_public_name_is_there_and_documented():
     for name in dsx_comm.__all__:
         value = getattr(dsx_comm, name)
