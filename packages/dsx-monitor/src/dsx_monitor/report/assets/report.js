@@ -4,7 +4,7 @@ const { panels, starts } = JSON.parse(document.getElementById("data").textConten
 const state = { axis: "step", smooth: 0, at: null };
 const charts = [];
 const NS = "http://www.w3.org/2000/svg";
-const M = { left: 54, right: 14, top: starts.length > 1 ? 26 : 10, bottom: 26 };
+const M = { left: 62, right: 14, top: starts.length > 1 ? 26 : 10, bottom: 26 };
 const SPARSE = 40; // curves with fewer points get dots and no smoothing
 
 function el(parent, name, attributes, text) {
@@ -21,7 +21,7 @@ function short(v) {
   for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e5, "k"]])
     if (a >= size) return trim((v / (size === 1e5 ? 1e3 : size)).toPrecision(4)) + unit;
   if (a >= 1e3) return String(Math.round(v));
-  return a < 1e-3 ? trim(v.toExponential(2)) : trim(v.toPrecision(4));
+  return a < 1e-2 ? trim(v.toExponential(2)) : trim(v.toPrecision(4));
 }
 function trim(s) { return s.includes("e") ? s.replace(/\.?0+e/, "e") : s.includes(".") ? s.replace(/\.?0+$/, "") : s; }
 
