@@ -22,25 +22,13 @@ import torch
 import torch.distributed as dist
 
 from .groups import Membership
+from .ordered import reduce_in_order
 from .works import Done, Handle, TwoPhase
 
 SCATTER_TAG, GATHER_TAG, EXCHANGE_TAG = 0x40000001, 0x40000002, 0x40000003
 DIRECT_RANKS = 16  # up to here direct exchange for any size
 DIRECT_BYTES = 16 * 1024  # beyond: only for messages of at least this size per pair
 SMALL_BYTES = 64 * 1024  # per pair: up to here one call of gloo that moves the same bytes is quicker
-
-BLOCK = 1 << 18  # elements that are widened to float32 at a time
-
-_COMBINE: dict[Any, Callable[..., torch.Tensor]] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,
-    dist.ReduceOp.PRODUCT: torch.mul,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.BAND: torch.bitwise_and,
-    dist.ReduceOp.BOR: torch.bitwise_or,
-    dist.ReduceOp.BXOR: torch.bitwise_xor,
-}
 
 
 def direct(size: int, nbytes_per_pair: int) -> bool:
@@ -58,38 +46,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def reduce_in_order(parts: Sequence[torch.Tensor], op: Any, out: torch.Tensor) -> None:
-    """out = parts[0] op parts[1] op ... (all 1-D); floats of 16 bits or less are accumulated in float32.
-
-    `out` may be one of the parts; if it is one beyond the first two, parts[0] is overwritten.
-    """
-    if out.is_floating_point() and out.element_size() <= 2:
-        for start in range(0, out.numel(), BLOCK):
-            _reduce_wide([part[start : start + BLOCK] for part in parts], op, out[start : start + BLOCK])
-        return
-    combine = _COMBINE[op]
-    total = parts[0] if any(out.data_ptr() == part.data_ptr() for part in parts[2:]) else out
-    if len(parts) == 1:
-        total.copy_(parts[0])
-    else:
-        combine(parts[0], parts[1], out=total)
-    for part in parts[2:]:
-        combine(total, part, out=total)
-    if op == dist.ReduceOp.AVG:
-        total.div_(len(parts))
-    if total is not out:
-        out.copy_(total)
-
-
-def _reduce_wide(parts: Sequence[torch.Tensor], op: Any, out: torch.Tensor) -> None:
-    total = parts[0].to(torch.float32)
-    for part in parts[1:]:
-        _COMBINE[op](total, part if part.element_size() == 2 else part.to(torch.float32), out=total)
-    if op == dist.ReduceOp.AVG:
-        total.div_(len(parts))
-    out.copy_(total)
 
 
 def exchange(

@@ -20,7 +20,7 @@ from .shm.process_group import ShmProcessGroup
 
 
 def empty(
-    *size: int | Sequence[int],
+    *size: Any,
     dtype: torch.dtype | None = None,
     group: Any = None,
     device: torch.device | str = "cpu",
@@ -41,7 +41,7 @@ def empty(
         CommArgumentError: a negative size.
         CommError: the memory cannot be had (on all ranks, naming the first that failed).
     """
-    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
+    shape: tuple[int, ...] = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
     if any(not isinstance(n, int) or n < 0 for n in shape):
         raise CommArgumentError(f"size: got {shape}, expected whole numbers of at least 0")
     dtype = torch.get_default_dtype() if dtype is None else dtype

@@ -20,13 +20,15 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ..errors import CommArgumentError, CommError
+from ..errors import CommArgumentError
 from ..hang import WATCH, Waiting
+from ..ordered import reduce_in_order
 from . import native
-from .codes import Reduction, reduction
+from .codes import reduction
 from .memory import Memories
 from .segment import ShmOptions, cores, world_size
-from .work import DONE, Futures, ShmWork, translated
+from .tensors import check_list, host, nbytes, packed, packed_list, pointers, rows, target, unaliased, unpack
+from .work import DONE, Futures, JoinedWork, ShmWork, translated
 
 _NOWHERE: tuple[int, int, list[int]] = (-1, 0, [])
 
@@ -174,7 +176,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         (tensor,) = tensors = _one(tensors)
         if tensor.is_sparse:
             return self._fallback().allreduce(tensors, opts)
-        flat, finish = _packed(_host(tensor))
+        flat, finish = packed(host(tensor))
         how = reduction(opts.reduceOp, flat.dtype)
         if how is None:
             return self._by_torch(flat, opts, tensors, finish)
@@ -188,16 +190,16 @@ class ShmProcessGroup(dist.ProcessGroup):
         works = []
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             same = [t for t in tensors if t.dtype == dtype]
-            flat = same[0] if len(same) == 1 else torch.cat([_host(t).reshape(-1) for t in same])
+            flat = same[0] if len(same) == 1 else torch.cat([host(t).reshape(-1) for t in same])
             work = self.allreduce([flat], opts)
             works.append((work, same if len(same) > 1 else [], flat))
-        return _Joined([w for w, _, _ in works], lambda: [_unpack(f, s) for _, s, f in works if s], list(tensors))
+        return JoinedWork([w for w, _, _ in works], lambda: [unpack(f, s) for _, s, f in works if s], list(tensors))
 
     def reduce(self, tensors: Any, opts: Any = None, **_: Any) -> Any:
         """Reduce `tensors[0]` into the root's."""
         opts = _options(opts, c10d.ReduceOptions)
         (tensor,) = tensors = _one(tensors)
-        flat, finish = _packed(_host(tensor))
+        flat, finish = packed(host(tensor))
         how = reduction(opts.reduceOp, flat.dtype)
         if how is None:
             return self._by_torch(flat.clone(), opts, tensors, None, into=flat if self._rank == opts.rootRank else None)
@@ -209,13 +211,13 @@ class ShmProcessGroup(dist.ProcessGroup):
         """outputs[0] = this rank's part of the reduction; `inputs[0]` holds one tensor per rank, of any sizes."""
         opts = _options(opts, c10d.ReduceScatterOptions)
         output, parts = (outputs, inputs) if isinstance(outputs, torch.Tensor) else (outputs[0], inputs[0])
-        packed = [_host(p).contiguous() for p in parts]
+        packed = [host(p).contiguous() for p in parts]
         return self._scatter_sum(output, packed, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """output = this rank's part of the reduction of the ranks' `input`."""
         opts = _options(opts, c10d.ReduceScatterOptions)
-        source = _host(input).contiguous()
+        source = host(input).contiguous()
         if source.numel() != output.numel() * self._size:
             raise CommArgumentError(
                 f"reduce_scatter: input has {source.numel()} elements, expected {self._size} (ranks) x {output.numel()}"
@@ -230,23 +232,25 @@ class ShmProcessGroup(dist.ProcessGroup):
                 f"reduce_scatter: got {len(parts)} parts, mine of {parts[min(self._rank, len(parts) - 1)].numel()} elements of "
                 f"{parts[0].dtype}; expected {self._size}, mine of {output.numel()} elements of {output.dtype}"
             )
-        target, finish = _target(_host(output), parts, parts[self._rank])
+        place, finish = target(host(output), parts, parts[self._rank])
         how = reduction(opts.reduceOp, output.dtype)
         if how is None:
             flat = torch.cat([p.reshape(-1) for p in parts])
             begin = sum(p.numel() for p in parts[: self._rank])
-            return self._by_torch(flat, opts, [output], finish, into=target, part=(begin, output.numel()))
+            return self._by_torch(flat, opts, [output], finish, into=place, part=(begin, output.numel()))
         counts = [p.numel() * how.elements for p in parts]
         where = self._where(whole) if whole is not None else _NOWHERE
-        arguments = (target.data_ptr(), _pointers(parts), counts, *how[:4], *where)
-        return self._issue(self._native.reduce_scatter, arguments, opts, ([output], parts, target, whole), finish)
+        arguments = (place.data_ptr(), pointers(parts), counts, *how[:4], *where)
+        return self._issue(self._native.reduce_scatter, arguments, opts, ([output], parts, place, whole), finish)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """`reduce_scatter_single` for several pairs."""
         opts = _options(opts, c10d.ReduceScatterOptions)
-        return _Joined([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs)], None, list(outputs))
+        return JoinedWork(
+            [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs)], None, list(outputs)
+        )
 
     def _by_torch(
         self,
@@ -258,8 +262,6 @@ class ShmProcessGroup(dist.ProcessGroup):
         part: tuple[int, int] | None = None,
     ) -> Any:
         """Dtypes the compiled module does not add up: everybody's data is gathered, torch reduces it in rank order."""
-        from ..composed import reduce_in_order
-
         gathered = torch.empty(self._size * flat.numel(), dtype=flat.dtype)
         target = flat if into is None else into
         begin, length = part or (0, flat.numel())
@@ -279,7 +281,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def _gather_all(
         self, outputs: list[torch.Tensor], source: torch.Tensor, opts: Any, kept: Any, finish: Callable[[], Any] | None
     ) -> Any:
-        arguments = (source.data_ptr(), _pointers(outputs), _nbytes(source), *self._where(source))
+        arguments = (source.data_ptr(), pointers(outputs), nbytes(source), *self._where(source))
         return self._issue(self._native.all_gather, arguments, opts, (*kept, outputs, source), finish)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
@@ -287,51 +289,51 @@ class ShmProcessGroup(dist.ProcessGroup):
         opts = _options(opts, c10d.AllgatherOptions)
         single = isinstance(inputs, torch.Tensor)
         outputs, source = (output_lists, inputs) if single else (output_lists[0], inputs[0])
-        flat = _unaliased(_host(source).contiguous(), outputs, self._rank)
-        _check_list("all_gather", outputs, flat, self._size)
-        packed, finish = _packed_list(outputs)
-        return self._gather_all(packed, flat, opts, (outputs,), finish)
+        flat = unaliased(host(source).contiguous(), outputs, self._rank)
+        check_list("all_gather", outputs, flat, self._size)
+        places, finish = packed_list(outputs)
+        return self._gather_all(places, flat, opts, (outputs,), finish)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """output = the ranks' `input` one after the other; `input` may be this rank's part of `output`."""
         opts = _options(opts, c10d.AllgatherOptions)
-        source = _host(input).contiguous()
+        source = host(input).contiguous()
         if output.numel() != source.numel() * self._size or output.dtype != source.dtype:
             raise CommArgumentError(
                 f"all_gather: output has {output.numel()} elements of {output.dtype}, expected {self._size} (ranks) x "
                 f"{source.numel()} of {source.dtype}"
             )
-        flat, finish = _packed(_host(output))
+        flat, finish = packed(host(output))
         places = list(flat.view(self._size, -1).unbind(0)) if flat.numel() else [flat] * self._size
-        source = _unaliased(source, [flat], self._rank, places[self._rank])
+        source = unaliased(source, [flat], self._rank, places[self._rank])
         return self._gather_all(places, source, opts, (output, flat), finish)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """`allgather` for several tensors: output_lists[i][p] = rank p's inputs[i]."""
         opts = _options(opts, c10d.AllgatherOptions)
         works = [self.allgather([o], [i], opts) for o, i in zip(output_lists, inputs)]
-        return _Joined(works, None, output_lists)
+        return JoinedWork(works, None, output_lists)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """`all_gather_single` for several pairs."""
         opts = _options(opts, c10d.AllgatherOptions)
-        return _Joined([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs)], None, list(outputs))
+        return JoinedWork([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs)], None, list(outputs))
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
         """On the root: output_lists[0][p] = rank p's `inputs[0]`."""
         opts = _options(opts, c10d.GatherOptions)
         (source,) = _one(inputs)
-        flat = _host(source).contiguous()
+        flat = host(source).contiguous()
         if self._rank != opts.rootRank:
-            arguments = (flat.data_ptr(), [], _nbytes(flat), opts.rootRank)
+            arguments = (flat.data_ptr(), [], nbytes(flat), opts.rootRank)
             return self._issue(self._native.gather, arguments, opts, ([], flat))
         outputs = output_lists[0]
-        _check_list("gather", outputs, flat, self._size)
-        packed, finish = _packed_list(outputs)
-        arguments = (flat.data_ptr(), _pointers(packed), _nbytes(flat), opts.rootRank)
-        return self._issue(self._native.gather, arguments, opts, (outputs, packed, flat), finish)
+        check_list("gather", outputs, flat, self._size)
+        places, finish = packed_list(outputs)
+        arguments = (flat.data_ptr(), pointers(places), nbytes(flat), opts.rootRank)
+        return self._issue(self._native.gather, arguments, opts, (outputs, places, flat), finish)
 
     # - from one to all, all to all
 
@@ -339,22 +341,22 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Copy the root's `tensors[0]` to all."""
         opts = _options(opts, c10d.BroadcastOptions)
         (tensor,) = tensors = _one(tensors)
-        flat, finish = _packed(_host(tensor))
+        flat, finish = packed(host(tensor))
         late = None if self._rank == opts.rootRank else finish
         return self._issue(
-            self._native.broadcast, (flat.data_ptr(), _nbytes(flat), opts.rootRank), opts, (tensors, flat), late
+            self._native.broadcast, (flat.data_ptr(), nbytes(flat), opts.rootRank), opts, (tensors, flat), late
         )
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, **_: Any) -> Any:
         """outputs[0] = the root's input_lists[0][rank]."""
         opts = _options(opts, c10d.ScatterOptions)
         (output,) = outputs = _one(outputs)
-        flat, finish = _packed(_host(output))
+        flat, finish = packed(host(output))
         parts: list[torch.Tensor] = []
         if self._rank == opts.rootRank:
-            parts = [_host(p).contiguous() for p in input_lists[0]]
-            _check_list("scatter", parts, flat, self._size)
-        arguments = (_pointers(parts), flat.data_ptr(), _nbytes(flat), opts.rootRank)
+            parts = [host(p).contiguous() for p in input_lists[0]]
+            check_list("scatter", parts, flat, self._size)
+        arguments = (pointers(parts), flat.data_ptr(), nbytes(flat), opts.rootRank)
         return self._issue(self._native.scatter, arguments, opts, (outputs, flat, parts), finish)
 
     def all_to_all_single(
@@ -368,17 +370,17 @@ class ShmProcessGroup(dist.ProcessGroup):
     ) -> Any:
         """Split `input` along dim 0, piece p to rank p; `output` is what came from rank 0, 1, ..."""
         opts = _options(opts, c10d.AllToAllOptions)
-        flat, finish = _packed(_host(output))
-        source = _host(input).contiguous()
-        places = _rows(flat, output_split_sizes, self._size, "output")
-        pieces = _rows(source, input_split_sizes, self._size, "input")
+        flat, finish = packed(host(output))
+        source = host(input).contiguous()
+        places = rows(flat, output_split_sizes, self._size, "output")
+        pieces = rows(source, input_split_sizes, self._size, "input")
         return self._exchange(places, pieces, opts, (output, flat, source), finish)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
         """outputs[p] = rank p's inputs[rank]; sizes may differ."""
         opts = _options(opts, c10d.AllToAllOptions)
-        places, finish = _packed_list(outputs)
-        pieces = [_host(t).contiguous() for t in inputs]
+        places, finish = packed_list(outputs)
+        pieces = [host(t).contiguous() for t in inputs]
         if len(places) != self._size or len(pieces) != self._size:
             raise CommArgumentError(
                 f"all_to_all: got {len(places)} outputs and {len(pieces)} inputs, expected {self._size}"
@@ -389,12 +391,12 @@ class ShmProcessGroup(dist.ProcessGroup):
         self, places: list[torch.Tensor], pieces: list[torch.Tensor], opts: Any, kept: Any, finish: Any
     ) -> Any:
         own, place = pieces[self._rank], places[self._rank]
-        if _nbytes(own) != _nbytes(place):
+        if nbytes(own) != nbytes(place):
             raise CommArgumentError(
-                f"all_to_all: this rank sends itself {_nbytes(own)} bytes but expects {_nbytes(place)} from itself"
+                f"all_to_all: this rank sends itself {nbytes(own)} bytes but expects {nbytes(place)} from itself"
             )
-        sizes = [list(map(_nbytes, side)) for side in (pieces, places)]
-        arguments = (_pointers(pieces), sizes[0], _pointers(places), sizes[1])
+        sizes = [list(map(nbytes, side)) for side in (pieces, places)]
+        arguments = (pointers(pieces), sizes[0], pointers(places), sizes[1])
         return self._issue(self._native.all_to_all, arguments, opts, (*kept, pieces), finish)
 
     def barrier(self, opts: Any = None, **_: Any) -> Any:
@@ -404,10 +406,10 @@ class ShmProcessGroup(dist.ProcessGroup):
     # - point to point
 
     def _transfer(self, sending: bool, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        flat, finish = _packed(_host(tensor))
+        flat, finish = packed(host(tensor))
         note = WATCH.enter(self._name, f"{'send to' if sending else 'recv from'} {peer}", "", self._give_up)
         try:
-            pending = self._native.transfer(sending, peer, flat.data_ptr(), _nbytes(flat), tag)
+            pending = self._native.transfer(sending, peer, flat.data_ptr(), nbytes(flat), tag)
             done = pending.done()
         except RuntimeError as error:
             raise translated(error) from None
@@ -454,56 +456,6 @@ def _mailbox_bytes() -> int:
     return MAILBOX
 
 
-class _Joined(dist.Work):
-    """Several works as one; `finish` runs once when all are done."""
-
-    def __init__(self, works: list[Any], finish: Callable[[], Any] | None, value: Any) -> None:
-        super().__init__()
-        self._works, self._finish, self._value = works, finish, value
-        if all(w is DONE for w in works):
-            self.wait()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until all are done."""
-        for work in self._works:
-            work.wait(timeout) if timeout else work.wait()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            with torch.no_grad():
-                finish()
-        return True
-
-    def is_completed(self) -> bool:
-        """True if all are done and the result is in place."""
-        if all(w.is_completed() for w in self._works):
-            self.wait()
-            return True
-        return False
-
-    def is_success(self) -> bool:
-        """True if all are done and nothing failed."""
-        return all(w.is_success() for w in self._works)
-
-    def exception(self) -> Any:
-        """The first failure."""
-        return next((e for w in self._works if (e := w.exception()) is not None), None)
-
-    def result(self) -> Any:
-        """The tensors."""
-        return self._value
-
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    def get_future(self) -> Any:
-        """A future that is complete: waits."""
-        future: Any = torch.futures.Future()
-        self.wait()
-        future.set_result(self._value)
-        return future
-
-
 def _options(opts: Any, kind: Any) -> Any:
     if opts is None:
         return kind()
@@ -523,99 +475,3 @@ def _one(tensors: Any) -> Any:
     if len(tensors) != 1:
         raise CommArgumentError(f"got {len(tensors)} tensors, expected one")
     return tensors
-
-
-def _host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type != "cpu":
-        raise CommArgumentError(
-            f'a group of backend "dsx" carries host tensors, got one on {tensor.device}: use an nccl group for it'
-        )
-    if tensor.layout != torch.strided:
-        raise CommArgumentError(f"got layout {tensor.layout}, expected a dense tensor (.to_dense())")
-    return tensor
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [t.data_ptr() for t in tensors]
-
-
-def _packed(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any] | None]:
-    """(contiguous tensor, how to put its content back); the tensor itself where it is contiguous."""
-    if tensor.is_contiguous():
-        return tensor, None
-    flat = tensor.contiguous()
-    return flat, lambda: tensor.copy_(flat)
-
-
-def _packed_list(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], Any] | None]:
-    pairs = [_packed(_host(t)) for t in tensors]
-    finishes = [f for _, f in pairs if f is not None]
-    return [p for p, _ in pairs], (lambda: [f() for f in finishes]) if finishes else None
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    begin, other = a.data_ptr(), b.data_ptr()
-    return begin < other + _nbytes(b) and other < begin + _nbytes(a)
-
-
-def _unaliased(
-    source: torch.Tensor, outputs: Sequence[torch.Tensor], rank: int, own: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`source`, copied where writing the outputs would change it (in place, as this rank's part, is fine)."""
-    own = outputs[rank] if own is None else own
-    if source.data_ptr() == own.data_ptr() or not any(_overlap(source, o) for o in outputs):
-        return source
-    return source.clone()
-
-
-def _target(
-    output: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor
-) -> tuple[torch.Tensor, Callable[[], Any] | None]:
-    """Where to write a reduce-scatter's result: not over parts that are still to be read, nor into gaps."""
-    in_place = output.data_ptr() == own.data_ptr()
-    if output.is_contiguous() and (in_place or not any(_overlap(output, p) for p in parts)):
-        return output, None
-    flat = torch.empty(output.shape, dtype=output.dtype)
-    return flat, lambda: output.copy_(flat)
-
-
-def _check_list(name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> None:
-    if len(tensors) != size:
-        raise CommArgumentError(f"{name}: got a list of {len(tensors)} tensors, expected {size} (group size)")
-    for i, t in enumerate(tensors):
-        if t.numel() != like.numel() or t.dtype != like.dtype:
-            raise CommArgumentError(
-                f"{name}: tensor {i} of the list has {t.numel()} elements of {t.dtype}, expected {like.numel()} of {like.dtype}"
-            )
-
-
-def _rows(tensor: torch.Tensor, sizes: Sequence[int], count: int, what: str) -> list[torch.Tensor]:
-    rows = tensor.shape[0] if tensor.dim() else 0
-    if not sizes:
-        if rows % count:
-            raise CommArgumentError(f"all_to_all: {what} has {rows} rows, which {count} (group size) does not divide")
-        sizes = [rows // count] * count
-    if len(sizes) != count or sum(sizes) != rows or min(sizes) < 0:
-        raise CommArgumentError(
-            f"all_to_all: {what} split sizes {list(sizes)}: expected {count} that add up to {rows} rows"
-        )
-    return list(tensor.split(list(sizes)))
-
-
-def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
-        tensor.copy_(part.view(tensor.shape))
-
-
-def group_of(group: Any) -> ShmProcessGroup:
-    """The group if it is one in shared memory. Raises CommError otherwise."""
-    if not isinstance(group, ShmProcessGroup):
-        raise CommError("this group is not in shared memory")
-    return group
-
-
-__all__ = ["Reduction", "ShmProcessGroup", "group_of"]

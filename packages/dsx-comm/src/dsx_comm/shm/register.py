@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import CommArgumentError
 from .segment import Member, ShmOptions, Unavailable, share
@@ -31,7 +32,7 @@ def make_group(described: Any, options: Any = None) -> Any:
     options = options or ShmOptions()
     rank, size, timeout = described.group_rank, described.group_size, described.timeout
     ranks = list(described.global_ranks_in_group) or list(range(size))
-    store = dist.PrefixStore("dsx/", described.store)
+    store = PrefixStore("dsx/", described.store)
     try:
         fd = share(Member(store, rank, size, timeout), options)
     except Unavailable as error:
@@ -47,7 +48,7 @@ def make_group(described: Any, options: Any = None) -> Any:
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo
-    return gloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+    return gloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
 
 
 def register() -> None:

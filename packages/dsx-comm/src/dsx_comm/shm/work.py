@@ -164,6 +164,56 @@ class ShmWork(dist.Work):
             self._finish = self._kept = None
 
 
+class JoinedWork(dist.Work):
+    """Several works as one; `finish` runs once when all are done."""
+
+    def __init__(self, works: list[Any], finish: Callable[[], Any] | None, value: Any) -> None:
+        super().__init__()
+        self._works, self._finish, self._value = works, finish, value
+        if all(w is DONE for w in works):
+            self.wait()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until all are done."""
+        for work in self._works:
+            work.wait(timeout) if timeout else work.wait()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            with torch.no_grad():
+                finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """True if all are done and the result is in place."""
+        if all(w.is_completed() for w in self._works):
+            self.wait()
+            return True
+        return False
+
+    def is_success(self) -> bool:
+        """True if all are done and nothing failed."""
+        return all(w.is_success() for w in self._works)
+
+    def exception(self) -> Any:
+        """The first failure."""
+        return next((e for w in self._works if (e := w.exception()) is not None), None)
+
+    def result(self) -> Any:
+        """The tensors."""
+        return self._value
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def get_future(self) -> Any:
+        """A future that is complete: waits."""
+        future: Any = torch.futures.Future()
+        self.wait()
+        future.set_result(self._value)
+        return future
+
+
 class Futures:
     """Completes the futures of one group's works in order of issue, in a thread that is started on first use."""
 

@@ -1,0 +1,96 @@
+"""Tensors on their way to the compiled module: checks, packing, and what must not be overwritten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import CommArgumentError
+
+
+def host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        raise CommArgumentError(
+            f'a group of backend "dsx" carries host tensors, got one on {tensor.device}: use an nccl group for it'
+        )
+    if tensor.layout != torch.strided:
+        raise CommArgumentError(f"got layout {tensor.layout}, expected a dense tensor (.to_dense())")
+    return tensor
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [t.data_ptr() for t in tensors]
+
+
+def packed(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any] | None]:
+    """(contiguous tensor, how to put its content back); the tensor itself where it is contiguous."""
+    if tensor.is_contiguous():
+        return tensor, None
+    flat = tensor.contiguous()
+    return flat, lambda: tensor.copy_(flat)
+
+
+def packed_list(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], Any] | None]:
+    pairs = [packed(host(t)) for t in tensors]
+    finishes = [f for _, f in pairs if f is not None]
+    return [p for p, _ in pairs], (lambda: [f() for f in finishes]) if finishes else None
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    begin, other = a.data_ptr(), b.data_ptr()
+    return begin < other + nbytes(b) and other < begin + nbytes(a)
+
+
+def unaliased(
+    source: torch.Tensor, outputs: Sequence[torch.Tensor], rank: int, own: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`source`, copied where writing the outputs would change it (in place, as this rank's part, is fine)."""
+    own = outputs[rank] if own is None else own
+    if source.data_ptr() == own.data_ptr() or not any(overlap(source, o) for o in outputs):
+        return source
+    return source.clone()
+
+
+def target(
+    output: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor
+) -> tuple[torch.Tensor, Callable[[], Any] | None]:
+    """Where to write a reduce-scatter's result: not over parts that are still to be read, nor into gaps."""
+    in_place = output.data_ptr() == own.data_ptr()
+    if output.is_contiguous() and (in_place or not any(overlap(output, p) for p in parts)):
+        return output, None
+    flat = torch.empty(output.shape, dtype=output.dtype)
+    return flat, lambda: output.copy_(flat)
+
+
+def check_list(name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> None:
+    if len(tensors) != size:
+        raise CommArgumentError(f"{name}: got a list of {len(tensors)} tensors, expected {size} (group size)")
+    for i, t in enumerate(tensors):
+        if t.numel() != like.numel() or t.dtype != like.dtype:
+            raise CommArgumentError(
+                f"{name}: tensor {i} of the list has {t.numel()} elements of {t.dtype}, expected {like.numel()} of {like.dtype}"
+            )
+
+
+def rows(tensor: torch.Tensor, sizes: Sequence[int], count: int, what: str) -> list[torch.Tensor]:
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not sizes:
+        if rows % count:
+            raise CommArgumentError(f"all_to_all: {what} has {rows} rows, which {count} (group size) does not divide")
+        sizes = [rows // count] * count
+    if len(sizes) != count or sum(sizes) != rows or min(sizes) < 0:
+        raise CommArgumentError(
+            f"all_to_all: {what} split sizes {list(sizes)}: expected {count} that add up to {rows} rows"
+        )
+    return list(tensor.split(list(sizes)))
+
+
+def unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+        tensor.copy_(part.view(tensor.shape))
