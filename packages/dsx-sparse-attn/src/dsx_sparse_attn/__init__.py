@@ -11,6 +11,7 @@ from ._version import __version__
 from .attention import block_sparse_attention, explain_backends
 from .blocks import MatMul, Softmax
 from .errors import ArgumentError, BackendError, LayoutError, SparseAttentionError
+from .flops import register_flop_formulas
 from .layout import Layout
 from .modules.apply import apply_sparse_attention
 from .modules.bert import BertSparseSelfAttention
@@ -51,4 +52,5 @@ __all__ = [
     "explain_backends",
     "native_status",
     "reference_only",
+    "register_flop_formulas",
 ]

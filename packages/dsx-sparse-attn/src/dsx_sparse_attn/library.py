@@ -15,6 +15,7 @@ from torch import Tensor
 from . import dispatch
 from .call import AttentionCall, compute_dtype
 from .errors import SparseAttentionError
+from .flops import register_flop_formulas
 
 __all__ = ["attention"]
 
@@ -123,4 +124,6 @@ def attention(*arguments: Any) -> Tensor:
     """The output of the operator `dsx_sparse_attn::attention` for its arguments."""
     if _unwatched(*arguments[:7]):
         return _Attention.apply(*arguments)
+    if not torch.compiler.is_compiling():
+        register_flop_formulas()  # what watches may count
     return torch.ops.dsx_sparse_attn.attention(*arguments)[0]
