@@ -196,7 +196,7 @@ def test_reduction_of_codes(format, each_order):
         q = [torch.cat([p[k].view(torch.uint8) if k == 0 else p[k] for p in parts]) for k in range(3)]
         q[0] = q[0].view(parts[0][0].dtype)
         rows = [t.view(3, -1) for t in q]
-        total = reference.reduce(*rows, n, Scheme(format, group), 1 / 3)
+        total = reference.reduce(tuple(rows), n, Scheme(format, group), 1 / 3)
         out = torch.empty(n)
         run(each_order, "reduce_codes", *q, 3, format, group, 1 / 3, out)
         assert same(out, total)

@@ -142,16 +142,16 @@ class LocoQuantizer:
             raise TensorError(f"LoCo's input: got {x.numel()} elements, expected {self.numel}")
         if self.error.codes.device != x.device:
             self.error = Quantized(*(t.to(x.device) for t in self.error))
-        where = {"nodes": nodes, "devices": devices, "bits": bits, "group_size": self.group_size}
+        format, where = format_of(bits, True), (nodes, devices, 1)
         kept = run_back(self.error, x.numel(), "int8", self.group_size, torch.float32)
         wanted = x.detach().reshape(-1).float() + kept
-        q = swizzle_quantize(wanted, **where)
+        q = run(wanted, format, self.group_size, swizzle=where)
         self.calls += 1
         if self.reset and self.calls % self.reset == 0:
             for t in self.error:
                 t.zero_()
             return q
-        lost = wanted.sub_(unswizzle_dequantize(q, x.numel(), **where))
+        lost = wanted.sub_(run_back(q, x.numel(), format, self.group_size, torch.float32, swizzle=where))
         run(kept.mul_(self.beta).add_(lost, alpha=1.0 - self.beta), "int8", self.group_size, out=self.error)
         return q
 
@@ -166,8 +166,8 @@ def _check_messages(q: Sequence[Tensor], ranks: int, numel: int, scheme: Scheme)
     check_codes([t.reshape(-1)[: t.numel() // ranks] for t in q], numel, scheme)
 
 
-def _rows(q: Sequence[Tensor], ranks: int) -> list[Tensor]:
-    return [t.reshape(ranks, t.numel() // ranks) for t in q]
+def _rows(q: Sequence[Tensor], ranks: int) -> tuple[Tensor, ...]:
+    return tuple(t.reshape(ranks, t.numel() // ranks) for t in q)
 
 
 def _fake_reduce(
@@ -184,7 +184,7 @@ def _run_reduce(
     scheme, q, numel = Scheme(format, group), (codes, scale, zero), out.numel()
     module = native.module_for(codes, "quantised reduction", ranks * numel)
     if module is None:
-        out.view(-1).copy_(reference.reduce(*_rows(q, ranks), numel, scheme, factor))
+        out.view(-1).copy_(reference.reduce(_rows(q, ranks), numel, scheme, factor))
         return
     _native(module, q, scheme, ranks, factor, [out.data_ptr(), 0, 0], None, numel)
 
@@ -223,7 +223,7 @@ def _run_requantize(
     scheme, made, q = Scheme(format, group), _made(*how), (codes, scale, zero)
     module = native.module_for(codes, "quantised reduction", ranks * numel)
     if module is None:
-        return reference.quantize(reference.reduce(*_rows(q, ranks), numel, scheme, factor), made)
+        return reference.quantize(reference.reduce(_rows(q, ranks), numel, scheme, factor), made)
     _native(module, q, scheme, ranks, factor, addresses(*out), made, numel)
     return out
 

@@ -228,9 +228,18 @@ def _fake_dequantize(
     return out
 
 
-def _run_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, shape: Sequence[int], *how: Any) -> Tensor:
-    out = _fake_dequantize(codes, scale, zero, shape, *how)
-    _run_dequantize_out(codes, scale, zero, *how[:-1], out)
+def _run_dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    shape: Sequence[int],
+    format: str,
+    group: int,
+    swizzle: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    out = _fake_dequantize(codes, scale, zero, shape, format, group, swizzle, dtype)
+    _run_dequantize_out(codes, scale, zero, format, group, swizzle, out)
     return out
 
 

@@ -92,8 +92,9 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, numel: int, scheme: S
     return value.view(groups, scheme.group)[back].view(-1)
 
 
-def reduce(codes: Tensor, scale: Tensor, zero: Tensor, numel: int, scheme: Scheme, factor: float) -> Tensor:
-    """fp32 [numel]: the sum over ranks, in order, times `factor`. `codes` [ranks, bytes], `scale` and `zero` [ranks, groups]."""
+def reduce(q: tuple[Tensor, ...], numel: int, scheme: Scheme, factor: float) -> Tensor:
+    """fp32 [numel]: the sum over ranks, in order, times `factor`. `q`: codes [ranks, bytes], scales and zeros [ranks, groups]."""
+    codes, scale, zero = q
     total = dequantize(codes[0], scale[0], zero[0], numel, scheme)
     for r in range(1, codes.shape[0]):
         total = total + dequantize(codes[r], scale[r], zero[r], numel, scheme)
