@@ -85,16 +85,14 @@ def all_gather_coalesced(
     """output_tensors[i] = the ranks' input_tensors[i] one after the other, for every i; in place is legal."""
     name = "all_gather_coalesced"
     to = member(group)
-    _pairs(output_tensors, input_tensors, name, ("output_tensors", "input_tensors"))
-    for output, source in zip(output_tensors, input_tensors):
+    names = ("output_tensors", "input_tensors")
+
+    def start(output: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
         share(output, source, to, name, ("output", "input"))
-        contiguous(output, name, "output")
         not_overlapping(output, source, to.rank, name)
-    size = sum(map(nbytes, input_tensors))
-    device = input_tensors[0].device
-    call = Call(name, to.group, to.size, size, share_volume(size, to.size), device, check_labels(labels))
-    starts = [_later(start_all_gather, output, source, to) for output, source in zip(output_tensors, input_tensors)]
-    return run(call, lambda: settle(_together(starts, device, to), async_op), async_op)
+        return lambda: start_all_gather(output, source, to)
+
+    return _pairwise(name, names, output_tensors, input_tensors, input_tensors, start, to, async_op, labels)
 
 
 def reduce_scatter_coalesced(
@@ -108,18 +106,36 @@ def reduce_scatter_coalesced(
     """output_tensors[i] = part `rank` of the reduction of input_tensors[i], for every i."""
     name = "reduce_scatter_coalesced"
     to = member(group)
-    _pairs(output_tensors, input_tensors, name, ("output_tensors", "input_tensors"))
-    for output, source in zip(output_tensors, input_tensors):
+    names = ("output_tensors", "input_tensors")
+
+    def start(output: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
         share(source, output, to, name, ("input", "output"))
+        kind = reduce_kind(op, source, name)
+        return lambda: start_reduce_scatter(output, source, kind, to)
+
+    return _pairwise(name, names, output_tensors, input_tensors, output_tensors, start, to, async_op, labels)
+
+
+def _pairwise(
+    name: str,
+    names: tuple[str, str],
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    shares: Sequence[torch.Tensor],
+    start: Callable[[torch.Tensor, torch.Tensor], Callable[[], Any]],
+    to: Membership,
+    async_op: bool,
+    labels: Any,
+) -> Any:
+    """Check all pairs (`start` does it for one, and says how to issue it), then issue all; `shares` are the smaller sides."""
+    _pairs(outputs, inputs, name, names)
+    starts = []
+    for output, source in zip(outputs, inputs):
+        starts.append(start(output, source))
         contiguous(output, name, "output")
-    kinds = [reduce_kind(op, source, name) for source in input_tensors]
-    size = sum(map(nbytes, output_tensors))
-    device = input_tensors[0].device
+    size = sum(map(nbytes, shares))
+    device = inputs[0].device
     call = Call(name, to.group, to.size, size, share_volume(size, to.size), device, check_labels(labels))
-    starts = [
-        _later(start_reduce_scatter, output, source, kind, to)
-        for output, source, kind in zip(output_tensors, input_tensors, kinds)
-    ]
     return run(call, lambda: settle(_together(starts, device, to), async_op), async_op)
 
 
@@ -127,10 +143,6 @@ def _together(starts: list[Callable[[], Any]], device: torch.device, to: Members
     if to.size > 1 and to.backends.get(device.type) == "nccl":
         return _fused(to, device, starts)
     return Handle([start() for start in starts])
-
-
-def _later(start: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    return lambda: start(*args)
 
 
 def _not_empty(tensors: Sequence[Any], name: str) -> None:
