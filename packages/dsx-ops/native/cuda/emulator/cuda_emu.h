@@ -1,7 +1,7 @@
 // Runs CUDA kernels on the host, for tests on machines without a GPU: the same sources, compiled by g++ with -DDSX_CUDA_EMULATED.
 //
 // Every thread of a block is a fiber. __syncthreads and the warp functions are waits: a fiber gives the processor back, and goes on
-// when all that must arrive have arrived. Threads run in an order that the test chooses (forward, backward, shuffled by a seed), shared
+// when all that must arrive have arrived. Warps and threads run in an order that the test chooses (forward, backward, shuffled by a seed), shared
 // memory is filled with NaN before each block, and arriving at different barriers, or leaving while others wait, is an error.
 // So a missing barrier, an uninitialised sum or a divergent shuffle changes a result or fails. What it cannot show: races between the
 // instructions of one warp, the memory model, speed. One-dimensional grids and blocks, static shared memory.
@@ -158,33 +158,34 @@ private:
         error.clear();
         if (__start_dsx_shared) memset(__start_dsx_shared, 0xff, (size_t)(__stop_dsx_shared - __start_dsx_shared));
         for (unsigned t = 0; t < threads; ++t) fibers[t].state = Fiber::READY;
-        for (bool alive = true; alive;) {
-            for (unsigned t : permuted(threads)) {
-                if (fibers[t].state != Fiber::READY) continue;
-                current = t;
-                threadIdx.x = t;
-                resume(fibers[t]);
-                if (!error.empty()) give_up(error);
-            }
-            alive = release(threads);
-        }
+        do {
+            // One warp after another, each as far as it comes without the others: the most unequal pace that barriers allow.
+            for (unsigned warp : permuted(threads / WARP)) run_warp(warp * WARP);
+        } while (release_block(threads));
     }
 
-    // Lets go those that need not wait any more; false when all have finished.
-    bool release(unsigned threads) {
+    void run_warp(unsigned first) {
+        do {
+            for (unsigned lane : permuted(WARP)) {
+                if (fibers[first + lane].state != Fiber::READY) continue;
+                current = first + lane;
+                threadIdx.x = current;
+                resume(fibers[current]);
+                if (!error.empty()) give_up(error);
+            }
+        } while (release_warp(first));
+    }
+
+    // Lets go a block of which every thread is at the barrier; false when all have finished.
+    bool release_block(unsigned threads) {
         unsigned done = 0, at_barrier = 0;
         for (unsigned t = 0; t < threads; ++t) {
             done += fibers[t].state == Fiber::DONE;
             at_barrier += fibers[t].state == Fiber::AT_BARRIER;
         }
         if (done == threads) return false;
-        if (at_barrier == threads) {
-            for (unsigned t = 0; t < threads; ++t) fibers[t].state = Fiber::READY;
-            return true;
-        }
-        bool moved = false;
-        for (unsigned first = 0; first < threads; first += WARP) moved |= release_warp(first);
-        if (!moved) give_up("divergence: some threads wait at a barrier that others never reach");
+        if (at_barrier != threads) give_up("divergence: some threads wait at a barrier that others never reach");
+        for (unsigned t = 0; t < threads; ++t) fibers[t].state = Fiber::READY;
         return true;
     }
 
