@@ -163,6 +163,7 @@ def timed_in_turn(calls: dict[str, Callable[[], Any]], group: Any, options: argp
     for round_ in range(-options.warmup, options.repeats):
         for column, call in enumerate(calls.values()):
             dist.barrier(group)
+            dist.barrier(group)  # who slept in the first one leaves it late
             start = time.perf_counter()
             call()
             if round_ >= 0:
