@@ -174,7 +174,7 @@ def test_object_collectives_and_batches():
     run_ranks(objects, 3, backend="dsx")
 
 
-def mixed_name(rank, n):
+def mixed_name(rank, n, path):
     import dsx_comm  # noqa: F401
     import torch.distributed as dist
 
@@ -183,12 +183,13 @@ def mixed_name(rank, n):
     dist.all_reduce(tensor)
     assert tensor[0] == n
     dist.destroy_process_group()
-    dist.init_process_group("dsx", init_method=None)  # and again, after it was destroyed
+    # and again, after it was destroyed; at another store, since a rank may be back before rank 0 has closed the first
+    dist.init_process_group("dsx", init_method=f"file://{path}", rank=rank, world_size=n)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_the_backend_can_be_named_with_its_device_and_made_again():
+def test_the_backend_can_be_named_with_its_device_and_made_again(tmp_path):
     import dsx_comm  # noqa: F401
 
-    run_ranks(mixed_name, 2, backend=None)
+    run_ranks(mixed_name, 2, str(tmp_path / "store"), backend=None)

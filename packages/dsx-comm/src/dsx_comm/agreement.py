@@ -89,7 +89,7 @@ def _nothing() -> None:
 
 
 def _store(name: str, number: int) -> Any:
-    return dist.PrefixStore(f"dsx_agree/{name}/{number}/", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(f"dsx_agree/{name}/{number}/", dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _lines(store: Any, ranks: list[int]) -> dict[int, str] | None:

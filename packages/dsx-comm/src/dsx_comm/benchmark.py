@@ -293,7 +293,7 @@ def _started_here(options: argparse.Namespace) -> list[Row]:
 
     with tempfile.TemporaryDirectory(prefix="dsx-bench-") as folder:
         out = os.path.join(folder, "rows.json")
-        mp.spawn(_worker, (options, os.path.join(folder, "store"), out), options.ranks)
+        mp.spawn(_worker, (options, os.path.join(folder, "store"), out), options.ranks)  # pyright: ignore[reportPrivateImportUsage]
         with open(out) as f:
             return [Row(**r) for r in json.load(f)]
 

@@ -157,7 +157,7 @@ class Watch:
         state, settings = self._state, self.settings
         period = min(5.0, max(0.1, min(settings.limit, settings.notice) / 10))
         try:
-            store = dist.PrefixStore("dsx_hang/", _own_connection())
+            store = dist.PrefixStore("dsx_hang/", _own_connection())  # pyright: ignore[reportPrivateImportUsage]
             while not stop.wait(period) and dist.is_initialized() and dist.group.WORLD is state.world:
                 self._look(store, state, period)
         except (RuntimeError, ValueError):
@@ -213,7 +213,7 @@ WATCH = Watch()
 
 
 def _own_connection() -> Any:
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     try:
         return store.clone()  # another thread may be blocked inside the job's own one
     except (AttributeError, RuntimeError):  # not every kind of store has it

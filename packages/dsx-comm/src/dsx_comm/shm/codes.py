@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..errors import CommArgumentError
 
-_Kind = dist.ReduceOp.RedOpType
+_Kind: Any = dist.ReduceOp.RedOpType
 
 # dtype -> (code, numbers per element)
 DTYPES: dict[torch.dtype, tuple[int, int]] = {

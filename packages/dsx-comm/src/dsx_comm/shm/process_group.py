@@ -39,7 +39,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def __init__(
         self, store: Any, rank: int, size: int, timeout: timedelta, fd: int, ranks: Sequence[int], options: ShmOptions
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self._store, self._fd, self._timeout = store, fd, timeout.total_seconds()
         self._rank, self._size = rank, size
         module = native.module()
@@ -163,7 +163,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def _fallback(self) -> Any:
         if self._gloo is None:
-            store = dist.PrefixStore("gloo/", self._store)
+            store = dist.PrefixStore("gloo/", self._store)  # pyright: ignore[reportPrivateImportUsage]
             gloo: Any = dist.ProcessGroupGloo
             self._gloo = gloo(store, self._rank, self._size, timeout=timedelta(seconds=self._timeout))
         return self._gloo
@@ -440,10 +440,10 @@ class ShmProcessGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced(outputs, inputs, opts)
 
     _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
+    alltoall_base = all_to_all_single  # pyright: ignore[reportAssignmentType]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # pyright: ignore[reportAssignmentType]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # pyright: ignore[reportAssignmentType]
 
 
 # microseconds of waiting that keeps the core, and that gives way to others, before a waiting rank sleeps

@@ -238,6 +238,8 @@ def _follow(me: Member) -> int:
     me.store.set(f"answer/{me.rank}", f"rank {me.rank}: {problem}" if problem else "")
     me.store.wait(["verdict"], me.patience)
     verdict = me.store.get("verdict").decode()
+    if problem and not verdict:
+        raise CommError(f"rank {me.rank} met the store of an earlier group ({problem}): use another port or file")
     if verdict:
         if fd >= 0:
             os.close(fd)
