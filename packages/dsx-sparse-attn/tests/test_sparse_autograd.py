@@ -155,11 +155,12 @@ class Seen(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_who_watches_the_dispatcher_sees_one_operator_each_way_and_the_same_numbers():
     q, k, v, layout = tensors(dtype=torch.float32, dim=8)
-    plain = block_sparse_attention(q, k, v, layout, causal=True)
-    expected = torch.autograd.grad(plain, (q, k, v), torch.ones_like(plain))
+    rpe, dout = torch.randn(2, 24, 24, requires_grad=True), torch.randn(1, 2, 24, 8)
+    plain = block_sparse_attention(q, k, v, layout, rpe=rpe, causal=True)
+    expected = torch.autograd.grad(plain, (q, k, v, rpe), dout)
     with Seen() as seen:
-        out = block_sparse_attention(q, k, v, layout, causal=True)
-        grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        out = block_sparse_attention(q, k, v, layout, rpe=rpe, causal=True)
+        grads = torch.autograd.grad(out, (q, k, v, rpe), dout)
     assert torch.equal(out, plain) and all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
     assert [n for n in seen.names if "dsx_sparse_attn" in n] == [
         "dsx_sparse_attn.attention.default", "dsx_sparse_attn.attention_backward.default",
