@@ -30,6 +30,7 @@ class Part:
     trainable: bool = True
     master: None = None
     states: dict = field(default_factory=dict)
+    ranges: tuple = ()
 
     @property
     def param(self):
