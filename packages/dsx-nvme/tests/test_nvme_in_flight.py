@@ -157,6 +157,7 @@ def test_await(tmp_path):
 
 FORK = """
 import os, sys, torch, dsx_nvme
+torch.set_num_threads(1)  # a forked child of a process with worker threads of OpenMP hangs in its first parallel region
 folder = sys.argv[1]
 engine = dsx_nvme.Engine(block_size=1 << 16, queue_depth=2)
 handle = dsx_nvme.aio_handle()
