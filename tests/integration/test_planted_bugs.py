@@ -193,8 +193,8 @@ def clip_before_unscaling() -> Any:
     return patch.object(optimizer, "_norm", functools.partialmethod(_scaled_norm, optimizer._norm))
 
 
-def _scaled_norm(self, right, grad_scale):
-    return right(self, 1.0)
+def _scaled_norm(self, right, grad_scale, **options):
+    return right(self, 1.0, **options)
 
 
 def forget_accumulation_factor() -> Any:
