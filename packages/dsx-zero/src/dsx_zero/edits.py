@@ -47,7 +47,5 @@ class Edits:
 
 
 def _has_own_master(group: FlatGroup) -> bool:
-    master, full = group.master, group.full
-    if master is None or not group.trainable or full.numel() != group.layout.numel:
-        return False
-    return master.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+    resident = group.full.numel() == group.layout.numel
+    return group.trainable and resident and group.own_master(group.full) is not None

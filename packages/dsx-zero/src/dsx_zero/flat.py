@@ -88,6 +88,13 @@ class FlatGroup:
         """Would a master of this dtype be the parameter's own memory?"""
         return self.key.dtype.itemsize >= dtype.itemsize
 
+    def own_master(self, visible: torch.Tensor) -> torch.Tensor | None:
+        """The master, if it is memory of its own and not that of `visible` (the buffer the parameters show)."""
+        master = self.master
+        if master is None or master.untyped_storage().data_ptr() == visible.untyped_storage().data_ptr():
+            return None
+        return master
+
     @property
     def trainable(self) -> bool:
         return self.key.trainable

@@ -134,17 +134,15 @@ def _cut(key: str, value: Any, parameter: torch.Tensor, master: Master) -> Any:
 
 def write_parameters(group: FlatGroup, *, whole: bool) -> None:
     """Write the low-precision copy of the masters; nothing to do where the master is the parameter's memory."""
-    master = group.master
     target = group.full if whole else group.shard
-    if master is not None and master.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
+    if (master := group.own_master(target)) is not None:
         target.copy_(master)
 
 
 def refresh_master(group: FlatGroup, *, whole: bool) -> None:
     """The reverse of `write_parameters`: the masters take the parameters' values."""
-    master = group.master
     source = group.full if whole else group.shard
-    if master is not None and master.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+    if (master := group.own_master(source)) is not None:
         master.copy_(source)
 
 
@@ -154,7 +152,7 @@ def copy_targets(masters: Sequence[Master], *, whole: bool) -> dict[torch.Tensor
     for master in masters:
         group = master.group
         buffer = group.full if whole else group.shard
-        if group.master is None or group.master.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+        if group.own_master(buffer) is None:
             continue
         found[master.tensor] = buffer.narrow(0, master.slice.offset, master.slice.numel).view(master.tensor.shape)
     return found
