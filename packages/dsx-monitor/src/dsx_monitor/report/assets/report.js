@@ -217,6 +217,8 @@ function hover(chart, event) {
 
 for (const panel of panels) charts.push(new Chart(panel, document.getElementById(panel.main ? "charts" : "more-charts")));
 if (!panels.some(p => !p.main)) document.getElementById("more").remove();
+// Once by hand: an observer is first heard with a rendered frame, which a busy headless browser may never come to. The folded ones draw when unfolded.
+for (const c of charts) if (c.panel.main) c.draw();
 const axis = document.getElementById("axis");
 if (!timed) axis.parentElement.remove();
 axis.addEventListener("change", () => { state.axis = axis.value; state.at = null; charts.forEach(c => c.draw()); });
