@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import dsx_comm
 import torch
 
 from .lanes import Lane, Ticket
@@ -59,15 +60,16 @@ class GatherExecutor(ReduceExecutor):
         self.live += target.numel
         target.state = UnitState.GATHERING
         self._tickets[unit] = [
-            self._lane.submit(self._job(store, group.shard))
+            self._lane.submit(self._job(str(target.plan), store, group.shard))
             for store, group in zip(target.storages, target.groups)
             if store.numel
         ]
 
-    def _job(self, store: Any, shard: torch.Tensor) -> Callable[[], Any]:
+    def _job(self, name: str, store: Any, shard: torch.Tensor) -> Callable[[], Any]:
         def gather() -> Any:
             store.allocate()
-            return self._all_gather(store.fill, shard)
+            with dsx_comm.unit(name):
+                return self._all_gather(store.fill, shard)
 
         return gather
 
@@ -79,7 +81,8 @@ class GatherExecutor(ReduceExecutor):
             scratch = torch.empty(group.layout.numel, dtype=group.key.dtype, device=group.key.device)
 
             def gather(out: torch.Tensor = scratch, shard: torch.Tensor = group.shard) -> Any:
-                return self._all_gather(out, shard)
+                with dsx_comm.unit(f"{target.plan}, past its users"):
+                    return self._all_gather(out, shard)
 
             self._passing.append((self._lane.submit(gather), scratch))
 

@@ -44,6 +44,10 @@ class Gathering(Replicated):
 
     def publish(self, unit: Unit) -> None:
         """Start gathering; goes on while the next unit's low-precision copy is written."""
+        with dsx_comm.unit(str(unit.plan)):
+            self._start(unit)
+
+    def _start(self, unit: Unit) -> None:
         for group in unit.trainable:
             if group.layout.numel <= self._bucket_size:
                 work = dsx_comm.all_gather_into_tensor(group.full, group.shard, group=self._group, async_op=True)

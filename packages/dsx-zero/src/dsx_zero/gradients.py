@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+import dsx_comm
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -104,6 +105,7 @@ class ReducedGradients:
         self._pool, self._order, self._on_complete = pool, order, on_complete
         self._of: dict[FlatGroup, GroupGradients] = {}
         self._by_unit: dict[int, list[GroupGradients]] = {}
+        self._names = {unit.index: f"{unit.plan}, gradients" for unit in units}
         for unit in units:
             for group in unit.trainable:
                 buffers = GroupGradients(
@@ -177,7 +179,7 @@ class ReducedGradients:
             if self._on_complete is not None:
                 self._on_complete(unit)
             if self._reduces():
-                self._order.reduce(unit)
+                self._offer(unit)
 
     def _end_backward(self) -> None:
         self._task = None
@@ -187,7 +189,7 @@ class ReducedGradients:
         if not self._reduces():
             return
         for unit in self._dirty():
-            self._order.reduce(unit)
+            self._offer(unit)
         self._order.end_backward()
         self._wait()
         self._pool.drop()
@@ -203,12 +205,17 @@ class ReducedGradients:
 
     # Reductions -------------------------------------------------------------------------------------------------------
 
+    def _offer(self, unit: int) -> None:
+        with dsx_comm.unit(self._names[unit]):  # the ranks may have to agree on what comes next
+            self._order.reduce(unit)
+
     def run_reduce(self, unit: int) -> None:
         """Start the reduction of a unit with what has arrived. Called by the order, in the same order on every rank."""
         while len(self._in_flight) >= self._limit or (self._in_flight and self._is_done(self._in_flight[0])):
             self._finish_unit(self._in_flight.pop(0))
-        for buffers in self._by_unit[unit]:
-            buffers.launch()
+        with dsx_comm.unit(self._names[unit]):
+            for buffers in self._by_unit[unit]:
+                buffers.launch()
         self._in_flight.append(unit)
         if not self._overlap:
             self._wait()

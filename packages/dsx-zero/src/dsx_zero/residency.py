@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import dsx_comm
 import torch
 
 from .executor import GatherExecutor, GatherLimits
@@ -120,7 +121,8 @@ class Residency(Lender):
                 self._order.use(unit)
             self._units[unit].swap_in()
             return
-        self._order.gather(unit, training=training)
+        with dsx_comm.unit(str(self._units[unit].plan)):  # the ranks may have to agree on what comes next
+            self._order.gather(unit, training=training)
         if training:
             self._order.run_ahead(executor.may_run_ahead)
         executor.arrive(unit)

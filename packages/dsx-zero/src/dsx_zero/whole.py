@@ -35,7 +35,8 @@ def read_whole(layout: FlatLayout, name: str, shard: torch.Tensor, process_group
     if mine is not None:
         piece[: mine.numel] = shard[mine.offset : mine.offset + mine.numel]
     pieces = shard.new_empty(longest * layout.world_size)
-    dsx_comm.all_gather_into_tensor(pieces, piece, group=process_group)
+    with dsx_comm.unit(name):
+        dsx_comm.all_gather_into_tensor(pieces, piece, group=process_group)
     for rank, part in enumerate(slices):
         if part is not None:
             flat[part.start : part.stop] = pieces[rank * longest : rank * longest + part.numel]
@@ -63,7 +64,8 @@ def write_whole(
     layout = group.layout
     if layout.world_size > 1:
         whole = whole.contiguous()
-        dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(process_group, source_rank), group=process_group)
+        with dsx_comm.unit(name):
+            dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(process_group, source_rank), group=process_group)
     part = layout.local_slice(name, group.rank)
     if part is None:
         return whole
