@@ -189,3 +189,60 @@ def test_prefetch_on_request_and_lost_files(tmp_path):
         with pytest.raises(dsx_nvme.EndOfFileError):
             s.fetch("layer7")
         assert s.fetch("layer0")[0] == 0.0
+
+
+class Listener:
+    """An `on_transfer` that keeps what it hears."""
+
+    def __init__(self):
+        self.heard, self.open = [], 0
+
+    def __call__(self, op, name, nbytes):
+        self.open += 1
+        self.heard.append((op, name, nbytes))
+
+        def over():
+            self.open -= 1
+
+        return over
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_listener_hears_of_every_transfer_of_a_pass_once(pipelined, tmp_path):
+    listener = Listener()
+    with OptimizerSwapper(
+        tmp_path, SIZES, buffer_size=4096, max_in_cpu=3000, pipeline_read=pipelined, pipeline_write=pipelined,
+        on_transfer=listener,
+    ) as swapper:  # fmt: skip
+        most = 0
+        for _ in swapper.sweep():
+            most = max(most, listener.open)
+        moving = [p for p in swapper.plan.pieces if not p.resident]
+        names = sorted(f"{p.key}[{p.start}:{p.stop}]" for p in moving)
+        for op, nbytes in (("read", swapper.times.bytes_read), ("write", swapper.times.bytes_written)):
+            assert sorted(name for what, name, _ in listener.heard if what == op) == names
+            assert sum(n for what, _, n in listener.heard if what == op) == nbytes
+        assert listener.open == 0 and (most > 0) == pipelined
+        swapper.get_state("a", "master")
+        assert len(listener.heard) > 2 * len(moving) and listener.open == 0
+        visits = swapper.sweep()
+        next(visits)
+        visits.close()  # a pass that is left in the middle
+        assert listener.open == 0
+
+
+def test_a_listener_hears_of_parameters_also_of_those_that_fail(tmp_path):
+    listener = Listener()
+    with ParameterSwapper(tmp_path, buffer_count=2, buffer_size=2048, on_transfer=listener) as swapper:
+        for name in "abc":
+            swapper.add(name, torch.ones(2000))
+        with swapper.use("a", dirty=True):
+            assert listener.open == 0
+        swapper.fetch("b")
+        assert listener.heard == [*[("write", n, 8000) for n in "abc"], *[(o, "a", 8000) for o in ("read", "write")], ("read", "b", 8000)]  # fmt: skip
+        swapper.release("b")
+        with open(os.path.join(swapper.store.folder, "tensors.dat"), "r+b") as file:
+            file.truncate(0)
+        with pytest.raises(OSError):
+            swapper.fetch("c")
+    assert listener.open == 0

@@ -3,6 +3,7 @@
     timeline = Timeline(rank)
     stop = dsx_comm.observe(timeline)          # every communication, and every wait for one
     with timeline.range("forward"): ...
+    OptimizerSwapper(..., on_transfer=timeline.transfer)
     timeline.write(run_dir)                    # RUN/trace/rank00000.json
     merge_traces(run_dir)                      # RUN/trace.json: all ranks in one; `dsx report` does it too
 
@@ -21,7 +22,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,6 +99,18 @@ class Timeline:
             _when_done(result, arrived)
         else:
             arrived()
+
+    def transfer(self, op: str, name: str, nbytes: int) -> Callable[[], None]:
+        """A transfer to or from disk begins; call what is returned when it is over, from any thread (what `on_transfer` of `dsx_nvme`'s swappers takes).
+
+        Timed by the host's clock, also beside a device: disks do not run on its streams.
+        """
+        start = time.perf_counter_ns()
+
+        def over() -> None:
+            self._add("swap", f"{op} {name}", start, time.perf_counter_ns(), {"bytes": nbytes})
+
+        return over
 
     def begin_wait(self) -> Any:
         """This rank begins to stand still for others."""

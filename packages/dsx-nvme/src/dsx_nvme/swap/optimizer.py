@@ -19,7 +19,7 @@ from ..engine import Engine
 from ..errors import NvmeError, OptionError, TensorError
 from ..memory import Pin, empty
 from ..pool import BufferPool
-from ..ticket import Ticket
+from .moving import Moving, OnTransfer, unheard
 from .plan import DEPTH, Piece, SwapPlan, make_plan
 
 SLOTS = 1 + 2 * DEPTH  # at most
@@ -50,7 +50,7 @@ class SwapTimes:
 @dataclass
 class _Slot:
     memory: torch.Tensor  # uint8
-    ticket: Ticket | None = field(default=None)
+    ticket: Moving | None = field(default=None)
 
 
 class OptimizerSwapper:
@@ -61,7 +61,7 @@ class OptimizerSwapper:
     memory. `pipeline_read`, `pipeline_write`: read the next piece, write the last one, while one is updated. `fast_init`: `initialize` writes
     whole pieces in one pass; without it, it writes state by state as it is given them. States are zeros at first.
 
-    The file is `<folder>/optimizer-rank<rank>.swp`; `keep=False` removes it at `close`.
+    The file is `<folder>/optimizer-rank<rank>.swp`; `keep=False` removes it at `close`. `on_transfer` hears of every read and write (see `moving`).
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class OptimizerSwapper:
         dtype: torch.dtype = torch.float32, buffer_count: int = 4, buffer_size: int = 100_000_000, max_in_cpu: int = 0,
         pipeline_read: bool = False, pipeline_write: bool = False, fast_init: bool = False, divisible: bool = True,
         rank: int = 0, pin: Pin = "auto", engine: Engine | None = None, keep: bool = False,
+        on_transfer: OnTransfer = unheard,
     ) -> None:  # fmt: skip
         if not states or set(read_only) - set(states) or len(set(states)) != len(states):
             raise OptionError(
@@ -91,7 +92,7 @@ class OptimizerSwapper:
         self.times = SwapTimes()
         self._own_engine = engine is None
         self.engine = engine if engine is not None else Engine(block_size=4 << 20, queue_depth=16)
-        self._broken = ""
+        self._broken, self._on_transfer = "", on_transfer
         os.makedirs(folder, exist_ok=True)
         self.path = os.path.join(os.fspath(folder), f"optimizer-rank{rank}.swp")
         with contextlib.suppress(FileNotFoundError):
@@ -231,13 +232,22 @@ class OptimizerSwapper:
 
     def _read(self, piece: Piece, slot: _Slot) -> None:
         nbytes = piece.room * len(self.states)
-        slot.ticket = self.engine.read(slot.memory[:nbytes], self._file, piece.offset)
+        slot.ticket = self._begin("read", piece, slot.memory[:nbytes], piece.offset)
         self.times.bytes_read += nbytes
 
     def _write(self, piece: Piece, slot: _Slot) -> None:
         begin, end = piece.room * self._skipped, piece.room * len(self.states)
-        slot.ticket = self.engine.write(slot.memory[begin:end], self._file, piece.offset + begin)
+        slot.ticket = self._begin("write", piece, slot.memory[begin:end], piece.offset + begin)
         self.times.bytes_written += end - begin
+
+    def _begin(self, op: str, piece: Piece, memory: torch.Tensor, offset: int) -> Moving:
+        move = self.engine.write if op == "write" else self.engine.read
+        over = self._on_transfer(op, f"{piece.key}[{piece.start}:{piece.stop}]", memory.numel() * memory.itemsize)
+        try:
+            return Moving(move(memory, self._file, offset), over)
+        except BaseException:
+            over()
+            raise
 
     def _wait_read(self, _: Piece, slot: _Slot) -> None:
         self.times.reading += self._wait(slot)
@@ -267,5 +277,4 @@ class OptimizerSwapper:
             kept = self._resident[piece.index][number]
             kept.copy_(flat) if op == "write" else flat.copy_(kept)
             return
-        move = self.engine.write if op == "write" else self.engine.read
-        move(flat, self._file, piece.offset + number * piece.room).wait()
+        self._begin(op, piece, flat, piece.offset + number * piece.room).wait()

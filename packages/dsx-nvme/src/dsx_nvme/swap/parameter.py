@@ -19,8 +19,7 @@ from ..errors import BudgetError, NvmeError, OptionError
 from ..memory import Pin
 from ..pool import Buffer, BufferPool
 from ..store import TensorStore
-from ..tensor_file import Reading
-from ..ticket import Ticket
+from .moving import Moving, OnTransfer, unheard
 
 
 @dataclass
@@ -29,8 +28,8 @@ class _Guest:
 
     buffer: Buffer
     tensor: torch.Tensor
-    reading: Reading | None = None
-    writing: Ticket | None = None
+    reading: Moving | None = None
+    writing: Moving | None = None
     users: int = 0
 
 
@@ -48,18 +47,20 @@ class ParameterSwapper:
 
     `max_in_cpu`: elements of parameters that stay in memory for good (first come, first kept); `ahead`: how many parameters to read ahead, as far
     as there is room; `checksum`: check what is read. The files lie in `<folder>/parameters-rank<rank>`; `keep=False` removes them.
+    `on_transfer` hears of every read and write (see `moving`).
     """
 
     def __init__(
         self, folder: str | os.PathLike, *, dtype: torch.dtype = torch.float32, buffer_count: int = 5,
         buffer_size: int = 100_000_000, max_in_cpu: int = 0, ahead: int = 4, checksum: bool = False, rank: int = 0,
         pin: Pin = "auto", engine: Engine | None = None, keep: bool = False,
+        on_transfer: OnTransfer = unheard,
     ) -> None:  # fmt: skip
         if min(buffer_count, buffer_size) < 1 or ahead < 0:
             raise OptionError(
                 f"buffer_count={buffer_count}, buffer_size={buffer_size}, ahead={ahead}: expected at least 1, 1, 0"
             )
-        self.dtype, self.ahead = dtype, ahead
+        self.dtype, self.ahead, self._on_transfer = dtype, ahead, on_transfer
         self._own_engine = engine is None
         self.engine = engine if engine is not None else Engine(queue_depth=16)
         place = os.path.join(os.fspath(folder), f"parameters-rank{rank}")
@@ -91,7 +92,7 @@ class ParameterSwapper:
             self._room_kept -= tensor.numel()
             self._kept[name] = tensor.detach().to("cpu", self.dtype, copy=True)
             return
-        self.store.put(name, tensor.detach().to(self.dtype).contiguous()).wait()
+        self._begin("write", name, tensor.detach().to(self.dtype).contiguous()).wait()
 
     def fetch(self, name: str) -> torch.Tensor:
         """The parameter in memory, to be given back with `release`. Waits for its read. Raises KeyError, BudgetError."""
@@ -127,7 +128,7 @@ class ParameterSwapper:
         if dirty:
             if guest.writing is not None:
                 guest.writing.wait()
-            guest.writing = self.store.put(name, guest.tensor)
+            guest.writing = self._begin("write", name, guest.tensor)
 
     @contextlib.contextmanager
     def use(self, name: str, *, dirty: bool = False) -> Iterator[torch.Tensor]:
@@ -163,7 +164,7 @@ class ParameterSwapper:
         try:
             for guest in self._guests.values():
                 if guest.reading is not None:
-                    guest.reading.ticket.exception()
+                    guest.reading.exception()
             self.flush()
         finally:
             self._guests.clear()
@@ -201,9 +202,18 @@ class ParameterSwapper:
         if buffer is None:
             return None
         tensor = buffer.tensor(extent.dtype, extent.shape)
-        guest = _Guest(buffer, tensor, self.store.get(name, tensor))
+        guest = _Guest(buffer, tensor, self._begin("read", name, tensor))
         self._guests[name] = guest
         return guest
+
+    def _begin(self, op: str, name: str, tensor: torch.Tensor) -> Moving:
+        over = self._on_transfer(op, name, tensor.numel() * tensor.itemsize)
+        try:
+            ticket = self.store.put(name, tensor) if op == "write" else self.store.get(name, tensor).ticket
+        except BaseException:
+            over()
+            raise
+        return Moving(ticket, over)
 
     def _evict(self, *, wanted: bool) -> bool:
         """Make one guest leave; False when there is none that may. Reading ahead drives out only what is not needed soon."""
@@ -212,7 +222,7 @@ class ParameterSwapper:
             if guest.users or (not wanted and (name in soon or guest.reading is not None)):
                 continue
             if guest.reading is not None:
-                guest.reading.ticket.exception()
+                guest.reading.exception()
             self._settle_write(guest)
             del self._guests[name]
             guest.buffer.release()
@@ -224,7 +234,7 @@ class ParameterSwapper:
         if reading is None:
             return
         try:
-            reading.result()
+            reading.wait()
             guest.reading = None
         except BaseException:
             guest.users -= 1
