@@ -9,7 +9,7 @@ relative, |value| / largest |value| of all blocks, which is what schedules of qu
 values are in `latest`. Double backward needs operators that have one: fused attention has none, so the forward pass
 must run under `double_backward()`.
 
-Left out: parameters that are partitioned between uses (ZeRO stage 3).
+Left out: parameters that are partitioned between uses; gather them first as `dsx` does at ZeRO stage 3 (`dsx_zero.GatheredParameters`).
 """
 
 from __future__ import annotations

@@ -199,6 +199,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Backwards inside only accumulate; legal in all stages."""
         return self._runtime.gradients.no_sync()
 
+    def gradient_parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters that backward gives this rank's whole gradients, to put hooks on. At stage 3 those behind the partitioned ones, which have no
+        memory between uses: their values must not be read."""
+        for unit in self._runtime.trainable_units():
+            for group in unit.trainable:
+                yield from group.parameters
+
     def release(self) -> None:
         """Take every hook off the model, which then trains no more through this optimizer. At stage 3 its parameters stay partitioned."""
         self._runtime.gradients.remove_hooks()

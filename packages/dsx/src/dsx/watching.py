@@ -8,8 +8,8 @@ is not built.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +50,7 @@ class Watched:
     """What is to be watched, and with what.
 
     Attributes:
-        monitoring, comm: the packages `dsx_monitor` and `dsx_comm`.
+        monitoring, comm, zero: the packages `dsx_monitor`, `dsx_comm` and `dsx_zero`.
         module, optimizer: the sharded model and its optimizer.
         micro_batches: backwards of the coming update.
     """
@@ -63,6 +63,7 @@ class Watched:
     micro_batches: Callable[[], int]
     monitoring: ModuleType
     comm: ModuleType
+    zero: ModuleType
 
     @property
     def first(self) -> bool:
@@ -285,18 +286,12 @@ def _add_timeline(to: Watched, watch: Watch) -> None:
 
 def _add_curvature(to: Watched, watch: Watch) -> None:
     noise, section = to.config.use("gradient_noise_scale"), to.config.use("eigenvalue")
-    aside = to.optimizer.no_sync
+    paused: Callable[[], AbstractContextManager[Any]] = nullcontext
     if noise.enabled and to.first:
-        squares = to.monitoring.GradientSquares(to.module.parameters())
+        squares = to.monitoring.GradientSquares(to.optimizer.gradient_parameters())
         watch.closing.callback(squares.remove)
         watch.add(_noise(to, noise, squares))
-
-        def aside() -> AbstractContextManager[Any]:
-            stack = ExitStack()
-            stack.enter_context(squares.paused())
-            stack.enter_context(to.optimizer.no_sync())
-            return stack
-
+        paused = squares.paused
     if section.enabled:
         from dsx_monitor.curvature import double_backward  # late: few ask for it
 
@@ -308,10 +303,18 @@ def _add_curvature(to: Watched, watch: Watch) -> None:
             double_backward,
             to.module,
             to.counters,
-            aside,
+            lambda: _aside(to, paused),
             _mean(to) if to.topology.dp_world_size > 1 else None,
         )
         watch.forward = watch.add(session).forward_context
+
+
+@contextmanager
+def _aside(to: Watched, paused: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Backwards inside leave the engine's gradients alone, and find whole parameters. Collective."""
+    whole = to.config.zero.stage == 3  # where the model holds what can be differentiated by only while it is gathered
+    with paused(), to.optimizer.no_sync(), to.zero.GatheredParameters(to.module, enabled=whole):
+        yield
 
 
 def _mean(to: Watched) -> Callable[[torch.Tensor], Any]:

@@ -235,8 +235,9 @@ def _parts(
     scheduler, driver = _scheduler(config, request, optimizer if trains else None)
     counters, stage, accumulation = Counters(), config.zero.stage, Accumulation(config.use("batch").accumulation)
     watched = Watched(
-        config, topology, model, optimizer, counters, lambda: accumulation.steps, part("dsx_monitor"), part("dsx_comm")
-    )
+        config, topology, model, optimizer, counters, lambda: accumulation.steps, part("dsx_monitor"), part("dsx_comm"),
+        part("dsx_zero"),
+    )  # fmt: skip
     watch = build_watch(watched) if trains else no_watch(watched)
 
     def release() -> None:

@@ -121,16 +121,11 @@ def _reduction(root: Any, where: Any) -> Iterator[Problem]:
 
 
 def _curvature(root: Any, where: Any) -> Iterator[Problem]:
-    section, stage = root.eigenvalue, root.zero_optimization.stage
+    section = root.eigenvalue
     if section.enabled and section.layer_num < 1:
         yield Problem("value", "eigenvalue.layer_num", "the number of blocks is missing", got="0",
                       expected="how many children of eigenvalue.layer_name are blocks", where=where("eigenvalue.layer_num"),
                       fix="set it, and layer_name to the path of the list of blocks")  # fmt: skip
-    for name, on in (("eigenvalue", section.enabled), ("gradient_noise_scale", root.gradient_noise_scale.enabled)):
-        if on and stage == 3:
-            yield Problem("conflict", f"{name}.enabled", "this needs whole parameters in backward",
-                          got="zero_optimization.stage 3", expected="zero_optimization.stage 0, 1 or 2",
-                          where=where(f"{name}.enabled"), fix="choose a lower stage or remove the section")  # fmt: skip
 
 
 def _one_bit(root: Any, where: Any) -> Iterator[Problem]:
