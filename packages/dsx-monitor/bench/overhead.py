@@ -1,6 +1,6 @@
 """What watching costs: events without a backend, with all local ones, the profiled step, the import.
 
-    python packages/dsx-monitor/bench/overhead.py [events|writers|profile|import ...]
+    python packages/dsx-monitor/bench/overhead.py [events|writers|comet|profile|import ...]
 
 Costs are CPU time of the process (all threads), medians of interleaved rounds, so that a busy machine disturbs them little.
 Each line has its goal beside it.
@@ -8,6 +8,7 @@ Each line has its goal beside it.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -100,15 +101,32 @@ def writers() -> None:
              "<= 1 %")  # fmt: skip
 
 
-def _sleeping(names: tuple[str, ...], steps: int) -> tuple[float, float]:
+def comet() -> None:
+    """The same to Comet's offline archive: every value, and with the default of one value per label in 100 samples."""
+    for interval, what in ((1, "every value sent"), (100, "a label once in 100 samples, the default")):
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["COMET_OFFLINE_DIRECTORY"] = folder
+            section = {"enabled": True, "online": False, "samples_log_interval": interval}
+            quiet, _ = _sleeping((), 60)
+            # Comet describes the machine and its packages when an experiment begins: half a second once, not per step.
+            spent, _ = _sleeping((), 100, {"comet": section}, settle=6.0)
+        share = 100 * (spent - quiet) / 0.050
+        line(f"16 events a step to Comet, offline, {what}",
+             f"{share:.2f} % ({(spent - quiet) / 16 * 1e6:.0f} us per event)", "<= 1 %")  # fmt: skip
+
+
+def _sleeping(
+    names: tuple[str, ...], steps: int, more: dict[str, Any] | None = None, settle: float = 0.0
+) -> tuple[float, float]:
     """CPU seconds of the process per step, and the median length of `write_events`."""
     from dsx_monitor import MonitorMaster
 
     with tempfile.TemporaryDirectory() as folder:
-        config = {name: {"enabled": True, "output_path": folder, "job_name": name} for name in names}
+        config = {name: {"enabled": True, "output_path": folder, "job_name": name} for name in names} | (more or {})
         with MonitorMaster(config, rank=0) as monitor:
             labels = [f"Train/Samples/value_{i}" for i in range(16)]
             monitor.write_events([(label, 0.5, 0) for label in labels], flush=True)
+            time.sleep(settle)
             held = []
             start = time.process_time()
             for step in range(1, steps + 1):
@@ -171,7 +189,7 @@ def imports() -> None:
 
 
 def main() -> None:
-    parts = {"events": events, "writers": writers, "profile": profile, "import": imports}
+    parts = {"events": events, "writers": writers, "comet": comet, "profile": profile, "import": imports}
     print("| what | cost | goal |\n|---|---|---|")
     for name in sys.argv[1:] or parts:
         parts[name]()

@@ -139,13 +139,16 @@ def test_comet_offline_archive_holds_the_throttled_metrics(tmp_path, monkeypatch
     config = {"comet": {"enabled": True, "online": False, "samples_log_interval": 20, "experiment_name": "first"}}
     with dsx_monitor.CometMonitor(config, rank=0) as monitor:
         assert monitor.active == ("comet",)
-        monitor.write_events([("loss", float(step), step) for step in range(0, 50, 10)])
+        monitor.write_events([e for step in range(0, 50, 10) for e in (("loss", float(step), step), ("lr", 0.5, step))])
     (archive,) = tmp_path.glob("*.zip")
     with zipfile.ZipFile(archive) as opened:
         messages = [json.loads(line) for line in opened.read("messages.json").decode().splitlines()]
     metrics = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
-    losses = [(m["step"], float(m["metricValue"])) for m in metrics if m["metricName"] == "loss"]
-    assert losses == [(0, 0.0), (20, 20.0), (40, 40.0)]
+    sent = {
+        name: [(m["step"], float(m["metricValue"])) for m in metrics if m["metricName"] == name]
+        for name in ("loss", "lr")
+    }
+    assert sent == {"loss": [(0, 0.0), (20, 20.0), (40, 40.0)], "lr": [(0, 0.5), (20, 0.5), (40, 0.5)]}
 
 
 def test_other_ranks_write_nothing(tmp_path):

@@ -5,6 +5,7 @@ A label is sent at most once in `samples_log_interval` samples; the first event 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..errors import BackendMissing
@@ -37,12 +38,17 @@ class CometWriter:
             self._experiment.set_name(config.experiment_name)
 
     def write(self, events: list[Event]) -> None:
-        """Send what is due."""
-        for label, value, samples in events:
+        """Send what is due, all values of a step in one call."""
+        for samples, values in _steps(self._due(events)):
+            self._experiment.log_metrics(values, step=samples)
+
+    def _due(self, events: list[Event]) -> Iterator[Event]:
+        for event in events:
+            label, _, samples = event
             last = self._sent.get(label)
             if last is None or samples - last >= self._interval:
                 self._sent[label] = samples
-                self._experiment.log_metric(label, value, step=samples)
+                yield event
 
     def flush(self) -> None:
         """Nothing to do: Comet's own thread sends what is logged."""
@@ -50,3 +56,16 @@ class CometWriter:
     def close(self) -> None:
         """End the experiment; waits for the upload or writes the archive."""
         self._experiment.end()
+
+
+def _steps(events: Iterable[Event]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Events that follow each other with the same sample count; a label that comes again begins a new group."""
+    values: dict[str, float] = {}
+    at = 0
+    for label, value, samples in events:
+        if values and (samples != at or label in values):
+            yield at, values
+            values = {}
+        at, values[label] = samples, value
+    if values:
+        yield at, values
