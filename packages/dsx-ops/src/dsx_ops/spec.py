@@ -165,12 +165,13 @@ class Guard:
 
 @dataclass
 class Batch:
-    """Slots of one kind with the same numbers: one call of a kernel."""
+    """Slots of one kind with the same numbers: one call of a kernel. `group`: the parameter group the numbers come from."""
 
     algorithm: Algorithm
     hyper: Hyper
     slots: list[Slot] = field(default_factory=list)
     guard: Guard | None = None
+    group: int = 0
 
     @property
     def numel(self) -> int:

@@ -9,36 +9,42 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..spec import Algorithm, Batch
+from ..spec import Algorithm, Batch, Lowered, Slot
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, None: 4, torch.uint8: 4}
 _SPLIT = 3
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+WIDTH = 10  # columns of a table
+PARAM, GRAD = 0, 1
 
 
-def _table(batch: Batch) -> array:
+def columns(slot: Slot) -> tuple[Tensor | None, ...]:
+    """The tensors of a slot in the order of the table's first columns; after them come numel and offset."""
+    states, scales = slot.states, slot.scales
+    return (
+        slot.param,
+        slot.grad,
+        states[0] if states else None,
+        states[1] if len(states) > 1 else None,
+        slot.low_bits,
+        slot.copy,
+        scales[0] if scales else None,
+        scales[1] if scales else None,
+    )
+
+
+def table(batch: Batch) -> array:
+    """Addresses and sizes, one row per slot."""
     numbers = array("q")
-    for s in batch.slots:
-        states, scales = s.states, s.scales
-        numbers.extend((
-            s.param.data_ptr(),
-            s.grad.data_ptr(),
-            states[0].data_ptr() if states else 0,
-            states[1].data_ptr() if len(states) > 1 else 0,
-            _address(s.low_bits),
-            _address(s.copy),
-            scales[0].data_ptr() if scales else 0,
-            scales[1].data_ptr() if scales else 0,
-            s.param.numel(),
-            s.offset,
-        ))  # fmt: skip
+    for slot in batch.slots:
+        numbers.extend(0 if t is None else t.data_ptr() for t in columns(slot))
+        numbers.extend((slot.param.numel(), slot.offset))
     return numbers
 
 
-def _dtypes(batch: Batch) -> list[int]:
+def dtypes(batch: Batch) -> list[int]:
+    """Of parameter, gradient, state and copy, as the native `DType`."""
     s = batch.slots[0]
     return [
         _SPLIT if s.low_bits is not None else _DTYPES[s.param.dtype],
@@ -50,22 +56,18 @@ def _dtypes(batch: Batch) -> list[int]:
 
 def run(module: Any, batch: Batch) -> None:
     """Apply the batch's update in one call."""
-    numbers = batch.hyper.lowered(batch.algorithm)
-    module.step(
-        int(batch.algorithm),
-        _table(batch),
-        _dtypes(batch),
-        numbers.numbers(),
-        numbers.flags(),
-        numbers.seed,
-        native.threads(),
-    )
+    step(module, batch.algorithm, table(batch), dtypes(batch), batch.hyper.lowered(batch.algorithm))
+
+
+def step(module: Any, algorithm: Algorithm, rows: array, kinds: list[int], numbers: Lowered) -> None:
+    """One update of all rows of a table."""
+    module.step(int(algorithm), rows, kinds, numbers.numbers(), numbers.flags(), numbers.seed, native.threads())
 
 
 def lamb_update(module: Any, batch: Batch) -> Tensor:
     """Phase 1 of Lamb; fp64 [slots, 2]."""
     numbers = batch.hyper.lowered(Algorithm.LAMB)
-    rows = module.lamb_update(_table(batch), _dtypes(batch), numbers.numbers(), numbers.flags(), native.threads())
+    rows = module.lamb_update(table(batch), dtypes(batch), numbers.numbers(), numbers.flags(), native.threads())
     return torch.tensor(rows, dtype=torch.float64).view(-1, 2)
 
 
@@ -73,7 +75,7 @@ def lamb_apply(module: Any, batch: Batch, coefficients: Tensor) -> None:
     """Phase 2 of Lamb."""
     numbers = batch.hyper.lowered(Algorithm.LAMB)
     module.lamb_apply(
-        _table(batch), _dtypes(batch), numbers.numbers(), numbers.flags(), coefficients.tolist(), native.threads()
+        table(batch), dtypes(batch), numbers.numbers(), numbers.flags(), coefficients.tolist(), native.threads()
     )
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from .. import update
 from ..errors import HyperparameterError, TensorError
 from ..spec import Algorithm, Batch, Hyper, Slot, check_slot
+from .repeat import Repeat
 from .skips import SkipCounter
 
 CopyOut = Mapping[Tensor, Tensor]
@@ -48,6 +49,7 @@ class FusedOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         check_numbers(defaults)
         self._skips = SkipCounter()
+        self._repeat: Repeat | None = None
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -110,6 +112,8 @@ class FusedOptimizer(Optimizer):
             if bool(found != 0):
                 return loss
             found = None
+        if found is None and not copy_out and self._repeat is not None and self._repeat.run(self, scale):
+            return loss
         batches, states = self._collect(scale, copy_out or {})
         if not (self._skips.fits(states) and (found is not None or self._skips.fits([]))):
             self._skips.settle()
@@ -121,6 +125,7 @@ class FusedOptimizer(Optimizer):
             state["step"] += 1
         if found is not None:
             self._skips.count(found)
+        self._repeat = Repeat.of(self, batches)
         return loss
 
     def _decided_on_device(self, found_inf: Tensor) -> bool:
@@ -145,7 +150,8 @@ class FusedOptimizer(Optimizer):
                     check_slot(slot, self.algorithm)
                     key = (number, state["step"], slot.kind())
                     if key not in found:
-                        found[key] = Batch(self.algorithm, self._hyper(group, state["step"] + 1, scale))
+                        hyper = self._hyper(group, state["step"] + 1, scale)
+                        found[key] = Batch(self.algorithm, hyper, group=number)
                     found[key].slots.append(slot)
                     touched.append(state)
         except TensorError:
@@ -203,7 +209,7 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._skips = SkipCounter()
+        self._skips, self._repeat = SkipCounter(), None
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)

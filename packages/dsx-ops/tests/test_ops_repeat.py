@@ -1,0 +1,219 @@
+"""Steps that go over kept tables of addresses: the same bits as steps that begin anew, whatever happens between them, and the same errors."""
+
+import copy
+import gc
+import weakref
+
+import dsx_ops
+import pytest
+import torch
+from dsx_ops import native
+from dsx_ops.backends import native_cpu
+from torch import nn
+
+SIZES = ((3, 5), (257,), (1,), (0,), (40, 33))
+
+KINDS = {
+    "adam": (torch.float32, lambda p: dsx_ops.FusedAdam(p, lr=1e-2, weight_decay=0.1)),
+    "split": (torch.bfloat16, lambda p: dsx_ops.FusedAdam(p, lr=1e-2, split_master=True)),
+    "8 bits": (torch.bfloat16, lambda p: dsx_ops.Adam8bit(p, lr=1e-2)),
+    "momentum": (torch.float32, lambda p: dsx_ops.SGD(p, lr=1e-2, momentum=0.9, dampening=0.2)),
+    "sgd": (torch.float32, lambda p: dsx_ops.SGD(p, lr=1e-2)),
+    "lamb": (torch.float32, lambda p: dsx_ops.FusedLamb(p, lr=1e-2)),
+}
+
+
+@pytest.fixture(autouse=True)
+def with_native_code():
+    if native.module() is None:
+        pytest.skip("needs the compiled module")
+
+
+def model_params(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SIZES]
+
+
+def give_grads(params, step, in_place=False):
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        if in_place and p.grad is not None:
+            p.grad.copy_(grad)
+        else:
+            p.grad = grad
+
+
+def everything(optimizer, params):
+    states = [t for p in params for k, t in sorted(optimizer.state[p].items()) if isinstance(t, torch.Tensor)]
+    return [t.detach().clone() for t in (*params, *states)]
+
+
+def same(first, second):
+    assert len(first) == len(second)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def pair(kind="adam"):
+    """Two equal optimizers; the second forgets its tables before every step."""
+    dtype, make = KINDS[kind]
+    found = []
+    for _ in range(2):
+        params = model_params(dtype)
+        found.append((params, make(params)))
+    forgetful = found[1][1]
+    forgetful.register_step_pre_hook(lambda *_: setattr(forgetful, "_repeat", None))
+    return found
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits_as_steps_that_begin_anew(kind, in_place):
+    both = pair(kind)
+    for step in range(5):
+        for params, optimizer in both:
+            give_grads(params, step, in_place)
+            optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+            optimizer.step(grad_scale=1.0 + step)
+    same(*(everything(o, p) for p, o in both))
+    assert [both[0][1].state[p]["step"] for p in both[0][0]] == [5] * len(SIZES)
+
+
+def test_addresses_are_collected_anew_only_when_something_else_changed(monkeypatch):
+    params = model_params()
+    optimizer = dsx_ops.FusedAdam(params)
+    tables = []
+    ordinary = native_cpu.table
+    monkeypatch.setattr(native_cpu, "table", lambda batch: tables.append(1) or ordinary(batch))
+    for step in range(4):
+        give_grads(params, step)
+        optimizer.step()
+    first = len(tables)
+    params[0].grad = None
+    optimizer.step()
+    assert first < len(tables)
+    assert first == 2  # the step, and the table that is kept
+
+
+def moved_parameters(params, optimizer):
+    for p in params:
+        p.data = p.data.clone()
+
+
+def moved_states(params, optimizer):
+    for p in params:
+        optimizer.state[p]["exp_avg"].data = optimizer.state[p]["exp_avg"].data.clone()
+
+
+def replaced_states(params, optimizer):
+    for p in params:
+        optimizer.state[p]["exp_avg_sq"] = optimizer.state[p]["exp_avg_sq"].clone()
+
+
+def states_in_bf16(params, optimizer):
+    for p in params:
+        for name in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[p][name] = optimizer.state[p][name].bfloat16()
+
+
+def loaded(params, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def without_one_gradient(params, optimizer):
+    params[1].grad = None
+
+
+def gradients_in_bf16(params, optimizer):
+    for p in params:
+        grad, p.grad = p.grad, None
+        p.data, kept = p.data.bfloat16(), p.data
+        p.grad = grad.bfloat16()
+        p.data = kept
+
+
+def another_group(params, optimizer):
+    params.append(nn.Parameter(torch.ones(7)))
+    params[-1].grad = torch.ones(7)
+    optimizer.add_param_group({"params": [params[-1]], "lr": 0.5})
+
+
+def another_count(params, optimizer):
+    optimizer.state[params[0]]["step"] += 10
+
+
+def transposed_parameter(params, optimizer):
+    params[4].data = params[4].data.t().contiguous().t().contiguous()
+
+
+CHANGES = [
+    moved_parameters, moved_states, replaced_states, states_in_bf16, loaded, without_one_gradient, gradients_in_bf16,
+    another_group, another_count, transposed_parameter,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_changes_between_two_steps_counts(change, in_place):
+    both = pair()
+    for step in range(6):
+        for params, optimizer in both:
+            give_grads(params, step, in_place)
+            if step == 3:
+                change(params, optimizer)
+            optimizer.step()
+    same(*(everything(o, p) for p, o in both))
+
+
+def sparse(p):
+    p.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], p.shape, check_invariants=True)
+
+
+def strided(p):
+    p.grad = torch.randn(p.shape[::-1]).t()
+
+
+def shortened(p):
+    p.grad.resize_(3)
+
+
+@pytest.mark.parametrize("spoil", [sparse, strided, shortened], ids=lambda f: f.__name__)
+def test_a_bad_gradient_is_named_before_anything_changes(spoil):
+    params = model_params()
+    optimizer = dsx_ops.FusedAdam(params, lr=1e-2)
+    for step in range(3):
+        give_grads(params, step, in_place=True)
+        optimizer.step()
+    before = everything(optimizer, params)
+    spoil(params[4])
+    with pytest.raises(dsx_ops.TensorError, match="parameter 4 of group 0"):
+        optimizer.step()
+    same(before, everything(optimizer, params))
+    params[4].grad = None
+    give_grads(params, 3)
+    optimizer.step()
+    assert optimizer.state[params[0]]["step"] == 4
+
+
+def test_a_parameter_that_is_no_longer_contiguous_is_named():
+    params = model_params()
+    optimizer = dsx_ops.FusedAdam(params, lr=1e-2)
+    for step in range(3):
+        give_grads(params, step, in_place=True)
+        optimizer.step()
+    params[4].data = params[4].data.t()
+    with pytest.raises(dsx_ops.TensorError, match="parameter 4 of group 0"):
+        optimizer.step()
+
+
+def test_tables_keep_no_tensor_alive():
+    params = model_params()
+    optimizer = dsx_ops.FusedAdam(params, lr=1e-2)
+    for step in range(3):
+        give_grads(params, step, in_place=True)
+        optimizer.step()
+    watched = [weakref.ref(optimizer.state[params[1]]["exp_avg"]), weakref.ref(params[1].grad)]
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.state.clear()
+    gc.collect()
+    assert [w() for w in watched] == [None, None]
