@@ -149,12 +149,38 @@ def _paired(first: Callable[[], None], second: Callable[[], None], rounds: int) 
     return median(spent[0]), median(spent[1])
 
 
+def _bare(step: Callable[[], None], rounds: int) -> tuple[float, int]:
+    """CPU seconds of a step under a mode that only passes operators on, and how many they are: the floor of counting at dispatch."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Passes(TorchDispatchMode):
+        count = 0
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    def watched() -> None:
+        with mode:
+            step()
+
+    mode = Passes()
+    watched()
+    operators = mode.count
+    return _paired(watched, watched, rounds)[0], operators
+
+
 def profile() -> None:
     from dsx_monitor import FlopsProfiler
     from gpt import GPT, GPTConfig
 
     torch.set_num_threads(1)
     for name, config, batch in (
+        ("GPT of 0.2 M parameters, 2 x 32 tokens", GPTConfig(layers=4, width=64, heads=4, context=32), 2),
         ("GPT of 1.4 M parameters, 8 x 128 tokens", GPTConfig(), 8),
         ("GPT of 19 M parameters, 4 x 128 tokens", GPTConfig(layers=6, width=512, heads=8), 4),
     ):
@@ -173,8 +199,12 @@ def profile() -> None:
 
         step()
         profiled()
-        plain, watched = _paired(step, profiled, rounds=7 if batch == 8 else 5)
+        rounds = {2: 60, 8: 7, 4: 5}[batch]
+        plain, watched = _paired(step, profiled, rounds=rounds)
         line(f"profiled step, {name}", f"{watched / plain:.2f}x of {plain * 1e3:.0f} ms", "<= 1.5x")
+        if batch == 2:
+            bare, operators = _bare(step, rounds)
+            line(f"the same under a dispatch mode that does nothing, {operators} operators", f"{bare / plain:.2f}x", "")
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     line("profiler off: hooks and modes left", str(hooks), "0")
 

@@ -22,12 +22,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .owners import Owners
-from .rules import COMPOUND, VIEW, rule_for
+from .rules import COMPOUND, FREE_OF_ARITHMETIC, VIEW, rule_for
 from .tree import Node
 
 __all__ = ["Totals", "Watch"]
 
+_task, _node = torch._C._current_graph_task_id, torch._C._current_autograd_node
 _ACCUMULATE = 2**63  # numbers from here on are those of autograd's accumulation nodes
+_NEW = object()
 _FREE_MODULES = (nn.modules.dropout._DropoutNd,)  # the mask's arithmetic is not counted
 
 
@@ -63,14 +65,15 @@ class _Counting(TorchDispatchMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
-        self._rules: dict[Any, Any] = {}
+        self._rules: dict[int, Any] = {}  # by id: an operator's own hash is Python code
+        self._seen: list[Any] = []  # operators, so that their ids stay theirs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        try:
-            rule: Any = self._rules[func]
-        except KeyError:
-            self._rules[func] = rule = rule_for(func)
+        rule = self._rules.get(id(func), _NEW)
+        if rule is _NEW:
+            self._rules[id(func)] = rule = rule_for(func)
+            self._seen.append(func)
         if rule is VIEW:
             return func(*args, **kwargs)
         if rule is COMPOUND:
@@ -81,14 +84,14 @@ class _Counting(TorchDispatchMode):
                 return result
             rule = None
         watch = self._watch
-        owner = watch.before()
+        owner, backward = watch.before()
         result = func(*args, **kwargs)
         if rule is None:
             watch.note_unknown(func)
-        else:
+        elif rule is not FREE_OF_ARITHMETIC:
             flops, macs = rule(args, kwargs, result)
             if flops:
-                watch.book(owner, flops, macs)
+                watch.book(owner, backward, flops, macs)
         return result
 
 
@@ -141,7 +144,8 @@ class Watch:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._clock = _Clock(device)
         self.totals = Totals()
-        self.root = Node("", type(model).__name__, _unique(model))
+        self._sizes = _sizes(model)
+        self.root = Node("", type(model).__name__, self._sizes[model])
         self._by_name: dict[str, Node] = {"": self.root}
         self._owners = Owners()
         self._stack: list[tuple[Node, Any]] = []  # modules in their forward, with when they began
@@ -175,21 +179,21 @@ class Watch:
 
     # - Operators
 
-    def before(self) -> Any:
-        """Find out to whom the operator that is about to run belongs."""
-        task = torch._C._current_graph_task_id()
+    def before(self) -> tuple[Any, bool]:
+        """To whom the operator that is about to run belongs, and whether autograd runs it."""
+        task = _task()
         if task == -1:
-            return self._stack[-1][0] if self._stack else _OUTSIDE
+            return (self._stack[-1][0] if self._stack else _OUTSIDE), False
         if task not in self._tasks:
             self._begin_backward(task)
         owner = self._again[-1] if self._again else self._owner_in_backward()
         if owner is not _OUTSIDE and (self._piece is None or self._piece[0] is not owner):
             self._cut(owner)
-        return owner
+        return owner, True
 
     def _owner_in_backward(self) -> Any:
         """Owner of the autograd node that runs; None for one that no module made."""
-        node = torch._C._current_autograd_node()
+        node = _node()
         if node is None or (sequence := node._sequence_nr()) >= _ACCUMULATE:
             return _OUTSIDE
         return self._owners.of(sequence, nested=len(self._tasks) > 1)
@@ -199,17 +203,17 @@ class Watch:
         if not self._silent:
             self.totals.unknown[func._overloadpacket._qualified_op_name] += 1
 
-    def book(self, owner: Any, flops: int, macs: int) -> None:
-        """Book an operator under the owner that `before` found."""
+    def book(self, owner: Any, backward: bool, flops: int, macs: int) -> None:
+        """Book an operator as `before` found."""
         if self._silent:
             return
         if owner is _OUTSIDE:
             self.totals.outside_flops += flops
-        elif torch._C._current_graph_task_id() == -1:
+        elif backward:
+            self._book_backward(owner, flops, macs)
+        else:
             owner.own_flops += flops
             owner.own_macs += macs
-        else:
-            self._book_backward(owner, flops, macs)
 
     def _book_backward(self, owner: Node | None, flops: int, macs: int) -> None:
         totals = self.totals
@@ -256,7 +260,7 @@ class Watch:
             if self._silent or isinstance(module, (*self._ignored, *_FREE_MODULES)):
                 self._silent += 1
                 return
-            if torch._C._current_graph_task_id() != -1:
+            if _task() != -1:
                 node = self._by_name.get(name) or self._node(module, name)
                 self._again.append(node)
             else:
@@ -270,7 +274,7 @@ class Watch:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._silent:
             self._silent -= 1
-        elif torch._C._current_graph_task_id() != -1:
+        elif _task() != -1:
             if self._again:
                 self._again.pop()
                 owner = self._again[-1] if self._again else self._owner_in_backward()
@@ -286,10 +290,23 @@ class Watch:
         parent = self._stack[-1][0] if self._stack else self.root
         node = parent.children.get(name)
         if node is None:
-            node = parent.children[name] = Node(name, type(module).__name__, _unique(module))
+            node = parent.children[name] = Node(name, type(module).__name__, self._sizes[module])
             self._by_name.setdefault(name, node)
         return node
 
 
-def _unique(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _sizes(model: nn.Module) -> dict[nn.Module, int]:
+    """Elements of the parameters of every module, shared ones once, in one pass over the tree."""
+    found: dict[nn.Module, dict[int, int]] = {}
+
+    def visit(module: nn.Module) -> dict[int, int]:
+        if module not in found:
+            numels = {id(p): p.numel() for p in module._parameters.values() if p is not None}
+            found[module] = numels
+            for child in module._modules.values():
+                if child is not None:
+                    numels.update(visit(child))
+        return found[module]
+
+    visit(model)
+    return {module: sum(numels.values()) for module, numels in found.items()}

@@ -262,8 +262,8 @@ _VIEWS = frozenset(
 )
 """Operators that take no time worth booking either."""
 
-VIEW, COMPOUND = "view", "compound"
-"""What `rule_for` says of operators that only look at memory, and of those to be taken apart."""
+VIEW, FREE_OF_ARITHMETIC, COMPOUND = "view", "free", "compound"
+"""What `rule_for` says of operators that only look at memory, of those that take time but count nothing, and of those to be taken apart."""
 
 
 def rule_for(func: Any) -> FullRule | str | None:
@@ -273,14 +273,14 @@ def rule_for(func: Any) -> FullRule | str | None:
         func: a `torch._ops.OpOverload`.
 
     Returns:
-        A rule to call with args, kwargs and result; `VIEW`; `COMPOUND` for an operator of PyTorch that is not known, and may
+        A rule to call with args, kwargs and result; `VIEW`; `FREE_OF_ARITHMETIC`; `COMPOUND` for an operator of PyTorch that is not known, and may
         consist of known ones; None for a custom operator that is not known. What is registered with
         `torch.utils.flop_counter.register_flop_formula` is known.
     """
     packet = func._overloadpacket
     namespace, name = packet._qualified_op_name.split("::")
     if namespace in _NO_ARITHMETIC:
-        return _free
+        return FREE_OF_ARITHMETIC
     if namespace == "aten":
         bare = name.removesuffix("_")
         if name in _VIEWS:
@@ -289,14 +289,10 @@ def rule_for(func: Any) -> FullRule | str | None:
         if rule is not None:
             return _without_keywords(rule)
         if name in FREE or bare in FREE or name.endswith("_copy"):
-            return _free
+            return FREE_OF_ARITHMETIC
         if name.startswith("_foreach_"):
             return lambda args, kwargs, out: (sum(map(_numel, args[0])), 0)
     return _registered(packet) or (COMPOUND if namespace == "aten" else None)
-
-
-def _free(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
-    return 0, 0
 
 
 def _without_keywords(rule: Rule) -> FullRule:
