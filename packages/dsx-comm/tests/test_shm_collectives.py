@@ -94,9 +94,10 @@ def test_every_dtype_and_operator_is_exact(n):
     run_ranks(every_dtype_and_operator, n, backend="dsx")
 
 
-def rank_order(rank, n):
+def rank_order(rank, n, stores):
     import torch.distributed as dist
 
+    group = dist.new_group(pg_options=dsx_comm.ShmOptions(stores=stores))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for numel in (1000, 700_001):
             parts = [
@@ -107,16 +108,22 @@ def rank_order(rank, n):
             for part in parts[1:]:
                 total = total + part.float()
             tensor = parts[rank].clone()
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=group)
             assert torch.equal(tensor, total.to(dtype)), (dtype, numel)
             each = numel // n
             output = torch.empty(each, dtype=dtype)
-            dist.reduce_scatter_tensor(output, parts[rank][: each * n].clone())
+            dist.reduce_scatter_tensor(output, parts[rank][: each * n].clone(), group=group)
             assert torch.equal(output, total.to(dtype)[rank * each : (rank + 1) * each])
             factor = torch._C._distributed_c10d._make_nccl_premul_sum(0.5)
             tensor = parts[rank].clone()
-            dist.all_reduce(tensor, factor)
+            dist.all_reduce(tensor, factor, group=group)
             assert torch.equal(tensor, sum_halved(parts).to(dtype))
+            tensor = parts[rank].clone()
+            dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+            assert torch.equal(tensor, (total / n).to(dtype))
+            gathered = torch.empty(n * numel, dtype=dtype)
+            dist.all_gather_into_tensor(gathered, parts[rank], group=group)
+            assert torch.equal(gathered, torch.cat(parts))
 
 
 def sum_halved(parts):
@@ -126,8 +133,9 @@ def sum_halved(parts):
     return total
 
 
-def test_floats_are_summed_in_rank_order_and_rounded_once():
-    run_ranks(rank_order, 3, backend="dsx")
+@pytest.mark.parametrize("n, stores", [(2, "past"), (3, "past"), (3, "plain")])
+def test_floats_are_summed_in_rank_order_and_rounded_once(n, stores):
+    run_ranks(rank_order, n, stores, backend="dsx")
 
 
 def stress(rank, n, seed, rounds):

@@ -73,8 +73,10 @@ struct PyGroup {
     CorePtr core;
 
     PyGroup(int fd, size_t total, size_t eager, int rank, std::vector<int> names, int lock_fd, double spin_us, double yield_us,
-            int64_t one_shot) {
+            int64_t one_shot, const std::string& stores) {
         Settings s;
+        if (stores == "plain") s.stores = Outlet::Way::plain;
+        if (stores == "past") s.stores = Outlet::Way::past;
         s.rank = rank, s.names = std::move(names), s.lock_fd = lock_fd, s.spin_us = spin_us, s.yield_us = yield_us, s.one_shot = one_shot;
         core = std::make_shared<Core>(fd, total, eager, std::move(s));
         if (static_cast<int>(core->group.settings().names.size()) != core->group.size())
@@ -273,7 +275,7 @@ PYBIND11_MODULE(_C, m) {
         .def("wait", &Pending::wait)
         .def_property_readonly("peer", &Pending::peer);
     py::class_<PyGroup>(m, "Group")
-        .def(py::init<int, size_t, size_t, int, std::vector<int>, int, double, double, int64_t>())
+        .def(py::init<int, size_t, size_t, int, std::vector<int>, int, double, double, int64_t, const std::string&>())
         .def("barrier", &PyGroup::barrier)
         .def("all_reduce", &PyGroup::all_reduce)
         .def("all_gather", &PyGroup::all_gather)

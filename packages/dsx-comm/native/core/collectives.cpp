@@ -1,5 +1,8 @@
 // The collectives. Loops over chunks interleave what has to be read from memory with what lies in the cache, block by block,
 // so that neither waits for the other; see group.h for the rule of steps.
+//
+// Symmetric memory helps only where all ranks' data lies in it. The first step of a call tells; if some have it and some do not, those
+// without forget what they staged in that step, and all begin again as if nobody had (`s = -1; continue`).
 #include <algorithm>
 #include <cstring>
 
@@ -32,7 +35,7 @@ const char* reduce_name(int32_t r) {
 
 bool alike(const Descriptor& a, const Descriptor& b) {
     return a.call == b.call && a.dtype == b.dtype && a.reduce == b.reduce && a.root == b.root && a.bytes == b.bytes &&
-           a.shape == b.shape && a.memory == b.memory;
+           a.shape == b.shape;
 }
 
 std::string say(const Descriptor& d) {
@@ -42,7 +45,6 @@ std::string say(const Descriptor& d) {
     if (d.dtype >= 0) text += std::string(" ") + dtype_name(d.dtype);
     if (d.reduce >= 0) text += std::string(" ") + reduce_name(d.reduce);
     if (d.root >= 0) text += " root " + std::to_string(d.root);
-    if (d.memory >= 0) text += " in symmetric memory " + std::to_string(d.memory);
     if (d.shape != 0) text += " (part sizes hash " + std::to_string(d.shape & 0xffff) + ")";
     return text;
 }
@@ -67,7 +69,7 @@ struct Chunks {
 }  // namespace
 
 Group::Group(void* memory, Settings settings)
-    : base_(static_cast<char*>(memory)), set_(std::move(settings)), k_(kernels()) {
+    : base_(static_cast<char*>(memory)), set_(std::move(settings)), k_(kernels()), outlet_(k_, set_.stores) {
     auto* g = group();
     layout_.size = g->size;
     layout_.in_bytes = static_cast<size_t>(g->in_bytes);
@@ -105,9 +107,15 @@ Descriptor Group::descriptor(Call call, int64_t bytes) const {
 
 void Group::describe(const Descriptor& mine) { header(rank())->doing[(step_ + 1) & 1] = mine; }
 
-void Group::agree(const Descriptor& mine) const {
-    for (int r = 0; r < size(); r++)
-        if (r != rank() && !alike(mine, header(r)->doing[step_ & 1])) disagree(mine);
+bool Group::agree(const Descriptor& mine) const {
+    bool same_memory = true;
+    for (int r = 0; r < size(); r++) {
+        if (r == rank()) continue;
+        const Descriptor& theirs = header(r)->doing[step_ & 1];
+        if (!alike(mine, theirs)) disagree(mine);
+        same_memory = same_memory && mine.memory == theirs.memory;
+    }
+    return same_memory;
 }
 
 void Group::disagree(const Descriptor& mine) const {
@@ -117,11 +125,11 @@ void Group::disagree(const Descriptor& mine) const {
     throw Mismatch(text + ". No data was exchanged.");
 }
 
-void Group::open(const Doing& doing, const Descriptor& mine) {
+bool Group::open(const Doing& doing, const Descriptor& mine) {
     describe(mine);
     post();
     await(doing);
-    agree(mine);
+    return agree(mine);
 }
 
 ReduceArgs Group::reduction(const ReduceSpec& spec) const {
@@ -155,15 +163,16 @@ void Group::all_reduce(void* data, int64_t count, const ReduceSpec& spec, const 
     Descriptor mine = with(descriptor(Call::all_reduce, bytes), spec);
     mine.memory = where.memory;
     mine.offset = where.offset;
-    if (where) return symmetric_all_reduce(data, count, spec, where, doing, mine);
+    if (where && open(doing, mine)) return symmetric_all_reduce(spec, where, doing, mine);
+    mine.memory = -1;
     if (bytes <= set_.one_shot) return one_shot_all_reduce(data, count, spec, doing, mine);
     staged_all_reduce(static_cast<char*>(data), count, spec, doing, mine);
 }
 
 // Everybody shows everything, everybody sums everything.
 void Group::one_shot_all_reduce(void* data, int64_t count, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine) {
-    put(in(rank(), step_ + 1), data, static_cast<size_t>(mine.bytes));
-    open(doing, mine);
+    do put(in(rank(), step_ + 1), data, static_cast<size_t>(mine.bytes));
+    while (!open(doing, mine));
     std::vector<const void*> sources(static_cast<size_t>(size()));
     for (int r = 0; r < size(); r++) sources[static_cast<size_t>(r)] = r == rank() ? data : in(r, step_);
     ReduceArgs a = reduction(spec);
@@ -194,8 +203,9 @@ void Group::staged_all_reduce(char* data, int64_t count, const ReduceSpec& spec,
 
     for (int64_t s = 0; s < chunks.n + 2; s++) {
         if (s == 0) describe(mine);
-        if (s == 1) agree(mine);
+        if (s == 1 && !agree(mine)) { s = -1; continue; }
         const uint64_t now = step_ + 1, before = step_;
+        outlet_.step(mine.bytes);
         for (int64_t at = 0; at < slice_limit; at += BLOCK) {
             bool any = false;
             int64_t begin, length;
@@ -206,7 +216,7 @@ void Group::staged_all_reduce(char* data, int64_t count, const ReduceSpec& spec,
                     slice(s, r, begin, length);
                     if (at >= length) continue;
                     any = true;
-                    put(in(rank(), now) + slice_limit * r + at, data + begin + at, static_cast<size_t>(part()));
+                    outlet_.copy(in(rank(), now) + slice_limit * r + at, data + begin + at, static_cast<size_t>(part()));
                 }
             if (s >= 1 && s - 1 < chunks.n) {
                 slice(s - 1, rank(), begin, length);
@@ -217,6 +227,7 @@ void Group::staged_all_reduce(char* data, int64_t count, const ReduceSpec& spec,
                             r == rank() ? data + begin + at : in(r, before) + slice_limit * rank() + at;
                     args.dst = data + begin + at;
                     args.dst2 = out(rank(), now) + at;
+                    args.stream2 = outlet_.past();
                     args.count = part() / width;
                     reduce(args);
                 }
@@ -247,9 +258,7 @@ std::vector<const char*> Group::peers(const Symmetric& where) const {
 }
 
 // Each rank sums its slice over the peers' memory and writes it there: no staging.
-void Group::symmetric_all_reduce(void*, int64_t count, const ReduceSpec& spec, const Symmetric& where, const Doing& doing,
-                                 const Descriptor& mine) {
-    open(doing, mine);
+void Group::symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const Doing& doing, const Descriptor& mine) {
     const auto width = static_cast<int64_t>(size_of(spec.dtype));
     const auto from = peers(where);
     const int64_t each = static_cast<int64_t>(up(static_cast<size_t>((mine.bytes + size() - 1) / size()), LINE));
@@ -257,6 +266,8 @@ void Group::symmetric_all_reduce(void*, int64_t count, const ReduceSpec& spec, c
     std::vector<const void*> sources(from.size());
     ReduceArgs a = reduction(spec);
     a.sources = sources.data();
+    outlet_.step(mine.bytes);
+    a.stream2 = outlet_.past();
     for (int64_t at = begin; at < end; at += BLOCK) {
         for (size_t r = 0; r < from.size(); r++) sources[r] = from[r] + at;
         a.count = std::min(BLOCK, end - at) / width;
@@ -264,10 +275,9 @@ void Group::symmetric_all_reduce(void*, int64_t count, const ReduceSpec& spec, c
         a.dst2 = size() > 1 ? const_cast<char*>(from[static_cast<size_t>((rank() + 1) % size())]) + at : nullptr;
         k_.reduce[static_cast<int>(spec.dtype)][static_cast<int>(spec.reduce)](a);
         for (int k = 2; k < size(); k++)
-            put(const_cast<char*>(from[static_cast<size_t>((rank() + k) % size())]) + at, a.dst,
-                        static_cast<size_t>(a.count * width));
+            k_.copy(const_cast<char*>(from[static_cast<size_t>((rank() + k) % size())]) + at, a.dst,
+                    static_cast<size_t>(a.count * width), a.stream2);
     }
-    (void)count;
     post();
     await(doing);
 }
@@ -291,8 +301,7 @@ void Group::reduce_scatter(void* output, const char* const* inputs, const int64_
     const int64_t own = counts[rank()] * width;
     // in place the lines are in the cache already
     args.stream = own >= STREAM_FROM && to != inputs[rank()];
-    if (where) {
-        open(doing, mine);
+    if (where && open(doing, mine)) {
         const auto from = peers(where);
         const int64_t skip = inputs[rank()] - inputs[0];
         for (int64_t at = 0; at < own; at += BLOCK) {
@@ -304,6 +313,7 @@ void Group::reduce_scatter(void* output, const char* const* inputs, const int64_
         post();
         return await(doing);
     }
+    mine.memory = -1;
     const auto limit = static_cast<int64_t>(layout_.slice_bytes);
     const Chunks chunks(largest, limit);
     auto length = [&](int64_t c, int r) {
@@ -311,8 +321,9 @@ void Group::reduce_scatter(void* output, const char* const* inputs, const int64_
     };
     for (int64_t s = 0; s < chunks.n + 1; s++) {
         if (s == 0) describe(mine);
-        if (s == 1) agree(mine);
+        if (s == 1 && !agree(mine)) { s = -1; continue; }
         const uint64_t now = step_ + 1, before = step_;
+        outlet_.step(total);
         for (int64_t at = 0; at < limit; at += BLOCK) {
             bool any = false;
             if (s < chunks.n)
@@ -321,8 +332,8 @@ void Group::reduce_scatter(void* output, const char* const* inputs, const int64_
                     int64_t left = length(s, r) - at;
                     if (left <= 0) continue;
                     any = true;
-                    put(in(rank(), now) + limit * r + at, inputs[r] + chunks.begin(s) + at,
-                                static_cast<size_t>(std::min(BLOCK, left)));
+                    outlet_.copy(in(rank(), now) + limit * r + at, inputs[r] + chunks.begin(s) + at,
+                                 static_cast<size_t>(std::min(BLOCK, left)));
                 }
             int64_t left = s >= 1 ? length(s - 1, rank()) - at : 0;
             if (left > 0) {
@@ -358,8 +369,9 @@ void Group::reduce(void* data, int64_t count, int root, const ReduceSpec& spec, 
         if (s == 0) describe(mine);
         if (s == 1) agree(mine);
         const uint64_t now = step_ + 1, before = step_;
+        outlet_.step(mine.bytes);
         if (s < chunks.n && rank() != root)
-            put(in(rank(), now), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
+            outlet_.copy(in(rank(), now), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
         if (s >= 1 && rank() == root) {
             for (int64_t at = 0; at < chunks.size(s - 1); at += BLOCK) {
                 for (int r = 0; r < P; r++)
@@ -386,8 +398,7 @@ void Group::all_gather(const void* source, char* const* outputs, int64_t bytes, 
     const auto* from = static_cast<const char*>(source);
     char* own = outputs[rank()];
     const bool stream = bytes >= STREAM_FROM / 2;
-    if (where) {
-        open(doing, mine);
+    if (where && open(doing, mine)) {
         const auto memory = peers(where);
         for (int k = 0; k < size(); k++) {
             int r = (rank() + k) % size();
@@ -397,17 +408,19 @@ void Group::all_gather(const void* source, char* const* outputs, int64_t bytes, 
         post();
         return await(doing);
     }
+    mine.memory = -1;
     const Chunks chunks(bytes, static_cast<int64_t>(layout_.in_bytes));
     for (int64_t s = 0; s < chunks.n + 1; s++) {
         if (s == 0) describe(mine);
-        if (s == 1) agree(mine);
+        if (s == 1 && !agree(mine)) { s = -1; continue; }
         const uint64_t now = step_ + 1, before = step_;
+        outlet_.step(bytes * size());
         const int64_t next = s < chunks.n ? chunks.size(s) : 0, last = s >= 1 ? chunks.size(s - 1) : 0;
         for (int64_t at = 0; at < std::max(next, last); at += BLOCK) {
             if (at < next) {
                 const auto n = static_cast<size_t>(std::min(BLOCK, next - at));
                 const char* piece = from + chunks.begin(s) + at;
-                put(in(rank(), now) + at, piece, n);
+                outlet_.copy(in(rank(), now) + at, piece, n);
                 if (own != from) k_.copy(own + chunks.begin(s) + at, piece, n, stream);
             }
             if (at < last) {
@@ -434,8 +447,9 @@ void Group::broadcast(void* data, int64_t bytes, int root, double timeout) {
     for (int64_t s = 0; s < chunks.n + 1; s++) {
         if (s == 0) describe(mine);
         if (s == 1) agree(mine);
+        outlet_.step(bytes);
         if (rank() == root && s < chunks.n)
-            put(in(root, step_ + 1), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
+            outlet_.copy(in(root, step_ + 1), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
         if (rank() != root && s >= 1)
             k_.copy(user + chunks.begin(s - 1), in(root, step_), static_cast<size_t>(chunks.size(s - 1)), bytes >= STREAM_FROM);
         if (s < chunks.n) {
@@ -524,11 +538,12 @@ void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char*
     const Chunks chunks(largest, limit);
     for (int64_t s = 0; s < chunks.n + 1; s++) {
         const uint64_t now = step_ + 1, before = step_;
+        outlet_.step(largest * P);
         for (int k = 1; k < P; k++) {
             int r = (rank() + k) % P;
             if (s < chunks.n) {
                 int64_t n = std::min(in_bytes[r], chunks.begin(s + 1)) - chunks.begin(s);
-                if (n > 0) put(in(rank(), now) + limit * r, inputs[r] + chunks.begin(s), static_cast<size_t>(n));
+                if (n > 0) outlet_.copy(in(rank(), now) + limit * r, inputs[r] + chunks.begin(s), static_cast<size_t>(n));
             }
             if (s >= 1) {
                 int64_t n = std::min(out_bytes[r], chunks.begin(s)) - chunks.begin(s - 1);

@@ -18,7 +18,7 @@ constexpr int64_t BLOCK = 1024;  // elements
 
 void copy(void* dst, const void* src, size_t bytes, bool stream) {
 #if defined(DSX_X86)
-    if (stream && bytes >= 4096) {
+    if (stream && bytes >= 512) {
         auto* d = static_cast<char*>(dst);
         auto* s = static_cast<const char*>(src);
         size_t head = (64 - (reinterpret_cast<uintptr_t>(d) & 63)) & 63;
@@ -120,7 +120,21 @@ struct And { template <class T> static T apply(T a, T b) { return static_cast<T>
 struct Or { template <class T> static T apply(T a, T b) { return static_cast<T>(a | b); } };
 struct Xor { template <class T> static T apply(T a, T b) { return static_cast<T>(a ^ b); } };
 
-// One block: acc = sources in order. T is what lies in memory and what is computed in.
+template <class T>
+void divide(T* values, double by, int64_t n) {
+    if (by == 1.0) return;
+    const auto whole = static_cast<int64_t>(by);
+    const bool exact = static_cast<double>(whole) == by && (whole & (whole - 1)) == 0;  // by a power of two: the same bits
+    if (exact && !std::is_integral<T>::value) {
+        const T factor = static_cast<T>(1.0 / by);
+        for (int64_t i = 0; i < n; i++) values[i] = static_cast<T>(values[i] * factor);
+    } else {
+        const T divisor = static_cast<T>(by);
+        for (int64_t i = 0; i < n; i++) values[i] = static_cast<T>(values[i] / divisor);
+    }
+}
+
+// One block: acc = sources in order (the division is left to the caller). T is what lies in memory and what is computed in.
 template <class Op, class T>
 void accumulate(T* acc, const ReduceArgs& a, int64_t at, int64_t n) {
     const T premultiply = static_cast<T>(a.premultiply);
@@ -138,47 +152,36 @@ void accumulate(T* acc, const ReduceArgs& a, int64_t at, int64_t n) {
             for (int64_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], Product::apply(next[i], premultiply));
         }
     }
-    if (a.divide != 1.0) {
-        const T divide = static_cast<T>(a.divide);
-        for (int64_t i = 0; i < n; i++) acc[i] = static_cast<T>(acc[i] / divide);
-    }
 }
 
 template <class T>
 void store(const T* values, const ReduceArgs& a, int64_t at, int64_t n) {
     const size_t bytes = static_cast<size_t>(n) * sizeof(T);
     copy(static_cast<T*>(a.dst) + at, values, bytes, a.stream);
-    if (a.dst2) std::memcpy(static_cast<T*>(a.dst2) + at, values, bytes);
+    if (a.dst2) copy(static_cast<T*>(a.dst2) + at, values, bytes, a.stream2);
 }
 
 // Two sources, nothing else to do: the hot loop of two ranks. Same index in and out, so dst may be a source.
 template <class Op, class T>
-void pair(const ReduceArgs& a) {
-    auto* d = static_cast<T*>(a.dst);
-    auto* e = static_cast<T*>(a.dst2);
-    auto* x = static_cast<const T*>(a.sources[0]);
-    auto* y = static_cast<const T*>(a.sources[1]);
-    if (e) {
+void pair(T* d, const T* x, const T* y, int64_t n) {
 #pragma GCC ivdep
-        for (int64_t i = 0; i < a.count; i++) {
-            T v = Op::apply(x[i], y[i]);
-            d[i] = v;
-            e[i] = v;
-        }
-    } else {
-#pragma GCC ivdep
-        for (int64_t i = 0; i < a.count; i++) d[i] = Op::apply(x[i], y[i]);
-    }
+    for (int64_t i = 0; i < n; i++) d[i] = Op::apply(x[i], y[i]);
 }
 
 template <class Op, class T>
 void reduce(const ReduceArgs& a) {
-    if (a.nsources == 2 && a.premultiply == 1.0 && a.divide == 1.0 && !a.stream) return pair<Op, T>(a);
+    const bool plain = a.nsources == 2 && a.premultiply == 1.0;
     alignas(64) T acc[BLOCK];
     for (int64_t at = 0; at < a.count; at += BLOCK) {
         int64_t n = a.count - at < BLOCK ? a.count - at : BLOCK;
-        accumulate<Op, T>(acc, a, at, n);
-        store(acc, a, at, n);
+        T* into = plain && !a.stream ? static_cast<T*>(a.dst) + at : acc;  // in the L1 cache either way
+        if (plain)
+            pair<Op, T>(into, static_cast<const T*>(a.sources[0]) + at, static_cast<const T*>(a.sources[1]) + at, n);
+        else
+            accumulate<Op, T>(into, a, at, n);
+        divide(into, a.divide, n);
+        if (into == acc) copy(static_cast<T*>(a.dst) + at, acc, static_cast<size_t>(n) * sizeof(T), a.stream);
+        if (a.dst2) copy(static_cast<T*>(a.dst2) + at, into, static_cast<size_t>(n) * sizeof(T), a.stream2);
     }
 }
 
@@ -186,7 +189,7 @@ template <class Op, class T>
 void reduce16(const ReduceArgs& a) {
     alignas(64) float acc[BLOCK], next[BLOCK];
     alignas(64) T out[BLOCK];
-    const float premultiply = static_cast<float>(a.premultiply), divide = static_cast<float>(a.divide);
+    const float premultiply = static_cast<float>(a.premultiply);
     for (int64_t at = 0; at < a.count; at += BLOCK) {
         int64_t n = a.count - at < BLOCK ? a.count - at : BLOCK;
         for (int r = 0; r < a.nsources; r++) {
@@ -197,8 +200,7 @@ void reduce16(const ReduceArgs& a) {
             if (r > 0)
                 for (int64_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], next[i]);
         }
-        if (a.divide != 1.0)
-            for (int64_t i = 0; i < n; i++) acc[i] /= divide;
+        divide(acc, a.divide, n);
         narrow(acc, out, n);
         store(out, a, at, n);
     }

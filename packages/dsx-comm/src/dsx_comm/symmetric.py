@@ -27,9 +27,9 @@ def empty(
 ) -> torch.Tensor:
     """An uninitialised tensor of `size`, the same on every rank of the group, in symmetric memory where there is some.
 
-    Collective: all ranks of the group call it, in the same order, with the same size. Views of the result stay symmetric; all
-    ranks must pass symmetric tensors to a collective, or none. Do not write to such a tensor while an asynchronous collective
-    that any rank issued on it may still be reading.
+    Collective: all ranks of the group call it, in the same order, with the same size. Views of the result stay symmetric. It
+    helps where all ranks pass views of one such tensor, at any offsets; otherwise the collective is as with ordinary memory. Do
+    not write to the tensor between issuing a collective on it and the end of its wait: other ranks read it meanwhile.
 
     Args:
         size: as for torch.empty.

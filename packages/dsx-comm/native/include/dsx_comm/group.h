@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "dsx_comm/kernels.h"
+#include "dsx_comm/outlet.h"
 #include "dsx_comm/segment.h"
 
 namespace dsx {
@@ -31,6 +32,7 @@ struct Settings {
     double spin_us = 20.0;      // waiting that keeps the core
     double yield_us = 300.0;    // waiting that gives way to others, from the start; then the rank sleeps
     int64_t one_shot = 16384;   // messages up to this many bytes are reduced by everybody at once
+    Outlet::Way stores = Outlet::Way::measured;
 };
 
 // A message of symmetric memory: where each rank's copy lies in this process.
@@ -104,13 +106,13 @@ class Group {
     void post();                                // the coming step is done
     void await(const Doing& doing);             // everybody has posted what this rank posted last
     void await_one(int peer, const Doing& doing);
-    void agree(const Descriptor& mine) const;   // after await: all lines of the last step are alike
+    // After await: throws unless all lines of the last step are alike; true if all name the same symmetric memory (or none).
+    bool agree(const Descriptor& mine) const;
     [[noreturn]] void disagree(const Descriptor& mine) const;
-    void open(const Doing& doing, const Descriptor& mine);  // one step: describe, post, await, agree
+    bool open(const Doing& doing, const Descriptor& mine);  // one step: describe, post, await, agree
     Descriptor descriptor(Call call, int64_t bytes) const;
     ReduceArgs reduction(const ReduceSpec& spec) const;
-    void symmetric_all_reduce(void* data, int64_t count, const ReduceSpec& spec, const Symmetric& where, const Doing& doing,
-                              const Descriptor& mine);
+    void symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const Doing& doing, const Descriptor& mine);
     void staged_all_reduce(char* data, int64_t count, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
     void one_shot_all_reduce(void* data, int64_t count, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
     std::vector<const char*> peers(const Symmetric& where) const;
@@ -119,6 +121,7 @@ class Group {
     Layout layout_;
     Settings set_;
     const Kernels& k_;
+    Outlet outlet_;
     uint64_t step_ = 0;   // last step this rank posted
     uint64_t calls_ = 0;
 };

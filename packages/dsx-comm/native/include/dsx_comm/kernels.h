@@ -19,7 +19,7 @@ inline size_t size_of(Dtype d) {
 
 // dst = sources[0] op sources[1] op ..., in this order; 16-bit floats accumulate in float32 and are rounded once.
 // Each source is multiplied by `premultiply` first, the result divided by `divide` last (both 1: not done).
-// dst may be one of the sources. dst2, if given, gets the same values. `stream`: write dst past the cache.
+// dst may be one of the sources. dst2, if given, gets the same values. `stream`, `stream2`: write dst, dst2 past the cache.
 struct ReduceArgs {
     void* dst;
     void* dst2;
@@ -29,6 +29,7 @@ struct ReduceArgs {
     double premultiply = 1.0;
     double divide = 1.0;
     bool stream = false;
+    bool stream2 = false;
 };
 using ReduceFn = void (*)(const ReduceArgs&);
 

@@ -50,7 +50,9 @@ class ShmProcessGroup(dist.ProcessGroup):
         if options.spin_us is not None:
             spin, give_way = min(spin, options.spin_us), options.spin_us
         one_shot = options.one_shot_bytes or max(4096, 65536 // size)
-        self._native = module.Group(fd, total, eager, rank, list(ranks), fd, spin, give_way, min(one_shot, in_bytes))
+        self._native = module.Group(
+            fd, total, eager, rank, list(ranks), fd, spin, give_way, min(one_shot, in_bytes), options.stores
+        )
         self._owner = os.getpid()
         self._name, self._description = "", "undefined"
         self._futures = Futures()

@@ -45,6 +45,8 @@ class ShmOptions:
         spin_us: microseconds a waiting rank looks again and again, giving way to others, before it sleeps; None: 300, or 50
             where ranks outnumber cores.
         one_shot_bytes: all-reduces up to this size are computed by every rank at once; 0: chosen from the number of ranks.
+        stores: how shared memory is written by large messages: "plain", "past" the cache, or as a timed block of each chunk says
+            ("measured": past it where the ranks' cores share no cache).
         warn: whether a fall back to gloo is a warning or only logged.
     """
 
@@ -52,11 +54,14 @@ class ShmOptions:
     limit_bytes: int = 1 << 30
     spin_us: float | None = None
     one_shot_bytes: int = 0
+    stores: str = "measured"
     warn: bool = True
 
     def __post_init__(self) -> None:
         if self.slice_bytes < 0 or self.slice_bytes % 4096:
             raise CommArgumentError(f"slice_bytes: got {self.slice_bytes}, expected a multiple of 4096")
+        if self.stores not in ("measured", "plain", "past"):
+            raise CommArgumentError(f'stores: got {self.stores!r}, expected "measured", "plain" or "past"')
         if self.limit_bytes < 1:
             raise CommArgumentError(f"limit_bytes: got {self.limit_bytes}, expected at least 1")
 
