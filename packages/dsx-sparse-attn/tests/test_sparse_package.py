@@ -42,6 +42,8 @@ def test_report_and_status_agree():
     assert code == 0 and not err
     status = json.loads(out)
     assert status["native"] == (native.module() is not None)
+    assert status["backends"] == dsx_sparse_attn.backend_status()
+    assert status["backends"]["native"] == native.missing() and status["backends"]["torch"] == ""
     assert status["isa"] in [*status["isas"], None] and (status["native"] or status["reason"])
 
 
@@ -56,6 +58,9 @@ def test_without_native_code_it_works_says_why_and_warns_once_when_that_is_slow(
     )
     returncode, out, err = python(code, DSX_SPARSE_ATTN_NATIVE="0")
     assert returncode == 0 and "NO: switched off by DSX_SPARSE_ATTN_NATIVE=0" in out
+    assert (
+        "backend native      no: switched off by DSX_SPARSE_ATTN_NATIVE=0" in out and "backend torch       yes" in out
+    )
     assert err.count("RuntimeWarning") == 1, err
 
 

@@ -18,6 +18,7 @@ def test_json_report_of_this_machine(capsys):
         ("limits", "/dev/shm") in findings
         and ("disk", "io_uring") in findings
         and ("native code", "dsx-ops") in findings
+        and ("sparse attention", "native") in findings
     )
     assert all(one["hint"] for one in report["findings"] if one["status"] != OK)
 
@@ -62,3 +63,12 @@ def test_a_missing_package_is_named(monkeypatch):
     assert found["dsx-zero"].status == BROKEN and found["dsx-zero"].hint == "pip install dsx-zero==1.0"
     assert found["dsx-ops"].status == WARNING
     assert found["dsx-comm"].status == OK
+
+
+def test_backends_of_sparse_attention_are_told_with_their_reasons():
+    import dsx_sparse_attn
+
+    with dsx_sparse_attn.reference_only():
+        found = {one.name: one for one in doctor.sparse_attention()}
+    assert found["native"].status == WARNING and "reference_only" in found["native"].value and found["native"].hint
+    assert found["torch"].value == "yes" and found["torch"].status == OK and set(found) >= {"triton", "flex"}

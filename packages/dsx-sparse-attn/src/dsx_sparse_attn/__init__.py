@@ -10,6 +10,7 @@
 from ._version import __version__
 from .attention import block_sparse_attention, explain_backends
 from .blocks import MatMul, Softmax
+from .dispatch import backend_status
 from .errors import ArgumentError, BackendError, LayoutError, SparseAttentionError
 from .flops import register_flop_formulas
 from .layout import Layout
@@ -48,6 +49,7 @@ __all__ = [
     "VariableSparsityConfig",
     "__version__",
     "apply_sparse_attention",
+    "backend_status",
     "block_sparse_attention",
     "explain_backends",
     "native_status",

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import __version__, native_status
+from . import __version__, backend_status, native_status
 from .errors import LayoutError
 
 
@@ -32,9 +32,8 @@ def report() -> str:
     lines.append(f"threads             {s['threads']['count']} ({s['threads']['backend']})")
     if s["sanitizer"]:
         lines.append(f"sanitizer           {s['sanitizer']}")
-    lines.append(
-        f"triton              {'installed' if s['triton'] else 'not installed (pip install dsx-sparse-attn[triton])'}"
-    )
+    for name, reason in backend_status().items():
+        lines.append(f"backend {name:11} {'no: ' + reason if reason else 'yes'}")
     return "\n".join(lines)
 
 
@@ -99,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     arguments = _parser().parse_args(argv)
     if arguments.command != "show":
-        print(json.dumps(native_status(), indent=1) if arguments.json else report())
+        print(json.dumps({**native_status(), "backends": backend_status()}, indent=1) if arguments.json else report())
         return 0
     try:
         print(show(arguments))

@@ -12,7 +12,7 @@ from .backends import flex, native_cpu, torch_blocks, triton_gpu
 from .call import AttentionCall
 from .errors import ArgumentError, BackendError
 
-__all__ = ["BACKENDS", "chosen", "explain", "prefers_flex"]
+__all__ = ["BACKENDS", "backend_status", "chosen", "explain", "prefers_flex"]
 
 _KERNELS: dict[str, ModuleType] = {"native": native_cpu, "triton": triton_gpu, "torch": torch_blocks}
 _ALL: dict[str, ModuleType] = {"native": native_cpu, "triton": triton_gpu, "flex": flex, "torch": torch_blocks}
@@ -22,6 +22,11 @@ BACKENDS = ("auto", *_ALL)
 def explain(call: AttentionCall) -> dict[str, list[str]]:
     """For every backend why it refuses this call; an empty list means it can do it."""
     return {name: backend.refusals(call) for name, backend in _ALL.items()}
+
+
+def backend_status() -> dict[str, str]:
+    """For every backend why it runs nothing on this machine; an empty string means that it runs. For one call see `explain_backends`."""
+    return {name: backend.unavailable() for name, backend in _ALL.items()}
 
 
 def check_name(backend: str) -> None:

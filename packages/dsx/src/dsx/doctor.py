@@ -169,6 +169,19 @@ def native_code() -> list[Finding]:
     ]
 
 
+def sparse_attention() -> list[Finding]:
+    """Which backends of dsx-sparse-attn run here, and why the others do not."""
+    import dsx_sparse_attn
+
+    found = []
+    for name, reason in dsx_sparse_attn.backend_status().items():
+        missed = name == "native" and bool(reason)  # the others are for devices and uses that may well be absent
+        hint = "everything works, attention on the CPU is several times slower" if missed else ""
+        value = f"no: {reason}" if reason else "yes"
+        found.append(Finding("sparse attention", name, value, WARNING if missed else OK, hint))
+    return found
+
+
 def shared_memory() -> list[Finding]:
     path = "/dev/shm"
     if not os.path.isdir(path):
@@ -261,6 +274,7 @@ PROBES: tuple[Callable[[], list[Finding]], ...] = (
     driver,
     backends,
     native_code,
+    sparse_attention,
     shared_memory,
     limits,
     compilers,

@@ -13,14 +13,19 @@ from torch import Tensor
 
 from ..call import AttentionCall
 
-__all__ = ["block_mask", "refusals", "run"]
+__all__ = ["block_mask", "refusals", "run", "unavailable"]
+
+
+def unavailable() -> str:
+    """Why FlexAttention runs nothing on this machine; empty when it runs."""
+    if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
+        return f"torch {torch.__version__} has no flex_attention"
+    return ""
 
 
 def refusals(call: AttentionCall) -> list[str]:
     """Why FlexAttention cannot do this call; empty when it can."""
-    why = []
-    if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
-        why.append(f"torch {torch.__version__} has no flex_attention")
+    why = [reason for reason in (unavailable(),) if reason]
     if call.seed is not None:
         why.append("it has no dropout")
     if call.q.dtype == torch.float64:

@@ -11,12 +11,17 @@ from .. import native
 from ..call import AttentionCall, Gradients
 from ..layout import BLOCKS
 
-__all__ = ["backward", "forward", "refusals"]
+__all__ = ["backward", "forward", "refusals", "unavailable"]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE = [0, 0, 0, 0]
 _PAD = 16
 MAX_DIM = 256
+
+
+def unavailable() -> str:
+    """Why the kernels run nothing on this machine; empty when they run."""
+    return native.missing()
 
 
 def refusals(call: AttentionCall) -> list[str]:
@@ -30,9 +35,7 @@ def refusals(call: AttentionCall) -> list[str]:
         why.append(f"got block {call.block}, it knows {', '.join(map(str, BLOCKS))}")
     if call.q.shape[-1] > MAX_DIM:
         why.append(f"got head dimension {call.q.shape[-1]}, it goes to {MAX_DIM}")
-    if native.module() is None:
-        why.append(native.missing())
-    return why
+    return why + [reason for reason in (unavailable(),) if reason]
 
 
 def _last_contiguous(t: Tensor) -> Tensor:

@@ -7,7 +7,12 @@ from ..call import AttentionCall, Gradients
 from ..reference import backward as _backward
 from ..reference import forward as _forward
 
-__all__ = ["backward", "forward", "refusals"]
+__all__ = ["backward", "forward", "refusals", "unavailable"]
+
+
+def unavailable() -> str:
+    """It runs wherever torch does."""
+    return ""
 
 
 def refusals(call: AttentionCall) -> list[str]:

@@ -11,21 +11,29 @@ from torch import Tensor
 from ..call import AttentionCall, Gradients
 from ..layout import BLOCKS
 
-__all__ = ["backward", "forward", "refusals"]
+__all__ = ["backward", "forward", "refusals", "unavailable"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIM = 256
+_NOT_INSTALLED = "triton is not installed (pip install dsx-sparse-attn[triton])"
 
 
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def unavailable() -> str:
+    """Why the kernels run nothing on this machine; empty when they run. Asks for CUDA devices."""
+    if importlib.util.find_spec("triton") is None:
+        return _NOT_INSTALLED
+    return "" if _interpreted() or torch.cuda.is_available() else "there is no CUDA device"
+
+
 def refusals(call: AttentionCall) -> list[str]:
     """Why the kernels cannot do this call; empty when they can."""
     why = []
     if importlib.util.find_spec("triton") is None:
-        why.append("triton is not installed (pip install dsx-sparse-attn[triton])")
+        why.append(_NOT_INSTALLED)
     if call.q.device.type != "cuda" and not (call.q.device.type == "cpu" and _interpreted()):
         why.append(f"tensors are on {call.q.device.type}, it works on cuda")
     if call.q.dtype not in _DTYPES:
