@@ -55,6 +55,7 @@ from .errors import (
     HangError,
     MismatchError,
     PeerLostError,
+    SymmetricMemoryError,
     TopologyError,
 )
 from .exchange import all_to_all, all_to_all_single, barrier, monitored_barrier
@@ -111,6 +112,7 @@ __all__ = [
     "ShmProcessGroup",
     "FallbackWarning",
     "PeerLostError",
+    "SymmetricMemoryError",
     "MismatchError",
     "CommAbortedError",
     "CollectiveTimeoutError",

@@ -37,5 +37,9 @@ class CommAbortedError(CommError):
     """The group was given up by another rank or by the hang explainer; the message says why."""
 
 
+class SymmetricMemoryError(CommError):
+    """Symmetric memory cannot be had, on all ranks of the group; the message names the first that failed."""
+
+
 class HangError(CommError):
     """A collective waited longer than the limit; the message says which ranks are missing and what each rank does."""

@@ -39,7 +39,7 @@ def empty(
 
     Raises:
         CommArgumentError: a negative size.
-        CommError: the memory cannot be had (on all ranks, naming the first that failed).
+        SymmetricMemoryError: the memory cannot be had (on all ranks, naming the first that failed).
     """
     shape: tuple[int, ...] = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
     if any(not isinstance(n, int) or n < 0 for n in shape):

@@ -19,6 +19,7 @@ from .gradients import LocalGradients, ReducedGradients, ReduceOrder
 from .init import InitParameter
 from .leaves import fine_modules, named_leaves
 from .masters import check_optimizer, make_masters, place_masters, replace_parameters
+from .memory import Memory, OrdinaryMemory, memory_of
 from .optimizer import Residency, Runtime, ZeroOptimizer
 from .order import AgreedOrder, NullOrder
 from .partitioned import PartitionedParameter
@@ -252,11 +253,14 @@ class _Build:
     def resident(self) -> Runtime:
         """Stages 0-2: whole parameters stay in memory."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        memory = self._memory(gathered=self.settings.stage > 0)
         units = tuple(
             Unit(
                 plan,
                 tuple(
-                    FlatGroup.resident(group, [parameters[name] for name in group.layout.names], rank=self.rank)
+                    FlatGroup.resident(
+                        group, [parameters[name] for name in group.layout.names], rank=self.rank, memory=memory
+                    )
                     for group in plan.groups
                 ),
             )
@@ -338,9 +342,14 @@ class _Build:
             overlap=self.settings.overlap_comm is not False,
             on_complete=on_complete,
             keeps_local=self.keeps_local,
+            memory=self._memory(gathered=True),
         )
         executor.bind(gradients.run_reduce)
         return gradients
+
+    def _memory(self, *, gathered: bool) -> Memory:
+        """For buffers that the group of this model communicates (or not: parameters at stage 0)."""
+        return memory_of(self.process_group) if gathered and self.world_size > 1 else OrdinaryMemory()
 
     def _reduce_order(self, executor: ReduceExecutor) -> ReduceOrder:
         """Stages 0-2: the ranks agree on reductions alone."""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .layout import FlatLayout, LocalSlice
+from .memory import Memory
 from .units import GroupKey, GroupPlan, UnitPlan
 
 __all__ = ["FlatGroup", "Unit", "local_parts"]
@@ -55,9 +56,9 @@ class FlatGroup:
         self.master: torch.Tensor | None = None
 
     @classmethod
-    def resident(cls, plan: GroupPlan, parameters: Sequence[nn.Parameter], *, rank: int) -> FlatGroup:
-        """Move the parameters' values into one new buffer and make the parameters views of it."""
-        full = torch.empty(plan.layout.numel, dtype=plan.key.dtype, device=plan.key.device)
+    def resident(cls, plan: GroupPlan, parameters: Sequence[nn.Parameter], *, rank: int, memory: Memory) -> FlatGroup:
+        """Move the parameters' values into one new buffer in `memory` and make the parameters views of it (collective)."""
+        full = memory.empty(plan.layout.numel, plan.key.dtype, plan.key.device)
         start, stop = plan.layout.shard_range(rank)
         group = cls(plan, parameters, rank=rank, full=full, shard=full[start:stop])
         with torch.no_grad():

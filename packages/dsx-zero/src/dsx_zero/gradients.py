@@ -13,6 +13,7 @@ With one rank and no accumulation dtype of its own nothing of this is needed: `L
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from .flat import FlatGroup, Unit
 from .gradient_buffers import BufferPool, GroupGradients
 from .layout import LocalSlice
+from .memory import Memory, OrdinaryMemory
 from .precision import Precision
 from .reduction import LocalReducer, ReductionEngine
 
@@ -98,9 +100,18 @@ class ReducedGradients:
         on_complete: Callable[[int], None] | None = None,
         overlap: bool = True,
         keeps_local: Callable[[], bool] = lambda: False,
+        memory: Memory | None = None,
     ) -> None:
         self._overlap, self._keeps_local = overlap, keeps_local
-        pool = BufferPool(limit=IN_FLIGHT)
+        groups = [group for unit in units for group in unit.trainable]
+        pool = BufferPool(limit=IN_FLIGHT if stage >= 2 else len(groups))
+        if stage < 2:  # these buffers are kept for good
+            for group in groups:
+                key = group.key
+                for buffer in (memory or OrdinaryMemory()).ahead(
+                    group.layout.numel, precision.gradient_dtype(key.dtype), key.device
+                ):
+                    pool.give(buffer)
         self._limit = IN_FLIGHT if stage >= 2 else len(units)
         self._pool, self._order, self._on_complete = pool, order, on_complete
         self._of: dict[FlatGroup, GroupGradients] = {}
@@ -126,12 +137,11 @@ class ReducedGradients:
         self._handles = list(self._register(model, units))
 
     def _register(self, model: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
+        me = weakref.ref(self)
         for unit in units:
-            for group in unit.trainable:
+            for place, group in enumerate(unit.trainable):
                 for index, parameter in enumerate(group.parameters):
-                    yield parameter.register_post_accumulate_grad_hook(
-                        partial(self._on_arrival, unit.index, self._of[group], index)
-                    )
+                    yield parameter.register_post_accumulate_grad_hook(partial(_arrived, me, unit.index, place, index))
         yield model.register_forward_hook(self._on_forward)
 
     def remove_hooks(self) -> None:
@@ -170,10 +180,11 @@ class ReducedGradients:
         self._arrived = dict.fromkeys(self._arrived, 0)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _on_arrival(self, unit: int, buffers: GroupGradients, index: int, parameter: torch.Tensor) -> None:
+    def on_arrival(self, unit: int, place: int, index: int) -> None:
+        """The gradient of a parameter has been accumulated: number `index` of group `place` of `unit`."""
         if self._task is None:
             self.begin_backward()
-        buffers.absorb(index)
+        self._by_unit[unit][place].absorb(index)
         arrived = self._arrived[unit] = self._arrived[unit] + 1
         if arrived == self._expected[unit]:
             if self._on_complete is not None:
@@ -280,6 +291,13 @@ class ReducedGradients:
     def idle(self) -> list[torch.Tensor]:
         """Message buffers kept for reuse."""
         return self._pool.tensors()
+
+
+def _arrived(gradients: weakref.ref[ReducedGradients], unit: int, place: int, index: int, _: torch.Tensor) -> None:
+    # Python's collector does not see what a tensor's hooks hold: a strong reference would keep the parameters for ever.
+    owner = gradients()
+    if owner is not None:
+        owner.on_arrival(unit, place, index)
 
 
 class LocalGradients:

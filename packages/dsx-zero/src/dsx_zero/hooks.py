@@ -30,10 +30,15 @@ def side_outputs(module: nn.Module) -> list[torch.Tensor]:
 
 
 class UnitHooks:
-    """The hooks of a sharded model: on each unit's module, and on the root to know where a forward ends."""
+    """The hooks of a sharded model: on each unit's module, and on the root to know where a forward ends.
 
-    def __init__(self, model: nn.Module, units: Sequence[PartitionedUnit], residency: Residency) -> None:
-        self._model, self._residency = model, residency
+    `keeps` is what has to live as long as the model uses the hooks.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[PartitionedUnit], residency: Residency, keeps: Any = None
+    ) -> None:
+        self._model, self._residency, self._keeps = model, residency, keeps
         self._handles: list[Any] = []
         self._by_module: dict[nn.Module, list[int]] = {model: []}
         for unit in units:

@@ -18,6 +18,7 @@ from torch import nn
 
 from .flat import FlatGroup, Unit
 from .frozen import UNFREEZE
+from .memory import Memory, OrdinaryMemory
 from .partitioned import PartitionedParameter, PartitionedParameterError
 from .storage import GatheredStorage
 from .units import GroupPlan, ParameterInfo, UnitPlan
@@ -138,15 +139,26 @@ class PartitionedGroup(FlatGroup):
 
 
 class PartitionedUnit:
-    """See the module's text. ``lender`` serves operations on its parameters from outside its modules."""
+    """See the module's text. ``lender`` serves operations on its parameters from outside its modules, shards lie in ``memory``."""
 
-    def __init__(self, plan: UnitPlan, *, rank: int, process_group: Any, lender: Lender | None = None) -> None:
+    def __init__(
+        self,
+        plan: UnitPlan,
+        *,
+        rank: int,
+        process_group: Any,
+        lender: Lender | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        memory = memory or OrdinaryMemory()
         self.plan, self.process_group = plan, process_group
         self.state = UnitState.PARTITIONED
         self.storages = tuple(
             GatheredStorage(group.layout.numel, dtype=group.key.dtype, device=group.key.device) for group in plan.groups
         )
-        self.groups = tuple(_partitioned_group(group, store, rank) for group, store in zip(plan.groups, self.storages))
+        self.groups = tuple(
+            _partitioned_group(group, store, rank, memory) for group, store in zip(plan.groups, self.storages)
+        )
         self.lender = lender
         self._places: list[Place] = []
         self.swapped_in = False
@@ -231,12 +243,12 @@ class PartitionedUnit:
         return {place.partitioned.source.name: place.partitioned for place in self._places}
 
 
-def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, rank: int) -> FlatGroup:
+def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, rank: int, memory: Memory) -> FlatGroup:
     layout = plan.layout
     parameters = [
         nn.Parameter(storage.view(offset, shape), requires_grad=plan.key.trainable)
         for offset, shape in zip(layout.offsets, layout.shapes)
     ]
     storage.free()
-    shard = torch.zeros(layout.shard_numel, dtype=plan.key.dtype, device=plan.key.device)
+    shard = memory.empty(layout.shard_numel, plan.key.dtype, plan.key.device).zero_()
     return PartitionedGroup(plan, parameters, rank=rank, full=storage.fill, shard=shard)

@@ -97,7 +97,9 @@ class Reducer:
         self._scale(buffer, self._before)
         if wire == buffer.dtype and buffer.numel() <= self._bucket_size:
             shared = out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-            direct = not add and not shared and out.dtype == wire
+            # over shared memory each rank writes only where nobody else reads: the result may replace its part of the buffer
+            in_place = not shared or dsx_comm.is_symmetric(buffer, self._group)
+            direct = not add and in_place and out.dtype == wire
             result = out if direct else torch.empty_like(out, dtype=wire)
             work = dsx_comm.reduce_scatter_tensor(result, buffer, op=self._op, group=self._group, async_op=True)
             return Pending(work, lambda: self._put(result, out, add))

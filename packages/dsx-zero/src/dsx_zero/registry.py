@@ -5,6 +5,7 @@ Weak on both sides: an entry goes with its model.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,17 +13,17 @@ from torch import nn
 
 __all__ = ["remember", "stage3_of"]
 
-_STAGES: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_STAGES: WeakKeyDictionary[nn.Module, weakref.ref[Any]] = WeakKeyDictionary()
 
 
 def remember(model: nn.Module, stage: Any) -> None:
-    """Note that ``model`` is sharded by ``stage``."""
-    _STAGES[model] = stage
+    """Note that ``model`` is sharded by ``stage``, which others keep alive (it knows the model, so that this table must not)."""
+    _STAGES[model] = weakref.ref(stage)
 
 
 def stage3_of(module: nn.Module) -> Any:
     """The stage that shards ``module`` or a model that contains it; None if there is none."""
     for model, stage in _STAGES.items():
         if any(child is module for child in model.modules()):
-            return stage
+            return stage()
     return None

@@ -23,6 +23,7 @@ from .flat import FlatGroup, Unit
 from .gather import Gathering
 from .hooks import UnitHooks
 from .lanes import Lane, make_lane
+from .memory import memory_of
 from .order import AgreedOrder, Order, ReuseLimits
 from .partitioned import PartitionedParameter, PartitionedParameterError
 from .partitioned_unit import PartitionedUnit, UnitState
@@ -185,7 +186,7 @@ class Stage3:
         """Complete the circle with the gradients and put the hooks on."""
         self.executor.bind(gradients.run_reduce)
         self.residency.begin_backward = gradients.begin_backward
-        self.hooks = UnitHooks(model, self.partitioned, self.residency)
+        self.hooks = UnitHooks(model, self.partitioned, self.residency, keeps=self)
         remember(model, self)
         for module, key in self.pending:
             index = self.unit_of_original.get(key)
@@ -216,7 +217,9 @@ def build_stage3(
         if plan.resident:
             resident.append(_resident(plan, parameters, ranks))
             continue
-        unit = PartitionedUnit(plan, rank=ranks.rank, process_group=ranks.process_group)
+        unit = PartitionedUnit(
+            plan, rank=ranks.rank, process_group=ranks.process_group, memory=memory_of(ranks.gathers)
+        )
         originals = unit.adopt(model, by_name)
         plain_of.update(originals)
         unit_of_original.update(dict.fromkeys(originals, plan.index))
@@ -246,7 +249,7 @@ def _resident(plan: UnitPlan, parameters: Mapping[str, nn.Parameter], ranks: Ran
     groups = []
     for group in plan.groups:
         own = [_plain(parameters[name]) for name in group.layout.names]
-        flat = FlatGroup.resident(group, own, rank=ranks.rank)
+        flat = FlatGroup.resident(group, own, rank=ranks.rank, memory=memory_of(ranks.process_group))
         if flat.full.numel():
             source = dsx_comm.get_global_rank(ranks.process_group, 0)
             dsx_comm.broadcast(flat.full, source, group=ranks.process_group)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CommError
+from ..errors import SymmetricMemoryError
 from .segment import Unavailable, fetch, serve
 
 _ALIGN = 4096
@@ -68,7 +68,7 @@ class Memories:
 def allocate(group: Any, nbytes: int) -> torch.Tensor:
     """This rank's part of new symmetric memory, `nbytes` bytes on every rank, as uint8. Collective.
 
-    Raises CommError on all ranks if it cannot be had, or if ranks ask for different sizes.
+    Raises SymmetricMemoryError on all ranks if it cannot be had, or if ranks ask for different sizes.
     """
     rank, size = group.rank(), group.size()
     stride = max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
@@ -84,7 +84,7 @@ def allocate(group: Any, nbytes: int) -> torch.Tensor:
     if problem:
         if fd >= 0:
             os.close(fd)
-        raise CommError(f"no symmetric memory of {nbytes} bytes per rank: {problem}")
+        raise SymmetricMemoryError(f"no symmetric memory of {nbytes} bytes per rank: {problem}")
     mapping = mmap.mmap(fd, stride * size)
     os.close(fd)
     memories = group.memories
@@ -97,13 +97,20 @@ def allocate(group: Any, nbytes: int) -> torch.Tensor:
 
 def _make(group: Any, stride: int, size: int) -> int:
     fd = os.memfd_create("dsx-comm-symmetric")
-    os.ftruncate(fd, stride * size)
+    try:
+        os.ftruncate(fd, stride * size)
+    except OSError as error:
+        os.close(fd)
+        _broadcast_text(group, f"- {error}")  # the others wait for a name
+        raise
     serve(fd, size - 1, lambda name: _broadcast_text(group, f"{name} {stride}"), _PATIENCE)
     return fd
 
 
 def _get(group: Any, stride: int) -> int:
-    name, wanted = _broadcast_text(group, "").split(" ")
+    name, wanted = _broadcast_text(group, "").split(" ", 1)
+    if name == "-":
+        raise Unavailable(f"rank 0 could not make it: {wanted}")
     fd = fetch(name, _PATIENCE)
     if int(wanted) != stride:
         os.close(fd)

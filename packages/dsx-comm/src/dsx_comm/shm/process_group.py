@@ -11,7 +11,6 @@ inner gloo group, made on first use. Tensors in symmetric memory (`memory.py`) a
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -56,7 +55,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._owner = os.getpid()
         self._name, self._description = "", "undefined"
         self._futures = Futures()
-        self._inflight: deque[ShmWork] = deque()
+        self._inflight: dict[ShmWork, None] = {}  # the memory must outlive a dropped handle
         self.memories = Memories()
         self._gloo: Any = None
 
@@ -154,10 +153,11 @@ class ShmProcessGroup(dist.ProcessGroup):
     def _track(
         self, pending: Any, kept: Any, finish: Callable[[], Any] | None, timeout: float, note: Waiting
     ) -> ShmWork:
-        work = ShmWork(pending, kept, kept[0], finish, timeout, self._futures, note)
-        self._inflight.append(work)  # the memory must outlive a dropped handle
-        while self._inflight and self._inflight[0].is_completed():
-            self._inflight.popleft()
+        work = ShmWork(pending, kept, kept[0], finish, timeout, self._futures, note, self._inflight)
+        self._inflight[work] = None
+        for earlier in list(self._inflight):  # a finished one takes itself out
+            if not earlier.is_completed():
+                break
         return work
 
     def _where(self, tensor: torch.Tensor) -> tuple[int, int, list[int]]:

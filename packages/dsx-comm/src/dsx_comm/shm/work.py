@@ -76,7 +76,10 @@ DONE = DoneWork()
 
 
 class ShmWork(dist.Work):
-    """An asynchronous operation: `pending` is the compiled module's handle, `value` what a future yields."""
+    """An asynchronous operation: `pending` is the compiled module's handle, `value` what a future yields.
+
+    It stays in `inflight` until it is over.
+    """
 
     def __init__(
         self,
@@ -87,10 +90,12 @@ class ShmWork(dist.Work):
         timeout: float,
         futures: Futures,
         note: Waiting,
+        inflight: dict[ShmWork, None],
     ) -> None:
         super().__init__()
         self._pending, self._kept, self._value, self._finish = pending, kept, value, finish
         self._timeout, self._futures, self._note = timeout, futures, note
+        self._inflight = inflight
         self._lock = threading.Lock()
         self._done = False
         self._error: BaseException | None = None
@@ -162,6 +167,7 @@ class ShmWork(dist.Work):
                     self._finish()
             self._error, self._done = error, True
             self._finish = self._kept = None
+            self._inflight.pop(self, None)
 
 
 class JoinedWork(dist.Work):
