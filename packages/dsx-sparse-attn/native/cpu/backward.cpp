@@ -30,9 +30,9 @@ struct Weigh {  // S -> P = 2^(S - lse)
     float* c;
     int64_t ldc;
     const float* lse;
-    template <int REGS> DSX_INLINE void operator()(const Tile<REGS>& t, int64_t row, int64_t col) const {
+    template <int ROWS, int REGS> DSX_INLINE void operator()(const Tile<ROWS, REGS>& t, int64_t row, int64_t col) const {
 #pragma GCC unroll 8
-        for (int r = 0; r < TILE_ROWS; ++r) {
+        for (int r = 0; r < ROWS; ++r) {
             const vf shift = splat(lse[row + r]);
 #pragma GCC unroll 2
             for (int v = 0; v < REGS; ++v) store(c + (row + r) * ldc + col + v * LANES, exp2v(t.at[r][v] - shift));
@@ -44,9 +44,9 @@ struct Differentiate {  // dP -> dS = P * (dP - delta)
     float* c;
     int64_t ldc;
     const float *weights, *delta;
-    template <int REGS> DSX_INLINE void operator()(const Tile<REGS>& t, int64_t row, int64_t col) const {
+    template <int ROWS, int REGS> DSX_INLINE void operator()(const Tile<ROWS, REGS>& t, int64_t row, int64_t col) const {
 #pragma GCC unroll 8
-        for (int r = 0; r < TILE_ROWS; ++r) {
+        for (int r = 0; r < ROWS; ++r) {
             const vf shift = splat(delta[row + r]);
 #pragma GCC unroll 2
             for (int v = 0; v < REGS; ++v) {

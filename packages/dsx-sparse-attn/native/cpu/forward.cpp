@@ -30,12 +30,12 @@ struct StoreMax {
     float* c;
     int64_t ldc;
     float* top;
-    template <int REGS> DSX_INLINE void operator()(const Tile<REGS>& t, int64_t row, int64_t col) const {
+    template <int ROWS, int REGS> DSX_INLINE void operator()(const Tile<ROWS, REGS>& t, int64_t row, int64_t col) const {
 #pragma GCC unroll 2
         for (int v = 0; v < REGS; ++v) {
             vf high = load(top + col + v * LANES);
 #pragma GCC unroll 8
-            for (int r = 0; r < TILE_ROWS; ++r) {
+            for (int r = 0; r < ROWS; ++r) {
                 store(c + (row + r) * ldc + col + v * LANES, t.at[r][v]);
                 high = maximum(t.at[r][v], high);
             }
@@ -120,21 +120,21 @@ void attend(Row& w, int64_t column) {
     alignas(64) float top[128];
     for (int64_t i = 0; i < n; i += LANES) store(top + i, splat(-INF));
     if (masked) {
-        gemm<false>(n, n, w.width, k.at, k.stride, w.q, n, Store{w.scores, n});
+        gemm<false, TALL_ROWS>(n, n, w.width, k.at, k.stride, w.q, n, Store{w.scores, n});
         mask_scores(w, first_key, keys, top);
     } else {
-        gemm<false>(n, n, w.width, k.at, k.stride, w.q, n, StoreMax{w.scores, n, top});
+        gemm<false, TALL_ROWS>(n, n, w.width, k.at, k.stride, w.q, n, StoreMax{w.scores, n, top});
     }
     const bool rescale = softmax(w, top, first_key, masked ? n : keys);
     if (!w.started) {
-        gemm<true>(w.width, n, n, v.at, v.stride, w.scores, n, Store{w.out, n});
+        gemm<true, TALL_ROWS>(w.width, n, n, v.at, v.stride, w.scores, n, Store{w.out, n});
         w.started = true;
         return;
     }
     if (rescale)
         for (int64_t d = 0; d < w.width; ++d)
             for (int64_t i = 0; i < n; i += LANES) store(w.out + d * n + i, load(w.out + d * n + i) * load(w.factor + i));
-    gemm<true>(w.width, n, n, v.at, v.stride, w.scores, n, Add{w.out, n});
+    gemm<true, TALL_ROWS>(w.width, n, n, v.at, v.stride, w.scores, n, Add{w.out, n});
 }
 
 void finish(Row& w) {

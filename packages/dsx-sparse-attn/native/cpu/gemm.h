@@ -9,23 +9,27 @@
 namespace dsx_sparse {
 namespace DSX_ISA {
 
+// Rows of a register tile. With AVX2's 16 registers there are two ways: 4 rows leave room for what is done with a finished tile; 6 (TALL) need
+// fewer loads for each multiply-add, which pays where finishing is little.
 #if defined(DSX_ISA_AVX512)
-constexpr int TILE_ROWS = 8;
+constexpr int TILE_ROWS = 8, TALL_ROWS = 8;
+#elif defined(DSX_ISA_AVX2)
+constexpr int TILE_ROWS = 4, TALL_ROWS = 6;
 #else
-constexpr int TILE_ROWS = 4;
+constexpr int TILE_ROWS = 4, TALL_ROWS = 4;
 #endif
 constexpr int TILE_REGS = 2;  // registers along n
 
-template <int REGS> struct Tile {
-    vf at[TILE_ROWS][REGS];
+template <int ROWS, int REGS> struct Tile {
+    vf at[ROWS][REGS];
 };
 
-template <bool FROM_COLUMNS, int REGS, class Finish>
+template <bool FROM_COLUMNS, int ROWS, int REGS, class Finish>
 static DSX_INLINE void micro(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t k, const Finish& finish, int64_t row,
                              int64_t col) {
-    Tile<REGS> c;
+    Tile<ROWS, REGS> c;
 #pragma GCC unroll 8
-    for (int r = 0; r < TILE_ROWS; ++r)
+    for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
         for (int v = 0; v < REGS; ++v) c.at[r][v] = splat(0.0f);
 #pragma GCC unroll 2
@@ -34,7 +38,7 @@ static DSX_INLINE void micro(const float* a, int64_t lda, const float* b, int64_
 #pragma GCC unroll 2
         for (int v = 0; v < REGS; ++v) right[v] = load(b + p * ldb + v * LANES);
 #pragma GCC unroll 8
-        for (int r = 0; r < TILE_ROWS; ++r) {
+        for (int r = 0; r < ROWS; ++r) {
             const vf left = splat(FROM_COLUMNS ? a[p * lda + r] : a[r * lda + p]);
 #pragma GCC unroll 2
             for (int v = 0; v < REGS; ++v) c.at[r][v] = fma(left, right[v], c.at[r][v]);
@@ -43,17 +47,26 @@ static DSX_INLINE void micro(const float* a, int64_t lda, const float* b, int64_
     finish(c, row, col);
 }
 
-template <bool FROM_COLUMNS, int REGS, class Finish>
+// m is a multiple of PAD, so rows that ROWS leaves over come in fours and twos.
+template <bool FROM_COLUMNS, int ROWS, int REGS, class Finish>
 static DSX_INLINE void strip(int64_t m, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t col, const Finish& finish) {
-    for (int64_t row = 0; row < m; row += TILE_ROWS)
-        micro<FROM_COLUMNS, REGS>(FROM_COLUMNS ? a + row : a + row * lda, lda, b + col, ldb, k, finish, row, col);
+    const int64_t step = FROM_COLUMNS ? 1 : lda;
+    int64_t row = 0;
+    for (; row + ROWS <= m; row += ROWS) micro<FROM_COLUMNS, ROWS, REGS>(a + row * step, lda, b + col, ldb, k, finish, row, col);
+    if constexpr (PAD % ROWS != 0) {
+        if (row + 4 <= m) {
+            micro<FROM_COLUMNS, 4, REGS>(a + row * step, lda, b + col, ldb, k, finish, row, col);
+            row += 4;
+        }
+        if (row < m) micro<FROM_COLUMNS, 2, REGS>(a + row * step, lda, b + col, ldb, k, finish, row, col);
+    }
 }
 
-template <bool FROM_COLUMNS, class Finish>
+template <bool FROM_COLUMNS, int ROWS = TILE_ROWS, class Finish>
 static DSX_INLINE void gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, const Finish& finish) {
     int64_t col = 0;
-    for (; col + TILE_REGS * LANES <= n; col += TILE_REGS * LANES) strip<FROM_COLUMNS, TILE_REGS>(m, k, a, lda, b, ldb, col, finish);
-    if (col < n) strip<FROM_COLUMNS, 1>(m, k, a, lda, b, ldb, col, finish);  // AVX-512: n is an odd multiple of 16
+    for (; col + TILE_REGS * LANES <= n; col += TILE_REGS * LANES) strip<FROM_COLUMNS, ROWS, TILE_REGS>(m, k, a, lda, b, ldb, col, finish);
+    if (col < n) strip<FROM_COLUMNS, ROWS, 1>(m, k, a, lda, b, ldb, col, finish);  // AVX-512: n is an odd multiple of 16
 }
 
 // ---- what to do with finished tiles ----
@@ -61,9 +74,9 @@ static DSX_INLINE void gemm(int64_t m, int64_t n, int64_t k, const float* a, int
 struct Store {
     float* c;
     int64_t ldc;
-    template <int REGS> DSX_INLINE void operator()(const Tile<REGS>& t, int64_t row, int64_t col) const {
+    template <int ROWS, int REGS> DSX_INLINE void operator()(const Tile<ROWS, REGS>& t, int64_t row, int64_t col) const {
 #pragma GCC unroll 8
-        for (int r = 0; r < TILE_ROWS; ++r)
+        for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
             for (int v = 0; v < REGS; ++v) store(c + (row + r) * ldc + col + v * LANES, t.at[r][v]);
     }
@@ -72,9 +85,9 @@ struct Store {
 struct Add {  // c += t
     float* c;
     int64_t ldc;
-    template <int REGS> DSX_INLINE void operator()(const Tile<REGS>& t, int64_t row, int64_t col) const {
+    template <int ROWS, int REGS> DSX_INLINE void operator()(const Tile<ROWS, REGS>& t, int64_t row, int64_t col) const {
 #pragma GCC unroll 8
-        for (int r = 0; r < TILE_ROWS; ++r)
+        for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
             for (int v = 0; v < REGS; ++v) {
                 float* at = c + (row + r) * ldc + col + v * LANES;
@@ -87,10 +100,10 @@ struct AddScaled {  // c += factor * t
     float* c;
     int64_t ldc;
     float factor;
-    template <int REGS> DSX_INLINE void operator()(const Tile<REGS>& t, int64_t row, int64_t col) const {
+    template <int ROWS, int REGS> DSX_INLINE void operator()(const Tile<ROWS, REGS>& t, int64_t row, int64_t col) const {
         const vf f = splat(factor);
 #pragma GCC unroll 8
-        for (int r = 0; r < TILE_ROWS; ++r)
+        for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
             for (int v = 0; v < REGS; ++v) {
                 float* at = c + (row + r) * ldc + col + v * LANES;

@@ -7,8 +7,7 @@ key gives zeros. Nothing of the size of the score matrix is ever made by the ker
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,9 +82,7 @@ def block_sparse_attention(
     c = checked(q, k, v, layout, options)
     if (c.q.device.type != "cpu" or backend == "flex") and dispatch.prefers_flex(c, backend):
         return dispatch.flex.run(c)
-    return attention(
-        c.q, c.k, c.v, c.layout, c.bias, c.key_bias, c.seed, c.scale, c.block, c.causal, c.dropout_p, backend
-    )  # fmt: skip
+    return attention(*c, backend)
 
 
 def explain_backends(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, **options: Any) -> dict[str, list[str]]:
@@ -94,15 +91,14 @@ def explain_backends(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, **options:
     Raises:
         as `block_sparse_attention`.
     """
-    known = {field.name for field in fields(Options)}
+    known = set(Options._fields)
     unknown = sorted(set(options) - known)
     if unknown:
         raise ArgumentError(f"got option {unknown[0]!r}, expected one of {', '.join(sorted(known))}")
     return dispatch.explain(checked(q, k, v, layout, Options(**options)))
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """The options of `block_sparse_attention`, as given."""
 
     scale: float | None = None
@@ -129,17 +125,17 @@ def checked(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, options: Options) -
         raise ArgumentError(f"got dropout_p={options.dropout_p}, expected a probability in [0, 1)")
     dtype = compute_dtype(q.dtype)
     return AttentionCall(
-        q=q,
-        k=k,
-        v=v,
-        layout=layout.to(q.device) if layout.device != q.device else layout,
-        bias=_bias(q, options, dtype),
-        key_bias=_key_bias(q, options, dtype),
-        seed=_seed(q, options),
-        scale=1.0 / math.sqrt(q.shape[-1]) if options.scale is None else float(options.scale),
-        block=block,
-        causal=bool(options.causal),
-        dropout_p=float(options.dropout_p),
+        q,
+        k,
+        v,
+        layout.to(q.device) if layout.device != q.device else layout,
+        _bias(q, options, dtype),
+        _key_bias(q, options, dtype),
+        _seed(q, options),
+        1.0 / math.sqrt(q.shape[-1]) if options.scale is None else float(options.scale),
+        block,
+        bool(options.causal),
+        float(options.dropout_p),
     )
 
 

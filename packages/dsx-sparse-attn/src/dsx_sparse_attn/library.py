@@ -88,10 +88,10 @@ torch.library.register_autograd(f"{NAMESPACE}::attention_backward", _no_second, 
 
 
 class _Attention(torch.autograd.Function):
-    """What the registered operator does, without the dispatcher. Same arguments, saved tensors and formulas."""
+    """What the registered operator does, without the dispatcher. Same saved tensors and formulas; what gets gradients stands in front."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, arguments: tuple[Any, ...]) -> Tensor:
         out, lse = _forward(*arguments)
         ctx.save_for_backward(*arguments[:7], out, lse)
         ctx.options = arguments[7:]
@@ -100,11 +100,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        want_bias = tensors[4] is not None and ctx.needs_input_grad[4]
+        want_bias = ctx.needs_input_grad[3]
         # With create_graph the operator is called, which knows how to refuse a second derivative.
         run = torch.ops.dsx_sparse_attn.attention_backward if torch.is_grad_enabled() else _backward
         dq, dk, dv, dbias = run(grads[0], out, lse, want_bias, *tensors, *ctx.options)
-        return dq, dk, dv, None, dbias if want_bias else None, *[None] * 7
+        return dq, dk, dv, dbias if want_bias else None, None
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -122,8 +122,13 @@ def _unwatched(*tensors: Tensor | None) -> bool:
 
 def attention(*arguments: Any) -> Tensor:
     """The output of the operator `dsx_sparse_attn::attention` for its arguments."""
+    q, k, v, _, bias = arguments[:5]
     if _unwatched(*arguments[:7]):
-        return _Attention.apply(*arguments)
+        if torch.is_grad_enabled() and (
+            q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
+        ):
+            return _Attention.apply(q, k, v, bias, arguments)
+        return _forward(*arguments)[0]
     if not torch.compiler.is_compiling():
         register_flop_formulas()  # what watches may count
     return torch.ops.dsx_sparse_attn.attention(*arguments)[0]
