@@ -207,6 +207,19 @@ def test_settings_change_no_bytes(options, tmp_path):
                 assert torch.equal(back[start:], data[start:])
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+def test_what_completes_while_submitting_is_not_waited_for_again(direct, tmp_path):
+    # Two places, each filled and finished by its own submission: nothing is left that could end a wait.
+    data = content(1 << 20)
+    for name in ENGINES:
+        options = {"block_size": 1 << 16, "queue_depth": 2, "single_submit": True, "direct": direct}
+        with dsx_nvme.Engine(name, **options) as engine:
+            for start in (0, 1):
+                for _ in range(5):
+                    engine.write(data[start:], tmp_path / "t").wait()
+                assert on_disk(tmp_path / "t") == data[start:].numpy().tobytes()
+
+
 @pytest.mark.native
 @pytest.mark.skipif(not RING or native.refusal("io_uring") != "", reason="needs io_uring and DSX_NVME_TEST_IO_URING=1")
 def test_registered_memory_and_files_are_used(tmp_path):
