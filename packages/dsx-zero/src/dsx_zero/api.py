@@ -342,13 +342,13 @@ class _Build:
             overlap=self.settings.overlap_comm is not False,
             on_complete=on_complete,
             keeps_local=self.keeps_local,
-            memory=self._memory(gathered=True),
+            memory=self._memory(gathered=stage > 0),
         )
         executor.bind(gradients.run_reduce)
         return gradients
 
     def _memory(self, *, gathered: bool) -> Memory:
-        """For buffers that the group of this model communicates (or not: parameters at stage 0)."""
+        """For flat buffers. At stage 0, where only gradients are communicated, shared memory made steps 1.5 % slower."""
         return memory_of(self.process_group) if gathered and self.world_size > 1 else OrdinaryMemory()
 
     def _reduce_order(self, executor: ReduceExecutor) -> ReduceOrder:
