@@ -54,6 +54,30 @@ def test_dense_layout_changes_nothing(make, padded):
     assert torch.allclose(logits(model, ids, mask)[seen], before[seen], atol=1e-4)
 
 
+@pytest.mark.parametrize("make", [bert, roberta], ids=["bert", "roberta"])
+def test_dense_layout_gives_every_parameter_the_gradient_it_had(make):
+    model, replaced = make().train(), make().train()
+    SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(
+        replaced, 32, DenseSparsityConfig(4, block=16)
+    )
+    ids, mask = torch.randint(2, 50, (2, 32)), torch.ones(2, 32, dtype=torch.long)
+    mask[1, 25:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    losses = [m(input_ids=ids, attention_mask=mask, labels=labels).loss for m in (model, replaced)]
+    assert torch.allclose(*losses, rtol=1e-5)
+    for loss in losses:
+        loss.backward()
+    # The keys' bias adds the same to all scores of a query: its gradient is nothing but rounding.
+    pairs = {name: (p.grad, dict(replaced.named_parameters())[name].grad) for name, p in model.named_parameters()}
+    for name, (expected, got) in pairs.items():
+        if "self.key.bias" not in name:
+            assert (got - expected).norm() <= 1e-4 * expected.norm(), name
+    for m in (model, replaced):
+        layer = next(x for x in m.modules() if hasattr(x, "query") and hasattr(x, "key"))
+        assert layer.query.weight.grad.norm() > 0
+    assert pairs.keys() == dict(replaced.named_parameters()).keys()
+
+
 def test_the_layout_is_what_is_computed():
     model = bert()
     ids = torch.randint(2, 50, (1, 32))
