@@ -24,6 +24,7 @@ from .access import (
     safe_update_full_grad_vectorized,
 )
 from .api import shard
+from .averaging import AveragesItself, averages_itself
 from .errors import ZeroConfigError, ZeroError, ZeroModelError, ZeroOptimizerError, ZeroStateError
 from .estimate import (
     MemoryNeeds,
@@ -54,6 +55,8 @@ from .tiled import TiledLinear, TiledLinearReturnBias
 from .uneven import uneven_forwards
 
 __all__ = [
+    "AveragesItself",
+    "averages_itself",
     "GatheredParameters",
     "Init",
     "PartitionedParameter",

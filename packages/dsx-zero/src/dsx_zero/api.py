@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .access import OWNERS
+from .averaging import Averaging, averaging_of
 from .channel import ControlChannel
 from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
 from .flat import FlatGroup, Unit
@@ -102,8 +103,8 @@ def shard(
         ),
         leaves=_leaves(model, settings),
     )
-    keeps_local = _local_gradients(inner, reduction)
-    build = _Build(model, settings, precision, reduction, process_group, rank, world_size, infos, plans, keeps_local)
+    averaging = averaging_of(inner, reduction)
+    build = _Build(model, settings, precision, reduction, process_group, rank, world_size, infos, plans, averaging)
     runtime = build.partitioned(inner) if settings.stage == 3 and world_size > 1 else build.resident()
     for notice in settings.notices():
         if rank == 0:
@@ -115,7 +116,8 @@ def shard(
     place_masters(inner, masters)
     check = _unused_check(runtime, settings, process_group)
     sharded = ZeroOptimizer(inner, runtime, [master for _, master in masters if master is not None], check)
-    _expect_averaged(inner, runtime, precision)
+    dtypes = [group.key.dtype for unit in runtime.units for group in unit.trainable]
+    averaging.announce(precision.wire_dtype(dtypes[0]) if dtypes else None)
     for unit in runtime.units:
         for group in unit.groups:
             for name, parameter in zip(group.layout.names, group.parameters):
@@ -184,25 +186,6 @@ def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optim
     return made
 
 
-def _local_gradients(inner: Any, reduction: Reduction) -> Callable[[], bool]:
-    """Whether the coming step's gradients stay local, as optimizers that communicate by themselves ask for."""
-    if not hasattr(inner, "takes_local_gradients"):
-        return lambda: False
-    if reduction.op != "mean":
-        raise ZeroConfigError(
-            "gradient_allreduce_op", f'got "{reduction.op}", but {type(inner).__name__} averages; expected "mean"'
-        )
-    return lambda: inner.takes_local_gradients
-
-
-def _expect_averaged(inner: Any, runtime: Runtime, precision: Precision) -> None:
-    """Tell an optimizer that communicates by itself that in its exact steps gradients come averaged."""
-    expect = getattr(inner, "expect_averaged_gradients", None)
-    if expect is not None:
-        dtypes = [group.key.dtype for unit in runtime.units for group in unit.trainable]
-        expect(precision.wire_dtype(dtypes[0]) if dtypes else None)
-
-
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -243,9 +226,9 @@ class _Build:
         world_size: int,
         infos: tuple[ParameterInfo, ...],
         plans: tuple[UnitPlan, ...],
-        keeps_local: Callable[[], bool],
+        averaging: Averaging,
     ) -> None:
-        self.keeps_local = keeps_local
+        self.averaging = averaging
         self.model, self.settings, self.precision, self.reduction = model, settings, precision, reduction
         self.process_group, self.rank, self.world_size = process_group, rank, world_size
         self.infos, self.plans = infos, plans
@@ -312,6 +295,7 @@ class _Build:
             units=units,
             gradients=self._gradients(units, stage, order, on_complete),
             residency=residency,
+            averaging=self.averaging,
             checks_overflow=self.precision.checks_overflow(dtypes),
             resident=self.settings.stage < 3,
             load_masters=self.settings.load_from_fp32_weights,
@@ -341,7 +325,7 @@ class _Build:
             expose=self.reduction.op == "mean",
             overlap=self.settings.overlap_comm is not False,
             on_complete=on_complete,
-            keeps_local=self.keeps_local,
+            keeps_local=self.averaging.local,
             memory=self._memory(gathered=stage > 0),
         )
         executor.bind(gradients.run_reduce)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .averaging import averages_itself
 from .errors import ZeroOptimizerError
 from .flat import FlatGroup, Unit
 from .layout import LocalSlice
@@ -56,7 +57,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, stage: int) -> None:
     Raises:
         ZeroOptimizerError: for an optimizer that needs whole tensors, at stage 1 or above.
     """
-    if stage >= 1 and hasattr(optimizer, "takes_local_gradients"):
+    if stage >= 1 and averages_itself(optimizer):
         raise ZeroOptimizerError(
             f"{type(optimizer).__name__} cannot be used at stage {stage}: it averages whole momenta over the ranks in one bit, and a "
             "rank holds slices; use stage 0"

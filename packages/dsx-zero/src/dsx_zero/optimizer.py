@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .averaging import Averaging
 from .edits import Edits
 from .errors import ZeroOptimizerError, ZeroStateError
 from .flat import FlatGroup, Unit
@@ -106,6 +107,7 @@ class Runtime:
     units: tuple[Unit, ...]
     gradients: Gradients
     residency: Residency
+    averaging: Averaging
     checks_overflow: bool
     resident: bool
     load_masters: bool = True
@@ -236,7 +238,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         run = self._runtime
         self._frozen.check()
         self._unused.check()
-        local = self._local(max_norm)
+        run.averaging.check_norm(max_norm)
+        local = run.averaging.local()
         run.gradients.finish()
         norm = self._norm(grad_scale, local=local)
         if run.checks_overflow and not torch.isfinite(norm).item():
@@ -252,24 +255,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         run.residency.finish()
         return self._note(StepOutcome(False, None if local else norm, loss))
 
-    def _local(self, max_norm: float | None) -> bool:
-        """Whether this step's gradients are this rank's own, because the optimizer averages by itself."""
-        if not getattr(self.inner, "takes_local_gradients", False):
-            return False
-        if max_norm:
-            raise ZeroOptimizerError(
-                f"step(max_norm={max_norm}): {type(self.inner).__name__} works on local gradients, and no rank knows the norm of their "
-                "mean; step without max_norm"
-            )
-        return True
-
     @torch.no_grad()
     def synchronize(self) -> None:
         """Make parameters the same on all ranks where the optimizer lets them differ between steps (0/1 Adam). Collective."""
-        if not hasattr(self.inner, "takes_local_gradients"):
-            return
-        self.inner.synchronize()  # type: ignore[attr-defined]
         run = self._runtime
+        if not run.averaging.synchronize():
+            return
         for unit in run.trainable_units():
             for group in unit.trainable:
                 write_parameters(group, whole=run.whole)

@@ -278,7 +278,7 @@ def _parts(
 def _clipping(config: Config, optimizer: Any) -> float:
     """The greatest norm; 0 for an optimizer of the caller's that works on local gradients, unless the config sets it."""
     clipping, inner = config.use("gradient_clipping"), getattr(optimizer, "inner", None)
-    if not clipping or not hasattr(inner, "takes_local_gradients"):
+    if not clipping or not part("dsx_zero").averages_itself(inner):
         return clipping
     if "gradient_clipping" in config.origins:
         raise EngineArgumentError(
