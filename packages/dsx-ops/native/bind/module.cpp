@@ -195,7 +195,7 @@ void convert(int from, int64_t in, int to, int64_t out, int64_t numel, int threa
 PYBIND11_MODULE(_C, m) {
     using namespace dsx;
     m.doc() = "CPU kernels of dsx-ops. Takes addresses; dsx_ops.native checks tensors before calling.";
-    m.attr("ABI") = 3;
+    m.attr("ABI") = 4;
     m.def("isa", [] { return std::string(kernels().name); });
     m.def("isas", [] {
         std::vector<std::string> names;

@@ -14,19 +14,9 @@ constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it leaves the neares
 constexpr uint32_t MAGIC_BITS = 0x4b400000u;
 constexpr float UNIT24 = 5.9604644775390625e-8f;  // 2^-24
 
-DSX_INLINE float smallest(F a) {
-    float lane[16];
-    __builtin_memcpy(lane, &a, 64);
-    for (int half = 8; half; half /= 2)
-        for (int k = 0; k < half; ++k) lane[k] = lane[k + half] < lane[k] ? lane[k + half] : lane[k];
-    return lane[0];
-}
-DSX_INLINE F round_even(F t) { return (t + splat(MAGIC)) - splat(MAGIC); }
 // Up with the probability of the fraction; `random` has 24 bits.
 DSX_INLINE F round_random(F t, U random) {
-    t = t + to_float(random) * splat(UNIT24);
-    F nearest = round_even(t);
-    return select(less(t, nearest), nearest - splat(1.0f), nearest);
+    return floor_of(t + to_float(random) * splat(UNIT24));
 }
 DSX_INLINE F limit(F t, float low, float high) {
     return larger(smaller(t, splat(high)), splat(low));
@@ -142,19 +132,23 @@ template <DType T> DSX_INLINE Range interval_of(const char* x, int64_t from, int
     F value = Access<T>::load(first, 0);
     float one;
     __builtin_memcpy(&one, &value, 4);
-    F high = splat(one), low = high;
-    U bad = is_nan(high);
-    auto take = [&](F v) __attribute__((always_inline)) {
-        high = larger(high, v);
-        low = smaller(low, v);
-        bad = bad | is_nan(v);
+    F high[2] = {splat(one), splat(one)}, low[2] = {high[0], high[0]}, top = absolute(high[0]);  // top: NaN shows in it
+    auto take = [&](int k, F v) __attribute__((always_inline)) {
+        high[k] = larger(high[k], v);
+        low[k] = smaller(low[k], v);
+        top = larger_magnitude(top, absolute(v));
     };
     int64_t i = from;
-    for (; i + LANES <= to; i += LANES) take(Access<T>::load(x, i));
-    if (i < to) take(select(lane_mask((1u << (to - i)) - 1u), Padded<T>::load(x, i, to - i), splat(one)));
-    if (lane_bits(bad)) return {__builtin_nanf(""), __builtin_nanf("")};
-    const float base = smallest(low);
-    return {base, largest(high) - base};
+    for (; i + 2 * LANES <= to; i += 2 * LANES)
+        for (int k = 0; k < 2; ++k) take(k, Access<T>::load(x, i + k * LANES));
+    for (; i < to; i += LANES) {
+        const U there = lane_mask(to - i >= LANES ? 0xffffu : (1u << (to - i)) - 1u);
+        take(0, select(there, Padded<T>::load(x, i, to - i), splat(one)));
+    }
+    const float most = largest_magnitude(top);
+    if (most != most) return {__builtin_nanf(""), __builtin_nanf("")};
+    const float base = smallest(smaller(low[0], low[1]));
+    return {base, largest(larger(high[0], high[1])) - base};
 }
 
 template <class FORMAT, DType T> DSX_INLINE Range range_of(const char* x, int64_t from, int64_t to) {

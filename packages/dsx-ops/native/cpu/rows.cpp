@@ -23,12 +23,6 @@ template <class Body> DSX_INLINE float row_sum(int64_t cols, const Body& f) {
     return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-// f(column, count) for all columns: count is LANES, a constant to the compiler, except in the last call of an odd row.
-template <class Body> DSX_INLINE void columns(int64_t cols, const Body& f) {
-    int64_t c = 0;
-    for (; c + LANES <= cols; c += LANES) f(c, LANES);
-    if (c < cols) f(c, cols - c);
-}
 #define DSX_LAMBDA __attribute__((always_inline))
 
 // All ones in the lanes below count.

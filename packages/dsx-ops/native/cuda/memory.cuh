@@ -158,7 +158,7 @@ struct Noise {
     __device__ __forceinline__ Noise(uint32_t seed, int64_t index) {
         const uint32_t high = (uint32_t)((uint64_t)index >> 32);
         first = mix((uint32_t)index ^ (seed + high * 0x9e3779b9u));
-        second = mix(first ^ 0x85ebca6bu);
+        second = first * 0x9e3779b1u;
     }
 };
 

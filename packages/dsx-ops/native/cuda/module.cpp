@@ -231,7 +231,7 @@ void define_rows(py::module_& m) {
 PYBIND11_MODULE(_cuda, m) {
     using namespace dsx::cuda;
     m.doc() = "CUDA kernels of dsx-ops. Takes device addresses and a stream; dsx_ops.cuda checks tensors before calling.";
-    m.attr("ABI") = 1;
+    m.attr("ABI") = 2;
     m.attr("SLABS") = SLABS;
     m.attr("MAX_COLUMNS") = MAX_COLUMNS;
     m.attr("MASK_DIMS") = MASK_DIMS;

@@ -208,7 +208,8 @@ template <int CODES> struct Code {
     static constexpr uint32_t BASE = 0x3f8u - CODES, SMALLEST = (BASE + 1) << 20;
     static __device__ __forceinline__ uint32_t encode(float magnitude, uint32_t random) {
         const uint32_t b = __float_as_uint(magnitude);
-        if (b < SMALLEST) return (float)(int32_t)random * 9.5367431640625e-7f * __uint_as_float(SMALLEST) < magnitude;
+        const float smallest = __uint_as_float(SMALLEST);
+        if (b < SMALLEST) return smallest < magnitude + (float)(int32_t)random * (smallest * 9.5367431640625e-7f);
         const uint32_t code = ((b + random) >> 20) - BASE;
         return code > (uint32_t)CODES ? (uint32_t)CODES : code;
     }
@@ -285,7 +286,7 @@ __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<R
                 c0 |= (code0 & 0xffu) << 8 * k;
                 c1 |= (code1 & 0xffu) << 8 * k;
                 // A bf16 parameter without a master is rounded stochastically too.
-                const uint32_t random = (noise.first & 0xfffu) << 4 | (noise.second & 0xfu);
+                const uint32_t random = noise.first & 0xffffu;
                 rounded.w[k / 2] |= (y != y ? 0x7fc0u : (__float_as_uint(y) + random) >> 16) << 16 * (k % 2);
             }
             store_bytes(row.state0, i, n, whole, c0);

@@ -206,7 +206,7 @@ def noise(seed: int, offset: int, count: int, device: torch.device) -> tuple[Ten
     """Two 32-bit random numbers per element, keyed by seed and element index."""
     index = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
     first = _mix((index & _MASK32) ^ ((seed + (index >> 32) * 0x9E3779B9) & _MASK32))
-    return first, _mix(first ^ 0x85EBCA6B)
+    return first, (first * 0x9E3779B1) & _MASK32
 
 
 def encode8(magnitude: Tensor, random: Tensor, codes: int) -> Tensor:
@@ -215,8 +215,8 @@ def encode8(magnitude: Tensor, random: Tensor, codes: int) -> Tensor:
     smallest = torch.tensor([(base + 1) << 20], dtype=torch.int32).view(torch.float32).item()
     bits = magnitude.contiguous().view(torch.int32).to(torch.int64) & _MASK32
     code = (((bits + random) >> 20) - base).clamp_(max=codes)
-    threshold = random.to(torch.float32) * 2.0**-20
-    below = (threshold * smallest < magnitude).to(torch.int64)
+    # Below the smallest code: that code with the probability of the ratio to it, so that nothing is lost on average.
+    below = (magnitude + random.to(torch.float32) * (smallest * 2.0**-20) > smallest).to(torch.int64)
     return torch.where(bits < (base + 1) << 20, below, code)
 
 
@@ -267,8 +267,7 @@ def _adam8(piece: Slot, h: Lowered) -> None:
     code = encode8(v_part, second >> 12, SECOND_CODES)
     piece.states[1].copy_(torch.where((code == 0) & (v_part > 0), torch.ones_like(code), code))
     if piece.param.dtype == torch.bfloat16 and piece.low_bits is None:
-        random = ((first & 0xFFF) << 4) | (second & 0xF)
-        bits = ((p.view(torch.int32).to(torch.int64) & _MASK32) + random) >> 16
+        bits = ((p.view(torch.int32).to(torch.int64) & _MASK32) + (first & 0xFFFF)) >> 16
         bits = torch.where(p.isnan(), torch.full_like(bits, 0x7FC0), bits)
         piece.param.copy_(bits.to(torch.int16).view(torch.bfloat16))
         if piece.copy is not None:

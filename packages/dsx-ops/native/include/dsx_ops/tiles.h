@@ -45,10 +45,8 @@ void convert_n(DType from, const char* in, DType to, char* out, int64_t n) {
 // bf16 weights whose fp32 masters are completed by 16 low bits kept elsewhere. The weight is the master rounded to
 // nearest, ties away from zero: that gives 65536 masters to every weight, so 16 bits always complete it. (With ties to
 // even it would be 65537 for even weights.)
-DSX_INLINE void join(const char* weight, const char* low, char* out, int64_t i) {
-    U signed_low = (load16(low + 2 * i) ^ splatu(0x8000u)) - splatu(0x8000u);
-    store32(out + 4 * i, floats((load16(weight + 2 * i) << 16) + signed_low));
-}
+DSX_INLINE F joined(U weight, U low) { return floats((weight << 16) + ((low ^ splatu(0x8000u)) - splatu(0x8000u))); }
+DSX_INLINE void join(const char* weight, const char* low, char* out, int64_t i) { store32(out + 4 * i, joined(load16(weight + 2 * i), load16(low + 2 * i))); }
 DSX_INLINE void split(const char* master, char* weight, char* low, int64_t i) {
     F a = load32(master + 4 * i);
     U b = select(is_nan(a), splatu(0x7fc00000u), bits(a));
@@ -121,6 +119,48 @@ template <DType T> struct Padded {
     }
 };
 
+// f(column, count) for all columns: count is LANES, a constant to the compiler, except in the last call of an odd row.
+template <class Body> DSX_INLINE void columns(int64_t cols, const Body& f) {
+    int64_t c = 0;
+    for (; c + LANES <= cols; c += LANES) f(c, LANES);
+    if (c < cols) f(c, cols - c);
+}
+
+// As Padded, for integers of 16 bits.
+DSX_INLINE U load_codes16(const char* at, int64_t count) {
+    if (count >= LANES) return load16(at);
+    char raw[32] = {};
+    __builtin_memcpy(raw, at, 2 * count);
+    return load16(raw);
+}
+DSX_INLINE void store_codes16(char* at, int64_t count, U codes) {
+    if (count >= LANES) return store16(at, codes);
+    char raw[32];
+    store16(raw, codes);
+    __builtin_memcpy(at, raw, 2 * count);
+}
+DSX_INLINE void store_any(DType t, char* base, int64_t i, int64_t count, F a) {
+    if (t == BF16) return Padded<BF16>::store(base, i, count, a);
+    if (t == F16) return Padded<F16>::store(base, i, count, a);
+    Padded<F32>::store(base, i, count, a);
+}
+
+// The parameter of a row.
+template <DType P> struct Parameter {
+    static DSX_INLINE F load(const Row& row, int64_t i, int64_t count) { return Padded<P>::load(row.param, i, count); }
+    static DSX_INLINE void store(const Row& row, int64_t i, int64_t count, F a) { Padded<P>::store(row.param, i, count, a); }
+};
+template <> struct Parameter<SPLIT> {
+    static DSX_INLINE F load(const Row& row, int64_t i, int64_t count) {
+        return joined(load_codes16(row.param + 2 * i, count), load_codes16(row.low_bits + 2 * i, count));
+    }
+    static DSX_INLINE void store(const Row& row, int64_t i, int64_t count, F a) {
+        U b = select(is_nan(a), splatu(0x7fc00000u), bits(a));
+        store_codes16(row.param + 2 * i, count, (b + splatu(0x8000u)) >> 16);
+        store_codes16(row.low_bits + 2 * i, count, b & splatu(0xffffu));
+    }
+};
+
 // One stream of a tile: a pointer into the row when that is fp32 and a multiple of sixteen long, else a converted copy.
 struct Stream {
     alignas(64) float buffer[TILE];
@@ -153,37 +193,84 @@ DSX_INLINE U mix(U x) {
     return x ^ (x >> 16);
 }
 
+DSX_INLINE U second_noise(U first) { return first * splatu(0x9e3779b1u); }
+
+// Random numbers of 32 bits, keyed by seed and element index. `second` costs one multiplication more; its high bits do not go with the
+// high bits of `first`.
+DSX_INLINE U lane_numbers() {
+    uint32_t lane[16];
+    for (uint32_t k = 0; k < 16; ++k) lane[k] = k;
+    U numbers;
+    __builtin_memcpy(&numbers, lane, 64);
+    return numbers;
+}
+DSX_INLINE uint32_t noise_key(uint32_t seed, int64_t index) { return seed + (uint32_t)((uint64_t)index >> 32) * 0x9e3779b9u; }
+
 struct Noise {
     U first, second;
     DSX_INLINE Noise(uint32_t seed, int64_t index) {
-        uint32_t lane[16];
-        for (uint32_t k = 0; k < 16; ++k) lane[k] = k;
-        U iota;
-        __builtin_memcpy(&iota, lane, 64);
-        const uint32_t low = (uint32_t)index, high = (uint32_t)((uint64_t)index >> 32);
-        U lanes = iota + splatu(low), key = splatu(seed + high * 0x9e3779b9u);
-        if (low > 0xfffffff0u) key = select(lessu(lanes, splatu(low)), splatu(seed + (high + 1) * 0x9e3779b9u), key);  // carry
+        const uint32_t low = (uint32_t)index;
+        U lanes = lane_numbers() + splatu(low), key = splatu(noise_key(seed, index));
+        if (low > 0xfffffff0u) key = select(lessu(lanes, splatu(low)), splatu(noise_key(seed, index + LANES)), key);  // carry
         first = mix(lanes ^ key);
-        second = mix(first ^ splatu(0x85ebca6bu));
+        second = second_noise(first);
     }
 };
 
-DSX_INLINE float largest(F a) {  // of numbers; NaN is the caller's concern
+// One number from sixteen lanes: fold(a, b) of the halves, then of the quarters, ...
+template <class Fold> DSX_INLINE float fold_lanes(F a, const Fold& fold) {
+#if defined(DSX_ISA_AVX512) || defined(DSX_ISA_AVX2)
+#if defined(DSX_ISA_AVX512)
+    const __m256 low = _mm512_castps512_ps256((__m512)a.r[0]), high = _mm512_extractf32x8_ps((__m512)a.r[0], 1);
+#else
+    const __m256 low = (__m256)a.r[0], high = (__m256)a.r[1];
+#endif
+    const __m256 eight = fold.of8(low, high);
+    const __m128 four = fold.of4(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = fold.of4(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(fold.of4(two, _mm_movehdup_ps(two)));
+#else
     float lane[16];
     __builtin_memcpy(lane, &a, 64);
     for (int half = 8; half; half /= 2)
-        for (int k = 0; k < half; ++k) lane[k] = lane[k] < lane[k + half] ? lane[k + half] : lane[k];
+        for (int k = 0; k < half; ++k) lane[k] = fold.of1(lane[k], lane[k + half]);
     return lane[0];
+#endif
 }
-DSX_INLINE float largest_magnitude(F a) {
-    uint32_t lane[16];
-    __builtin_memcpy(lane, &a, 64);
-    for (int half = 8; half; half /= 2)
-        for (int k = 0; k < half; ++k) lane[k] = lane[k] < lane[k + half] ? lane[k + half] : lane[k];
-    float top;
-    __builtin_memcpy(&top, lane, 4);
-    return top;
-}
+
+struct Larger {  // a < b ? b : a
+#if defined(DSX_ISA_AVX512) || defined(DSX_ISA_AVX2)
+    static DSX_INLINE __m256 of8(__m256 a, __m256 b) { return _mm256_max_ps(b, a); }
+    static DSX_INLINE __m128 of4(__m128 a, __m128 b) { return _mm_max_ps(b, a); }
+#else
+    static DSX_INLINE float of1(float a, float b) { return a < b ? b : a; }
+#endif
+};
+struct Smaller {  // b < a ? b : a
+#if defined(DSX_ISA_AVX512) || defined(DSX_ISA_AVX2)
+    static DSX_INLINE __m256 of8(__m256 a, __m256 b) { return _mm256_min_ps(b, a); }
+    static DSX_INLINE __m128 of4(__m128 a, __m128 b) { return _mm_min_ps(b, a); }
+#else
+    static DSX_INLINE float of1(float a, float b) { return b < a ? b : a; }
+#endif
+};
+struct LargerMagnitude {  // as integers, so that NaN is above infinity
+#if defined(DSX_ISA_AVX512) || defined(DSX_ISA_AVX2)
+    static DSX_INLINE __m256 of8(__m256 a, __m256 b) { return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(b))); }
+    static DSX_INLINE __m128 of4(__m128 a, __m128 b) { return _mm_castsi128_ps(_mm_max_epu32(_mm_castps_si128(a), _mm_castps_si128(b))); }
+#else
+    static DSX_INLINE float of1(float a, float b) {
+        uint32_t x, y;
+        __builtin_memcpy(&x, &a, 4);
+        __builtin_memcpy(&y, &b, 4);
+        return x < y ? b : a;
+    }
+#endif
+};
+DSX_INLINE float largest(F a) { return fold_lanes(a, Larger()); }  // of numbers; NaN is the caller's concern
+DSX_INLINE float smallest(F a) { return fold_lanes(a, Smaller()); }
+DSX_INLINE float largest_magnitude(F a) { return fold_lanes(a, LargerMagnitude()); }
+
 // Magnitudes that fp32 cannot invert are flushed to zero.
 DSX_INLINE F inverse(float scale) { return splat(scale >= 1.1754944e-38f || scale != scale ? 1.0f / scale : 0.0f); }
 

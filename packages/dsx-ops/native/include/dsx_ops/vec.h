@@ -59,7 +59,7 @@ static DSX_INLINE U less(F a, F b) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] < b.r[
 static DSX_INLINE U lessu(U a, U b) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] < b.r[i]); return c; }
 static DSX_INLINE U is_nan(F a) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] != a.r[i]); return c; }
 static DSX_INLINE U equalu(U a, U b) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] == b.r[i]); return c; }
-static DSX_INLINE U select(U mask, U a, U b) { return (a & mask) | (b & (mask ^ splatu(~0u))); }
+static DSX_INLINE U select(U mask, U a, U b) { U c; DSX_EACH c.r[i] = (ireg)mask.r[i] ? a.r[i] : b.r[i]; return c; }
 static DSX_INLINE F select(U mask, F a, F b) { return floats(select(mask, bits(a), bits(b))); }
 static DSX_INLINE F absolute(F a) { return floats(bits(a) & splatu(0x7fffffffu)); }
 // b < a ? b : a, and a < b ? b : a: a when either is NaN.
@@ -99,6 +99,18 @@ static DSX_INLINE F larger_magnitude(F a, F b) {
     return select(lessu(bits(a), bits(b)), b, a);
 #endif
 }
+// Of signed numbers.
+static DSX_INLINE U larger_signed(U a, U b) {
+    U c;
+#if defined(DSX_ISA_AVX512)
+    c.r[0] = (ureg)_mm512_max_epi32((__m512i)a.r[0], (__m512i)b.r[0]);
+#elif defined(DSX_ISA_AVX2)
+    DSX_EACH c.r[i] = (ureg)_mm256_max_epi32((__m256i)a.r[i], (__m256i)b.r[i]);
+#else
+    DSX_EACH c.r[i] = (ireg)a.r[i] < (ireg)b.r[i] ? b.r[i] : a.r[i];
+#endif
+    return c;
+}
 static DSX_INLINE F to_float(U a) { F c; DSX_EACH c.r[i] = __builtin_convertvector((ireg)a.r[i], freg); return c; }
 
 static DSX_INLINE F root(F a) {
@@ -115,13 +127,34 @@ static DSX_INLINE F root(F a) {
     return c;
 }
 
+// The largest integer not above a; |a| < 2^22.
+static DSX_INLINE F floor_of(F a) {
+#if defined(DSX_ISA_AVX512)
+    a.r[0] = (freg)_mm512_maskz_roundscale_ps((__mmask16)-1, (__m512)a.r[0], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    return a;
+#elif defined(DSX_ISA_AVX2)
+    DSX_EACH a.r[i] = (freg)_mm256_floor_ps((__m256)a.r[i]);
+    return a;
+#else
+    const F magic = splat(12582912.0f);
+    F nearest = (a + magic) - magic;
+    return select(less(a, nearest), nearest - splat(1.0f), nearest);
+#endif
+}
+
 static DSX_INLINE F load32(const void* at) { F c; DSX_EACH c.r[i] = (freg)((const freg_at*)at)[i]; return c; }
 static DSX_INLINE void store32(void* at, F a) { DSX_EACH ((freg_at*)at)[i] = (freg_at)a.r[i]; }
 
 // 16-bit integers, widened.
 static DSX_INLINE U load16(const void* at) {
     U c;
+#if defined(DSX_ISA_AVX512)
+    c.r[0] = (ureg)_mm512_maskz_cvtepu16_epi32((__mmask16)-1, _mm256_loadu_si256((const __m256i*)at));
+#elif defined(DSX_ISA_AVX2)
+    DSX_EACH c.r[i] = (ureg)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at + i));
+#else
     DSX_EACH c.r[i] = __builtin_convertvector((hreg)((const hreg_at*)at)[i], ureg);
+#endif
     return c;
 }
 static DSX_INLINE void store16(void* at, U a) {
@@ -147,6 +180,20 @@ static DSX_INLINE U load8(const void* at) {
     DSX_EACH for (int k = 0; k < PER; ++k) c.r[i][k] = raw[i * PER + k];
 #endif
     return c;
+}
+// Signed bytes.
+static DSX_INLINE U load8_signed(const void* at) {
+#if defined(DSX_ISA_AVX512)
+    U c;
+    c.r[0] = (ureg)_mm512_maskz_cvtepi8_epi32((__mmask16)-1, _mm_loadu_si128((const __m128i*)at));
+    return c;
+#elif defined(DSX_ISA_AVX2)
+    U c;
+    DSX_EACH c.r[i] = (ureg)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)((const char*)at + 8 * i)));
+    return c;
+#else
+    return (load8(at) ^ splatu(0x80u)) - splatu(0x80u);
+#endif
 }
 static DSX_INLINE void store8(void* at, U a) {
 #if defined(DSX_ISA_AVX512)
@@ -202,9 +249,18 @@ static DSX_INLINE U load4(const void* at) {
 // bf16: round to nearest, ties to even; NaN becomes the quiet NaN torch writes.
 static DSX_INLINE F bf16_to_float(U h) { return floats(h << 16); }
 static DSX_INLINE U float_to_bf16(F a) {
+#if defined(DSX_ISA_AVX512)
+    const __m512i b = (__m512i)a.r[0], half = _mm512_add_epi32(b, _mm512_set1_epi32(0x7fff));
+    const __m512i rounded = _mm512_mask_add_epi32(half, _mm512_test_epi32_mask(b, _mm512_set1_epi32(0x10000)), half, _mm512_set1_epi32(1));
+    const __mmask16 numbers = _mm512_cmp_ps_mask((__m512)a.r[0], (__m512)a.r[0], _CMP_ORD_Q);
+    U c;
+    c.r[0] = (ureg)_mm512_mask_srli_epi32(_mm512_set1_epi32(0x7fc0), numbers, rounded, 16);
+    return c;
+#else
     U b = bits(a);
     U rounded = (b + splatu(0x7fffu) + ((b >> 16) & splatu(1))) >> 16;
     return select(is_nan(a), splatu(0x7fc0u), rounded);
+#endif
 }
 
 #if !defined(DSX_ISA_AVX2) && !defined(DSX_ISA_AVX512)
@@ -295,6 +351,15 @@ static DSX_INLINE U lane_mask(uint32_t bits) {
     U lane;
     DSX_EACH for (int k = 0; k < PER; ++k) lane.r[i][k] = 1u << (i * PER + k);
     return equalu(splatu(bits) & lane, lane);
+#endif
+}
+
+// Whether a < b in any lane.
+static DSX_INLINE bool any_less(F a, F b) {
+#if defined(DSX_ISA_AVX512)
+    return _mm512_cmp_ps_mask((__m512)a.r[0], (__m512)b.r[0], _CMP_LT_OQ) != 0;
+#else
+    return lane_bits(less(a, b)) != 0;
 #endif
 }
 
