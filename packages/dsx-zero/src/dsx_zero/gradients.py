@@ -293,7 +293,9 @@ class ReducedGradients:
         return self._pool.tensors()
 
 
-def _arrived(gradients: weakref.ref[ReducedGradients], unit: int, place: int, index: int, _: torch.Tensor) -> None:
+def _arrived(
+    gradients: Callable[[], ReducedGradients | None], unit: int, place: int, index: int, _: torch.Tensor
+) -> None:
     # Python's collector does not see what a tensor's hooks hold: a strong reference would keep the parameters for ever.
     owner = gradients()
     if owner is not None:
