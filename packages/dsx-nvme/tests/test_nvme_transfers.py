@@ -10,9 +10,7 @@ import pytest
 import torch
 from dsx_nvme import native
 
-# io_uring is asked for: it left a corrupt heap on one machine (docs/log.md), which would end the whole run.
-RING = os.environ.get("DSX_NVME_TEST_IO_URING") == "1"
-ENGINES = [*(e for e in native.ENGINES if not native.refusal(e) and (RING or e != "io_uring")), "python"]
+ENGINES = [*(e for e in native.ENGINES if not native.refusal(e)), "python"]
 SIZES = [0, 1, 511, 512, 4097, (1 << 20) + 3]
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -221,7 +219,7 @@ def test_what_completes_while_submitting_is_not_waited_for_again(direct, tmp_pat
 
 
 @pytest.mark.native
-@pytest.mark.skipif(not RING or native.refusal("io_uring") != "", reason="needs io_uring and DSX_NVME_TEST_IO_URING=1")
+@pytest.mark.skipif(native.refusal("io_uring") != "", reason="needs io_uring")
 def test_registered_memory_and_files_are_used(tmp_path):
     with dsx_nvme.Engine("io_uring", block_size=1 << 18) as engine:
         tensor = dsx_nvme.empty(1 << 20, dtype=torch.uint8).copy_(content(1 << 20))
