@@ -69,10 +69,30 @@ def test_writing_to_a_tensor_in_flight_is_reported(tmp_path):
         flat[1000:] += 1
         assert ticket.wait() == 4000
         assert engine.write(data, tmp_path / "t").wait() == 4000
+
+
+@pytest.mark.parametrize("move", ["set_", "data"])
+def test_memory_lives_until_the_transfer_is_over_though_its_tensor_moves_away(move, tmp_path):
+    with dsx_nvme.Engine(block_size=1 << 16, queue_depth=1) as engine:
+        data = pattern(BIG)
+        engine.write(data, tmp_path / "t").wait()
+        data = torch.zeros(BIG, dtype=torch.uint8)
+        memory = weakref.ref(data.untyped_storage())
         ticket = engine.read(data, tmp_path / "t")
-        data.untyped_storage().resize_(16_000)
+        if move == "set_":
+            data.set_(torch.zeros(4000, dtype=torch.uint8))
+        else:
+            data.data = torch.zeros(4000, dtype=torch.uint8)
+        gc.collect()
+        kept = memory() is not None
+        assert kept
         with pytest.raises(dsx_nvme.DataRaceError, match="moved or resized"):
             ticket.wait()
+        assert not data.any()
+        del ticket
+        gc.collect()
+        gone = memory() is None
+        assert gone
 
 
 def test_two_transfers_of_the_same_memory_are_refused_where_they_race(tmp_path):

@@ -182,10 +182,10 @@ def _engine(asked: str, direct: bool, reasons: list[str]) -> str:
     if not direct:
         reasons.append("engine threads: the page cache is copied from by several threads at once")
         return "threads"
-    for name in native.AUTO:
+    for name in native.ENGINES:
         refused = native.refusal(name)
         if not refused:
-            reasons.append(f"engine {name}: first of {', '.join(native.AUTO)} that the kernel allows")
+            reasons.append(f"engine {name}: first of {', '.join(native.ENGINES)} that the kernel allows")
             return name
         reasons.append(f"not {name}: {refused}")
     raise OptionError("no engine runs here")  # threads need nothing that could be refused

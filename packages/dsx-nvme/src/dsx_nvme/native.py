@@ -14,8 +14,6 @@ from typing import Any
 
 ABI = 1
 ENGINES = ("io_uring", "libaio", "threads")
-AUTO = ("threads", "libaio", "io_uring")
-"""What "auto" tries, in this order. The ring is not first: a heap was found corrupt after direct writes through it (docs/log.md)."""
 HINT = (
     "install a C++ compiler (g++ or clang++) and reinstall: pip install --no-cache-dir --force-reinstall dsx-nvme "
     "(a wheel built without a compiler may be in pip's cache)"

@@ -1,6 +1,6 @@
 """A transfer in flight: what to wait for, what it keeps alive, what it checks when it is over.
 
-A ticket holds the tensor until the transfer is over, compares the tensor's version with the one at the start (a tensor written to
+A ticket holds the tensor and its memory until the transfer is over, compares the tensor's version with the one at the start (a tensor written to
 while its bytes were on their way is a data race, not a surprise in a file), and turns the kernel's answer into an exception with
 file, offset and errno.
 """
@@ -84,20 +84,26 @@ class Description:
 
 @dataclass
 class Guard:
-    """The tensor of a transfer, its place in memory, and (for a tensor with a storage of its own) its version at the start."""
+    """The tensor of a transfer, its place in memory, and (for a tensor with a storage of its own) its version at the start.
+
+    It keeps the storage, so that a tensor that is given another one (`set_`, `.data =`) does not free memory that the kernel writes to.
+    `UntypedStorage.resize_` frees it all the same: nothing outside of torch can prevent that.
+    """
 
     tensor: torch.Tensor
     start: int = 0
     end: int = 0
     version: int | None = None
+    storage: torch.UntypedStorage | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Guard:
         """Take the tensor's present state."""
         start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         # A slice shares its version with all of its storage, whose other parts the caller may well write to.
-        whole = not tensor.is_inference() and nbytes == tensor.untyped_storage().nbytes()
-        return cls(tensor, start, start + nbytes, tensor._version if whole else None)
+        storage = tensor.untyped_storage()
+        whole = not tensor.is_inference() and nbytes == storage.nbytes()
+        return cls(tensor, start, start + nbytes, tensor._version if whole else None, storage)
 
     def check(self, what: Description) -> None:
         """Raise DataRaceError when the tensor was written to, moved or freed since."""
@@ -233,7 +239,7 @@ class Ticket:
         try:
             self.guard.check(what)
         except DataRaceError as race:
-            return race
+            return race.with_traceback(None)  # whose frames would keep the memory for as long as the error is kept
         if what.op == "read" and not self.guard.tensor.is_inference():
             torch.autograd.graph.increment_version(self.guard.tensor)  # autograd must see that it was written to
         return None
