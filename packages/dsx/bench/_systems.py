@@ -7,6 +7,7 @@ clipping to norm 1 and AdamW with learning rate 3e-4.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,11 +91,22 @@ def dsx(stage: int) -> Step:
     return _engine(library, stage, config)
 
 
-SYSTEMS: dict[str, tuple[int, Callable[[], Step]]] = {
-    "raw, 1 process": (1, raw),
-    "dsx stage 0, 1 process": (1, lambda: dsx(0)),
-    "torch DDP": (2, ddp),
-    "torch FSDP2": (2, fsdp2),
-    **{f"deepspeed stage {s}": (2, lambda s=s: deepspeed(s)) for s in range(4)},
-    **{f"dsx stage {s}": (2, lambda s=s: dsx(s)) for s in range(4)},
+@dataclass(frozen=True)
+class System:
+    """A row of the table. `stage`: of ZeRO, where there is one; `backend` None: the library makes its process group itself."""
+
+    processes: int
+    build: Callable[[], Step]
+    stage: int | None = None
+    backend: str | None = "gloo"
+
+
+SYSTEMS: dict[str, System] = {
+    "raw, 1 process": System(1, raw),
+    "dsx stage 0, 1 process": System(1, lambda: dsx(0)),
+    "torch DDP": System(2, ddp),
+    "torch FSDP2": System(2, fsdp2),
+    **{f"deepspeed stage {s}": System(2, lambda s=s: deepspeed(s), s, None) for s in range(4)},
+    **{f"dsx stage {s}": System(2, lambda s=s: dsx(s), s) for s in range(4)},
+    **{f"dsx stage {s}, shared memory": System(2, lambda s=s: dsx(s), s, "dsx") for s in range(4)},
 }

@@ -4,7 +4,8 @@
 
 Every system runs in fresh processes (one thread each), in turn, `rounds` times, so that a machine that drifts drifts for all.
 The table gives the median over rounds of each round's median step, and the ratios the goals are about. Losses after the
-last step are compared too: a fast wrong answer is not a result. Peers that are not installed are left out and said so.
+last step are compared too: a fast wrong answer is not a result. Peers that are not installed are left out and said so. All run over gloo; the rows
+"shared memory" are dsx over dsx-comm's transport, which is what its launcher takes on one host.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ def worker(name: str, steps: int, out: str) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world > 1 and "deepspeed" not in name:
-        dist.init_process_group("gloo")
-    step = SYSTEMS[name][1]()
+    rank, system = int(os.environ["RANK"]), SYSTEMS[name]
+    if system.backend == "dsx":
+        import dsx_comm  # noqa: F401  registers it
+    if system.processes > 1 and system.backend:
+        dist.init_process_group(system.backend)
+    step = system.build()
     times, loss = [], torch.zeros(())
     for i in range(steps + 3):
         data = batch(i, rank)
@@ -87,15 +90,14 @@ def run(name: str, world: int, steps: int) -> dict[str, float] | None:
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
     """The figures as markdown."""
+    from _systems import SYSTEMS
+
     median = {n: statistics.median(r["ms"] for r in rows) for n, rows in results.items() if rows}
     lines = ["| system | ms/step | vs FSDP2 | vs deepspeed, same stage | loss |", "|---|---|---|---|---|"]
     for name, ms in median.items():
-        peer = (
-            median.get(f"deepspeed stage {name[-1]}")
-            if name.startswith("dsx stage") and "process" not in name
-            else None
-        )
-        fsdp = median.get("torch FSDP2") if "process" not in name else None
+        ours = name.startswith("dsx") and SYSTEMS[name].processes > 1
+        peer = median.get(f"deepspeed stage {SYSTEMS[name].stage}") if ours else None
+        fsdp = median.get("torch FSDP2") if SYSTEMS[name].processes > 1 else None
         cells = [f"{fsdp / ms:.2f}x" if fsdp else "", f"{peer / ms:.2f}x" if peer else ""]
         lines.append(f"| {name} | {ms:.0f} | {' | '.join(cells)} | {results[name][-1]['loss']:.4f} |")
     if {"raw, 1 process", "dsx stage 0, 1 process"} <= median.keys():
@@ -117,7 +119,7 @@ def main() -> None:
         worker(args.worker, args.steps, args.out)
     from _systems import SYSTEMS
 
-    chosen = {n: w for n, (w, _) in SYSTEMS.items() if args.only in n}
+    chosen = {n: system.processes for n, system in SYSTEMS.items() if args.only in n}
     results: dict[str, list[dict[str, float]]] = {n: [] for n in chosen}
     for r in range(args.rounds):
         for name, world in chosen.items():
