@@ -1,0 +1,200 @@
+"""A group of the shared-memory transport without its operations: who it is, how it ends, how a call is issued and kept track of.
+
+A Python class derived from torch's ProcessGroup, because a C++ backend would tie the package to one torch version. torch
+calls it from Python and (through its trampolines) from C++: DDP, functional collectives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CommArgumentError
+from ..hang import WATCH, Waiting
+from . import native
+from .memory import Memories
+from .segment import MAILBOX, ShmOptions, cores, world_size
+from .tensors import nbytes, pointers
+from .work import DONE, Futures, ShmWork, translated
+
+NOWHERE: tuple[int, int, list[int]] = (-1, 0, [])
+"""The place of a tensor that is not in symmetric memory."""
+
+# microseconds of waiting that keeps the core, and that gives way to others, before a waiting rank sleeps
+_FREE, _CROWDED = (20.0, 300.0), (0.0, 50.0)
+
+
+class ShmGroup(dist.ProcessGroup):
+    """What every operation of a group whose ranks share memory stands on."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, fd: int, ranks: Sequence[int], options: ShmOptions
+    ) -> None:
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        self._store, self._fd, self._timeout = store, fd, timeout.total_seconds()
+        self._rank, self._size = rank, size
+        module = native.module()
+        in_bytes, piece, _ = module.layout(fd)
+        total, eager = module.sizes(size, in_bytes, piece, MAILBOX)
+        crowded = max(size, world_size()) > cores()
+        spin, give_way = _CROWDED if crowded else _FREE
+        if options.spin_us is not None:
+            spin, give_way = min(spin, options.spin_us), options.spin_us
+        one_shot = options.one_shot_bytes or max(4096, 65536 // size)
+        self._native = module.Group(
+            fd, total, eager, rank, list(ranks), fd, spin, give_way, min(one_shot, in_bytes), options.stores
+        )
+        self._owner = os.getpid()
+        self._name, self._description = "", "undefined"
+        self._futures = Futures()
+        self._inflight: dict[ShmWork, None] = {}  # the memory must outlive a dropped handle
+        self.memories = Memories()
+        self._gloo: Any = None
+
+    # - what torch asks about a group
+
+    def getBackendName(self) -> str:
+        """ "dsx"."""
+        return "dsx"
+
+    def _get_backend_name(self) -> str:
+        return "dsx"
+
+    def rank(self) -> int:
+        """This process' rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    # torch's own storage of name and description lies in C++ backends, which this group has none of
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupName(self) -> str:
+        """The name under which torch knows the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """The description given when the group was made."""
+        return self._description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the time limit of the calls that follow."""
+        self._timeout = timeout.total_seconds()
+
+    def get_group_store(self) -> Any:
+        """The group's store."""
+        return self._store
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """False: symmetric memory has to be asked for by all ranks together (`dsx_comm.empty`)."""
+        return False
+
+    # - ending
+
+    def abort(self, reason: str = "the group was aborted") -> None:
+        """Make every rank's present and future calls on this group fail with `reason`."""
+        self._native.poison(reason, False)
+
+    def _give_up(self, explanation: str) -> None:
+        self._native.poison(explanation, True)
+
+    def shutdown(self) -> None:
+        """Release the threads and the descriptor; memory goes when the last tensor of it does."""
+        if self._fd >= 0 and os.getpid() == self._owner:
+            self._futures.close()
+            self._native.close()
+            os.close(self._fd)
+            self._fd = -1
+
+    # - helpers
+
+    def _issue(
+        self,
+        call: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        opts: Any,
+        kept: Any,
+        finish: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Run or queue `call(*arguments, timeout, asynchronous)`; `finish` puts the result in place."""
+        wanted = opts.timeout.total_seconds()
+        timeout = wanted if wanted > 0 else self._timeout
+        asynchronous = getattr(opts, "asyncOp", True)
+        note = WATCH.enter(self._name, call.__name__, "", self._give_up)
+        try:
+            pending = call(*arguments, timeout, asynchronous)
+        except RuntimeError as error:
+            raise WATCH.verdict(note, translated(error)) from None
+        finally:
+            WATCH.leave(note)
+        if pending is None:
+            if finish is not None:
+                finish()
+            return DONE
+        return self._track(pending, kept, finish, timeout, note)
+
+    def _track(
+        self, pending: Any, kept: Any, finish: Callable[[], Any] | None, timeout: float, note: Waiting
+    ) -> ShmWork:
+        work = ShmWork(pending, kept, kept[0], finish, timeout, self._futures, note, self._inflight)
+        self._inflight[work] = None
+        for earlier in list(self._inflight):  # a finished one takes itself out
+            if not earlier.is_completed():
+                break
+        return work
+
+    def _where(self, tensor: torch.Tensor) -> tuple[int, int, list[int]]:
+        return self.memories.find(tensor) if self.memories else NOWHERE
+
+    def _fallback(self) -> Any:
+        if self._gloo is None:
+            store = dist.PrefixStore("gloo/", self._store)  # pyright: ignore[reportPrivateImportUsage]
+            gloo: Any = dist.ProcessGroupGloo
+            self._gloo = gloo(store, self._rank, self._size, timeout=timedelta(seconds=self._timeout))
+        return self._gloo
+
+    # - what reductions and gathers share
+
+    def gather_all(
+        self, outputs: list[torch.Tensor], source: torch.Tensor, opts: Any, kept: Any, finish: Callable[[], Any] | None
+    ) -> Any:
+        """outputs[p] = rank p's `source`, bytes as they are."""
+        arguments = (source.data_ptr(), pointers(outputs), nbytes(source), *self._where(source))
+        return self._issue(self._native.all_gather, arguments, opts, (*kept, outputs, source), finish)
+
+
+def options_of(opts: Any, kind: Any) -> Any:
+    """torch's options of `kind`, made from what its overloads pass in their place."""
+    if opts is None:
+        return kind()
+    if hasattr(opts, "timeout"):
+        return opts
+    made = kind()  # torch's overloads take the operator or the root in this place
+    if hasattr(made, "reduceOp") and not isinstance(opts, int):
+        made.reduceOp = opts
+    elif hasattr(made, "rootRank"):
+        made.rootRank = opts
+    return made
+
+
+def one(tensors: Any) -> Any:
+    """The list that holds the one tensor. Raises CommArgumentError for several."""
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    if len(tensors) != 1:
+        raise CommArgumentError(f"got {len(tensors)} tensors, expected one")
+    return tensors

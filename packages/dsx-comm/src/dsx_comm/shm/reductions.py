@@ -1,0 +1,129 @@
+"""The reductions of a group of the shared-memory transport: all_reduce, reduce, reduce_scatter and their coalesced forms.
+
+Dtypes and operators that the compiled module adds up go to it; for the others everybody's data is gathered and torch reduces in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from ..errors import CommArgumentError
+from ..ordered import reduce_in_order
+from .codes import reduction
+from .group import NOWHERE, ShmGroup, one, options_of
+from .tensors import host, packed, pointers, target, unpack
+from .work import JoinedWork
+
+
+class ShmReductions(ShmGroup):
+    """See the module's text."""
+
+    def allreduce(self, tensors: Any, opts: Any = None, **_: Any) -> Any:
+        """Reduce `tensors[0]` in place over all ranks."""
+        opts = options_of(opts, c10d.AllreduceOptions)
+        (tensor,) = tensors = one(tensors)
+        if tensor.is_sparse:
+            return self._fallback().allreduce(tensors, opts)
+        flat, finish = packed(host(tensor))
+        how = reduction(opts.reduceOp, flat.dtype)
+        if how is None:
+            return self._by_torch(flat, opts, tensors, finish)
+        dtype, op, average, factor, elements = how
+        arguments = (flat.data_ptr(), flat.numel() * elements, dtype, op, average, factor, *self._where(flat))
+        return self._issue(self._native.all_reduce, arguments, opts, (tensors, flat), finish)
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce every tensor in place; tensors of one dtype travel as one message."""
+        opts = options_of(opts, c10d.AllreduceCoalescedOptions)
+        works = []
+        for dtype in dict.fromkeys(t.dtype for t in tensors):
+            same = [t for t in tensors if t.dtype == dtype]
+            flat = same[0] if len(same) == 1 else torch.cat([host(t).reshape(-1) for t in same])
+            work = self.allreduce([flat], opts)
+            works.append((work, same if len(same) > 1 else [], flat))
+        return JoinedWork([w for w, _, _ in works], lambda: [unpack(f, s) for _, s, f in works if s], list(tensors))
+
+    def reduce(self, tensors: Any, opts: Any = None, **_: Any) -> Any:
+        """Reduce `tensors[0]` into the root's."""
+        opts = options_of(opts, c10d.ReduceOptions)
+        (tensor,) = tensors = one(tensors)
+        flat, finish = packed(host(tensor))
+        how = reduction(opts.reduceOp, flat.dtype)
+        if how is None:
+            return self._by_torch(flat.clone(), opts, tensors, None, into=flat if self._rank == opts.rootRank else None)
+        arguments = (flat.data_ptr(), flat.numel() * how.elements, opts.rootRank, *how[:4])
+        kept = (tensors, flat)
+        return self._issue(self._native.reduce, arguments, opts, kept, finish if self._rank == opts.rootRank else None)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
+        """outputs[0] = this rank's part of the reduction; `inputs[0]` holds one tensor per rank, of any sizes."""
+        opts = options_of(opts, c10d.ReduceScatterOptions)
+        output, parts = (outputs, inputs) if isinstance(outputs, torch.Tensor) else (outputs[0], inputs[0])
+        packed = [host(p).contiguous() for p in parts]
+        return self._scatter_sum(output, packed, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        """output = this rank's part of the reduction of the ranks' `input`."""
+        opts = options_of(opts, c10d.ReduceScatterOptions)
+        source = host(input).contiguous()
+        if source.numel() != output.numel() * self._size:
+            raise CommArgumentError(
+                f"reduce_scatter: input has {source.numel()} elements, expected {self._size} (ranks) x {output.numel()}"
+            )
+        return self._scatter_sum(output, list(source.view(self._size, -1).unbind(0)), opts, source)
+
+    def _scatter_sum(
+        self, output: torch.Tensor, parts: list[torch.Tensor], opts: Any, whole: torch.Tensor | None = None
+    ) -> Any:
+        if len(parts) != self._size or parts[self._rank].numel() != output.numel() or parts[0].dtype != output.dtype:
+            raise CommArgumentError(
+                f"reduce_scatter: got {len(parts)} parts, mine of {parts[min(self._rank, len(parts) - 1)].numel()} elements of "
+                f"{parts[0].dtype}; expected {self._size}, mine of {output.numel()} elements of {output.dtype}"
+            )
+        place, finish = target(host(output), parts, parts[self._rank])
+        how = reduction(opts.reduceOp, output.dtype)
+        if how is None:
+            flat = torch.cat([p.reshape(-1) for p in parts])
+            begin = sum(p.numel() for p in parts[: self._rank])
+            return self._by_torch(flat, opts, [output], finish, into=place, part=(begin, output.numel()))
+        counts = [p.numel() * how.elements for p in parts]
+        where = self._where(whole) if whole is not None else NOWHERE
+        arguments = (place.data_ptr(), pointers(parts), counts, *how[:4], *where)
+        return self._issue(self._native.reduce_scatter, arguments, opts, ([output], parts, place, whole), finish)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """`reduce_scatter_single` for several pairs."""
+        opts = options_of(opts, c10d.ReduceScatterOptions)
+        return JoinedWork(
+            [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs)], None, list(outputs)
+        )
+
+    def _by_torch(
+        self,
+        flat: torch.Tensor,
+        opts: Any,
+        value: Any,
+        finish: Callable[[], Any] | None,
+        into: torch.Tensor | None = None,
+        part: tuple[int, int] | None = None,
+    ) -> Any:
+        """Dtypes the compiled module does not add up: everybody's data is gathered, torch reduces it in rank order."""
+        gathered = torch.empty(self._size * flat.numel(), dtype=flat.dtype)
+        target = flat if into is None else into
+        begin, length = part or (0, flat.numel())
+        skip = into is None and isinstance(opts, c10d.ReduceOptions)
+
+        def combine() -> None:
+            rows = [r[begin : begin + length] for r in gathered.view(self._size, -1).unbind(0)]
+            if not skip:
+                reduce_in_order(rows, getattr(opts.reduceOp, "op", opts.reduceOp), target.view(-1))
+            if finish is not None:
+                finish()
+
+        return self.gather_all(list(gathered.view(self._size, -1).unbind(0)), flat, opts, (value, gathered), combine)
