@@ -53,7 +53,7 @@ class TensorStore:
         self.folder = os.fspath(folder)
         self.budget, self.checksum, self.keep = budget, checksum, keep
         os.makedirs(self.folder, exist_ok=True)
-        self._own_engine = engine is None
+        self._own_engine, self._owner = engine is None, os.getpid()
         self.engine = engine if engine is not None else Engine()
         self._file = self.engine.open(os.path.join(self.folder, DATA), write=True)
         self._entries: dict[str, Entry] = {}
@@ -184,6 +184,7 @@ class TensorStore:
                         os.unlink(os.path.join(self.folder, name))
 
     def _shut(self) -> None:
+        self._unlock_folder()
         self.engine.close_file(self._file)
         if self._own_engine:
             self.engine.close()
@@ -267,6 +268,14 @@ class TensorStore:
             raise NvmeError(
                 f"{self.folder} is in use by another TensorStore; give each process a folder of its own"
             ) from error
+
+    def _unlock_folder(self) -> None:
+        if sys.platform == "win32" or os.getpid() != self._owner:
+            return
+        import fcntl  # not of every platform
+
+        # Closing the descriptor would not do: a ring that the file is registered with, and forked children, keep it open for longer.
+        fcntl.flock(self._file.plain_fd, fcntl.LOCK_UN)
 
     def _check(self, name: str, entry: Entry, tensor: Any) -> None:
         found = f"{crc32(tensor):08x}"
