@@ -107,7 +107,8 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([float(dist.get_rank() + 1)])
 dist.all_reduce(total)
-print(f"rank {dist.get_rank()} host {os.environ['CROSS_RANK']} sum {total.item()} {os.environ['FROM_FILE']}|{os.environ['NCCL_FROM_HERE']}|{sys.argv[2:]}")
+line = f"rank {dist.get_rank()} host {os.environ['CROSS_RANK']} sum {total.item()} {os.environ['FROM_FILE']}|{os.environ['NCCL_FROM_HERE']}|{sys.argv[2:]}"
+os.write(1, (line + chr(10)).encode())  # in one piece: print writes the end of the line by itself, and the hosts write to one pipe
 dist.destroy_process_group()
 """,
     )

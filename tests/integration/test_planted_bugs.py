@@ -304,7 +304,7 @@ def freed_memory_not_refilled() -> Any:
     executor = module("dsx_zero.residency").GatherExecutor
     right, seen = executor._job, set()
 
-    def job(self, store, shard):
+    def job(self, name, store, shard):
         first = id(store) not in seen
         seen.add(id(store))
 
@@ -312,7 +312,7 @@ def freed_memory_not_refilled() -> Any:
             store.allocate()
             store.fill.zero_()
 
-        return right(self, store, shard) if first else refill
+        return right(self, name, store, shard) if first else refill
 
     return patch.object(executor, "_job", job)
 
@@ -321,13 +321,13 @@ def old_values_after_step() -> Any:
     executor = module("dsx_zero.residency").GatherExecutor
     right, kept = executor._job, {}
 
-    def job(self, store, shard):
+    def job(self, name, store, shard):
         def gather():
             store.allocate()
             store.fill.copy_(kept[id(store)])
 
         def first():
-            work = right(self, store, shard)()
+            work = right(self, name, store, shard)()
             if work is not None:
                 work.wait()
             kept[id(store)] = store.fill.clone()
