@@ -131,6 +131,15 @@ def test_a_store_against_a_dictionary(tmp_path):
             assert all(torch.equal(store.get(n).result(), t) for n, t in model.items())
 
 
+def test_a_folder_is_free_as_soon_as_its_store_is_closed(tmp_path):
+    with dsx_nvme.Engine() as engine:  # a ring lets go of a file when it comes to it
+        for step in range(50):
+            with TensorStore(tmp_path / "s", engine=engine) as store:
+                store.put("state", torch.full((3000,), float(step)))
+                with pytest.raises(dsx_nvme.NvmeError, match="in use by another"):
+                    TensorStore(tmp_path / "s")
+
+
 def test_the_same_name_keeps_its_order_and_its_room(tmp_path):
     with TensorStore(tmp_path / "s") as store:
         for step in range(50):
