@@ -132,7 +132,7 @@ def test_a_store_against_a_dictionary(tmp_path):
 
 
 def test_a_folder_is_free_as_soon_as_its_store_is_closed(tmp_path):
-    with dsx_nvme.Engine() as engine:  # a ring lets go of a file when it comes to it
+    with dsx_nvme.Engine() as engine:
         for step in range(50):
             with TensorStore(tmp_path / "s", engine=engine) as store:
                 store.put("state", torch.full((3000,), float(step)))

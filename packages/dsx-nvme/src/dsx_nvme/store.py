@@ -274,7 +274,8 @@ class TensorStore:
             return
         import fcntl  # not of every platform
 
-        # Closing the descriptor would not do: a ring that the file is registered with, and forked children, keep it open for longer.
+        # Closing the descriptor does not always do it: a ring may hold the file of a request it has just finished for a moment longer, and
+        # a forked child holds it for good.
         fcntl.flock(self._file.plain_fd, fcntl.LOCK_UN)
 
     def _check(self, name: str, entry: Entry, tensor: Any) -> None:
