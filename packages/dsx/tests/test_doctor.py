@@ -68,7 +68,9 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_backends_of_sparse_attention_are_told_with_their_reasons():
     import dsx_sparse_attn
 
+    missing = dsx_sparse_attn.native_status()["reason"]  # where the package was built without a compiler
     with dsx_sparse_attn.reference_only():
         found = {one.name: one for one in doctor.sparse_attention()}
-    assert found["native"].status == WARNING and "reference_only" in found["native"].value and found["native"].hint
+    assert found["native"].status == WARNING and found["native"].hint
+    assert (missing or "reference_only") in found["native"].value
     assert found["torch"].value == "yes" and found["torch"].status == OK and set(found) >= {"triton", "flex"}
