@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from ..ticket import Ticket
 
 __all__ = ["Moving", "OnTransfer", "unheard"]
@@ -30,6 +32,18 @@ class Moving:
 
     def __init__(self, ticket: Ticket, over: Callable[[], None]) -> None:
         self._ticket, self._over = ticket, over
+
+    @classmethod
+    def begin(
+        cls, listener: OnTransfer, op: str, name: str, tensor: torch.Tensor, start: Callable[[], Ticket]
+    ) -> Moving:
+        """Tell `listener`, then `start` the transfer of `tensor`; one that does not start is over at once."""
+        over = listener(op, name, tensor.numel() * tensor.itemsize)
+        try:
+            return cls(start(), over)
+        except BaseException:
+            over()
+            raise
 
     def wait(self) -> int:
         """As `Ticket.wait`."""

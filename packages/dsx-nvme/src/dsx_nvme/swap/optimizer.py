@@ -242,12 +242,8 @@ class OptimizerSwapper:
 
     def _begin(self, op: str, piece: Piece, memory: torch.Tensor, offset: int) -> Moving:
         move = self.engine.write if op == "write" else self.engine.read
-        over = self._on_transfer(op, f"{piece.key}[{piece.start}:{piece.stop}]", memory.numel() * memory.itemsize)
-        try:
-            return Moving(move(memory, self._file, offset), over)
-        except BaseException:
-            over()
-            raise
+        name = f"{piece.key}[{piece.start}:{piece.stop}]"
+        return Moving.begin(self._on_transfer, op, name, memory, lambda: move(memory, self._file, offset))
 
     def _wait_read(self, _: Piece, slot: _Slot) -> None:
         self.times.reading += self._wait(slot)

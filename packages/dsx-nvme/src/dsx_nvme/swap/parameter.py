@@ -19,6 +19,7 @@ from ..errors import BudgetError, NvmeError, OptionError
 from ..memory import Pin
 from ..pool import Buffer, BufferPool
 from ..store import TensorStore
+from ..ticket import Ticket
 from .moving import Moving, OnTransfer, unheard
 
 
@@ -207,13 +208,10 @@ class ParameterSwapper:
         return guest
 
     def _begin(self, op: str, name: str, tensor: torch.Tensor) -> Moving:
-        over = self._on_transfer(op, name, tensor.numel() * tensor.itemsize)
-        try:
-            ticket = self.store.put(name, tensor) if op == "write" else self.store.get(name, tensor).ticket
-        except BaseException:
-            over()
-            raise
-        return Moving(ticket, over)
+        def start() -> Ticket:
+            return self.store.put(name, tensor) if op == "write" else self.store.get(name, tensor).ticket
+
+        return Moving.begin(self._on_transfer, op, name, tensor, start)
 
     def _evict(self, *, wanted: bool) -> bool:
         """Make one guest leave; False when there is none that may. Reading ahead drives out only what is not needed soon."""
