@@ -93,7 +93,7 @@ def fingerprint(extra: Iterable[str]) -> str:
         *ROOT.glob("packages/*/hatch_build.py"),
     ]
     files += [p for p in ROOT.glob("packages/*/native/**/*") if p.suffix in NATIVE_SUFFIXES]
-    files += [ROOT / "tools" / "dsx_build.py"]
+    files += [ROOT / "tools" / "dsx_build.py", *(ROOT / "tools" / "native").glob("*/*.h")]
     for path in sorted(p for p in files if p.is_file()):
         digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()

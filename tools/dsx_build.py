@@ -3,7 +3,8 @@
 The idea: hatchling builds the wheel; this hook adds one extension module to it. The hook writes a `build.ninja` by hand (three
 rules) and runs the ninja of the build environment. Sources listed as `isa_sources` are compiled once per instruction set, each time
 into a namespace of its own (`-DDSX_ISA=avx2`), so that one wheel serves every CPU and chooses at run time. The sdist carries
-a copy of this file, so that it builds outside the repository; in the repository the packages find it here.
+a copy of this file and of the headers that packages share (`native/dsx_native`), so that it builds outside the repository; in the repository
+the packages find both here.
 
 Configured in the package's `pyproject.toml`::
 
@@ -55,6 +56,7 @@ CXX_FLAGS = (
 )
 SANITIZE_FLAGS = "-g -O2 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 OUTPUT_SHOWN = 6000
+SHARED_HEADERS = Path(__file__).resolve().parent / "native"
 
 
 class NativeBuildError(RuntimeError):
@@ -137,7 +139,7 @@ class NinjaFile:
         if sanitize:
             flags += f" {SANITIZE_FLAGS} -fsanitize={sanitize}"
             link += f" -fsanitize={sanitize}"
-        include = " ".join(f"-I{shlex.quote(str(self.root / i))}" for i in self.includes)
+        include = self.include_flags()
         python = f"-isystem {shlex.quote(sysconfig.get_path('include'))}"
         self.lines = [
             "ninja_required_version = 1.5",
@@ -149,6 +151,10 @@ class NinjaFile:
             "rule link",
             f"  command = {self.cxx} {link} $in -o $out $libs",
         ]
+
+    def include_flags(self) -> str:
+        """The package's own headers and the shared ones."""
+        return " ".join(f"-I{shlex.quote(str(self.root / i))}" for i in (*self.includes, SHARED_HEADERS))
 
     def compile(self, source: Path, name: str, extra: str) -> str:
         """One object."""
@@ -164,7 +170,7 @@ class NinjaFile:
         archs = [a.strip() for a in os.environ.get("DSX_CUDA_ARCHS", "80;90;100").split(";") if a.strip()]
         code = [f"-gencode arch=compute_{a},code=sm_{a}" for a in archs]
         code.append(f"-gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}")
-        include = " ".join(f"-I{shlex.quote(str(self.root / i))}" for i in self.includes)
+        include = self.include_flags()
         # -fmad=false: the same bits as the CPU kernels.
         flags = f"-std=c++17 -O3 -t 2 -fmad=false -cudart static -ccbin {shlex.quote(shlex.split(self.cxx)[0])}"
         flags += " -Xcompiler -fPIC,-fvisibility=hidden"
@@ -200,6 +206,7 @@ class DsxNativeHook(BuildHookInterface):
         """Called by hatchling before it collects files."""
         if self.target_name == "sdist":
             build_data["force_include"][__file__] = "_build_support/dsx_build.py"
+            build_data["force_include"][str(SHARED_HEADERS)] = "_build_support/native"
             return
         modules = self.native_modules()
         package = str(self.config["package"])

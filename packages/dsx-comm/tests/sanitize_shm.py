@@ -17,7 +17,9 @@ import tempfile
 from pathlib import Path
 
 NATIVE = Path(__file__).resolve().parent.parent / "native"
-FLAGS = f"-std=c++17 -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all -ffp-contract=off -I{NATIVE / 'include'} -lpthread"
+SHARED = NATIVE.parents[2] / "tools" / "native"
+INCLUDE = f"-I{NATIVE / 'include'} -I{SHARED}"
+FLAGS = f"-std=c++17 -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all -ffp-contract=off {INCLUDE} -lpthread"
 ISAS = {
     "base": "",
     "avx2": "-mavx2 -mfma -mf16c",

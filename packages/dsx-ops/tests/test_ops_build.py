@@ -40,11 +40,13 @@ isa_sources = ["native/isa.cpp"]
 """
 BIND = """
 #include <Python.h>
+#include "dsx_native/isa.h"
 namespace base { int width(); }
 static PyModuleDef def = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__C(void) {
     PyObject* m = PyModule_Create(&def);
     PyModule_AddIntConstant(m, "width", base::width());
+    PyModule_AddIntConstant(m, "isas", static_cast<long>(dsx_native::runnable_isas()));
     return m;
 }
 """
@@ -63,6 +65,7 @@ def package(tmp_path):
     shutil.copy(HOOK.parent.parent / "packages" / "dsx-ops" / "hatch_build.py", root)
     (tmp_path / "repo" / "tools").mkdir()
     shutil.copy(HOOK, tmp_path / "repo" / "tools")
+    shutil.copytree(HOOK.parent / "native", tmp_path / "repo" / "tools" / "native")
     return root
 
 
@@ -89,6 +92,7 @@ def test_wheel_from_the_unpacked_sdist_loads(package, tmp_path):
     assert code == 0, text
     with tarfile.open(archive) as tar:
         assert any(n.endswith("_build_support/dsx_build.py") for n in tar.getnames())
+        assert any(n.endswith("_build_support/native/dsx_native/isa.h") for n in tar.getnames())
         tar.extractall(tmp_path / "elsewhere", filter="data")
     (source,) = (tmp_path / "elsewhere").iterdir()
     code, text, (wheel,) = build(source)

@@ -1,10 +1,7 @@
 // Chooses the instruction set once.
 #include "dsx_comm/kernels.h"
 
-#include <cstdlib>
-#include <cstring>
-#include <stdexcept>
-#include <string>
+#include "dsx_native/isa.h"
 
 namespace dsx {
 namespace base { extern const Kernels table; }
@@ -13,36 +10,24 @@ namespace avx2 { extern const Kernels table; }
 namespace avx512 { extern const Kernels table; }
 #endif
 
-const Kernels* kernels_named(const char* name) {
-    if (!std::strcmp(name, "base")) return &base::table;
-#ifdef DSX_X86
-    __builtin_cpu_init();
-    const bool has_avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (has_avx2 && !std::strcmp(name, "avx2")) return &avx2::table;
-    if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && !std::strcmp(name, "avx512"))
-        return &avx512::table;
-#endif
-    return nullptr;
-}
-
 namespace {
-const Kernels* choose() {
-    const char* wanted = std::getenv("DSX_ISA");
-    if (wanted && *wanted) {
-        if (const Kernels* found = kernels_named(wanted)) return found;
-        throw std::invalid_argument(std::string("DSX_ISA=") + wanted + ": this CPU cannot run it, or it is no instruction set");
-    }
-    for (const char* name : {"avx512", "avx2"})
-        if (const Kernels* found = kernels_named(name)) return found;
-    return &base::table;
+dsx_native::IsaChoice<Kernels>& choice() {
+#ifdef DSX_X86
+    static dsx_native::IsaChoice<Kernels> c{&base::table, &avx2::table, &avx512::table};
+#else
+    static dsx_native::IsaChoice<Kernels> c{&base::table};
+#endif
+    return c;
 }
 }  // namespace
 
 const Kernels& kernels() {
-    static const Kernels* chosen = choose();
-    return *chosen;
+    static const Kernels& chosen = choice().current();
+    return chosen;
 }
+
+const Kernels& kernels_named(const std::string& name) { return choice().named(name); }
+
+std::vector<std::string> runnable_isas() { return choice().names(); }
 
 }  // namespace dsx

@@ -1,6 +1,4 @@
 // Optimizer steps, norms and the choice of the instruction set for Python: checks sizes, cuts the work, releases the GIL.
-#include <cstdlib>
-
 #include "work.h"
 
 namespace dsx {
@@ -19,46 +17,16 @@ DSX_TABLES(avx512)
 #endif
 #undef DSX_TABLES
 
-namespace {
-
-std::vector<const Tables*> available() {
-    std::vector<const Tables*> found{&base::all};
-#ifdef DSX_X86
-    // These also ask the operating system whether it keeps the wide registers.
-    __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (has_avx2) found.push_back(&avx2::all);
-    if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        found.push_back(&avx512::all);
-#endif
-    return found;
-}
-
-const Tables* named(const std::string& name) {
-    std::string names;
-    for (const Tables* t : available()) {
-        if (name == t->basic->name) return t;
-        names += (names.empty() ? "" : ", ") + std::string(t->basic->name);
-    }
-    throw std::invalid_argument("instruction set '" + name + "' cannot run here; this CPU has: " + names);
-}
-
-}  // namespace
-
 Chosen& chosen() {
-    static Chosen c;
+#ifdef DSX_X86
+    static Chosen c{{&base::all, &avx2::all, &avx512::all}};
+#else
+    static Chosen c{{&base::all}};
+#endif
     return c;
 }
 
-const Tables& tables() {
-    Chosen& c = chosen();
-    if (c.tables == nullptr) {
-        const char* wanted = std::getenv("DSX_ISA");
-        c.tables = wanted && *wanted ? named(wanted) : available().back();
-    }
-    return *c.tables;
-}
+const Tables& tables() { return chosen().isa.current(); }
 
 namespace {
 
@@ -197,15 +165,11 @@ PYBIND11_MODULE(_C, m) {
     m.doc() = "CPU kernels of dsx-ops. Takes addresses; dsx_ops.native checks tensors before calling.";
     m.attr("ABI") = 4;
     m.def("isa", [] { return std::string(kernels().name); });
-    m.def("isas", [] {
-        std::vector<std::string> names;
-        for (const Tables* t : available()) names.emplace_back(t->basic->name);
-        return names;
-    });
-    m.def("set_isa", [](const std::string& name) { chosen().tables = named(name); });
+    m.def("isas", [] { return chosen().isa.names(); });
+    m.def("set_isa", [](const std::string& name) { chosen().isa.use(name); });
     m.def("set_own_threads", [](bool on) { chosen().own_threads = on; });
     m.def("threads_backend", [] {
-        return std::string(Gomp::get().usable() && !chosen().own_threads ? "torch's OpenMP pool" : "std::thread");
+        return std::string(dsx_native::Gomp::get().usable() && !chosen().own_threads ? "torch's OpenMP pool" : "std::thread");
     });
     m.def("sanitizer", [] {
 #ifdef __SANITIZE_ADDRESS__

@@ -9,14 +9,17 @@
 #include <string>
 #include <vector>
 
+#include "dsx_native/isa.h"
+#include "dsx_native/parallel.h"
 #include "dsx_ops/kernels.h"
-#include "dsx_ops/parallel.h"
 
 namespace dsx {
 namespace py = pybind11;
 
+using dsx_native::on_threads;
+
 struct Chosen {
-    const Tables* tables = nullptr;
+    dsx_native::IsaChoice<Tables> isa;
     bool own_threads = false;
 };
 Chosen& chosen();         // process-wide: what set_isa and set_own_threads chose

@@ -12,8 +12,9 @@
 #include <string>
 #include <vector>
 
+#include "dsx_native/isa.h"
+#include "dsx_native/parallel.h"
 #include "dsx_sparse_attn/kernels.h"
-#include "dsx_sparse_attn/parallel.h"
 
 namespace py = pybind11;
 
@@ -28,45 +29,19 @@ namespace {
 
 // ---- which kernels ----
 
-std::vector<const Kernels*> available() {
-    std::vector<const Kernels*> found{&base::table};
-#ifdef DSX_X86
-    // These also ask the operating system whether it keeps the wide registers.
-    __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (has_avx2) found.push_back(&avx2::table);
-    if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        found.push_back(&avx512::table);
-#endif
-    return found;
-}
-
-const Kernels* named(const std::string& name) {
-    std::string names;
-    for (const Kernels* k : available()) {
-        if (name == k->name) return k;
-        names += (names.empty() ? "" : ", ") + std::string(k->name);
-    }
-    throw std::invalid_argument("instruction set '" + name + "' cannot run here; this CPU has: " + names);
-}
-
 struct Chosen {
-    const Kernels* kernels = nullptr;
+    dsx_native::IsaChoice<Kernels> isa;
     bool own_threads = false;
 };
 Chosen& chosen() {
-    static Chosen c;
+#ifdef DSX_X86
+    static Chosen c{{&base::table, &avx2::table, &avx512::table}};
+#else
+    static Chosen c{{&base::table}};
+#endif
     return c;
 }
-const Kernels& kernels() {
-    Chosen& c = chosen();
-    if (c.kernels == nullptr) {
-        const char* wanted = std::getenv("DSX_ISA");
-        c.kernels = wanted && *wanted ? named(wanted) : available().back();
-    }
-    return *c.kernels;
-}
+const Kernels& kernels() { return chosen().isa.current(); }
 
 template <class T> T* pointer(int64_t address) { return reinterpret_cast<T*>(static_cast<uintptr_t>(address)); }
 
@@ -128,7 +103,7 @@ class Scratch {
 // body(item, thread) for every item, each taken by whichever thread is free.
 template <class Body> void deal(int64_t items, int threads, const Body& body) {
     std::atomic<int64_t> next{0};
-    on_threads(static_cast<int>(std::min<int64_t>(threads, items)), chosen().own_threads, [&](int part, int) {
+    dsx_native::on_threads(static_cast<int>(std::min<int64_t>(threads, items)), chosen().own_threads, [&](int part, int) {
         for (int64_t at = next.fetch_add(1); at < items; at = next.fetch_add(1)) body(at, part);
     });
 }
@@ -270,15 +245,11 @@ PYBIND11_MODULE(_C, m) {
     m.doc() = "CPU kernels of dsx-sparse-attn. Takes addresses; dsx_sparse_attn checks tensors before calling.";
     m.attr("ABI") = 1;
     m.def("isa", [] { return std::string(kernels().name); });
-    m.def("isas", [] {
-        std::vector<std::string> names;
-        for (const Kernels* k : available()) names.emplace_back(k->name);
-        return names;
-    });
-    m.def("set_isa", [](const std::string& name) { chosen().kernels = named(name); });
+    m.def("isas", [] { return chosen().isa.names(); });
+    m.def("set_isa", [](const std::string& name) { chosen().isa.use(name); });
     m.def("set_own_threads", [](bool on) { chosen().own_threads = on; });
     m.def("threads_backend", [] {
-        return std::string(Gomp::get().usable() && !chosen().own_threads ? "torch's OpenMP pool" : "std::thread");
+        return std::string(dsx_native::Gomp::get().usable() && !chosen().own_threads ? "torch's OpenMP pool" : "std::thread");
     });
     m.def("sanitizer", [] {
 #ifdef __SANITIZE_ADDRESS__

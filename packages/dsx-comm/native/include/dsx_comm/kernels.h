@@ -2,6 +2,8 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace dsx {
 
@@ -40,6 +42,7 @@ struct Kernels {
 };
 
 const Kernels& kernels();                     // chosen once: DSX_ISA, else the widest this CPU has
-const Kernels* kernels_named(const char*);    // null: unknown, or this CPU cannot run it
+const Kernels& kernels_named(const std::string&);  // throws: unknown, or this CPU cannot run it
+std::vector<std::string> runnable_isas();
 
 }  // namespace dsx

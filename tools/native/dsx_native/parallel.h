@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-namespace dsx {
+namespace dsx_native {
 
 struct Gomp {
     using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
@@ -55,4 +55,4 @@ template <class Body> void on_threads(int threads, bool own_threads, const Body&
     for (auto& t : others) t.join();
 }
 
-}  // namespace dsx
+}  // namespace dsx_native
