@@ -1,6 +1,6 @@
 """What watching costs: events without a backend, with all local ones, the profiled step, the import.
 
-    python packages/dsx-monitor/bench/overhead.py [events|writers|comet|profile|import ...]
+    python packages/dsx-monitor/bench/overhead.py [events|writers|comet|wandb|profile|import ...]
 
 Costs are CPU time of the process (all threads), medians of interleaved rounds, so that a busy machine disturbs them little.
 Each line has its goal beside it.
@@ -115,6 +115,19 @@ def comet() -> None:
              f"{share:.2f} % ({(spent - quiet) / 16 * 1e6:.0f} us per event)", "<= 1 %")  # fmt: skip
 
 
+def wandb() -> None:
+    """The same to W&B's offline run. Its service writes in a process of its own, which is not counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(WANDB_MODE="offline", WANDB_DIR=folder, WANDB_SILENT="true")
+        quiet, _ = _sleeping((), 60)
+        spent, _ = _sleeping((), 100, {"wandb": {"enabled": True, "project": "overhead"}}, settle=6.0)
+    line(
+        "16 events a step to W&B, offline, without its service process",
+        f"{100 * (spent - quiet) / 0.050:.2f} %",
+        "<= 1 %",
+    )
+
+
 def _sleeping(
     names: tuple[str, ...], steps: int, more: dict[str, Any] | None = None, settle: float = 0.0
 ) -> tuple[float, float]:
@@ -219,7 +232,14 @@ def imports() -> None:
 
 
 def main() -> None:
-    parts = {"events": events, "writers": writers, "comet": comet, "profile": profile, "import": imports}
+    parts = {
+        "events": events,
+        "writers": writers,
+        "comet": comet,
+        "wandb": wandb,
+        "profile": profile,
+        "import": imports,
+    }
     print("| what | cost | goal |\n|---|---|---|")
     for name in sys.argv[1:] or parts:
         parts[name]()
