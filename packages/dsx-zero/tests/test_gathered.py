@@ -223,3 +223,48 @@ def test_edits_reach_the_masters_and_unedited_ones_keep_their_digits():
     for world in (1, 2):
         for stage in (0, 1, 2, 3):
             run_ranks(work, world, stage)
+
+
+def test_whole_parameters_of_one_group_of_ranks_stay_its_own():
+    """Below stage 3: `modifier_rank` counts within the model's group, and other groups hear nothing of it."""
+
+    def work(rank, world):
+        import dsx_comm
+        import dsx_zero
+
+        groups = [dsx_comm.new_group(members) for members in ([0, 2], [1, 3])]
+        mine = groups[rank % 2]
+        model, _ = dsx_zero.shard(nn.Linear(2, 2), sgd, stage=1, process_group=mine)
+        with dsx_zero.GatheredParameters(model.weight, modifier_rank=1):
+            model.weight.data.fill_(rank)
+        return model.weight.detach().unique().tolist()
+
+    assert run_ranks(work, 4) == [[2.0], [3.0], [2.0], [3.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_fingerprint_sees_every_bit_and_the_order(dtype, start):
+    from dsx_zero.gathered import fingerprint
+
+    size = torch.empty((), dtype=dtype).element_size()
+    raw = torch.arange(size * 13, dtype=torch.uint8)
+    tensor = raw.view(dtype)[start:]
+    before = fingerprint(tensor)
+    for bit in range(start * size * 8, raw.numel() * 8):
+        raw[bit // 8] ^= 1 << bit % 8
+        assert fingerprint(tensor) != before, bit
+        raw[bit // 8] ^= 1 << bit % 8
+    assert fingerprint(tensor) == before != fingerprint(tensor.flip(0))
+    assert fingerprint(tensor[:0]) == 0
+
+
+def test_a_fingerprint_sees_changes_far_apart():
+    from dsx_zero.gathered import fingerprint
+
+    tensor = torch.zeros(400_000)
+    seen = {fingerprint(tensor)}
+    for place in (0, 1, 131_071, 131_072, 262_144, 399_999):
+        tensor[place] = 1
+        seen.add(fingerprint(tensor))
+    assert len(seen) == 7

@@ -23,6 +23,7 @@ from .partitioned_unit import UnitParameter
 __all__ = ["GatheredParameters", "UnownedEditError"]
 
 _CHUNK = 1 << 16
+_STEP, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # as signed words
 
 
 class UnownedEditError(ZeroStateError):
@@ -32,13 +33,18 @@ class UnownedEditError(ZeroStateError):
 def fingerprint(tensor: torch.Tensor) -> int:
     """A number that changes when any bit of the tensor does, or their order."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    words, rest = data[:whole], data[whole:].to(torch.int64)
+    words = (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
     total = 0
-    for start in range(0, data.numel(), _CHUNK):
-        chunk = data[start : start + _CHUNK].to(torch.int64) + 1
-        weights = torch.arange(start + 1, start + 1 + chunk.numel(), dtype=torch.int64, device=data.device)
-        # Odd factors of a multiplicative hash; the sums wrap, which loses nothing here.
-        total = total * 31 + int((chunk * (weights * -7046029254386353131 + 1)).sum().item())
-    return total & (2**64 - 1)
+    for part in (*words.split(_CHUNK), rest):
+        # SplitMix64 without its last round (Steele, Lea, Flood 2014): no two words at a place give one number, and their sum does not
+        # cancel for values that end in zeros, as those of 16-bit floats and of small whole numbers do.
+        mixed = torch.arange(part.numel(), dtype=torch.int64, device=data.device).mul_(_STEP).add_(part)
+        mixed.bitwise_xor_((mixed >> 30).bitwise_and_(2**34 - 1)).mul_(_MIX)
+        mixed.bitwise_xor_((mixed >> 27).bitwise_and_(2**37 - 1))
+        total = (total * 31 + int(mixed.sum().item())) % 2**64
+    return total
 
 
 class GatheredParameters:
@@ -110,13 +116,13 @@ class GatheredParameters:
     def _spread_plain(self, modifier: int) -> None:
         """Parameters that every rank holds whole: the modifier's values for all, in their masters too."""
         for parameter, before in self._plain:
-            whole = parameter.detach().contiguous()
+            whole, owner = parameter.detach().contiguous(), OWNERS.find(parameter)
+            group = None if owner is None else owner[0].runtime.process_group
             if dsx_comm.is_initialized():
-                dsx_comm.broadcast(whole, src=modifier)
+                dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(group, modifier), group=group)
             if fingerprint(whole) == before:
                 continue  # the same decision on every rank: `before` was, and `whole` is, equal on all
             parameter.detach().copy_(whole)
-            owner = OWNERS.find(parameter)
             if owner is not None and owner[0].group_of(owner[1]).trainable:
                 safe_set_full_fp32_param(parameter, whole)
 
