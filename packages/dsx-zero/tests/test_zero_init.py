@@ -212,3 +212,20 @@ def test_tiled_linear_that_returns_its_bias():
     x = torch.randn(3, 4)
     output, bias = tiled(x)
     torch.testing.assert_close(output + bias, whole(x))
+
+
+def test_the_dtype_is_read_from_a_file_with_comments(tmp_path):
+    import dsx_zero
+
+    path = tmp_path / "dsx.json"
+    path.write_text(
+        '{ // a comment, with a "quote\n "note": "# no // comment, ]", /* and\n another */\n "bfloat16": {"enabled": true,}, # last\n}'
+    )
+    with dsx_zero.Init(config_dict_or_path=str(path)):
+        assert nn.Sequential(nn.Linear(2, 2))[0].weight.dtype == torch.bfloat16
+    path.write_text("{")
+    for wrong in (path, "nowhere.json"):
+        with pytest.raises(
+            dsx_zero.ZeroConfigError, match=r"Init.config.*cannot be read.*expected a dictionary or the path"
+        ):
+            dsx_zero.Init(config=wrong)

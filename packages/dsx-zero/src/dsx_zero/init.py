@@ -12,6 +12,7 @@ It leaves out homes other than the device (``remote_device``) and quantised para
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -89,7 +90,7 @@ class Init:
         module: partition the parameters of this module now.
         data_parallel_group: the ranks to partition over (default: all).
         dtype: floating-point parameters are converted to it; default: what the configuration's ``fp16`` or ``bf16`` says, else as built.
-        config_dict_or_path, config: a configuration (a dict or a JSON file); only the dtype is read from it.
+        config_dict_or_path, config: a configuration (a dict or a JSON file, comments allowed); only the dtype is read from it.
         enabled: False makes the context do nothing.
         mpu: an object whose ``get_data_parallel_group()`` gives the ranks.
         mem_efficient_linear: accepted; gathered weights are never kept for backward.
@@ -207,10 +208,28 @@ def _refuse(*, remote_device: bool, pin_memory: bool, **later: Any) -> None:
             raise ZeroConfigError(f"Init.{name}", "not available yet: leave it out")
 
 
+_COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_COMMA = re.compile(r'("(?:[^"\\\n]|\\.)*")|,(?=\s*[}\]])')
+
+
+def _read(path: str | Path) -> Any:
+    """The JSON in a file, comments and trailing commas left out as where an engine reads it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        for left_out in (_COMMENT, _COMMA):
+            text = left_out.sub(lambda found: found[1] or "", text)
+        return json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ZeroConfigError(
+            "Init.config",
+            f"got {str(path)!r:.200}, which cannot be read ({error}); expected a dictionary or the path of a JSON file",
+        ) from error
+
+
 def _dtype_of(config: Mapping[str, Any] | str | Path | None) -> torch.dtype | None:
     if isinstance(config, (str, Path)):
-        config = json.loads(Path(config).read_text())
-    for section, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        config = _read(config)
+    for section, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
         if isinstance(config, Mapping) and dict(config.get(section) or {}).get("enabled") is True:
             return dtype
     return None
