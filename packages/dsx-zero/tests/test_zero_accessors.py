@@ -115,6 +115,20 @@ def test_writing_reaches_masters_parameters_states_and_steps(world):
     run_ranks(write, world, timeout=90)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_frozen_parameter_has_no_gradient_and_no_states(stage):
+    def work(rank, world):
+        model, _ = dsx_zero.shard(tiny.Frozen(), lambda p: torch.optim.SGD(p, lr=0.1), stage=stage)
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        for p in frozen:
+            assert safe_get_full_grad(p) is None and safe_get_local_grad(p) is None
+            assert safe_get_full_optimizer_state(p, "exp_avg") is None
+            assert safe_get_local_optimizer_state(p, "exp_avg") is None
+        return len(frozen)
+
+    assert min(run_ranks(work, 2)) > 0
+
+
 def test_mistakes_are_named():
     model, optimizer = dsx_zero.shard(tiny.Frozen(), lambda p: torch.optim.SGD(p, lr=0.1), stage=2)
     with pytest.raises(dsx_zero.ZeroStateError, match="frozen"):

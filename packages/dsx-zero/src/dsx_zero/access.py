@@ -152,6 +152,12 @@ def _resolve(parameter: Parameter, optimizer: ZeroOptimizer | None) -> tuple[Zer
     return found
 
 
+def _is_frozen(parameter: Parameter, optimizer: ZeroOptimizer | None) -> bool:
+    """Whether it has neither gradient nor states, on any rank. Scripts ask for those of every parameter."""
+    owner, name = _resolve(parameter, optimizer)
+    return not owner.group_of(name).trainable
+
+
 # Whole tensors --------------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +179,9 @@ def safe_set_full_fp32_param(
 def safe_get_full_optimizer_state(
     parameter: Parameter, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
 ) -> torch.Tensor | None:
-    """A whole optimizer state ("exp_avg", ...); None before the first step."""
+    """A whole optimizer state ("exp_avg", ...); None before the first step, and for a frozen parameter."""
+    if _is_frozen(parameter, optimizer):
+        return None
     view = _View(parameter, optimizer)
     state = view.state(optim_state_key)
     if state is not None and (not isinstance(state, torch.Tensor) or state.numel() != view.part.numel):
@@ -193,6 +201,8 @@ def safe_set_full_optimizer_state(
 
 def safe_get_full_grad(parameter: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
     """The whole reduced gradient in fp32; None when there is none."""
+    if _is_frozen(parameter, optimizer):
+        return None
     view = _View(parameter, optimizer)
     whole = view.whole(view.grad_slice() if view.part.numel else None)
     return None if whole is None else whole.float()
@@ -241,7 +251,9 @@ def safe_set_local_fp32_param(
 def safe_get_local_optimizer_state(
     parameter: Parameter, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
 ) -> torch.Tensor | None:
-    """This rank's slice of an optimizer state, a copy."""
+    """This rank's slice of an optimizer state, a copy; None when there is none."""
+    if _is_frozen(parameter, optimizer):
+        return None
     state = _View(parameter, optimizer).state(optim_state_key)
     return state.detach().reshape(-1).clone() if isinstance(state, torch.Tensor) else state
 
@@ -257,7 +269,9 @@ def safe_set_local_optimizer_state(
 
 
 def safe_get_local_grad(parameter: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
-    """This rank's slice of the reduced gradient, a copy."""
+    """This rank's slice of the reduced gradient, a copy; None when there is none."""
+    if _is_frozen(parameter, optimizer):
+        return None
     grad = _View(parameter, optimizer).grad_slice()
     return None if grad is None else grad.clone()
 
