@@ -35,8 +35,9 @@ from .estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from .external import register_external_parameter, unregister_external_parameter
+from .external import register_external_parameter, unit_index, unregister_external_parameter
 from .gathered import GatheredParameters, UnownedEditError
+from .generation import unwrap_model_for_generation
 from .init import Init
 from .leaves import (
     get_z3_leaf_modules,
@@ -106,4 +107,6 @@ __all__ = [
     "safe_update_full_grad_vectorized",
     "shard",
     "uneven_forwards",
+    "unit_index",
+    "unwrap_model_for_generation",
 ]

@@ -12,7 +12,7 @@ from .partitioned import PartitionedParameter
 from .partitioned_unit import UnitParameter
 from .registry import stage3_of
 
-__all__ = ["register_external_parameter", "take_pending", "unregister_external_parameter"]
+__all__ = ["register_external_parameter", "take_pending", "unit_index", "unregister_external_parameter"]
 
 # Registered before the model is sharded: {module: {id of the parameter: parameter}}.
 _PENDING: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, torch.Tensor]] = WeakKeyDictionary()
@@ -60,7 +60,7 @@ def take_pending(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
 
 def unit_index(parameter: torch.Tensor) -> int | None:
-    """The unit of a partitioned parameter of a sharded model."""
+    """Number of the unit that a partitioned parameter of a sharded model is gathered with; None for a parameter that is always whole."""
     if isinstance(parameter, PartitionedParameter) and isinstance(parameter.source, UnitParameter):
         return parameter.source.unit.index
     return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class UnitHooks:
             for name in unit.plan.users:
                 self._by_module.setdefault(model.get_submodule(name), []).append(unit.index)
         self._failures: list[BaseException | None] = []
+        self._pauses = 0
         # A compiled module (``module.compile()``) traces its hooks; these must stay outside the graph.
         self._hooks: tuple[Any, Any] = (torch.compiler.disable(self._before), torch.compiler.disable(self._after))
         for module in self._by_module:
@@ -74,13 +76,26 @@ class UnitHooks:
             handle.remove()
         self._handles.clear()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Forwards inside neither gather nor free: whoever pauses holds every unit."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._pauses:
+            return
         self._residency.enter_forward(root=module is self._model)
         self._failures.append(sys.exc_info()[1])
         for unit in self._by_module[module]:
             self._residency.before_forward(unit, (args, kwargs))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._pauses:
+            return
         # With ``always_call`` this also runs while an exception passes through; then it is one that was not there before.
         failed = self._failures and sys.exc_info()[1] is not self._failures.pop()
         for unit in reversed(self._by_module[module]):
