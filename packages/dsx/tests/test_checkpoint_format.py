@@ -354,3 +354,55 @@ def test_holes_and_overlaps_are_found(parts):
 def test_the_index_text_parses_back_to_itself(tmp_path):
     text = (save_at(2, tmp_path) / "dsx.json").read_text()
     assert Index.from_json(text, "here").to_json() == text
+
+
+def test_tags_that_begin_alike_do_not_touch_each_other(tmp_path):
+    """`best-ema` was being replaced when its process was killed: the only copy lies under its `.old-` name."""
+    for tag, seed in (("best-ema", 1), ("best", 2)):
+        holder = Holder(SHAPES, seed=seed)
+        save(tmp_path, tag, module=nn.Module(), slices=holder.slices(), state={}, ranks=Solo())
+    (tmp_path / "best-ema").rename(tmp_path / ".old-best-ema-0123456789ab")
+    (tmp_path / ".tmp-best-ema-0123456789ab").mkdir()
+    save(tmp_path, "best", module=nn.Module(), slices=Holder(SHAPES, seed=3).slices(), state={}, ranks=Solo())
+    assert (tmp_path / ".tmp-best-ema-0123456789ab").is_dir()
+    found = open_checkpoint(tmp_path, "best-ema").whole("e").flatten()
+    assert torch.equal(found, Holder(SHAPES, seed=1).values["e"]["master"])
+    (tmp_path / "best").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="no checkpoint there"):
+        open_checkpoint(tmp_path, "best")
+
+
+def test_a_tag_may_hold_what_shells_treat_as_patterns(tmp_path):
+    tag = "run[1]*"
+    save_at(1, tmp_path, tag=tag)
+    (tmp_path / tag).rename(tmp_path / f".old-{tag}-0123456789ab")
+    assert open_checkpoint(tmp_path, tag).has("e")
+    save_at(1, tmp_path, tag=tag)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", tag]
+
+
+def test_any_error_of_one_rank_reaches_the_others(tmp_path):
+    def action(rank, ranks):
+        parts = list(Holder(SHAPES, rank, 2, seed=2).slices())
+        if rank == 1:
+            del parts[0].states  # an AttributeError deep in the listing
+        return save(tmp_path, "t", module=nn.Module(), slices=parts, state={}, ranks=ranks)
+
+    first, second = on_ranks(2, action)
+    assert (
+        isinstance(first, CheckpointError)
+        and str(first) == str(second)
+        and "rank 1 failed: AttributeError" in str(first)
+    )
+
+
+def test_states_are_found_by_parameter_whatever_its_name(tmp_path):
+    shapes = {"a": (2,), "b/a": (2,), "x.a": (2,)}
+    save(tmp_path, "t", module=nn.Module(), slices=Holder(shapes, seed=1).slices(), state={}, ranks=Solo())
+    reader = open_checkpoint(tmp_path)
+    for name in shapes:
+        assert sorted(reader.state_keys(name)) == ["exp_avg", "exp_avg_sq", "step"], name
+        found = reader.state("exp_avg", name, 0, 2)
+        assert torch.equal(found, Holder(shapes, seed=1).values[name]["exp_avg"])
+    assert reader.state_keys("nothing") == ()
+    assert open_checkpoint(tmp_path, optimizer_states=False).state_keys("a") == ()

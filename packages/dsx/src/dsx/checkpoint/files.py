@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,6 +93,12 @@ def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     with opened(folder, os.O_RDONLY) as fd:
         os.fsync(fd)
+
+
+def leftovers(folder: Path, mark: str, tag: str) -> list[Path]:
+    """The folders `<mark><tag>-<12 hex digits>` in `folder`: of this tag alone, also where another one begins with the same words."""
+    name = re.compile(re.escape(f"{mark}{tag}-") + "[0-9a-f]{12}")
+    return sorted(path for path in folder.iterdir() if name.fullmatch(path.name)) if folder.is_dir() else []
 
 
 def replace_text(path: Path, text: str) -> None:

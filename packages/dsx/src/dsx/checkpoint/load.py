@@ -18,10 +18,10 @@ from torch import nn
 
 from .encode import decode
 from .errors import CheckpointCorruptError, CheckpointError
-from .files import hash_range, opened, read_range
+from .files import hash_range, leftovers, opened, read_range
 from .format import INDEX_NAME, LATEST_NAME, Index, Placed
 from .ranks import Ranks, default_ranks, together
-from .save import CLIENT, MODEL, persistent_buffers
+from .save import CLIENT, MODEL, OPTIMIZER, persistent_buffers
 
 
 class Loadable(Protocol):
@@ -53,6 +53,15 @@ class Reader:
         self._optimizer_states, self._verify = optimizer_states, verify
         self._checked: set[tuple[str, int]] = set()
         self._canonical = {alias: name for name, others in index.aliases.items() for alias in others}
+        self._keys: dict[str, list[str]] = {}  # parameter -> its states, so that asking for all of them is linear
+        for key, _, name in (
+            n.partition("/") for n, placed in index.tensors.items() if placed.file.startswith(OPTIMIZER)
+        ):
+            if key != "master":
+                self._keys.setdefault(name, []).append(key)
+        for key, values in index.scalars.items():
+            for name in values:
+                self._keys.setdefault(name, []).append(key)
 
     def _name(self, name: str) -> str:
         return name if name in self.index.aliases else self._canonical.get(name, name)
@@ -72,12 +81,7 @@ class Reader:
 
     def state_keys(self, name: str) -> tuple[str, ...]:
         """The optimizer states stored for a parameter; empty when they are not to be loaded."""
-        if not self._optimizer_states:
-            return ()
-        suffix = f"/{self._name(name)}"
-        keys = [n[: -len(suffix)] for n in self.index.tensors if n.endswith(suffix)]
-        keys = [k for k in keys if "/" not in k and k != "master" and f"{k}{suffix}" in self.index.tensors]
-        return (*keys, *(k for k, values in self.index.scalars.items() if self._name(name) in values))
+        return tuple(self._keys.get(self._name(name), ())) if self._optimizer_states else ()
 
     def state(self, key: str, name: str, start: int, stop: int) -> torch.Tensor | int | float | None:
         """A range of an optimizer state, or the number it is."""
@@ -142,7 +146,7 @@ def open_checkpoint(directory: str | os.PathLike[str], tag: str | None = None, *
         raise CheckpointError(f"{root}: no '{LATEST_NAME}' file; expected a folder that save_checkpoint has written")
     folder = root / found
     if not folder.exists():  # a save that replaced this tag was killed between its two renames
-        folder = next((p.parent for p in root.glob(f".old-{found}-*/{INDEX_NAME}")), folder)
+        folder = next((old for old in leftovers(root, ".old-", found) if (old / INDEX_NAME).is_file()), folder)
     if not (folder / INDEX_NAME).is_file():
         there = sorted(p.parent.name for p in root.glob(f"*/{INDEX_NAME}") if not p.parent.name.startswith("."))
         raise CheckpointError(f"{folder}: no checkpoint there; tags in {root}: {', '.join(there) or 'none'}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from .errors import CheckpointError
+from .errors import CheckpointCorruptError, CheckpointError
 
 T = TypeVar("T")
 
@@ -63,18 +63,16 @@ def together(ranks: Ranks, doing: str, action: Callable[[], T]) -> list[T]:
 
     Raises `CheckpointError` naming the lowest failing rank, what it was doing and its own words.
     """
-    failure: BaseException | None = None
+    failure: Exception | None = None
     result: Any = None
     try:
         result = action()
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others wait in the gather below
         failure = error
-    told = None if failure is None else (type(failure), f"{type(failure).__name__}: {failure}")
+    kind = CheckpointCorruptError if isinstance(failure, CheckpointCorruptError) else CheckpointError
+    told = None if failure is None else (kind, f"{type(failure).__name__}: {failure}")
     outcomes = ranks.gather((result if failure is None else None, told))
     for rank, (_, failed) in enumerate(outcomes):
         if failed is not None:
-            kind = (
-                failed[0] if isinstance(failed[0], type) and issubclass(failed[0], CheckpointError) else CheckpointError
-            )
-            raise kind(f"{doing}: rank {rank} failed: {failed[1]}") from failure
+            raise failed[0](f"{doing}: rank {rank} failed: {failed[1]}") from failure
     return [value for value, _ in outcomes]

@@ -28,7 +28,7 @@ from torch import nn
 
 from .encode import encode
 from .errors import CheckpointError
-from .files import create, opened, replace_text, sync_folder, write_range
+from .files import create, leftovers, opened, replace_text, sync_folder, write_range
 from .format import INDEX_NAME, LATEST_NAME, Index, Placed, Slice, TensorSpec, dtype_name
 from .plan import MAX_FILE_BYTES, FilePlan, plan_files
 from .ranks import Ranks, default_ranks, together
@@ -146,7 +146,7 @@ def save(
     plans = [p for f in mine.items for p in plan_files(f, _merge_specs([a[f] for a, _, _ in everyone]), max_file_bytes)]
     temporary = target.with_name(f".tmp-{target.name}-{everyone[0][2]}")
     try:
-        together(ranks, f"making {temporary}", lambda: _prepare(temporary, plans) if ranks.rank == 0 else None)
+        together(ranks, f"making {temporary}", lambda: _prepare(temporary, tag, plans) if ranks.rank == 0 else None)
         hashes = together(ranks, f"writing {target}", lambda: _write(temporary, plans, mine))
         index = _index(plans, hashes, mine, _merge_scalars([s for _, s, _ in everyone]), encoded)
         commit = (lambda: _commit(temporary, target, index, save_latest)) if ranks.rank == 0 else (lambda: None)
@@ -189,10 +189,9 @@ def _merge_scalars(shares: list[dict[str, dict[str, Any]]]) -> dict[str, dict[st
     return merged
 
 
-def _prepare(folder: Path, plans: list[FilePlan]) -> None:
+def _prepare(folder: Path, tag: str, plans: list[FilePlan]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    name = folder.name.rsplit("-", 1)[0]
-    for leftover in folder.parent.glob(f"{name}-*"):
+    for leftover in leftovers(folder.parent, ".tmp-", tag):
         shutil.rmtree(leftover)  # a save of this tag that was killed
     folder.mkdir()
     for plan in plans:
@@ -249,5 +248,5 @@ def _commit(temporary: Path, target: Path, index: Index, save_latest: bool) -> N
     sync_folder(target.parent)
     if save_latest:
         replace_text(target.parent / LATEST_NAME, target.name)
-    for replaced in target.parent.glob(f".old-{target.name}-*"):
+    for replaced in leftovers(target.parent, ".old-", target.name):
         shutil.rmtree(replaced, ignore_errors=True)
