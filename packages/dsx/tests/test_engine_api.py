@@ -288,6 +288,33 @@ def test_whole_weights_are_those_of_the_plain_model(stage, tmp_path):
     assert all(torch.equal(p, reference[name]) for name, p in net.named_parameters())
 
 
+def test_buffers_of_a_module_used_twice_have_all_their_names():
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.second = torch.nn.BatchNorm1d(4)
+
+    engine = build(Twice())
+    want = engine.module.state_dict()
+    assert list(engine.module_state_dict()) == list(want) and "second.running_mean" in want
+
+
+def bytes_to_gather(rank, world):
+    import dsx_comm
+
+    net = tiny.TinyGPT(tied=True, seed=2)
+    whole = sum(p.numel() * 4 for p in net.parameters())
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine = build(net, config=config(zero_optimization=zero))
+    with dsx_comm.count_traffic() as traffic:
+        engine.module_state_dict()
+    return traffic.sent_bytes(op="all_gather_into_tensor") / (whole * (world - 1) / world)
+
+
+def test_each_weight_travels_once_when_whole_weights_are_asked_for():
+    assert max(run_ranks(bytes_to_gather, 2)) < 1.2
+
+
 def refuses_to_gather(rank, world, folder):
     engine = build(config=config(zero_optimization={"stage": 3}))
     return engine.save_16bit_model(folder)

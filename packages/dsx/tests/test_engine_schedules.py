@@ -103,3 +103,33 @@ def test_a_schedule_that_was_stepped_already_is_not_stepped_again():
     schedule = Stepped()
     DrivenSchedule(schedule)
     assert schedule.steps == 0
+
+
+def test_a_class_of_schedules_makes_one_as_any_callable():
+    from functools import partial
+
+    seen = rates(config(), 3, partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5))
+    assert [lr for lr, _ in seen] == [1.0, 0.5, 0.25]
+
+    class Halving(torch.optim.lr_scheduler.ExponentialLR):
+        def __init__(self, optimizer):
+            super().__init__(optimizer, 0.5)
+
+    assert [lr for lr, _ in rates(config(), 3, Halving)] == [1.0, 0.5, 0.25]
+
+
+def test_names_are_found_in_any_case():
+    settings = config(
+        scheduler={"type": "steplr", "params": {"step_size": 1, "gamma": 0.5}},
+        optimizer={"type": "rmsprop", "params": {"lr": 1.0}},
+    )
+    assert [lr for lr, _ in rates(settings, 2)] == [1.0, 0.5]
+
+
+def test_a_schedule_without_an_optimizer_is_said(caplog):
+    import dsx
+
+    settings = {"train_batch_size": 1, "scheduler": {"type": "WarmupLR"}, "steps_per_print": None}
+    with caplog.at_level("WARNING", logger="dsx"):
+        assert dsx.initialize(model=torch.nn.Linear(2, 1), config=settings)[3] is None
+    assert "scheduler is not used: this engine has no optimizer" in caplog.text

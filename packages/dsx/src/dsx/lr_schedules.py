@@ -59,7 +59,7 @@ def build_schedule(name: str, optimizer: Any, params: Mapping[str, Any] | None =
     """Build a schedule by name: one of ours, or any class of ``torch.optim.lr_scheduler``.
 
     Args:
-        name: class name; ours are found in any case.
+        name: class name, in any case.
         optimizer: what to schedule; torch's classes need a ``torch.optim.Optimizer``.
         params: arguments of the constructor.
 
@@ -71,7 +71,8 @@ def build_schedule(name: str, optimizer: Any, params: Mapping[str, Any] | None =
     if schedule is None:
         import torch.optim.lr_scheduler as torch_schedulers  # late: torch costs seconds and our schedules need none of it
 
-        schedule = getattr(torch_schedulers, name, None)
+        spelled = {known.lower(): known for known in vars(torch_schedulers) if known[0].isupper()}
+        schedule = getattr(torch_schedulers, spelled.get(name.lower(), name), None)
         if not isinstance(schedule, type):
             raise ScheduleError(
                 f"schedule {name!r} is unknown; expected {', '.join(SCHEDULES)} or a class of torch.optim.lr_scheduler"

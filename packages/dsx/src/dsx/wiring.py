@@ -26,9 +26,10 @@ from .engine.errors import EngineArgumentError
 from .engine.inputs import CastInputs, PassInputs
 from .engine.parts import EngineParts, EngineSettings, Topology
 from .engine.report import Counters
-from .engine.request import Request, launched_world_size
+from .engine.request import Request, joins_others, launched_as
 from .engine.schedule import DrivenSchedule, NoSchedule, ScheduleDriver
 from .engine.stepper import NoStepper, ShardedStepper
+from .engine.weights import NOTHING_TO_GATHER, Gather
 from .errors import DsxError
 from .loss_scaler import build_loss_scale
 from .lr_schedules import build_schedule
@@ -67,11 +68,12 @@ def part(name: str) -> ModuleType:
 
 def build_engine(source: Any, request: Request) -> Engine:
     """The engine for a configuration and the caller's objects. Collective."""
-    world_size = launched_world_size() if request.mpu is None else _mpu_data_parallel_size(request.mpu)
+    joins = joins_others(request.dist_init_required)
+    world_size = launched_as()[1] if request.mpu is None else _mpu_data_parallel_size(request.mpu)
     config = load_config(source, world_size=world_size)
     choice = _chosen_optimizer(config, request)
     _set_up_logging(config)
-    topology = _join_processes(config, request)
+    topology = _join_processes(config, request, joins)
     model = _placed(_sparsified(request.model, config), config, topology)
     sharded, optimizer = _sharded(model, config, request, topology, choice)
     engine = Engine(_parts(config, request, topology, sharded, optimizer, choice))
@@ -96,7 +98,7 @@ def _chosen_optimizer(config: Config, request: Request) -> OptimizerChoice | Non
 
 
 def _set_up_logging(config: Config) -> None:
-    if launched_rank() == 0:
+    if launched_as()[0] == 0:
         enable_console()
         for warning in config.warnings:
             logger.warning(warning)
@@ -104,17 +106,9 @@ def _set_up_logging(config: Config) -> None:
         set_log_level_from_string(config.log_level)
 
 
-def launched_rank() -> int:
-    """Global rank, known without a process group."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
-
-
-def _join_processes(config: Config, request: Request) -> Topology:
+def _join_processes(config: Config, request: Request, joins: bool) -> Topology:
     comm = part("dsx_comm")
-    wanted = "RANK" in os.environ if request.dist_init_required is None else request.dist_init_required
-    if wanted and not comm.is_initialized():
+    if joins:
         comm.init_distributed(distributed_port=request.distributed_port)
     if config.use("comms_logger").enabled:
         comm.configure(config=config.comms_logger)
@@ -304,14 +298,20 @@ def _settings(config: Config, optimizer: Any, clipping: float) -> EngineSettings
 def _scheduler(config: Config, request: Request, optimizer: Any) -> tuple[Any, ScheduleDriver]:
     """The scheduler (the caller's before the config's) and what drives it."""
     section, given = config.use("scheduler"), request.lr_scheduler
-    if optimizer is None or (section is None and given is None):
+    if section is None and given is None:
+        return None, NoSchedule()
+    if optimizer is None:
+        logger.warning("the learning-rate scheduler is not used: this engine has no optimizer")
         return None, NoSchedule()
     # torch's schedulers insist on a torch.optim.Optimizer; the one inside has the same parameter groups.
     target = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.inner
     if section is not None and given is None:
         scheduler = build_schedule(section.type, target, section.params)
     else:
-        scheduler = given if callable(getattr(given, "step", None)) else given(target)
+        made = callable(getattr(given, "step", None)) and not isinstance(
+            given, type
+        )  # a class makes one, as any callable
+        scheduler = given if made else given(target)
     return scheduler, DrivenSchedule(scheduler)
 
 
@@ -335,11 +335,9 @@ def _forward_context(autocast: Callable[[], Any], further: Callable[[], Any] | N
     return both
 
 
-def _gather(stage: int) -> Callable[[list[nn.Parameter]], Any]:
+def _gather(stage: int) -> Gather:
     zero = part("dsx_zero")
-    return (
-        (lambda parameters: zero.GatheredParameters(parameters)) if stage == 3 else (lambda parameters: nullcontext())
-    )
+    return Gather(zero.GatheredParameters, zero.unit_index) if stage == 3 else NOTHING_TO_GATHER
 
 
 def _announce(engine: Engine, config: Config, choice: OptimizerChoice | None) -> None:

@@ -187,7 +187,9 @@ def _torch_problems(
         for name, value in vars(importlib.import_module(module)).items()
         if isinstance(value, type) and not name.startswith("_") and name not in ("Optimizer", "LRScheduler")
     }
-    chosen = classes.get(section.type)
+    chosen = classes.get(section.type) or {name.lower(): value for name, value in classes.items()}.get(
+        section.type.lower()
+    )
     if chosen is None:
         near = nearest(section.type, [*ours, *classes])
         yield Problem(

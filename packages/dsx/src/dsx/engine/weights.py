@@ -1,14 +1,15 @@
 """Whole weights out of a sharded model: as a state dict, or as a file other programs read.
 
-Walks the model one module at a time and gathers only that module's own parameters, so that the device never holds more
-than one module's whole weights beyond what training keeps; the collected values go to host memory.
+Walks the model one unit at a time (what is gathered together anyway), so that each unit travels once and the device never holds
+more than one unit's whole weights beyond what training keeps; the collected values go to host memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +18,48 @@ from torch import nn
 
 from .errors import EngineArgumentError
 
-Gather = Callable[[list[nn.Parameter]], contextlib.AbstractContextManager[object]]
+
+@dataclass(frozen=True)
+class Gather:
+    """How parameters become whole.
+
+    Attributes:
+        whole: makes some parameters whole for the length of a context. Collective.
+        unit: parameters of one unit are gathered together, whichever of them is asked for; None for one that is always whole.
+    """
+
+    whole: Callable[[list[nn.Parameter]], contextlib.AbstractContextManager[object]]
+    unit: Callable[[nn.Parameter], Hashable]
+
+    def __call__(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[object]:
+        return self.whole(parameters)
+
+
+NOTHING_TO_GATHER = Gather(lambda parameters: contextlib.nullcontext(), lambda parameter: None)
 
 
 def whole_tensors(
     module: nn.Module, gather: Gather, *, exclude_frozen: bool
 ) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Every parameter and persistent buffer once: all its names, and its whole value on its device.
+    """Every parameter once, with all its names, and every persistent buffer under each of its names; whole, on its device.
 
     Collective: every rank must exhaust it. The tensor is valid until the next one is asked for.
     """
     names: dict[int, list[str]] = {}
+    units: dict[Hashable, dict[int, nn.Parameter]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    for prefix, child in module.named_modules():
-        own = [p for p in child._parameters.values() if p is not None and id(p) in names]
-        wanted = [(names.pop(id(p)), p) for p in dict.fromkeys(own)]
-        with gather(own):
-            for aliases, parameter in wanted:
-                if parameter.requires_grad or not exclude_frozen:
-                    yield aliases, _current(child, aliases, prefix, parameter)
+        if parameter.requires_grad or not exclude_frozen:
+            units.setdefault(gather.unit(parameter), {})[id(parameter)] = parameter
+    for members in units.values():
+        with gather(list(members.values())):
+            for key in members:
+                # As the module holds it now: gathering may have put a plain one in the place of a partitioned one.
+                yield names[key], module.get_parameter(names[key][0]).detach()
+    for prefix, child in module.named_modules(remove_duplicate=False):
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
                 yield [f"{prefix}.{name}" if prefix else name], buffer.detach()
-
-
-def _current(child: nn.Module, aliases: list[str], prefix: str, parameter: nn.Parameter) -> torch.Tensor:
-    """The parameter as the module holds it now: gathering may have put a plain one in the place of a partitioned one."""
-    start = f"{prefix}." if prefix else ""
-    for alias in aliases:
-        local = alias[len(start) :]
-        if alias.startswith(start) and local in child._parameters:
-            return child._parameters[local].detach()  # type: ignore[union-attr]
-    return parameter.detach()
 
 
 def state_dict(module: nn.Module, gather: Gather, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:

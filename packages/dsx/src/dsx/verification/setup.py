@@ -10,7 +10,7 @@ from torch import nn
 
 from ..config import load_config
 from ..engine.engine import Engine
-from ..engine.request import launched_world_size
+from ..engine.request import launched_as
 from ..entry import initialize
 from ..lr_schedules import build_schedule
 from ..optimizers import choose_optimizer
@@ -27,7 +27,7 @@ def build(
 ) -> tuple[Engine, Oracle | None]:
     """The engine over `model`, and on rank 0 the oracle over `original` (a copy of what the model was before)."""
     groups = parameters_fn or (lambda module: list(module.parameters()))
-    resolved = load_config(config, world_size=launched_world_size())
+    resolved = load_config(config, world_size=launched_as()[1])
     plain = optimizer
     if plain is None and resolved.optimizer is not None:
         plain = choose_optimizer(resolved.optimizer.type, resolved.optimizer.params, reference=True).build
