@@ -106,3 +106,97 @@ def test_parts_of_a_checkpoint(folder, tmp_path):
     assert build(0, 1).load_checkpoint(str(tmp_path)) == (None, {})
     with pytest.raises(ValueError, match="custom_load_fn"):
         build(0, 1).load_checkpoint(folder, custom_load_fn=print)
+
+
+# - Rates
+
+
+def rates_of(folder, scheduler, steps=3, by_hand=None):
+    """Rates of six updates in one run, and of a run that is stopped after three and resumed."""
+    import dsx
+
+    def make():
+        torch.manual_seed(0)
+        settings = {
+            "train_batch_size": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.5}},
+            "scheduler": scheduler,
+            "steps_per_print": None,
+        }
+        return dsx.initialize(model=torch.nn.Linear(2, 1), config=settings)[0]
+
+    def run(engine, count):
+        seen = []
+        for _ in range(count):
+            if by_hand:
+                by_hand(engine.optimizer.param_groups, engine.global_steps)
+            seen.append((engine.get_lr()[0], engine.get_mom()[0]))
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+        return seen
+
+    expected = run(make(), 2 * steps)
+    first = make()
+    before = run(first, steps)
+    first.save_checkpoint(folder)
+    second = make()
+    second.load_checkpoint(folder)
+    return expected, before + run(second, steps)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"type": "CosineAnnealingLR", "params": {"T_max": 10}},
+        {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}},
+        {"type": "MultiStepLR", "params": {"milestones": [1, 4], "gamma": 0.5}},
+        {"type": "CyclicLR", "params": {"base_lr": 0.1, "max_lr": 1.0, "step_size_up": 4}},
+        {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    ],
+)
+def test_schedules_of_torch_go_on_with_the_rate_they_had(tmp_path, scheduler):
+    expected, got = rates_of(str(tmp_path), scheduler)
+    assert [lr for lr, _ in got] == pytest.approx([lr for lr, _ in expected])
+    assert [mom for _, mom in got] == pytest.approx([mom for _, mom in expected])
+
+
+def test_rates_set_by_hand_are_kept(tmp_path):
+    def by_hand(groups, step):
+        if step == 1:
+            groups[0]["lr"], groups[0]["momentum"] = 0.25, 0.125
+
+    expected, got = rates_of(str(tmp_path), None, by_hand=by_hand)
+    assert got == expected and got[-1] == (0.25, 0.125)
+
+
+def test_a_load_in_the_middle_of_an_update_begins_a_new_one(tmp_path):
+    settings = {"gradient_accumulation_steps": 2, "train_batch_size": 6, "scheduler": None}
+    engine = build(0, 1, **settings)
+    engine.save_checkpoint(str(tmp_path))
+    x = torch.ones(3, 4)
+    engine.backward(engine(x).sum())
+    engine.step()  # the first of two
+    engine.load_checkpoint(str(tmp_path))
+    assert not engine.is_gradient_accumulation_boundary()
+    for _ in range(2):
+        engine.backward(engine(x).sum())
+        engine.step()
+    assert engine.global_steps == 1 and engine.last_step.loss == pytest.approx(expected_loss(x), rel=1e-5)
+
+
+def expected_loss(x):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.Tanh(), torch.nn.Linear(9, 1))
+    return model(x).sum().item()
+
+
+def test_the_precision_stands_in_the_checkpoint_and_another_one_is_said(tmp_path, caplog):
+    from dsx.checkpoint import open_checkpoint
+
+    engine = build(0, 1, scheduler=None, bf16={"enabled": True})
+    engine.save_checkpoint(str(tmp_path))
+    assert open_checkpoint(tmp_path).index.state["engine"]["precision"]["params"] == "bf16"
+    other = build(0, 1, scheduler=None)
+    with caplog.at_level("INFO", logger="dsx"):
+        other.load_checkpoint(str(tmp_path))
+    assert [m for m in caplog.messages if "saved in another precision: params bf16 (now fp32)" in m]

@@ -49,6 +49,10 @@ class Accumulation:
             return self._override
         return self._done + 1 >= self._steps
 
+    def restart(self) -> None:
+        """Begin an update: the micro-batches so far do not count."""
+        self._done = 0
+
     def override(self, boundary: bool | None) -> None:
         """Decide the boundary by hand until told otherwise; None returns to counting."""
         self._override = boundary

@@ -1,4 +1,4 @@
-"""What the engine adds to a checkpoint of tensors: counters, schedule, loss scale, data position, client state.
+"""What the engine adds to a checkpoint of tensors: counters, rates, schedule, loss scale, precision, data position, client state.
 
 The tensors and the files are `dsx.checkpoint`'s business. Everything written here is free of ranks.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..data import RepeatingLoader, TrainingLoader
 from ..utils.logging import logger
 from .errors import EngineArgumentError
+from .hyperparameters import numbers_of, restore_numbers
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -31,6 +32,8 @@ def _progress(engine: Engine) -> dict[str, Any]:
     loader = engine.training_dataloader
     return {
         "counters": dataclasses.asdict(engine.counters),
+        "param_groups": [] if parts.optimizer is None else numbers_of(parts.optimizer.param_groups),
+        "precision": engine.precision.to_json(),
         "lr_scheduler": parts.schedule.state_dict(),
         "loss_scaler": parts.scaler.state_dict(),
         "data": loader.state_dict() if isinstance(loader, (TrainingLoader, RepeatingLoader)) else {},
@@ -82,7 +85,7 @@ def load(
         return None, {}
     if not wanted.module_only:
         _restore(engine, loaded.state.get("engine", {}), wanted)
-    engine.zero_grad()
+    engine.forget_micro_batches()
     return str(loaded.path), loaded.state.get("client", {})
 
 
@@ -92,11 +95,42 @@ def _restore(engine: Engine, state: dict[str, Any], wanted: Wanted) -> None:
         setattr(engine.counters, name, int(value))
     if wanted.optimizer and "loss_scaler" in state:
         parts.scaler.load_state_dict(state["loss_scaler"])
+    _restore_groups(engine, state, wanted)  # before the schedule, which may have more to say
     if wanted.lr_scheduler:
         parts.schedule.load_state_dict(state.get("lr_scheduler", {}))
+    _compare_precision(engine, state.get("precision"))
     loader = engine.training_dataloader
     if state.get("data") and isinstance(loader, (TrainingLoader, RepeatingLoader)):
         loader.load_state_dict(state["data"])
+
+
+def _restore_groups(engine: Engine, state: dict[str, Any], wanted: Wanted) -> None:
+    """Rates and other numbers of the parameter groups. Where a schedule begins anew, what it sets stays as it has set it."""
+    parts, saved = engine._parts, state.get("param_groups", [])
+    if parts.optimizer is None or not saved:
+        return
+    groups = parts.optimizer.param_groups
+    if len(saved) != len(groups):
+        logger.warning(
+            "load_checkpoint: saved with %d parameter groups, there are %d: their rates stay as configured",
+            len(saved), len(groups),
+        )  # fmt: skip
+        return
+    goes_on = wanted.lr_scheduler and bool(state.get("lr_scheduler"))
+    scheduled = wanted.optimizer if parts.lr_scheduler is None else goes_on
+    changes = restore_numbers(groups, saved, scheduled=scheduled, others=wanted.optimizer)
+    if changes and parts.lr_scheduler is None and parts.topology.rank == 0:
+        logger.info("load_checkpoint: as saved, not as configured: %s", "; ".join(changes))
+
+
+def _compare_precision(engine: Engine, saved: dict[str, Any] | None) -> None:
+    """Say where the numbers come from another precision; loading converts them."""
+    if saved is None or engine._parts.topology.rank != 0:
+        return
+    now = engine.precision.to_json()
+    other = [f"{role} {saved.get(role)} (now {value})" for role, value in now.items() if saved.get(role) != value]
+    if other:
+        logger.info("load_checkpoint: saved in another precision: %s", ", ".join(other))
 
 
 def _ranks(engine: Engine) -> Any:

@@ -187,6 +187,14 @@ class Engine(WeightsMixin, EngineSwitches, EngineAccessors):
         else:
             parts.optimizer.zero_grad(set_to_none=set_to_none)
 
+    def forget_micro_batches(self) -> None:
+        """Begin an update anew: gradients, losses and the count of micro-batches since the last update are dropped."""
+        parts = self._living()
+        parts.window.close()
+        parts.accumulation.restart()
+        self._losses.take()
+        self.zero_grad()
+
     # - Data
 
     def deepspeed_io(

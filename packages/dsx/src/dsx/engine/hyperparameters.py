@@ -1,0 +1,56 @@
+"""The numbers in an optimizer's parameter groups (lr, betas, weight_decay, ...): out of it for a checkpoint, and back.
+
+They change while training goes on: schedules set rates and momenta, scripts set what they like. Most of torch's schedules compute
+the next rate from the one in the group, so that a run which does not get its rates back trains with wrong ones from there on.
+
+Switches (`amsgrad`, `fused`, ...) are left out: they are the configuration's, and may differ between machines.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SCHEDULED = frozenset({"lr", "initial_lr", "betas", "momentum"})
+"""What schedules set."""
+
+
+def numbers_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The numbers of each group, as Python numbers and tuples of them."""
+    return [{name: plain for name, value in group.items() if (plain := _plain(value)) is not None} for group in groups]
+
+
+def restore_numbers(
+    groups: list[dict[str, Any]], saved: list[dict[str, Any]], *, scheduled: bool, others: bool
+) -> list[str]:
+    """Put saved numbers back into groups that have them, in the form they have there; returns what changed, as text.
+
+    Args:
+        groups: those of the optimizer; as many as were saved.
+        saved: from `numbers_of`.
+        scheduled: also what schedules set.
+        others: also what they do not.
+    """
+    changes = []
+    for index, (group, values) in enumerate(zip(groups, saved, strict=True)):
+        for name, value in values.items():
+            present = _plain(group.get(name))
+            wanted = scheduled if name in SCHEDULED else others
+            if not wanted or present is None or present == value:
+                continue
+            changes.append(f"param_groups[{index}]: {name} {present} -> {value}")
+            if isinstance(group[name], torch.Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = type(group[name])(value) if isinstance(value, tuple) else value
+    return changes
+
+
+def _plain(value: Any) -> Any:
+    """A number or a tuple of numbers; None for anything else."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value.item()
+    if isinstance(value, (list, tuple)) and value and all(_plain(item) is not None for item in value):
+        return tuple(_plain(item) for item in value)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
