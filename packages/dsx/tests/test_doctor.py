@@ -74,3 +74,10 @@ def test_backends_of_sparse_attention_are_told_with_their_reasons():
     assert found["native"].status == WARNING and found["native"].hint
     assert (missing or "reference_only") in found["native"].value
     assert found["torch"].value == "yes" and found["torch"].status == OK and set(found) >= {"triton", "flex"}
+
+
+def test_every_package_that_dsx_needs_is_looked_at():
+    from importlib.metadata import requires
+
+    needed = {line.split("==")[0] for line in requires("dsx") or () if line.startswith("dsx-")}
+    assert {finding.name for finding in doctor.packages()} == {"dsx", *needed}

@@ -113,3 +113,15 @@ def test_unknown_names_are_attribute_errors():
         dsx.nothing
     for name in dsx.__all__:
         assert getattr(dsx, name) is not None
+
+
+def test_what_scripts_import_from_utils_is_there():
+    import dsx
+    import dsx_zero
+    from dsx import utils
+
+    for name in utils.__all__:
+        assert getattr(utils, name) is not None
+    assert utils.RepeatingLoader is dsx.RepeatingLoader
+    for name in ("safe_update_full_grad_vectorized", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module"):
+        assert getattr(utils, name) is getattr(dsx_zero, name)

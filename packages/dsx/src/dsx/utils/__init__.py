@@ -1,7 +1,7 @@
 """Small tools around training: logging by rank, memory lines, profiler ranges, construction on a device.
 
-What reads or writes sharded state (`safe_get_full_fp32_param` and its family) belongs to `dsx_zero` and is passed on from
-there on first use, so that logging alone loads neither it nor torch.
+What reads or writes sharded state (`safe_get_full_fp32_param` and its family), and leaf modules, belong to `dsx_zero` and are
+passed on from there on first use, so that logging alone loads neither it nor torch.
 """
 
 from __future__ import annotations
@@ -46,8 +46,15 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_get_local_grad",
     "safe_set_local_grad",
+    "safe_update_full_grad_vectorized",
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "RepeatingLoader",
 ]
-_FROM_ZERO = tuple(name for name in __all__ if name.startswith("safe_"))
+_FROM_ZERO = tuple(name for name in __all__ if name.startswith("safe_") or "z3_leaf_module" in name)
 
 
 def __getattr__(name: str) -> Any:
@@ -58,4 +65,6 @@ def __getattr__(name: str) -> Any:
     if name in _FROM_ZERO:
         # Late: dsx_zero loads torch, which a user of the logger need not pay for.
         return getattr(importlib.import_module("dsx_zero"), name)
+    if name == "RepeatingLoader":
+        return importlib.import_module("dsx.data").RepeatingLoader
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
