@@ -82,6 +82,25 @@ def test_descriptors_are_files_too(handle, tmp_path):
     os.close(fd)
 
 
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="needs O_DIRECT")
+@pytest.mark.parametrize("flags", [os.O_APPEND, getattr(os, "O_DIRECT", 0)], ids=["O_APPEND", "O_DIRECT"])
+def test_the_flags_of_a_descriptor_change_neither_offsets_nor_sizes(flags, handle, tmp_path):
+    whole = torch.arange(3 * 4096 + 77, dtype=torch.int32).view(torch.uint8)
+    try:
+        fd = os.open(tmp_path / "t", os.O_RDWR | os.O_CREAT | flags)
+    except OSError:
+        pytest.skip("this file system refuses O_DIRECT")
+    try:
+        for start, stop in ((20_000, whole.numel()), (0, 20_000)):  # unaligned ends, the later part first
+            handle.sync_pwrite(whole[start:stop], fd, start)
+        assert (tmp_path / "t").read_bytes() == whole.numpy().tobytes()
+        back = torch.zeros(1001, dtype=torch.uint8)
+        handle.sync_pread(back, fd, 3)
+        assert torch.equal(back, whole[3:1004])
+    finally:
+        os.close(fd)
+
+
 def test_validation_compares_with_an_ordinary_read(handle, tmp_path, monkeypatch):
     path = str(tmp_path / "t")
     t = torch.arange(3000)

@@ -48,6 +48,39 @@ def test_closing_and_forgetting_wait_for_what_is_in_flight(tmp_path):
         assert torch.equal(torch.frombuffer(bytearray((tmp_path / end).read_bytes()), dtype=torch.uint8), data)
 
 
+def test_forgetting_waits_for_what_goes_through_host_buffers(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "PIECE", 1 << 16)  # many pieces: most begin after the engine is let go of
+    data, back = pattern(2 * BIG)[::2], torch.zeros(2 * BIG, dtype=torch.uint8)[::2]
+    engine = dsx_nvme.Engine()
+    engine.write(data, tmp_path / "t")
+    del engine
+    gc.collect()
+    assert torch.equal(torch.frombuffer(bytearray((tmp_path / "t").read_bytes()), dtype=torch.uint8), data)
+    engine = dsx_nvme.Engine()
+    engine.read(back, tmp_path / "t")
+    del engine
+    gc.collect()
+    assert torch.equal(back, data)
+
+
+def test_a_ticket_that_is_over_keeps_no_tensor(tmp_path):
+    with dsx_nvme.Engine() as engine:
+        data = pattern(5000)
+        watch = weakref.ref(data)
+        done = engine.write(data, tmp_path / "t")
+        assert done.wait() == 5000
+        longer = torch.zeros(6000, dtype=torch.uint8)
+        also = weakref.ref(longer)
+        failed = engine.read(longer, tmp_path / "t")
+        assert isinstance(failed.exception(), dsx_nvme.EndOfFileError)
+        del data, longer
+        gc.collect()
+        assert watch() is None and also() is None
+        assert done.wait() == 5000 and failed.failed
+        with pytest.raises(dsx_nvme.EndOfFileError):
+            engine.wait_all()
+
+
 def test_a_closed_engine_says_so(tmp_path):
     engine = dsx_nvme.Engine()
     engine.close()
@@ -208,6 +241,54 @@ print(torch.equal(back, data))
 def test_a_forked_child_starts_afresh_and_leaves_the_parent_alone(tmp_path):
     done = subprocess.run([sys.executable, "-c", FORK, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "True", done.stderr[-3000:]
+
+
+FORK_WITH_FILES = """
+import os, sys, torch, dsx_nvme
+torch.set_num_threads(1)
+folder = sys.argv[1]
+engine, handle = dsx_nvme.Engine(), dsx_nvme.aio_handle(block_size=4096, queue_depth=1)
+first, second = (dsx_nvme.empty(1 << 16, dtype=torch.uint8).fill_(i) for i in (1, 2))
+engine.write(first, folder + "/first").wait()
+engine.write(second, folder + "/second").wait()
+opened = engine.open(folder + "/first", write=False)  # registered with the parent's ring
+store = dsx_nvme.TensorStore(folder + "/store")
+store.put("a", first)
+store.flush()
+assert store.get("a").result()[0] == 1
+big = torch.zeros(4 << 20, dtype=torch.uint8)
+handle.async_pwrite(big, folder + "/big")
+child = os.fork()
+if child == 0:
+    try:
+        other = engine.open(folder + "/second", write=False)  # the first one that the child's ring knows
+        back = dsx_nvme.empty(1 << 16, dtype=torch.uint8)
+        engine.read(back, opened).wait()
+        assert back.unique().tolist() == [1], back.unique()
+        engine.close_file(opened)
+        engine.read(back, other).wait()
+        assert back.unique().tolist() == [2], back.unique()
+        assert store.get("a").result()[0] == 1
+        try: handle.wait()
+        except dsx_nvme.ForkError: pass
+        else: raise SystemExit(4)
+    except BaseException as error:
+        sys.stderr.write(repr(error))
+        os._exit(3)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+back = dsx_nvme.empty(1 << 16, dtype=torch.uint8)
+engine.read(back, opened).wait()
+print(back.unique().tolist(), handle.wait())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_reads_the_files_its_parent_opened(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FORK_WITH_FILES, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "[1] 1", done.stderr[-3000:]
 
 
 def test_the_interpreter_waits_at_its_end(tmp_path):

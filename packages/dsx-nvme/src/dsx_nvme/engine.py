@@ -98,7 +98,7 @@ class _State:
         with self.lock:
             ticket = self.tickets.pop(number, None)
             if ticket is not None and ticket.failed:
-                self.failed.append(ticket)
+                self.failed = [*(t for t in self.failed if not t.reported), ticket]
             if file is not None and file.release():
                 for key in [k for k, f in self.files.items() if f is file]:
                     del self.files[key]
@@ -110,7 +110,7 @@ class _State:
         if self.stager is not None:
             self.stager.close()
         with self.lock:
-            self.closed = True
+            self.closed, self.stager = True, None
             engines, self.engines = self.engines, {}
         for engine in engines.values():
             engine.close()
@@ -144,6 +144,13 @@ class Engine:
         _states.add(self._state)
         self._finalizer = weakref.finalize(self, _drain, self._state)
 
+    @classmethod
+    def _over(cls, state: _State) -> Engine:
+        """Another object on a state that somebody else ends: the staging thread has work left when the caller lets go of the first one."""
+        made = cls.__new__(cls)
+        made.options, made._state = state.options, state
+        return made
+
     def __enter__(self) -> Engine:
         return self
 
@@ -161,15 +168,17 @@ class Engine:
             kind = file.access.engine
             slot = self._state.engine(kind).add_file(file.direct_fd)
             if slot >= 0:
-                file.slots[kind] = slot
+                file.slots[self._state.pid, kind] = slot
         return file
 
     def close_file(self, file: OpenFile) -> None:
-        """Close a file of `open`; transfers in flight end first by themselves."""
-        for kind, slot in file.slots.items():
-            self._state.engine(kind).drop_file(slot)
-        file.slots.clear()
-        with self._state.lock:
+        """Close a file of `open`; transfers in flight end first by themselves. Also after `close`."""
+        state = self._state
+        with state.lock:
+            for (pid, kind), slot in file.slots.items():
+                if pid == state.pid and kind in state.engines:
+                    state.engines[kind].drop_file(slot)
+            file.slots.clear()
             file.release()
 
     def register(self, tensor: torch.Tensor) -> None:
@@ -280,10 +289,10 @@ class Engine:
         return ticket
 
     def _begin_plain(self, op: str, tensor: torch.Tensor, file: OpenFile, offset: int) -> Job:
-        access = file.access
-        engine = self._state.engine(access.engine)
+        access, state = file.access, self._state
+        engine, slot = state.engine(access.engine), file.slots.get((state.pid, access.engine), -1)
         number = engine.submit(
-            op == "write", file.direct_fd, file.plain_fd, file.slots.get(access.engine, -1), tensor.data_ptr(),
+            op == "write", file.direct_fd, file.plain_fd, slot, tensor.data_ptr(),
             tensor.numel() * tensor.element_size(), offset, access.memory_align, access.offset_align,
         )  # fmt: skip
         return EngineJob(engine, number)
@@ -291,7 +300,7 @@ class Engine:
     def _begin_staged(self, op: str, tensor: torch.Tensor, file: OpenFile, offset: int) -> Job:
         state = self._state
         if state.stager is None:
-            state.stager = staging.Stager(weakref.proxy(self))
+            state.stager = staging.Stager(Engine._over(state))
         return FutureJob(state.stager.start(op, tensor, file, offset))
 
     def _refuse_race(self, op: str, guard: Guard) -> None:

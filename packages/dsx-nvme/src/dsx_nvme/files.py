@@ -44,7 +44,8 @@ class OpenFile:
     plain_fd: int
     direct_fd: int
     identity: tuple[int, int]  # device and inode
-    slots: dict[str, int] = field(default_factory=dict)  # registered with an engine, by its name
+    # Registered with engines, by process and name: a forked child's engines know nothing of its parent's numbers.
+    slots: dict[tuple[int, str], int] = field(default_factory=dict)
     users: int = 1
 
     def fileno(self) -> int:
@@ -94,7 +95,7 @@ def open_file(path: str | os.PathLike | int, *, write: bool, engine: str = "auto
     flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
     flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     if isinstance(path, int):
-        name, plain_fd = _name_of(path), os.dup(path)
+        name, plain_fd = _name_of(path), _twin(path)
     else:
         name = os.fspath(path)
         plain_fd = os.open(name, flags, 0o666)
@@ -115,6 +116,27 @@ def open_file(path: str | os.PathLike | int, *, write: bool, engine: str = "auto
             os.close(direct_fd)
         raise
     return OpenFile(name, write, access, plain_fd, direct_fd, (info.st_dev, info.st_ino))
+
+
+def _twin(fd: int) -> int:
+    """A descriptor of our own for the same file.
+
+    A duplicate shares the flags of the original. One that was opened with O_DIRECT would refuse unaligned heads and tails, one with O_APPEND would
+    write at the end whatever the offset: such a file is opened once more. Raises OptionError where that is not possible.
+    """
+    try:
+        import fcntl  # not of every platform
+    except ImportError:
+        return os.dup(fd)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if not flags & (O_DIRECT | os.O_APPEND):
+        return os.dup(fd)
+    try:
+        return os.open(f"/proc/self/fd/{fd}", (flags & os.O_ACCMODE) | os.O_CLOEXEC)
+    except OSError as error:
+        raise OptionError(
+            f"descriptor {fd} was opened with O_DIRECT or O_APPEND and cannot be opened again without ({error}); pass the file's name"
+        ) from error
 
 
 def _name_of(fd: int) -> str:

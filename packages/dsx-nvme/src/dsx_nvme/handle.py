@@ -127,6 +127,7 @@ class aio_handle:
         pending, self._pending = self._pending, []
         for ticket in pending:
             ticket.exception()
+            ticket.reported = True  # by the first error of this call
         for ticket in pending:
             ticket.wait()
         return len(pending)

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent import futures
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from .errors import DataRaceError, EndOfFileError, ForkError, TransferError
 END_OF_FILE = -1
 SLICE = 0.2  # seconds between looks at Python's signals
 Outcome = tuple[int, int, int]  # bytes moved, error, offset of the error
+_NOTHING = torch.empty(0)
 
 
 class Job(Protocol):
@@ -59,12 +61,11 @@ class FutureJob:
     future: Future[int]
 
     def wait(self, seconds: float) -> Outcome | None:
-        try:
-            return self.future.result(seconds), 0, 0
-        except TimeoutError:
-            if self.future.done():  # the work itself raised it
-                raise
+        # Not by result(seconds): what that raises in the end is a TimeoutError from Python 3.11 on only, and the work may raise one itself.
+        if not futures.wait([self.future], seconds).done:
             return None
+        try:
+            return self.future.result(), 0, 0
         except CancelledError:
             return 0, errno.ECANCELED, 0
 
@@ -169,6 +170,7 @@ class Ticket:
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What `wait` would raise, or None."""
+        self._own()
         reported = self.reported
         with contextlib.suppress(Exception):
             self.wait(timeout)
@@ -194,12 +196,17 @@ class Ticket:
         return self._settled
 
     @property
+    def settled(self) -> bool:
+        """Whether somebody has seen that the transfer is over. Asks nobody, so it may be asked in a forked child too."""
+        return self._settled
+
+    @property
     def failed(self) -> bool:
         """Whether the transfer is over and went wrong."""
         return self._error is not None
 
     def _own(self) -> None:
-        if os.getpid() != self._pid:
+        if not self._settled and os.getpid() != self._pid:
             raise ForkError(f"the {self.what.op} of {self.what.path} belongs to the parent process; wait for it there")
 
     def _late(self, timeout: float | None) -> TimeoutError:
@@ -226,7 +233,7 @@ class Ticket:
         except Exception as error:  # noqa: BLE001  kept, and raised by wait()
             self._error = error
         self.after = ()
-        self.guard = Guard(self.guard.tensor)  # lets a later check see nothing; the caller may use the tensor again
+        self.guard = Guard(_NOTHING)  # the caller may use the tensor again; whoever keeps the ticket does not keep it
         self._settled = True
 
     def _judge(self, number: int, where: int) -> BaseException | None:
