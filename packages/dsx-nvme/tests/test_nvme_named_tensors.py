@@ -1,12 +1,14 @@
 """`TensorFile`, `TensorStore`, `BufferPool`, `FastFileWriter`: names, extents, checksums, budgets."""
 
 import asyncio
+import gc
 import io
 import json
 import os
 import random
 import threading
 import time
+import weakref
 from itertools import pairwise
 
 import dsx_nvme
@@ -149,6 +151,43 @@ def test_the_same_name_keeps_its_order_and_its_room(tmp_path):
     assert os.path.getsize(tmp_path / "s" / "tensors.dat") <= 122_880
 
 
+def test_what_was_read_from_a_store_is_the_callers_alone(tmp_path, monkeypatch):
+    with TensorStore(tmp_path / "s") as store:
+        store.put("a", torch.ones(5000))
+        seen = []
+        for _ in range(20):
+            found = store.get("a").result()
+            seen.append(weakref.ref(found))
+            del found
+        gc.collect()
+        assert [ref() for ref in seen] == [None] * 20
+        # Nor does the store keep account of reads that are over.
+        tickets, read = [], store.engine.read
+
+        def noted(*args, **options):
+            ticket = read(*args, **options)
+            tickets.append(weakref.ref(ticket))
+            return ticket
+
+        monkeypatch.setattr(store.engine, "read", noted)
+        for _ in range(50):
+            store.get("a").result()
+        gc.collect()
+        assert len(tickets) == 50 and sum(ref() is not None for ref in tickets) <= 1
+
+
+def test_files_can_be_closed_after_the_engine_they_share(tmp_path):
+    with dsx_nvme.Engine() as engine:
+        file = TensorFile.create(tmp_path / "f", {"a": torch.ones(3)}, engine=engine)
+        file.write("a", torch.ones(3)).wait()
+        store = TensorStore(tmp_path / "s", engine=engine)
+    store.close()
+    file.close()
+    with TensorFile.open(tmp_path / "f") as again:
+        assert torch.equal(again.read("a").result(), torch.ones(3))
+    TensorStore(tmp_path / "s").close()
+
+
 def test_a_store_after_a_crash_holds_the_last_flush(tmp_path):
     store = TensorStore(tmp_path / "s")
     store.put("a", torch.ones(100))
@@ -262,6 +301,7 @@ def test_memory_is_aligned_and_says_how_it_is_locked():
         memory.allocate(10, "yes")
 
 
+@pytest.mark.filterwarnings("error")
 def test_torch_saves_through_the_fast_writer(tmp_path):
     state = {"a": torch.randn(300, 300), "b": [torch.arange(9), "text"]}
     for half in (8192, 1 << 20):

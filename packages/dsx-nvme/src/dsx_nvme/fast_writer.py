@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import Any
 
@@ -28,6 +29,8 @@ class FastFileWriter:
         self._file = self._engine.open(path, write=True)
         os.ftruncate(self._file.plain_fd, 0)
         self._halves = [empty(half, dtype=torch.uint8, pin="auto") for _ in range(2)]
+        # The same memory for bytes: a tensor on what is written, mostly `bytes`, would warn that it must not be written to.
+        self._rooms = [memoryview((ctypes.c_char * half).from_address(t.data_ptr())).cast("B") for t in self._halves]
         self._tickets: list[Ticket | None] = [None, None]
         self._which = self._filled = self._written = 0
         self.closed = False
@@ -43,13 +46,12 @@ class FastFileWriter:
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
-            half = self._halves[self._which]
-            count = min(len(view) - done, half.numel() - self._filled)
-            piece = torch.frombuffer(view[done : done + count], dtype=torch.uint8) if count else half[:0]
-            half[self._filled : self._filled + count].copy_(piece)
+            room = self._rooms[self._which]
+            count = min(len(view) - done, len(room) - self._filled)
+            room[self._filled : self._filled + count] = view[done : done + count]
             self._filled += count
             done += count
-            if self._filled == half.numel():
+            if self._filled == len(room):
                 self._send()
         return len(view)
 

@@ -135,7 +135,7 @@ class TensorStore:
         check = self.checksum and entry.checksum != NO_SUM
         after = (lambda: self._check(name, entry, target)) if check else None
         ticket = self.engine.read(out, self._file, extent.offset, after=after)
-        self._moving.setdefault(name, []).append(ticket)
+        self._moving[name] = [*(t for t in self._moving.get(name, ()) if not t.settled), ticket]
         return Reading(ticket, out)
 
     def delete(self, name: str) -> None:
