@@ -82,8 +82,12 @@ def test_states_go_in_and_out_whole(tmp_path):
         for key, n in SIZES.items():
             assert torch.equal(s.get_state(key, "exp_avg"), torch.arange(n).to(torch.bfloat16))
             assert not s.get_state(key, "master").any()
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="momentum"):
             s.get_state("a", "momentum")
+        with pytest.raises(KeyError, match="no group 'z'"):
+            s.get_state("z", "master")
+        with pytest.raises(KeyError, match="no group 'z'"):
+            s.set_state("z", "master", torch.zeros(0, dtype=torch.bfloat16))
         with pytest.raises(dsx_nvme.TensorError):
             s.set_state("a", "master", torch.zeros(3, dtype=torch.bfloat16))
         path = s.path
@@ -177,6 +181,24 @@ def test_parameters_larger_than_a_buffer_and_kept_in_memory(tmp_path):
             s.release("wide")
         with pytest.raises(KeyError):
             s.fetch("none")
+
+
+@pytest.mark.parametrize("max_in_cpu", [0, 100])
+def test_a_parameter_added_again_has_its_new_values(max_in_cpu, tmp_path):
+    with ParameterSwapper(tmp_path, buffer_count=4, buffer_size=4096, max_in_cpu=max_in_cpu) as s:
+        for value, numel in enumerate((100, 100, 300, 50)):
+            s.add("w", torch.full((numel,), float(value)))
+            for _ in range(2):  # the second time from memory
+                with s.use("w") as w:
+                    assert w.shape == (numel,) and w.unique().tolist() == [value]
+        s.add("x", torch.zeros(200))
+        with s.use("x"), pytest.raises(dsx_nvme.NvmeError, match="in use; release it first"):
+            s.add("x", torch.ones(200))
+        with s.use("x", dirty=True) as x:
+            x += 5
+        s.add("x", torch.ones(200))  # the write under way does not come after it
+        with s.use("x") as x:
+            assert x.unique().tolist() == [1.0]
 
 
 def test_prefetch_on_request_and_lost_files(tmp_path):

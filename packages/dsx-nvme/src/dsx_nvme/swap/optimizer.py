@@ -89,6 +89,9 @@ class OptimizerSwapper:
             sizes, states=len(states), itemsize=dtype.itemsize, buffer_bytes=budget, read_ahead=pipeline_read,
             write_behind=pipeline_write, resident_elements=max_in_cpu, divisible=divisible,
         )  # fmt: skip
+        self._pieces_of: dict[str, list[Piece]] = {key: [] for key in sizes}
+        for piece in self.plan.pieces:
+            self._pieces_of[piece.key].append(piece)
         self.times = SwapTimes()
         self._own_engine = engine is None
         self.engine = engine if engine is not None else Engine(block_size=4 << 20, queue_depth=16)
@@ -261,7 +264,9 @@ class OptimizerSwapper:
     def _pieces(self, key: str, state: str) -> list[Piece]:
         if state not in self.states:
             raise KeyError(f"no state {state!r}; there are {', '.join(self.states)}")
-        return [p for p in self.plan.pieces if p.key == key]
+        if key not in self._pieces_of:
+            raise KeyError(f"no group {key!r}; there are {len(self._pieces_of)} others")
+        return self._pieces_of[key]
 
     def _check(self, tensor: torch.Tensor, numel: int) -> None:
         if tensor.numel() != numel or tensor.dtype != self.dtype:

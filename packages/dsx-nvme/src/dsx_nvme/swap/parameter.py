@@ -84,11 +84,15 @@ class ParameterSwapper:
         self.close()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a parameter over; the caller may free its own copy. Raises BudgetError when it can never be in memory."""
+        """Take a parameter over, in place of an older one of that name; the caller may free its own copy.
+
+        Raises BudgetError when it can never be in memory, NvmeError when the older one is in use.
+        """
         if tensor.numel() * self.dtype.itemsize > self.pool.budget:
             raise BudgetError(
                 f"{name}: {tensor.numel()} elements do not fit the {self.pool.budget} bytes of all buffers; raise buffer_size or buffer_count"
             )
+        self._forget(name)
         if tensor.numel() <= self._room_kept:
             self._room_kept -= tensor.numel()
             self._kept[name] = tensor.detach().to("cpu", self.dtype, copy=True)
@@ -176,6 +180,26 @@ class ParameterSwapper:
             if self._own_engine:
                 self.engine.close()
 
+    def _forget(self, name: str) -> None:
+        """Let nothing of an older parameter of that name be read again."""
+        guest = self._guests.get(name)
+        if guest is not None and guest.users:
+            raise NvmeError(f"{name} is added again while it is in use; release it first")
+        kept = self._kept.pop(name, None)
+        if kept is not None:
+            self._room_kept += kept.numel()
+        if guest is not None:
+            self._dismiss(name, guest)
+        if name in self.store:
+            self.store.delete(name)
+
+    def _dismiss(self, name: str, guest: _Guest) -> None:
+        if guest.reading is not None:
+            guest.reading.exception()
+        self._settle_write(guest)
+        del self._guests[name]
+        guest.buffer.release()
+
     def _advance(self, name: str) -> None:
         """Find our place in the recorded order and read ahead from it. A pass that leaves the order finds it again later."""
         order = self._order
@@ -219,11 +243,7 @@ class ParameterSwapper:
         for name, guest in self._guests.items():
             if guest.users or (not wanted and (name in soon or guest.reading is not None)):
                 continue
-            if guest.reading is not None:
-                guest.reading.exception()
-            self._settle_write(guest)
-            del self._guests[name]
-            guest.buffer.release()
+            self._dismiss(name, guest)
             return True
         return False
 
