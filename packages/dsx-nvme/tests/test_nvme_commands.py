@@ -1,7 +1,10 @@
 """`dsx-nvme tune`, `bench`, `explain`: what they print, write and refuse; the search on a made-up disk."""
 
 import json
+import multiprocessing
 import random
+import threading
+import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -60,7 +63,7 @@ def test_tune_with_one_direction_a_sweep_file_and_every_setting(tmp_path, capsys
     "arguments, word",
     [
         (["--no_read", "--no_write"], "nothing to measure"), (["--update"], "needs --config"),
-        (["--sweep_config", "none.json"], "none.json"),
+        (["--sweep_config", "none.json"], "none.json"), (["--seconds", "0"], "expected more than 0"),
     ],
 )  # fmt: skip
 def test_tune_says_what_is_wrong(arguments, word, tmp_path, capsys):
@@ -138,6 +141,26 @@ def test_bench(engine, read, tmp_path, capsys):
 def test_bench_in_several_processes(tmp_path, capsys):
     assert main(["bench", "--folder", str(tmp_path), "--io_size", "256K", "--multi_process", "2", "--loops", "1"]) == 0
     assert "E2E Write Speed" in capsys.readouterr().out and list(tmp_path.iterdir()) == []
+
+
+def test_bench_names_a_process_that_died(tmp_path, capsys):
+    arguments = ["bench", "--folder", str(tmp_path), "--io_size", "256K", "--multi_process", "2", "--loops", "100000"]
+    codes = []
+    runner = threading.Thread(target=lambda: codes.append(main(arguments)))
+    runner.start()
+    while len(multiprocessing.active_children()) < 2:
+        time.sleep(0.01)
+    child = multiprocessing.active_children()[0]
+    child.kill()
+    runner.join()
+    assert codes == [1] and f"process {child.pid} ended without an answer, exit code -9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--loops", "--multi_process", "--queue_depth", "--io_parallel"])
+def test_bench_refuses_counts_of_nothing(option, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--folder", str(tmp_path), "--io_size", "1M", option, "0"])
+    assert option in capsys.readouterr().err
 
 
 def test_bench_says_what_is_wrong(tmp_path, capsys):

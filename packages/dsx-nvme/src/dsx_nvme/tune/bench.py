@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..fast_writer import FastFileWriter
 from ..gds import gds_handle
 from ..handle import aio_handle, aio_read, aio_write
 from ..memory import empty
-from .show import Progress, parse_size, svg_bars
+from .show import Progress, parse_count, parse_size, svg_bars
 
 ENGINES = ("aio_handle", "aio_basic", "torch_io", "torch_fastio")
 SAMPLES = 200  # single blocks for the latency
@@ -38,15 +39,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--io_size", type=parse_size, required=True, help="bytes per process, as 400M or 1G")
     p.add_argument("--fast_io_size", type=parse_size, default=parse_size("64M"), help="buffers of torch_fastio (64M)")
     p.add_argument("--read", action="store_true", help="read (default: write)")
-    p.add_argument("--multi_process", type=int, default=1, help="processes")
+    p.add_argument("--multi_process", type=parse_count, default=1, help="processes")
     p.add_argument("--block_size", type=parse_size, default=parse_size("1M"))
-    p.add_argument("--queue_depth", type=int, default=32)
+    p.add_argument("--queue_depth", type=parse_count, default=32)
     p.add_argument("--single_submit", action="store_true")
     p.add_argument("--sequential_requests", action="store_true", help="overlap_events off")
     p.add_argument("--validate", action="store_true", help="compare with an ordinary read of the file")
     p.add_argument("--engine", choices=ENGINES, default="aio_handle")
-    p.add_argument("--loops", type=int, default=3)
-    p.add_argument("--io_parallel", type=int, default=1, help="threads of a handle")
+    p.add_argument("--loops", type=parse_count, default=3)
+    p.add_argument("--io_parallel", type=parse_count, default=1, help="threads of a handle")
     p.add_argument("--gpu", action="store_true", help="tensors in GPU memory")
     p.add_argument("--use_gds", action="store_true", help="GPUDirect Storage")
     p.add_argument("--slow_bounce_buffer", action="store_true", help="memory that is not page-aligned")
@@ -54,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "--torch_legacy_save", action="store_true", help="torch_io, torch_fastio: the format before zip files"
     )
     p.add_argument("--use_accelerator_pin_memory", action="store_true", help="torch's pinned memory instead of ours")
-    p.add_argument("--warmup_loops", type=int, default=1)
+    p.add_argument("--warmup_loops", type=int, choices=range(1000), metavar="N", default=1)
     p.add_argument("--include_warmup_time", action="store_true")
     p.add_argument("--different_file_each_iteration", action="store_true")
     p.add_argument("--json", help="write the result to this file")
@@ -126,25 +127,36 @@ def _text(r: dict[str, Any]) -> str:
 
 def _processes(args: argparse.Namespace, places: list[tuple[str, int | None]]) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
-    barrier, answers = context.Barrier(len(places)), context.SimpleQueue()
-    children = [context.Process(target=_child, args=(args, f, d, barrier, answers)) for f, d in places]
-    for child in children:
+    barrier, left = context.Barrier(len(places)), {}
+    for folder, device in places:
+        answer, write = context.Pipe(duplex=False)
+        child = context.Process(target=_child, args=(args, folder, device, barrier, write))
         child.start()
-    results = [answers.get() for _ in children]
-    for child in children:
-        child.join()
+        write.close()  # the child's end alone: when it dies, reading says so
+        left[answer] = child
+    results: list[Any] = []
+    while left:
+        for answer in connection.wait(list(left)):
+            child = left.pop(answer)
+            try:
+                results.append(answer.recv())
+                child.join()
+            except EOFError:
+                child.join()
+                results.append(f"process {child.pid} ended without an answer, exit code {child.exitcode}")
+                barrier.abort()  # the others do not wait for it
     for result in results:
         if isinstance(result, str):
             raise NvmeError(result)
     return results
 
 
-def _child(args: argparse.Namespace, folder: str, device: int | None, barrier: Any, answers: Any) -> None:
+def _child(args: argparse.Namespace, folder: str, device: int | None, barrier: Any, answer: Any) -> None:
     try:
-        answers.put(_one(args, folder, device, lambda: barrier.wait(120), lambda part, note: None))
+        answer.send(_one(args, folder, device, lambda: barrier.wait(120), lambda part, note: None))
     except Exception as error:  # noqa: BLE001  reported by the parent
+        answer.send(f"{type(error).__name__}: {error}")
         barrier.abort()
-        answers.put(f"{type(error).__name__}: {error}")
 
 
 def _one(

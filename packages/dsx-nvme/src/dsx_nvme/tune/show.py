@@ -24,6 +24,14 @@ def parse_size(text: str | int) -> int:
     return int(number * UNITS[unit])
 
 
+def parse_count(text: str) -> int:
+    """A whole number of at least 1. Raises ValueError."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"got {text}, expected a whole number of at least 1")
+    return number
+
+
 def size_text(nbytes: int) -> str:
     """ "1M" for 1048576."""
     for unit in ("T", "G", "M", "K"):

@@ -13,7 +13,7 @@ from ..config import AioConfig
 from ..errors import NvmeError, OptionError
 from . import search
 from .search import Found
-from .show import Progress, parse_size, svg_bars, text_bars
+from .show import Progress, parse_count, parse_size, svg_bars, text_bars
 from .space import DEFAULT, Setting, read_space
 from .target import Target
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         "--flush_page_cache", action="store_true", help="drop the file from the page cache before reads (needs no sudo)"
     )
     p.add_argument("--log_dir", default="./_aio_bench_logs", help="where tune.json and tune.svg go")
-    p.add_argument("--loops", type=int, default=1, help="measurements per trial; their median counts")
+    p.add_argument("--loops", type=parse_count, default=1, help="measurements per trial; their median counts")
     p.add_argument("--verbose", action="store_true", help="print every trial")
     p.add_argument("--seconds", type=float, default=BUDGET, help=f"time for the search ({BUDGET:.0f})")
     p.add_argument("--exhaustive", action="store_true", help="also try every setting, and compare")
@@ -60,6 +60,8 @@ def _run(args: argparse.Namespace) -> int:
     directions = [d for d, off in (("read", args.no_read), ("write", args.no_write)) if not off]
     if not directions:
         raise OptionError("--no_read and --no_write together leave nothing to measure")
+    if args.seconds <= 0:
+        raise OptionError(f"--seconds {args.seconds}: expected more than 0")
     if args.update and not args.config:
         raise OptionError("--update needs --config")
     config = _load(args.config)
