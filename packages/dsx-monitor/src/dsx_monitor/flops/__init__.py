@@ -12,6 +12,7 @@ with `torch.utils.flop_counter.register_flop_formula`, else its name is listed.
 from .facts import RunFacts
 from .profile import get_model_profile
 from .profiler import FlopsProfiler, ProfilerError
+from .ranks import RankFigures, RankTotals
 from .units import (
     bytes_to_string,
     duration_to_string,
@@ -24,6 +25,8 @@ from .units import (
 __all__ = [
     "FlopsProfiler",
     "ProfilerError",
+    "RankFigures",
+    "RankTotals",
     "RunFacts",
     "bytes_to_string",
     "duration_to_string",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .ranks import RankTotals
 from .tree import Node
 from .units import duration_to_string, flops_to_string, macs_to_string, number_to_string, params_to_string
 
@@ -21,6 +22,7 @@ class RunFacts:
         micro_batches: forwards they were divided into.
         step_seconds: length of the optimizer step that followed; None: not measured.
         system: what ran around the model, such as "ZeRO stage 3".
+        over_ranks: all ranks' figures, where they were gathered.
     """
 
     world_size: int = 1
@@ -30,6 +32,7 @@ class RunFacts:
     micro_batches: int = 1
     step_seconds: float | None = None
     system: str = ""
+    over_ranks: RankTotals | None = None
 
 
 def facts_of_engine(engine: Any) -> RunFacts:
@@ -65,13 +68,13 @@ def summary_rows(root: Node, totals: Any, facts: RunFacts) -> dict[str, str]:
     if facts.batch_size is not None:
         split = f" ({facts.micro_batches} micro-batches)" if facts.micro_batches > 1 else ""
         rows["batch size per GPU"] = f"{facts.batch_size}{split}"
-    parallel = facts.model_parallel
     rows |= {
         "params per GPU": params_to_string(root.params),
-        "params of model = params per GPU * mp_size": params_to_string(root.params * parallel),
         "fwd MACs per GPU": macs_to_string(root.macs),
         "fwd flops per GPU": flops_to_string(root.flops),
-        "fwd flops of model = fwd flops per GPU * mp_size": flops_to_string(root.flops * parallel),
+    }
+    rows |= _model_rows(root, facts) if facts.over_ranks is None else _rows_of_ranks(facts.over_ranks)
+    rows |= {
         "fwd latency": duration_to_string(root.seconds),
         "fwd FLOPS per GPU": _rate(root.flops, root.seconds),
     }
@@ -80,6 +83,30 @@ def summary_rows(root: Node, totals: Any, facts: RunFacts) -> dict[str, str]:
         rows["flops outside the model"] = flops_to_string(totals.outside_flops)
     if totals.unknown:
         rows["not counted"] = ", ".join(f"{name} x{times}" for name, times in totals.unknown.most_common(12))
+    return rows
+
+
+def _model_rows(root: Node, facts: RunFacts) -> dict[str, str]:
+    """Of the model, as far as this process can tell: its own part times their number."""
+    parallel = facts.model_parallel
+    return {
+        "params of model = params per GPU * mp_size": params_to_string(root.params * parallel),
+        "fwd flops of model = fwd flops per GPU * mp_size": flops_to_string(root.flops * parallel),
+    }
+
+
+def _rows_of_ranks(totals: RankTotals) -> dict[str, str]:
+    """Of the whole step, as all ranks have measured it."""
+    count = len(totals.ranks)
+    rows = {
+        "params of model, all ranks / dp_size": params_to_string(totals.params),
+        f"fwd flops of {count} ranks": flops_to_string(totals.flops),
+    }
+    if totals.backward_flops:
+        rows[f"bwd flops of {count} ranks, measured"] = flops_to_string(totals.backward_flops)
+    busiest = max(range(count), key=lambda rank: totals.ranks[rank].flops)
+    share = totals.ranks[busiest].flops * count / totals.flops if totals.flops else 1.0
+    rows["most fwd flops of a rank / mean"] = f"{share:.2f} (rank {busiest})"
     return rows
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import nn
 from .counter import Totals, Watch
 from .facts import RunFacts, facts_of_engine, summary_rows
 from .page import profile_page
+from .ranks import RankFigures, RankTotals
 from .text import aggregate_text, profile_text
 from .tree import Node
 from .units import duration_to_string, flops_to_string, macs_to_string, params_to_string
@@ -131,6 +132,29 @@ class FlopsProfiler:
     def get_unknown_operators(self) -> dict[str, int]:
         """Operators that ran and are not counted, with how often."""
         return dict(self.totals.unknown)
+
+    def gather_ranks(self, gather: Callable[[list[float]], Sequence[Sequence[float]]]) -> RankTotals:
+        """All ranks' figures, and their sum: in a pipeline each rank sees its own stage only. Collective.
+
+        The summary shows them from then on. Parameters are those of all ranks over `facts.data_parallel`.
+
+        Args:
+            gather: gives all ranks' lists for this rank's list of numbers, in the order of the ranks.
+        """
+        totals, root = self.totals, self.root
+        own = RankFigures(
+            root.flops,
+            root.macs,
+            totals.backward_flops,
+            totals.recompute_flops,
+            root.params,
+            root.seconds,
+            totals.backward_seconds,
+        )
+        ranks = tuple(map(RankFigures.of_row, gather(own.row())))
+        found = RankTotals(ranks, self.facts.data_parallel)
+        self.facts = replace(self.facts, over_ranks=found)
+        return found
 
     # - Output
 
