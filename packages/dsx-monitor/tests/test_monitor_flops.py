@@ -65,8 +65,7 @@ class Einsum(nn.Module):
         (Tied(), (torch.arange(12).view(3, 4),), 12 * 16 * 50, 0),
         (nn.LayerNorm(16), (torch.randn(4, 16),), 0, 5 * 64),
         (nn.LayerNorm(16, elementwise_affine=False), (torch.randn(4, 16),), 0, 4 * 64),
-        (nn.BatchNorm2d(3), (torch.randn(2, 3, 4, 4),), 0, 5 * 96),
-        (nn.BatchNorm2d(3).eval(), (torch.randn(2, 3, 4, 4),), 0, 2 * 96),
+        (nn.BatchNorm2d(3), (torch.randn(2, 3, 4, 4),), 0, 2 * 96),  # in evaluation mode, as everything here
         (nn.Sequential(nn.GELU(), nn.Softmax(-1)), (torch.randn(4, 16),), 0, 2 * 64),
         (nn.Sequential(nn.Dropout(0.5), nn.Flatten()), (torch.randn(4, 16),), 0, None),
     ],
@@ -78,6 +77,28 @@ def test_counts_are_the_analytical_ones(model, args, macs, more_flops):
     if more_flops is not None:
         assert flops == 2 * macs + more_flops
     assert params == sum(p.numel() for p in model.parameters())
+
+
+def test_a_batch_norm_that_trains_counts_its_statistics():
+    profiler = FlopsProfiler(nn.BatchNorm2d(3))
+    profiler.start_profile()
+    profiler.model(torch.randn(2, 3, 4, 4))
+    profiler.stop_profile()
+    assert profiler.get_total_flops() == 5 * 96
+
+
+def test_a_profile_of_one_call_leaves_modes_and_statistics_as_they_were():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.BatchNorm2d(3).eval())
+    seen = []
+    model.register_forward_pre_hook(lambda module, args: seen.append([m.training for m in module.modules()]))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    get_model_profile(model, (2, 2, 8, 8), print_profile=False)
+    assert seen == [[False] * 5] * 2  # the warm-up and the call itself
+    assert [m.training for m in model] == [True, True, True, False] and model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(RuntimeError):
+        get_model_profile(model, (2, 5, 8, 8), print_profile=False)
+    assert [m.training for m in model] == [True, True, True, False] and model.training
 
 
 def test_a_recurrent_layer_counts_both_products():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ def get_model_profile(
     ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Operations, multiply-accumulates and parameters of one forward pass (or of `generate`).
+    """Operations, multiply-accumulates and parameters of one forward pass (or of `generate`) in evaluation mode.
+
+    The model is in training mode again afterwards, where it was before, and its running statistics are as they were.
 
     Args:
         input_shape: of a tensor of ones to call the model with, in front of `args`.
@@ -55,14 +58,15 @@ def get_model_profile(
     if not positional and not named:
         raise ProfilerError("get_model_profile: got nothing to call the model with; pass input_shape, args or kwargs")
     call: Any = model if mode == "forward" else model.generate
-    for _ in range(warm_up):
-        call(*positional, **named)
     profiler = FlopsProfiler(model)
-    profiler.start_profile(ignore_modules)
-    try:
-        call(*positional, **named)
-    finally:
-        profiler.stop_profile()
+    with _evaluating(model):
+        for _ in range(warm_up):
+            call(*positional, **named)
+        profiler.start_profile(ignore_modules)
+        try:
+            call(*positional, **named)
+        finally:
+            profiler.stop_profile()
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     flops, macs, params = profiler.root.flops, profiler.root.macs, profiler.root.params
@@ -70,3 +74,15 @@ def get_model_profile(
     if as_string:
         return flops_to_string(flops), macs_to_string(macs), params_to_string(params)
     return flops, macs, params
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every module is in the mode it was in (parts of a model may be frozen apart from the rest)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
