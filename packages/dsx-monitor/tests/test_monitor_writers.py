@@ -240,6 +240,34 @@ def test_a_forked_child_does_not_write_and_does_not_hang(tmp_path):
     assert rows(tmp_path / "a.csv")[1:] == [["1", "1.0"], ["2", "2.0"]]
 
 
+@pytest.mark.parametrize("kind", ["csv", "tensorboard"])
+def test_what_waits_to_be_written_when_a_process_forks_is_written_once(kind, tmp_path):
+    pytest.importorskip("tensorboard")
+    code = f"""
+        import os
+        from dsx_monitor import CSVConfig
+        from dsx_monitor.writers.csv import CSVWriter
+        from dsx_monitor.writers.tensorboard import TensorBoardWriter
+        writer = {{"csv": CSVWriter, "tensorboard": TensorBoardWriter}}[{kind!r}]
+        writer = writer(CSVConfig(output_path={str(tmp_path)!r}, job_name=""))
+        writer.write([("a", 1.0, 1)])
+        writer.flush()
+        writer.write([("a", 2.0, 2)])
+        child = os.fork()
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+            writer.close()  # the child ends as programs end, and lets go of its copy
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60, check=True)
+    if kind == "csv":
+        assert rows(tmp_path / "a.csv")[1:] == [["1", "1.0"], ["2", "2.0"]]
+        return
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = loader.EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("a")] == [(1, 1.0), (2, 2.0)]
+
+
 def test_events_after_close_are_dropped_silently(tmp_path):
     monitor = csvMonitor(csv_config(tmp_path), rank=0)
     monitor.write_events([("a", 1, 1)])
@@ -267,6 +295,11 @@ def test_a_section_alone_is_accepted(tmp_path):
     with csvMonitor(section, rank=0) as monitor:
         monitor.write_events([("a", 1, 1)])
     assert (tmp_path / "x" / "a.csv").exists()
+    with csvMonitor({"enabled": True, "output_path": str(tmp_path), "job_name": "y"}, rank=0) as monitor:
+        monitor.write_events([("a", 1, 1)])
+    assert (tmp_path / "y" / "a.csv").exists()
+    with pytest.raises(MonitorConfigError, match=r"csv_monitor\.outputpath"):
+        csvMonitor({"enabled": True, "outputpath": "x"})
 
 
 def test_documented_defaults_and_strict_keys():

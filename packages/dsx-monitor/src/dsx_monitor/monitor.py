@@ -180,8 +180,9 @@ def _as_config(config: Any, sections: tuple[str, ...]) -> Any:
 
         from .config import MonitorConfig  # late: pydantic is slow to import
 
+        alone = len(sections) == 1 and "enabled" in config  # no section is called that
         try:
-            return MonitorConfig.model_validate(dict(config))
+            return MonitorConfig.model_validate({sections[0]: dict(config)} if alone else dict(config))
         except ValidationError as error:
             lines = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise MonitorConfigError(f"monitor configuration: {lines}") from None

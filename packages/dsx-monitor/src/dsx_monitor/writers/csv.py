@@ -1,5 +1,6 @@
 """Events as CSV, one file per label: `output_path/job_name/<label with / as _>.csv`, header `step,<last part of label>`.
 
+Lines wait in this process' own lists until they are flushed, not in a file object's buffer, of which a forked child has a copy that it would write, too.
 Files stay open between events, and a run that starts again in the same folder goes on in the same files: the header is
 written once, and a last line that a crash cut in half is ended before new ones follow.
 """
@@ -31,14 +32,13 @@ class CSVWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._paths: dict[str, Path] = {}
         self._open: OrderedDict[str, TextIOWrapper] = OrderedDict()
-        self._touched: set[str] = set()
+        self._lines: dict[str, list[str]] = {}
 
     def write(self, events: list[Event]) -> None:
-        """Append the events to the files' buffers."""
+        """Take the events in."""
         for label, value, samples in events:
             # Two numbers need no quoting, so the csv module is not asked.
-            self._stream(label).write(f"{samples},{value!r}\n")
-            self._touched.add(label)
+            self._lines.setdefault(label, []).append(f"{samples},{value!r}\n")
 
     def path(self, label: str) -> Path:
         """The file of a label. Two labels whose names fall together get different files."""
@@ -60,14 +60,19 @@ class CSVWriter:
 
     def flush(self) -> None:
         """Hand everything to the operating system."""
-        touched, self._touched = self._touched, set()
-        for label in touched & self._open.keys():
-            self._open[label].flush()
+        waiting, self._lines = self._lines, {}
+        for label, lines in waiting.items():
+            stream = self._stream(label)
+            stream.write("".join(lines))
+            stream.flush()
 
     def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            self._open.popitem()[1].close()
+        """Flush and close all files."""
+        try:
+            self.flush()
+        finally:
+            while self._open:
+                self._open.popitem()[1].close()
 
 
 def _open_for_append(path: Path, label: str) -> TextIOWrapper:

@@ -6,6 +6,7 @@ event-file writer, which has a thread and a queue of its own: there is one in fr
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import time
@@ -38,12 +39,15 @@ class TensorBoardWriter:
         # The name that TensorBoard looks for; the last part tells apart two runs of one process in one second.
         name = f"events.out.tfevents.{now:.0f}.{platform.node()}.{os.getpid()}.{time.monotonic_ns()}"
         self._file = (folder / name).open("wb")
-        self._records = RecordWriter(self._file)
+        self._waiting = (
+            io.BytesIO()
+        )  # not the file's own buffer: a forked child has a copy of that and would write it, too
+        self._records = RecordWriter(self._waiting)
         self._add(self._event(wall_time=now, file_version="brain.Event:2"))
-        self._file.flush()
+        self.flush()
 
     def write(self, events: list[Event]) -> None:
-        """Add the events to the file's buffer."""
+        """Take the events in."""
         now, value_of = time.time(), self._summary.Value
         for samples, group in groupby(events, key=lambda event: event[2]):
             summary = self._summary(value=[value_of(tag=label, simple_value=value) for label, value, _ in group])
@@ -53,9 +57,15 @@ class TensorBoardWriter:
         self._records.write(event.SerializeToString())
 
     def flush(self) -> None:
-        """Write the buffer out."""
+        """Hand everything to the operating system."""
+        self._file.write(self._waiting.getvalue())
         self._file.flush()
+        self._waiting.seek(0)
+        self._waiting.truncate()
 
     def close(self) -> None:
-        """Write the buffer out and close the file."""
-        self._file.close()
+        """Flush and close the file."""
+        try:
+            self.flush()
+        finally:
+            self._file.close()
