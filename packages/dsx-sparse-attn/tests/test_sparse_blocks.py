@@ -69,7 +69,9 @@ def test_softmax_with_everything():
     x = torch.randn(BATCH, int(made.sum()), BLOCK, BLOCK, dtype=torch.float64, requires_grad=True)
     rpe = torch.randn(HEADS, 24, 24, dtype=torch.float64, requires_grad=True)
     keys, pairs = torch.randn(BATCH, 24, dtype=torch.float64), (torch.rand(24, 24) < 0.7).double()
-    got = dense_of(Softmax(made, BLOCK)(x, 0.5, rpe=rpe, key_padding_mask=keys, attn_mask=pairs), made)
+    got = dense_of(
+        Softmax(made, BLOCK)(x, 0.5, rpe=rpe, key_padding_mask=keys, attn_mask=pairs, attn_mask_mode="mul"), made
+    )
     scores = dense_of(x, made) * 0.5 + rpe + keys[:, None, None]
     hidden = (mask * pairs) == 0
     expected = scores.masked_fill(hidden, -1e30).softmax(-1).masked_fill(hidden, 0.0)
@@ -79,6 +81,20 @@ def test_softmax_with_everything():
         torch.autograd.grad(got, (x, rpe), weight), torch.autograd.grad(expected, (x, rpe), weight), strict=True
     ):
         assert torch.allclose(a, b)
+
+
+def test_masks_are_added_by_default_and_integers_are_not_taken_for_that():
+    made = torch.ones(HEADS, 3, 3, dtype=torch.int64)
+    x = torch.randn(BATCH, HEADS * 9, BLOCK, BLOCK, dtype=torch.float64)
+    seen = torch.rand(12, 12) < 0.7
+    seen[:, 0] = True
+    expected = dense_of(x, made).masked_fill(~seen, float("-inf")).softmax(-1)
+    added = torch.zeros(12, 12, dtype=torch.float64).masked_fill(~seen, float("-inf"))
+    for mask in (added, seen):
+        assert torch.allclose(dense_of(Softmax(made, BLOCK)(x, attn_mask=mask), made), expected)
+    for masks in ({"attn_mask": seen.long()}, {"key_padding_mask": torch.ones(BATCH, 12, dtype=torch.int64)}):
+        with pytest.raises(ArgumentError, match=r"torch.int64 in mode \"add\""):
+            Softmax(made, BLOCK)(x, **masks)
 
 
 def test_second_derivatives():

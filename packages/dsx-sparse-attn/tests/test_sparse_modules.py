@@ -42,6 +42,17 @@ def test_masks_follow_their_modes():
     assert torch.allclose(got, scores.masked_fill((keys <= 0)[:, None, None], -1e30).softmax(-1) @ v, atol=1e-5)
 
 
+def test_a_transposed_key_and_an_extended_mask_are_taken_as_scripts_pass_them():
+    module = SparseSelfAttention(DenseSparsityConfig(2, block=16), max_seq_length=32)
+    q, k, v = torch.randn(3, 2, 2, 32, 8)
+    added = torch.zeros(2, 32).masked_fill(torch.rand(2, 32) < 0.3, -10000.0)
+    expected = module(q, k, v, key_padding_mask=added)
+    got = module(q, k.transpose(-1, -2), v, key_padding_mask=added[:, None, None])
+    assert torch.equal(got, expected) and not torch.allclose(got, module(q, k, v))
+    with pytest.raises(ArgumentError, match="self-attention"):
+        module(q, k[:, :, :16], v[:, :, :16])
+
+
 def test_two_modules_of_one_length_keep_their_own_layouts():
     q = torch.randn(1, 2, 64, 8)
     a = SparseSelfAttention(LocalSlidingWindowSparsityConfig(2, block=16), max_seq_length=64)

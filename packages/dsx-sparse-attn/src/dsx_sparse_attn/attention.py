@@ -49,7 +49,7 @@ def block_sparse_attention(
         k, v: [batch, kv_heads, seq, dim]; heads is a multiple of kv_heads (grouped queries).
         layout: [heads or 1, blocks, blocks], nonzero where a block is computed: a `Layout`, or a plain tensor.
         scale: of the scores; default 1 / sqrt(dim).
-        key_padding_mask: [batch, seq]. Bool: True is seen. Numbers: added to the scores ("add"), or 0 hides ("mul").
+        key_padding_mask: [batch, seq]. Bool: True is seen. Floats: added to the scores ("add"). Any numbers: 0 hides ("mul").
         attn_mask: [seq, seq] or anything that broadcasts to [batch, heads, seq, seq] from 4 dimensions; as above, default "mul".
         rpe: relative position bias added to the scores, [seq, seq], [heads, seq, seq] or 4-D as above; gets a gradient.
         causal: a query sees no later key, also inside blocks.
@@ -189,6 +189,11 @@ def _check_layout(layout: Tensor, block: int | None, q: Tensor) -> int:
 def _check_mask(name: str, mask: Tensor, mode: str, q: Tensor) -> None:
     if mode not in ("add", "mul"):
         raise ArgumentError(f'got {name}_mode={mode!r}, expected "add" or "mul"')
+    if mode == "add" and not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise ArgumentError(
+            f'got a {name} of {mask.dtype} with {name}_mode="add", which would add its numbers to the scores and hide nothing; '
+            f'pass {name}.bool() (True is seen), or {name}_mode="mul" (0 hides), or floats to add'
+        )
     if mask.requires_grad:
         raise ArgumentError(f"got a {name} that requires a gradient, which masks do not get; pass it as rpe")
     if mask.device != q.device:

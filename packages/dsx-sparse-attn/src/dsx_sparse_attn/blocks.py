@@ -131,14 +131,15 @@ class Softmax(_OnLayout):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
         key_padding_mask_mode: str = "add",
-        attn_mask_mode: str = "mul",
+        attn_mask_mode: str = "add",
     ) -> Tensor:
         """softmax(x * scale + rpe + masks), block-sparse like x.
 
         Args:
             x: [batch, nnz, block, block].
             rpe: [heads, rows, columns] or with a batch in front (1 or batch); gets a gradient.
-            key_padding_mask: [batch, columns]; attn_mask: [rows, columns]. "add" adds, "mul" hides where it is 0.
+            key_padding_mask: [batch, columns]; attn_mask: [rows, columns]. "add" (the default of both here, as scripts expect it of
+                this operator) adds floats, "mul" hides where a mask is 0; a bool mask hides where it is False.
 
         Raises:
             ArgumentError: a shape or mode does not fit.
@@ -186,4 +187,8 @@ def _additive(mask: Tensor, mode: str, like: Tensor) -> Tensor:
         raise ArgumentError(f'got mask mode {mode!r}, expected "add" or "mul"')
     if mask.dtype == torch.bool or mode == "mul":
         return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask == 0, float("-inf"))
+    if not mask.is_floating_point():
+        raise ArgumentError(
+            f'got a mask of {mask.dtype} in mode "add", which would add its numbers and hide nothing; pass mask.bool(), or mode "mul"'
+        )
     return mask.to(like.dtype)

@@ -58,11 +58,11 @@ class BertSparseSelfAttention(nn.Module):
 
         Args:
             hidden_states: [batch, seq, hidden].
-            attention_mask: of the keys, [batch, seq] or BERT's extended [batch, 1, 1, seq]: added to the scores when it is a
-                number type, True is seen when bool. A mask that differs between queries is [batch, 1, seq, seq].
+            attention_mask: of the keys, [batch, seq] or BERT's extended [batch, 1, 1, seq]: added to the scores when it is
+                floats, True is seen when bool. A mask that differs between queries is [batch, 1, seq, seq].
 
         Raises:
-            ArgumentError: a mask of another shape.
+            ArgumentError: a mask of another shape, or of the keys in integers.
         """
         batch, seq, hidden = hidden_states.shape
         q, k, v = (self.transpose_for_scores(layer(hidden_states)) for layer in (self.query, self.key, self.value))

@@ -97,12 +97,17 @@ class SparseSelfAttention(nn.Module):
     ) -> Tensor:
         """[batch, heads, seq, dim] from tensors of that shape; see `block_sparse_attention` for masks and errors.
 
+        As scripts pass them: a key that is transposed already, [batch, heads, dim, seq], and a mask of the keys as [batch, 1, 1, seq].
         A layout that blocks of the same pattern at another length would not have (a fixed pattern's short last window, random
         blocks) is that of `max_seq_length`, cut.
         """
         heads = self.sparsity_config.num_heads
         if query.dim() != 4 or query.shape[1] != heads:
             raise ArgumentError(f"got a query of shape {tuple(query.shape)}, expected [batch, {heads}, seq, dim]")
+        if key.shape != query.shape and key.dim() == 4 and key.mT.shape == query.shape:
+            key = key.mT
+        if key_padding_mask is not None and key_padding_mask.dim() == 4 and key_padding_mask.shape[1:3] == (1, 1):
+            key_padding_mask = key_padding_mask[:, 0, 0]
         return block_sparse_attention(
             query, key, value, self.get_layout(query.shape[2]),
             block=self.sparsity_config.block, rpe=rpe, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
