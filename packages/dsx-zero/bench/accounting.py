@@ -1,6 +1,6 @@
 """Memory and traffic of the ZeRO stages, counted, beside their formulas.
 
-    python packages/dsx-zero/bench/accounting.py
+    python packages/dsx-zero/bench/accounting.py [--backend gloo|dsx]
 
 Nothing is timed: bytes of model state are counted on unique storages (with gradients present, after a step), bytes sent in wire
 dtype by dsx_comm, on 1 to 4 ranks, accumulation 1 and 4. Psi is the number of parameters, N of ranks, a the accumulation. Prints the
@@ -9,9 +9,12 @@ two tables of docs/figures.md as markdown, one row a case, with measured / formu
 
 from __future__ import annotations
 
+import argparse
+import functools
 import itertools
 from typing import Any
 
+import dsx_comm  # registers the dsx backend
 import torch
 from dsx_testkit import run_ranks
 from torch import nn
@@ -43,7 +46,6 @@ def model(dtype: torch.dtype) -> nn.Module:
 
 def measure(rank: int, world: int, stage: int, accumulation: int, keep: bool, low: bool) -> dict[str, Any]:
     """One rank: train two steps, count the third."""
-    import dsx_comm
     import dsx_zero
     from dsx_zero.config import ZeroConfig
 
@@ -88,10 +90,13 @@ def traffic_formula(stage: int, n: int, a: int, keep: bool) -> float:
 
 def main() -> None:
     """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="gloo", choices=("gloo", "dsx"), help="dsx: buffers lie in shared memory")
+    run = functools.partial(run_ranks, backend=parser.parse_args().backend)
     torch.set_num_threads(1)
     print("| stage | ranks | dtype | bytes per parameter | formula | measured / formula |\n|---|---|---|---|---|---|")
     for low, stage, world in itertools.product((False, True), STAGES, WORLDS):
-        rows = run_ranks(measure, world, stage, 1, False, low)
+        rows = run(measure, world, stage, 1, False, low)
         per, formula = max(r["bytes"] for r in rows) / rows[0]["psi"], memory_formula(stage, world, low)
         cells = [
             str(stage),
@@ -108,7 +113,7 @@ def main() -> None:
     for stage, world, a, keep in itertools.product(STAGES, WORLDS[1:], ACCUMULATIONS, (False, True)):
         if keep and stage < 2:
             continue
-        rows = run_ranks(measure, world, stage, a, keep, False)
+        rows = run(measure, world, stage, a, keep, False)
         per, formula = max(r["sent"] for r in rows) / 4 / rows[0]["psi"], traffic_formula(stage, world, a, keep)
         print(
             f"| {stage} | {world} | {a} | {'yes' if keep else 'no'} | {per:.4f} | {formula:.4f} | {per / formula:.4f} |",
