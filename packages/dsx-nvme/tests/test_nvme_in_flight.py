@@ -299,6 +299,16 @@ def test_the_interpreter_waits_at_its_end(tmp_path):
     )
 
 
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_the_interpreter_waits_at_its_end_for_what_goes_through_host_buffers(native, tmp_path):
+    code = "import sys, torch, dsx_nvme; dsx_nvme.staging.PIECE = 1 << 16; e = dsx_nvme.Engine(); e.write(torch.ones(1 << 21)[::2], sys.argv[1])"
+    environment = {**os.environ, "DSX_NVME_NATIVE": native}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "t")], check=True, timeout=120, env=environment)
+    assert torch.equal(
+        torch.frombuffer(bytearray((tmp_path / "t").read_bytes()), dtype=torch.float32), torch.ones(1 << 20)
+    )
+
+
 def test_tensors_of_a_device_go_through_host_buffers(tmp_path, monkeypatch):
     """The staging path, with host memory in the place of a device's."""
     outside = {"on": False}

@@ -58,14 +58,21 @@ class PythonEngine:
         view = memoryview((ctypes.c_char * nbytes).from_address(memory)).cast("B") if nbytes else memoryview(b"")
         starts = range(0, nbytes, self._block)
         move = _write_from if write else _read_into
-        jobs = [
-            self._pool.submit(self._piece, move, write, plain_fd, view[s : s + self._block], offset + s) for s in starts
-        ]
+        jobs = [self._begin(move, write, plain_fd, view[s : s + self._block], offset + s) for s in starts]
         with self._lock:
             number = next(self._ids)
             self._jobs[number] = jobs
             self._stats["requests"] += 1
         return number
+
+    def _begin(self, *piece: Any) -> Future[tuple[int, int, int]]:
+        try:
+            return self._pool.submit(self._piece, *piece)
+        except RuntimeError:
+            # The interpreter is ending and starts no work in pools, but what another thread still has under way must come to its end: here, then.
+            done: Future[tuple[int, int, int]] = Future()
+            done.set_result(self._piece(*piece))
+            return done
 
     def _piece(self, move: Any, write: bool, fd: int, view: memoryview, offset: int) -> tuple[int, int, int]:
         """(bytes moved, errno or END_OF_FILE or 0, offset of the error)."""
