@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .owners import Owners
-from .rules import COMPOUND, FREE_OF_ARITHMETIC, VIEW, rule_for
+from .rules import COMPOUND, VIEW, rule_for
 from .tree import Node
 
 __all__ = ["Totals", "Watch"]
@@ -88,7 +88,7 @@ class _Counting(TorchDispatchMode):
         result = func(*args, **kwargs)
         if rule is None:
             watch.note_unknown(func)
-        elif rule is not FREE_OF_ARITHMETIC:
+        elif not isinstance(rule, str):  # what costs nothing is a word
             flops, macs = rule(args, kwargs, result)
             if flops:
                 watch.book(owner, backward, flops, macs)

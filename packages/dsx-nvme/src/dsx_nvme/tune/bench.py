@@ -127,7 +127,8 @@ def _text(r: dict[str, Any]) -> str:
 
 def _processes(args: argparse.Namespace, places: list[tuple[str, int | None]]) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
-    barrier, left = context.Barrier(len(places)), {}
+    barrier = context.Barrier(len(places))
+    left: dict[Any, Any] = {}  # where each child's answer comes from
     for folder, device in places:
         answer, write = context.Pipe(duplex=False)
         child = context.Process(target=_child, args=(args, folder, device, barrier, write))
@@ -136,7 +137,8 @@ def _processes(args: argparse.Namespace, places: list[tuple[str, int | None]]) -
         left[answer] = child
     results: list[Any] = []
     while left:
-        for answer in connection.wait(list(left)):
+        ready: list[Any] = connection.wait(list(left))
+        for answer in ready:
             child = left.pop(answer)
             try:
                 results.append(answer.recv())
