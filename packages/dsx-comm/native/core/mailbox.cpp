@@ -195,6 +195,40 @@ bool Mailboxes::finished(const TransferPtr& t) {
 }
 
 void Mailboxes::wait(const TransferPtr& t, double timeout) {
+    try {
+        wait_for(t, timeout);
+    } catch (...) {
+        abandon(t);
+        throw;
+    }
+}
+
+// The caller gets its memory back. What had not begun is called off; a message half under way goes on from, or into, memory of its own, so that
+// the two sides stay in step.
+void Mailboxes::abandon(const TransferPtr& t) {
+    std::lock_guard<std::mutex> hold(lock_);
+    if (t->done) return;
+    t->error = "given up: an earlier wait for it failed";
+    if (!t->sending) {
+        const auto before = receives_.size();
+        receives_.remove(t);
+        t->done = receives_.size() != before;
+        if (t->done) return;
+        t->own.resize(static_cast<size_t>(t->bytes));
+        t->data = t->own.data();
+        return;
+    }
+    auto& queue = sends_[static_cast<size_t>(t->peer)];
+    if (t->moved == 0) {
+        queue.erase(std::remove(queue.begin(), queue.end(), t), queue.end());
+        t->done = true;
+        return;
+    }
+    t->own.assign(t->data, t->data + t->bytes);
+    t->data = t->own.data();
+}
+
+void Mailboxes::wait_for(const TransferPtr& t, double timeout) {
     Flag& bell = group_.doorbell(group_.rank());
     const auto until = Group::Clock::now() + std::chrono::microseconds(static_cast<int64_t>(std::min(timeout, 1e9) * 1e6));
     struct Count {

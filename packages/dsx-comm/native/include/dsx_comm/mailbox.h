@@ -26,6 +26,7 @@ struct Transfer {
     bool done = false;
     std::string error;   // of a finished transfer
     bool lost = false;   // the error is that the peer is gone
+    std::vector<char> own{};  // takes the place of the caller's memory when nobody waits any more
 };
 using TransferPtr = std::shared_ptr<Transfer>;
 
@@ -35,7 +36,7 @@ class Mailboxes {
     TransferPtr send(int peer, const void* data, int64_t bytes, int64_t tag);
     TransferPtr receive(int peer, void* data, int64_t bytes, int64_t tag);
     bool finished(const TransferPtr& transfer);            // moves what can be moved; throws what failed
-    void wait(const TransferPtr& transfer, double timeout);
+    void wait(const TransferPtr& transfer, double timeout);  // a transfer whose wait has failed never touches its data again
     void background();                                     // body of the thread that serves asynchronous transfers
     bool wants_thread();                                   // once true when something is under way: start the thread
     void stop();
@@ -56,6 +57,8 @@ class Mailboxes {
     bool idle() const;
     void give_up_on_the_lost();
     void settle(const TransferPtr& transfer) const;
+    void wait_for(const TransferPtr& transfer, double timeout);
+    void abandon(const TransferPtr& transfer);
 
     Group& group_;
     std::mutex lock_;
