@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..collectives import ReduceOp, all_reduce
 from ..compressed.signs import Measure, check_measure
 from ..errors import CommArgumentError, CommError
 from ..groups import get_world_size, is_initialized
@@ -41,6 +42,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
     clock_type: type
     one_scale = False
     may_skip_freezing = False
+    # torch.amp.GradScaler then calls `step` after an overflow too: it sees one rank's gradients, and all ranks must skip together.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -102,13 +105,19 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters (collective: every rank of the group). Returns what `closure` returned."""
+        """Update the parameters (collective: every rank of the group). Returns what `closure` returned.
+
+        Under torch.amp.GradScaler an overflow on one rank skips the step on all.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._overflowed():
+            return loss
+        self._unscale()
         self._prepare()
-        if self._world_size() > 1:
+        if self._world_size() > 1 and self._arenas:
             self._gate.decide(self._compressed_numel(), self._exact_itemsize(), self._arenas[0], self._process_group)
         self._still = self._find_still()
         kind = self._advance()
@@ -117,6 +126,23 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._save_clock()
         self._account(kind)
         return loss
+
+    def _overflowed(self) -> bool:
+        """Whether torch.amp.GradScaler, which leaves its word on the optimizer, found an overflow on any rank (then collective)."""
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        flag = found.detach().to(torch.float32).reshape(1).clone()
+        if self._world_size() > 1:
+            all_reduce(flag, ReduceOp.MAX, self._process_group)
+        return bool(flag)
+
+    def _unscale(self) -> None:
+        """Divide this rank's gradients by the loss scale, which may differ between ranks."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, 1.0 / float(scale))  # pyright: ignore[reportPrivateImportUsage]
 
     def _advance(self) -> StepKind:
         """Count the step that begins now."""
