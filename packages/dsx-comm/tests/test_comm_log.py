@@ -35,6 +35,14 @@ def test_the_section_is_strict():
         CommsLoggerConfig(prof_ops="all_reduce")
 
 
+def test_a_misspelt_section_is_not_taken_for_a_configuration_without_one():
+    with pytest.raises(
+        dsx_comm.CommConfigError, match=r"comms_logger\.prof_opps: unknown key; did you mean 'prof_ops'"
+    ):
+        dsx_comm.configure({"enabled": True, "prof_opps": ["all_reduce"]})
+    dsx_comm.configure({"train_batch_size": 8})  # a configuration that has none
+
+
 def records(rank, n):
     t, big = torch.ones(256), torch.ones(1 << 16)
     dsx_comm.configure({"comms_logger": {"enabled": False}})  # false means off

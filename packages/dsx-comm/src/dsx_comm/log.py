@@ -198,7 +198,8 @@ def _section(given: Any) -> CommsLoggerConfig:
     if isinstance(given, CommsLoggerConfig):
         return given
     if isinstance(given, Mapping):
-        inner = given.get("comms_logger", given if set(given) <= _KEYS else {})
+        # a section, even one with a misspelt key; else a whole configuration, which may have none
+        inner = given.get("comms_logger", given if not _KEYS.isdisjoint(given) else {})
         return inner if isinstance(inner, CommsLoggerConfig) else CommsLoggerConfig.from_dict(inner)
     inner = getattr(given, "comms_logger", given)
     if isinstance(inner, Mapping):

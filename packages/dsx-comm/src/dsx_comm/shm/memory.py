@@ -11,6 +11,7 @@ import bisect
 import mmap
 import os
 import weakref
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .segment import Unavailable, fetch, serve
 
 _ALIGN = 4096
 _PATIENCE = 60.0
+_begin = attrgetter("begin")
 
 
 class Memory:
@@ -37,8 +39,9 @@ class Memories:
     """The symmetric memory of one group, found again by address."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._items: list[Memory] = []
+        self._items: tuple[
+            Memory, ...
+        ] = ()  # by address; replaced whole, because a tensor may die in the middle of a search
         self.made = 0
 
     def __bool__(self) -> bool:
@@ -46,22 +49,19 @@ class Memories:
 
     def add(self, memory: Memory) -> None:
         """Note a new allocation."""
-        at = bisect.bisect(self._starts, memory.begin)
-        self._starts.insert(at, memory.begin)
-        self._items.insert(at, memory)
+        self._items = tuple(sorted((*self._items, memory), key=_begin))
 
     def remove(self, memory: Memory) -> None:
         """Forget an allocation."""
-        at = self._items.index(memory)
-        del self._items[at], self._starts[at]
+        self._items = tuple(m for m in self._items if m is not memory)
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int, list[int]]:
         """(number of the allocation, offset, every rank's base); (-1, 0, []) for ordinary memory."""
-        address = tensor.data_ptr()
-        at = bisect.bisect(self._starts, address) - 1
-        if at < 0 or address >= self._items[at].end:
+        items, address = self._items, tensor.data_ptr()
+        at = bisect.bisect(items, address, key=_begin) - 1
+        if at < 0 or address >= items[at].end:
             return -1, 0, []
-        memory = self._items[at]
+        memory = items[at]
         return memory.number, address - memory.begin, memory.bases
 
 
@@ -96,11 +96,13 @@ def allocate(group: Any, nbytes: int) -> torch.Tensor:
 
 
 def _make(group: Any, stride: int, size: int) -> int:
-    fd = os.memfd_create("dsx-comm-symmetric")
+    fd = -1
     try:
+        fd = os.memfd_create("dsx-comm-symmetric")
         os.ftruncate(fd, stride * size)
     except OSError as error:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
         _broadcast_text(group, f"- {error}")  # the others wait for a name
         raise
     serve(fd, size - 1, lambda name: _broadcast_text(group, f"{name} {stride}"), _PATIENCE)
