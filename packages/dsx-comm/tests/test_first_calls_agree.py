@@ -10,7 +10,17 @@ def disagreements(rank, n):
     import dsx_comm
     from dsx_comm import ReduceOp
 
+    kind = [torch.float32, torch.int32][rank]
+    empty, ones = torch.empty(4, dtype=kind), torch.ones(4, dtype=kind)
+    rows = [torch.empty(4, dtype=kind) for _ in range(n)]
     cases = [
+        (lambda: dsx_comm.all_gather(rows, ones), "int32"),
+        (lambda: dsx_comm.all_gather_into_tensor(torch.empty(4 * n, dtype=kind), ones), "int32"),
+        (lambda: dsx_comm.gather(ones, rows if rank == 0 else None), "int32"),
+        (lambda: dsx_comm.scatter(empty, rows if rank == 0 else None), "int32"),
+        (lambda: dsx_comm.broadcast(ones, 0), "int32"),
+        (lambda: dsx_comm.all_to_all_single(empty, ones), "int32"),
+        (lambda: dsx_comm.all_reduce_coalesced([ones, ones]), "int32"),
         (
             lambda: dsx_comm.all_reduce(torch.ones(10 + rank)),
             r"rank 0: all_reduce of 40 bytes.*rank 1: all_reduce of 44",
@@ -20,6 +30,7 @@ def disagreements(rank, n):
         (lambda: dsx_comm.broadcast(torch.ones(4), rank), "root 1"),
         (lambda: dsx_comm.barrier() if rank else dsx_comm.all_reduce(torch.ones(4)), "rank 1: barrier"),
     ]
+    dsx_comm.check_first_calls(len(cases))
     for call, text in cases:
         with pytest.raises(dsx_comm.MismatchError, match=text):
             call()

@@ -41,6 +41,72 @@ def test_the_missing_rank_and_its_place_are_named(backend, missing, later, capfd
         assert "for layers.7.mlp" in next(t for t in text.splitlines() if t.startswith(f"  rank {rank}:"))
 
 
+def missing_from(rank, n, call):
+    import time
+
+    dsx_comm.explain_hangs(limit=1.0, notice=0.5)
+    dsx_comm.check_first_calls(0)
+    dsx_comm.barrier()
+    if rank == 1:
+        time.sleep(6.0)
+        return ""
+    with pytest.raises(dsx_comm.HangError) as caught:
+        if call == "two phases":
+            dsx_comm.all_reduce(torch.ones(100, dtype=torch.bfloat16), async_op=True).wait()
+        else:
+            dsx_comm.all_gather_object([None] * n, "x")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["two phases", "objects"])
+def test_calls_of_several_messages_are_explained_too(call):
+    text = run_ranks(missing_from, 2, call, backend="gloo")[0]
+    assert "Rank(s) 1 did not enter it" in text, text
+
+
+def waited_for_twice(rank, n):
+    import time
+
+    import torch.distributed as dist
+
+    dsx_comm.explain_hangs(limit=20.0, notice=0.5)
+    tensor = torch.ones(4)
+    dsx_comm.all_reduce(tensor)
+    if rank == 1:
+        time.sleep(0.4)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.get_future()  # a thread waits for it, as the communication log lets one do
+    work.wait()
+    time.sleep(2.0)  # work of one's own, in no communication
+    dsx_comm.barrier()
+    return tensor[0].item()
+
+
+def test_a_call_that_two_threads_waited_for_is_over_when_both_are_through(capfd):
+    assert run_ranks(waited_for_twice, 2, backend="dsx") == [4.0, 4.0]
+    printed = capfd.readouterr()
+    assert "has waited" not in printed.out + printed.err
+
+
+def limits(rank, n, backend):
+    from datetime import timedelta
+
+    from dsx_comm.hang import WATCH
+
+    dsx_comm.init_distributed(backend, timeout=timedelta(hours=1))
+    groups = [dsx_comm.get_world_group(), dsx_comm.new_group(timeout=timedelta(hours=2))]
+    enter, notes = WATCH.enter, []
+    WATCH.enter = lambda *a, **k: notes.append(enter(*a, **k)) or notes[-1]
+    for group in groups:
+        dsx_comm.barrier(group)
+    return [note.limit for note in notes]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "dsx"])
+def test_the_limit_is_nine_tenths_of_the_groups_own(backend):
+    assert run_ranks(limits, 2, backend, backend=None)[0] == pytest.approx([3240.0, 6480.0])
+
+
 def slow_but_fine(rank, n):
     import time
 

@@ -119,7 +119,11 @@ def test_a_process_alone_is_a_world_of_its_own():
 
 
 def with_environment(rank, n):
+    import threading
+
     dsx_comm.init_distributed()
+    # a rank that is slow to make its first call can be asked where it is
+    assert "dsx-comm-watch" in [thread.name for thread in threading.enumerate()]
     got = [None] * n
     dsx_comm.all_gather_object(got, (dsx_comm.get_rank(), dsx_comm.get_local_rank(), dsx_comm.get_backend()))
     return got
@@ -174,6 +178,10 @@ def wrong_arguments(rank, n):
         dsx_comm.init_distributed("mpi")
     os.environ["DSX_TIMEOUT"] = "soon"
     with pytest.raises(dsx_comm.CommError, match="DSX_TIMEOUT: got 'soon'"):
+        dsx_comm.init_distributed()
+    del os.environ["DSX_TIMEOUT"]
+    os.environ["DEEPSPEED_TIMEOUT"] = "later"  # what job scripts have
+    with pytest.raises(dsx_comm.CommError, match="DEEPSPEED_TIMEOUT: got 'later'"):
         dsx_comm.init_distributed()
 
 

@@ -124,12 +124,12 @@ struct PyGroup {
         auto where = symmetric(memory, offset, bases);
         return issue(async, [=](Group& g) { g.all_reduce(pointer<void>(data), count, spec, where, timeout); });
     }
-    py::object all_gather(Address source, Addresses outputs, int64_t bytes, int64_t memory, int64_t offset, const Addresses& bases,
-                          double timeout, bool async) {
+    py::object all_gather(Address source, Addresses outputs, int64_t bytes, int code, int64_t memory, int64_t offset,
+                          const Addresses& bases, double timeout, bool async) {
         check_parts({outputs});
         auto where = symmetric(memory, offset, bases);
         return issue(async, [=](Group& g) {
-            g.all_gather(pointer<void>(source), reinterpret_cast<char* const*>(outputs.data()), bytes, where, timeout);
+            g.all_gather(pointer<void>(source), reinterpret_cast<char* const*>(outputs.data()), bytes, code, where, timeout);
         });
     }
     py::object reduce_scatter(Address output, Addresses inputs, std::vector<int64_t> counts, int dtype, int reduce, bool average,
@@ -143,9 +143,9 @@ struct PyGroup {
                              timeout);
         });
     }
-    py::object broadcast(Address data, int64_t bytes, int root, double timeout, bool async) {
+    py::object broadcast(Address data, int64_t bytes, int code, int root, double timeout, bool async) {
         check_root(root);
-        return issue(async, [=](Group& g) { g.broadcast(pointer<void>(data), bytes, root, timeout); });
+        return issue(async, [=](Group& g) { g.broadcast(pointer<void>(data), bytes, code, root, timeout); });
     }
     py::object reduce(Address data, int64_t count, int root, int dtype, int reduce, bool average, double premultiply, double timeout,
                       bool async) {
@@ -153,27 +153,27 @@ struct PyGroup {
         auto spec = spec_of(dtype, reduce, average, premultiply);
         return issue(async, [=](Group& g) { g.reduce(pointer<void>(data), count, root, spec, timeout); });
     }
-    py::object gather(Address source, Addresses outputs, int64_t bytes, int root, double timeout, bool async) {
+    py::object gather(Address source, Addresses outputs, int64_t bytes, int code, int root, double timeout, bool async) {
         check_root(root);
         if (core->group.rank() == root) check_parts({outputs});
         return issue(async, [=](Group& g) {
-            g.gather(pointer<void>(source), reinterpret_cast<char* const*>(outputs.data()), bytes, root, timeout);
+            g.gather(pointer<void>(source), reinterpret_cast<char* const*>(outputs.data()), bytes, code, root, timeout);
         });
     }
-    py::object scatter(Addresses inputs, Address output, int64_t bytes, int root, double timeout, bool async) {
+    py::object scatter(Addresses inputs, Address output, int64_t bytes, int code, int root, double timeout, bool async) {
         check_root(root);
         if (core->group.rank() == root) check_parts({inputs});
         return issue(async, [=](Group& g) {
-            g.scatter(reinterpret_cast<const char* const*>(inputs.data()), pointer<void>(output), bytes, root, timeout);
+            g.scatter(reinterpret_cast<const char* const*>(inputs.data()), pointer<void>(output), bytes, code, root, timeout);
         });
     }
     py::object all_to_all(Addresses inputs, std::vector<int64_t> in_bytes, Addresses outputs, std::vector<int64_t> out_bytes,
-                          double timeout, bool async) {
+                          int code, double timeout, bool async) {
         check_parts({inputs, outputs});
         if (in_bytes.size() != inputs.size() || out_bytes.size() != inputs.size()) throw std::invalid_argument("one size per rank");
         return issue(async, [=](Group& g) {
             g.all_to_all(reinterpret_cast<const char* const*>(inputs.data()), in_bytes.data(),
-                         reinterpret_cast<char* const*>(outputs.data()), out_bytes.data(), timeout);
+                         reinterpret_cast<char* const*>(outputs.data()), out_bytes.data(), code, timeout);
         });
     }
 
@@ -226,21 +226,13 @@ py::tuple layout(int fd) {
 void reduce_now(Address dst, const Addresses& sources, int64_t count, int dtype, int reduce, bool average, double premultiply,
                 const std::string& isa) {
     auto spec = spec_of(dtype, reduce, average, premultiply);
-    const Kernels* k = isa.empty() ? &kernels() : kernels_named(isa.c_str());
-    if (!k) throw std::invalid_argument("instruction set '" + isa + "' cannot run here");
+    const Kernels& k = isa.empty() ? kernels() : kernels_named(isa);
     ReduceArgs a{};
     std::vector<const void*> from;
     for (Address s : sources) from.push_back(pointer<void>(s));
     a.dst = pointer<void>(dst), a.sources = from.data(), a.nsources = static_cast<int>(from.size()), a.count = count;
     a.premultiply = premultiply, a.divide = average ? static_cast<double>(from.size()) : 1.0;
-    k->reduce[dtype][reduce](a);
-}
-
-std::vector<std::string> isas() {
-    std::vector<std::string> found;
-    for (const char* name : {"base", "avx2", "avx512"})
-        if (kernels_named(name)) found.push_back(name);
-    return found;
+    k.reduce[dtype][reduce](a);
 }
 
 std::string sanitizer() {
@@ -256,14 +248,14 @@ std::string sanitizer() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-    m.attr("ABI") = 1;
+    m.attr("ABI") = 2;
     py::register_exception<PeerLost>(m, "PeerLost", PyExc_RuntimeError);
     py::register_exception<WaitTimeout>(m, "WaitTimeout", PyExc_RuntimeError);
     py::register_exception<Mismatch>(m, "Mismatch", PyExc_RuntimeError);
     py::register_exception<Aborted>(m, "Aborted", PyExc_RuntimeError);
     py::register_exception<Hang>(m, "Hang", PyExc_RuntimeError);
     m.def("isa", [] { return kernels().name; });
-    m.def("isas", &isas);
+    m.def("isas", &runnable_isas);
     m.def("sanitizer", &sanitizer);
     m.def("format", &format);
     m.def("sizes", &sizes);

@@ -25,8 +25,10 @@ const char* call_name(int32_t call) {
     return call >= 0 && call <= static_cast<int32_t>(Call::barrier) ? names[call] : "?";
 }
 const char* dtype_name(int32_t d) {
-    static const char* const names[] = {"float32", "float64", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "int64"};
-    return d >= 0 && d < static_cast<int32_t>(Dtype::count) ? names[d] : "bytes";
+    // beyond `Dtype`: what is only moved (shm/codes.py)
+    static const char* const names[] = {"float32", "float64", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "int64",
+                                        "bool", "complex64", "complex128", "a dtype of its own"};
+    return names[std::min<int32_t>(d, sizeof names / sizeof *names - 1)];
 }
 const char* reduce_name(int32_t r) {
     static const char* const names[] = {"SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG"};
@@ -96,10 +98,11 @@ Group::Doing Group::begin(const char* what, double timeout) {
     return {what, Clock::now() + std::chrono::microseconds(static_cast<int64_t>(std::min(timeout, 1e9) * 1e6)), timeout};
 }
 
-Descriptor Group::descriptor(Call call, int64_t bytes) const {
+Descriptor Group::descriptor(Call call, int64_t bytes, int code) const {
     Descriptor d;
     d.call = static_cast<int32_t>(call);
-    d.dtype = d.reduce = -1;
+    d.dtype = code;
+    d.reduce = -1;
     d.bytes = bytes;
     d.sequence = calls_;
     return d;
@@ -390,9 +393,9 @@ void Group::reduce(void* data, int64_t count, int root, const ReduceSpec& spec, 
 
 // - copies
 
-void Group::all_gather(const void* source, char* const* outputs, int64_t bytes, const Symmetric& where, double timeout) {
+void Group::all_gather(const void* source, char* const* outputs, int64_t bytes, int code, const Symmetric& where, double timeout) {
     auto doing = begin("all_gather", timeout);
-    Descriptor mine = descriptor(Call::all_gather, bytes);
+    Descriptor mine = descriptor(Call::all_gather, bytes, code);
     mine.memory = where.memory;
     mine.offset = where.offset;
     const auto* from = static_cast<const char*>(source);
@@ -438,9 +441,9 @@ void Group::all_gather(const void* source, char* const* outputs, int64_t bytes, 
     }
 }
 
-void Group::broadcast(void* data, int64_t bytes, int root, double timeout) {
+void Group::broadcast(void* data, int64_t bytes, int code, int root, double timeout) {
     auto doing = begin("broadcast", timeout);
-    Descriptor mine = descriptor(Call::broadcast, bytes);
+    Descriptor mine = descriptor(Call::broadcast, bytes, code);
     mine.root = root;
     auto* user = static_cast<char*>(data);
     const Chunks chunks(bytes, static_cast<int64_t>(layout_.in_bytes));
@@ -459,9 +462,9 @@ void Group::broadcast(void* data, int64_t bytes, int root, double timeout) {
     }
 }
 
-void Group::gather(const void* source, char* const* outputs, int64_t bytes, int root, double timeout) {
+void Group::gather(const void* source, char* const* outputs, int64_t bytes, int code, int root, double timeout) {
     auto doing = begin("gather", timeout);
-    Descriptor mine = descriptor(Call::gather, bytes);
+    Descriptor mine = descriptor(Call::gather, bytes, code);
     mine.root = root;
     const auto* from = static_cast<const char*>(source);
     const Chunks chunks(bytes, static_cast<int64_t>(layout_.in_bytes));
@@ -485,9 +488,9 @@ void Group::gather(const void* source, char* const* outputs, int64_t bytes, int 
     }
 }
 
-void Group::scatter(const char* const* inputs, void* output, int64_t bytes, int root, double timeout) {
+void Group::scatter(const char* const* inputs, void* output, int64_t bytes, int code, int root, double timeout) {
     auto doing = begin("scatter", timeout);
-    Descriptor mine = descriptor(Call::scatter, bytes);
+    Descriptor mine = descriptor(Call::scatter, bytes, code);
     mine.root = root;
     const auto limit = static_cast<int64_t>(layout_.slice_bytes);
     auto* to = static_cast<char*>(output);
@@ -512,10 +515,10 @@ void Group::scatter(const char* const* inputs, void* output, int64_t bytes, int 
 
 // The first step shows the sizes: how many more there are is known only then.
 void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char* const* outputs, const int64_t* out_bytes,
-                       double timeout) {
+                       int code, double timeout) {
     auto doing = begin("all_to_all", timeout);
     const int P = size();
-    Descriptor mine = descriptor(Call::all_to_all, 0);
+    Descriptor mine = descriptor(Call::all_to_all, 0, code);
     for (int r = 0; r < P; r++) mine.largest = std::max(mine.largest, in_bytes[r]);
     put(in(rank(), step_ + 1), in_bytes, static_cast<size_t>(P) * sizeof(int64_t));
     open(doing, mine);

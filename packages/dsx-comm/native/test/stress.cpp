@@ -42,7 +42,7 @@ void collectives(Group& g, int round, std::mt19937& random) {
             std::vector<float> out(n * static_cast<size_t>(P));
             std::vector<char*> places;
             for (int r = 0; r < P; r++) places.push_back(reinterpret_cast<char*>(out.data() + n * static_cast<size_t>(r)));
-            g.all_gather(data.data(), places.data(), numel * 4, {}, 30);
+            g.all_gather(data.data(), places.data(), numel * 4, -1, {}, 30);
             for (size_t i = 0; i < out.size(); i++) expect(out[i] == static_cast<float>(i / n + 1), "all_gather", me, round);
             break;
         }
@@ -55,7 +55,7 @@ void collectives(Group& g, int round, std::mt19937& random) {
             break;
         }
         case 3:
-            g.broadcast(data.data(), numel * 4, root, 30);
+            g.broadcast(data.data(), numel * 4, -1, root, 30);
             for (float v : data) expect(v == static_cast<float>(root + 1), "broadcast", me, round);
             break;
         case 4:
@@ -69,7 +69,7 @@ void collectives(Group& g, int round, std::mt19937& random) {
             std::vector<char*> to;
             for (int r = 0; r < P; r++) to.push_back(reinterpret_cast<char*>(out.data() + n * static_cast<size_t>(r)));
             std::vector<int64_t> bytes(static_cast<size_t>(P), numel * 4);
-            g.all_to_all(from.data(), bytes.data(), to.data(), bytes.data(), 30);
+            g.all_to_all(from.data(), bytes.data(), to.data(), bytes.data(), -1, 30);
             for (size_t i = 0; i < out.size(); i++) expect(out[i] == static_cast<float>(i / n + 1), "all_to_all", me, round);
             break;
         }

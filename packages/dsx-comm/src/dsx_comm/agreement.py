@@ -1,6 +1,6 @@
 """Do all ranks call the same collective? Checked on the first calls of each group, before data moves.
 
-Every rank posts a line (operation, sizes) in the job's store and reads the others'. That costs a few round trips, so it is
+Every rank posts a line (operation, size, dtype, operator, root) in the job's store and reads the others'. That costs a few round trips, so it is
 done for the first `CHECKED` calls of a group, in which a program shows what it does, and not for sends and receives.
 Groups of the "dsx" backend need none of this: they compare within every call, at no cost.
 
@@ -21,7 +21,7 @@ from .errors import CommArgumentError, MismatchError
 CHECKED = 10
 PATIENCE = 2.0
 _SKIPPED = frozenset(("send", "recv", "isend", "irecv", "batch_isend_irecv", "monitored_barrier"))
-# calls whose size must be the same on all ranks; of others only the operation is compared
+# calls whose size must be the same on all ranks; of others the operation, dtypes, operator and root are compared
 _EVEN = frozenset(
     (
         "all_reduce",
@@ -60,7 +60,7 @@ class Agreement:
         if number >= self.calls:
             return _nothing
         self._seen[name] = number + 1
-        mine = f"{call.op} of {call.message} bytes{call.detail}" if call.op in _EVEN else call.op
+        mine = (f"{call.op} of {call.message} bytes" if call.op in _EVEN else call.op) + call.detail
         store = _store(name, number)
         store.set(str(dist.get_rank()), mine)
         ranks = dist.get_process_group_ranks(call.group)

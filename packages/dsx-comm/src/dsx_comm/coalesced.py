@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .calls import Call, Labels, all_reduce_volume, check_labels, run, share_volume
 from .checks import contiguous, nbytes, not_overlapping, reduce_kind, share, tensor_of
-from .collectives import settle, start_all_gather, start_all_reduce, start_reduce_scatter
+from .collectives import described, settle, start_all_gather, start_all_reduce, start_reduce_scatter
 from .errors import CommArgumentError
 from .groups import Membership, member
 from .works import Handle
@@ -37,7 +37,8 @@ def all_reduce_coalesced(
     kinds = {t.dtype: reduce_kind(op, tensor_of(t, name), name) for t in tensors}
     size = sum(map(nbytes, tensors))
     sent = all_reduce_volume(size, to.size)
-    call = Call(name, to.group, to.size, size, sent, tensors[0].device, check_labels(labels), per=to.size)
+    detail = "".join(described(dtype, kind) for dtype, kind in kinds.items())
+    call = Call(name, to.group, to.size, size, sent, tensors[0].device, check_labels(labels), to.size, detail)
 
     def issue() -> Any:
         if to.backends.get(tensors[0].device.type) == "nccl":
@@ -135,7 +136,8 @@ def _pairwise(
         contiguous(output, name, "output")
     size = sum(map(nbytes, shares))
     device = inputs[0].device
-    call = Call(name, to.group, to.size, size, share_volume(size, to.size), device, check_labels(labels))
+    detail = "".join(map(described, dict.fromkeys(t.dtype for t in inputs)))
+    call = Call(name, to.group, to.size, size, share_volume(size, to.size), device, check_labels(labels), detail=detail)
     return run(call, lambda: settle(_together(starts, device, to), async_op), async_op)
 
 

@@ -34,7 +34,8 @@ def _call(
     return Call(op, to.group, to.size, message, sent, device, check_labels(labels), detail=detail)
 
 
-def _how(dtype: torch.dtype, kind: Any = None, root: int | None = None) -> str:
+def described(dtype: torch.dtype, kind: Any = None, root: int | None = None) -> str:
+    """What beside operation and size must agree between ranks, as a `Call` says it."""
     operator = "" if kind is None else f" {getattr(kind, 'op', kind).name}"
     return f" {str(dtype)[6:]}{operator}" + ("" if root is None else f" root {root}")
 
@@ -84,7 +85,7 @@ def reduce_everywhere(name: str, tensor: torch.Tensor, op: Any, group: Any, asyn
     size = nbytes(tensor)
     sent = all_reduce_volume(size, to.size)
     call = Call(
-        name, to.group, to.size, size, sent, tensor.device, check_labels(labels), to.size, _how(tensor.dtype, kind)
+        name, to.group, to.size, size, sent, tensor.device, check_labels(labels), to.size, described(tensor.dtype, kind)
     )
     return run(call, lambda: settle(start_all_reduce(tensor, kind, to, not async_op), async_op), async_op)
 
@@ -121,7 +122,13 @@ def reduce(
     target = group_rank(dst, to, "reduce", "dst")
     size = nbytes(tensor)
     call = _call(
-        "reduce", to, size, 0 if to.rank == target else size, tensor.device, labels, _how(tensor.dtype, kind, target)
+        "reduce",
+        to,
+        size,
+        0 if to.rank == target else size,
+        tensor.device,
+        labels,
+        described(tensor.dtype, kind, target),
     )
 
     def issue() -> Any:
@@ -164,7 +171,13 @@ def reduce_scatter_tensor(
     contiguous(output, name, "output")
     kind = reduce_kind(op, input, name)
     call = _call(
-        name, to, nbytes(output), share_volume(nbytes(output), to.size), input.device, labels, _how(input.dtype, kind)
+        name,
+        to,
+        nbytes(output),
+        share_volume(nbytes(output), to.size),
+        input.device,
+        labels,
+        described(input.dtype, kind),
     )
     return run(call, lambda: settle(start_reduce_scatter(output, input, kind, to, not async_op), async_op), async_op)
 
@@ -205,7 +218,7 @@ def reduce_scatter(
         raise_sizes(name, f"input_list[{to.rank}]", parts[to.rank].numel(), output.numel())
     kind = reduce_kind(op, output, name)
     sent = sum(nbytes(part) for p, part in enumerate(parts) if p != to.rank)
-    call = _call(name, to, nbytes(output), sent, output.device, labels)
+    call = _call(name, to, nbytes(output), sent, output.device, labels, described(output.dtype, kind))
 
     def issue() -> Any:
         if to.size == 1:
@@ -253,7 +266,9 @@ def all_gather_into_tensor(
     share(output, input, to, name, ("output", "input"))
     contiguous(output, name, "output")
     not_overlapping(output, input, to.rank, name)
-    call = _call(name, to, nbytes(input), share_volume(nbytes(input), to.size), input.device, labels, _how(input.dtype))
+    call = _call(
+        name, to, nbytes(input), share_volume(nbytes(input), to.size), input.device, labels, described(input.dtype)
+    )
     return run(call, lambda: settle(start_all_gather(output, input, to, not async_op), async_op), async_op)
 
 
@@ -291,7 +306,8 @@ def all_gather(
     """tensor_list[p] = rank p's `tensor`; all of one size."""
     to = member(group)
     outputs = _checked_list(tensor_list, tensor, to, "all_gather", "tensor_list")
-    call = _call("all_gather", to, nbytes(tensor), share_volume(nbytes(tensor), to.size), tensor.device, labels)
+    sent = share_volume(nbytes(tensor), to.size)
+    call = _call("all_gather", to, nbytes(tensor), sent, tensor.device, labels, described(tensor.dtype))
 
     def issue() -> Any:
         source = tensor.contiguous()
@@ -327,7 +343,8 @@ def gather(
     outputs = _checked_list(gather_list, tensor, to, "gather", "gather_list") if at_target else None
     if not at_target and gather_list:
         raise_sizes("gather", "gather_list on a rank that is not dst", len(gather_list), 0)
-    call = _call("gather", to, nbytes(tensor), 0 if at_target else nbytes(tensor), tensor.device, labels)
+    sent = 0 if at_target else nbytes(tensor)
+    call = _call("gather", to, nbytes(tensor), sent, tensor.device, labels, described(tensor.dtype, root=target))
 
     def issue() -> Any:
         source = tensor.contiguous()
@@ -353,7 +370,7 @@ def broadcast(
     source = group_rank(src, to, "broadcast", "src")
     size = nbytes(tensor_of(tensor, "broadcast"))
     sent = size if to.rank == source and to.size > 1 else 0
-    call = _call("broadcast", to, size, sent, tensor.device, labels, _how(tensor.dtype, root=source))
+    call = _call("broadcast", to, size, sent, tensor.device, labels, described(tensor.dtype, root=source))
     return run(call, lambda: settle(start_broadcast(tensor, src, source, to, not async_op), async_op), async_op)
 
 
@@ -387,7 +404,7 @@ def scatter(
     if not at_source and scatter_list:
         raise_sizes("scatter", "scatter_list on a rank that is not src", len(scatter_list), 0)
     sent = share_volume(nbytes(tensor), to.size) if at_source else 0
-    call = _call("scatter", to, nbytes(tensor), sent, tensor.device, labels)
+    call = _call("scatter", to, nbytes(tensor), sent, tensor.device, labels, described(tensor.dtype, root=source))
 
     def issue() -> Any:
         parts = [part.contiguous() for part in inputs] if inputs is not None else None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from . import composed
 from .calls import Call, Labels, check_labels, run
 from .checks import contiguous, nbytes, tensor_list, tensor_of
-from .collectives import settle
+from .collectives import described, settle
 from .errors import CommArgumentError, CommError
 from .groups import Membership, member
 from .works import Done, Handle
@@ -46,7 +46,8 @@ def all_to_all_single(
     pieces = _split(source, input_split_sizes, to.size, name, "input")
     places = _split(output, output_split_sizes, to.size, name, "output")
     sent = sum(nbytes(piece) for p, piece in enumerate(pieces) if p != to.rank)
-    call = Call(name, to.group, to.size, nbytes(source), sent, source.device, check_labels(labels))
+    detail = described(source.dtype)
+    call = Call(name, to.group, to.size, nbytes(source), sent, source.device, check_labels(labels), detail=detail)
 
     def issue() -> Any:
         if to.composes(source) or to.size == 1:
@@ -73,7 +74,8 @@ def all_to_all(
         contiguous(place, name, f"output_tensor_list[{i}]")
     pieces = [piece.contiguous() for piece in sources]
     sent = sum(nbytes(piece) for p, piece in enumerate(pieces) if p != to.rank)
-    call = Call(name, to.group, to.size, sum(map(nbytes, pieces)), sent, pieces[0].device, check_labels(labels))
+    size, detail = sum(map(nbytes, pieces)), described(pieces[0].dtype)
+    call = Call(name, to.group, to.size, size, sent, pieces[0].device, check_labels(labels), detail=detail)
 
     def issue() -> Any:
         if to.composes(pieces[0]) or to.size == 1:

@@ -7,8 +7,8 @@ number in the group, the place in the code. From the answers each rank makes the
 prints it, and the waiting calls fail with it. On "dsx" groups they fail at once; on gloo when their wait ends, shortly after
 the limit.
 
-The limit is nine tenths of the group's time limit as `init_distributed` sets it (9 minutes by default); a first report that
-stops nothing is printed after a minute. `explain_hangs` changes both. Not seen: kernels that wait on a GPU without a thread of
+The limit is nine tenths of the time limit of the group that waits (9 minutes where that is 10); a first report that
+stops nothing is printed after a minute. `explain_hangs` sets both for all groups. Not seen: kernels that wait on a GPU without a thread of
 this process waiting in this package.
 """
 
@@ -29,8 +29,9 @@ import torch.distributed as dist
 
 from .errors import CommArgumentError, HangError
 
-DEFAULT_LIMIT = 540.0
+DEFAULT_LIMIT = 540.0  # of groups that do not tell their time limit
 DEFAULT_NOTICE = 60.0
+SHARE = 0.9  # of a group's time limit
 GRACE = 3.0  # seconds between the alarm and the end of waits: time for the others to answer
 _OURS = (os.path.dirname(__file__), os.path.dirname(dist.__file__))
 
@@ -45,6 +46,7 @@ class Waiting:
     label: str
     thread: int
     since: float
+    limit: float  # seconds
     abort: Any = None  # makes the group's calls fail with a text, where the group can
     told: int = 0  # 1: the notice was given, 2: the last report
     failed: str = ""
@@ -52,13 +54,14 @@ class Waiting:
 
 @dataclass
 class _GroupLog:
+    limit: float = DEFAULT_LIMIT
     issued: int = 0
     what: str = "nothing"
 
 
 @dataclass
 class _Settings:
-    limit: float = DEFAULT_LIMIT
+    limit: float | None = None  # None: a share of each group's own
     notice: float = DEFAULT_NOTICE
 
 
@@ -83,17 +86,20 @@ class Watch:
 
     # - notes, on the way of every call
 
-    def enter(self, group: str, what: str, label: str = "", abort: Any = None) -> Waiting:
-        """A call is issued by this thread and may wait."""
-        if self._thread is None or self._pid != os.getpid():
-            self._arm()
-        log = self._state.groups.get(group)
+    def enter(self, group: Any, what: str, label: str = "", abort: Any = None, timeout: float | None = None) -> Waiting:
+        """A call is issued by this thread and may wait. `timeout`: the call's time limit in seconds; None: its group's."""
+        self.arm()
+        name = group.group_name
+        log = self._state.groups.get(name)
         if log is None:
-            log = self._state.groups[group] = _GroupLog()
+            log = self._state.groups[name] = _GroupLog(SHARE * _time_limit(group) if timeout is None else DEFAULT_LIMIT)
         log.issued += 1
         log.what = what
+        limit = self.settings.limit
+        if limit is None:
+            limit = log.limit if timeout is None else SHARE * timeout
         thread = threading.get_ident()
-        note = Waiting(group, log.issued, what, label or self.label(), thread, time.monotonic(), abort)
+        note = Waiting(name, log.issued, what, label or self.label(), thread, time.monotonic(), limit, abort)
         self._state.waiting[thread] = note
         return note
 
@@ -104,8 +110,8 @@ class Watch:
         self._state.waiting[note.thread] = note
 
     def leave(self, note: Waiting) -> None:
-        """The thread is through."""
-        self._state.waiting.pop(note.thread, None)
+        """The thread is through; others may still wait for the same call."""
+        self._state.waiting.pop(threading.get_ident(), None)
 
     def label(self) -> str:
         """The innermost `unit` of this thread."""
@@ -121,9 +127,10 @@ class Watch:
         finally:
             self._labels.value = before
 
-    def patience(self) -> float | None:
+    def patience(self, note: Waiting | None) -> float | None:
         """Seconds a wait may last before it has to end; None: as long as the group's own limit."""
-        return self.settings.limit + GRACE if self.settings.limit > 0 else None
+        limit = self.settings.limit if note is None else note.limit
+        return limit + GRACE if limit else None
 
     def verdict(self, note: Waiting, error: BaseException) -> BaseException:
         """The error to raise for `error`: the explanation, if there is one."""
@@ -131,8 +138,11 @@ class Watch:
 
     # - the thread
 
-    def _arm(self) -> None:
-        if not dist.is_initialized() or dist.get_world_size() == 1 or self.settings.limit <= 0:
+    def arm(self) -> None:
+        """Start to look, unless the thread runs: a rank that has made no call yet can say where it is, too."""
+        if self._thread is not None and self._pid == os.getpid():
+            return
+        if not dist.is_initialized() or dist.get_world_size() == 1 or self.settings.limit == 0:
             return
         if self._pid != os.getpid():  # a fork has the notes of its parent, but not its thread
             self._state = _State()
@@ -155,7 +165,8 @@ class Watch:
 
     def _run(self, stop: threading.Event) -> None:
         state, settings = self._state, self.settings
-        period = min(5.0, max(0.1, min(settings.limit, settings.notice) / 10))
+        soonest = settings.notice if settings.limit is None else min(settings.limit, settings.notice)
+        period = min(5.0, max(0.1, soonest / 10))
         try:
             store = dist.PrefixStore("dsx_hang/", _own_connection())  # pyright: ignore[reportPrivateImportUsage]
             while not stop.wait(period) and dist.is_initialized() and dist.group.WORLD is state.world:
@@ -166,9 +177,11 @@ class Watch:
     def _look(self, store: Any, state: _State, period: float) -> None:
         alarm = f"alarm/{state.answered}"
         now = time.monotonic()
-        worst = min(list(state.waiting.values()), key=lambda w: w.since, default=None)
+        waiting = list(state.waiting.values())
+        over = [w for w in waiting if now - w.since > w.limit]
+        worst = min(over or waiting, key=lambda w: w.since, default=None)
         waited = now - worst.since if worst is not None else 0.0
-        final = waited > self.settings.limit
+        final = bool(over)
         stage = 2 if final else 1 if waited > self.settings.notice else 0
         if worst is not None and stage > worst.told:
             worst.told = stage
@@ -210,6 +223,17 @@ class Watch:
 
 
 WATCH = Watch()
+
+
+def _time_limit(group: Any) -> float:
+    """Seconds after which a group's calls fail by themselves, where its backends tell."""
+    found = []
+    for device in getattr(group, "_device_types", ()):
+        try:
+            found.append(group._get_backend(device).options._timeout.total_seconds())
+        except (AttributeError, RuntimeError):  # a backend without options
+            continue
+    return min(found, default=DEFAULT_LIMIT / SHARE)
 
 
 def _own_connection() -> Any:
@@ -270,7 +294,8 @@ def explain_hangs(limit: float | None = None, notice: float | None = None) -> No
     """Change when hangs are explained.
 
     Args:
-        limit: seconds after which a waiting call fails with the explanation; 0 turns the explainer off. None: no change.
+        limit: seconds after which a waiting call of any group fails with the explanation; 0 turns the explainer off. None: no
+            change; before the first change it is nine tenths of each group's time limit.
         notice: seconds after which a report is printed that stops nothing. None: no change.
 
     Raises CommArgumentError for negative numbers.

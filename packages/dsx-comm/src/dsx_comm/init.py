@@ -18,12 +18,13 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from .discovery import Rendezvous, ask_mpi, discover
 from .errors import CommArgumentError, CommError
-from .hang import explain_hangs
+from .hang import DEFAULT_NOTICE, WATCH, explain_hangs
 from .shm.segment import ShmOptions
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_MINUTES = 10.0
+_TIMEOUT_VARIABLES = ("DSX_TIMEOUT", "DEEPSPEED_TIMEOUT")
 
 
 def init_distributed(
@@ -46,7 +47,8 @@ def init_distributed(
         auto_mpi_discovery: look for Slurm, MPI, AzureML and SageMaker when torchrun's variables are not all set.
         distributed_port: port of rank 0 where nobody names one.
         verbose: log one line on rank 0.
-        timeout: of collectives, a timedelta or minutes; default: the variable DSX_TIMEOUT (minutes), else 10 minutes.
+        timeout: of collectives, a timedelta or minutes; default: the variable DSX_TIMEOUT (minutes), else DEEPSPEED_TIMEOUT,
+            which job scripts have, else 10 minutes.
         init_method: torch's URL ("tcp://...", "file://..."); then `rank` and `world_size` are needed.
         dist_init_required: False: do not make a group, fail if there is none.
         config: configuration whose `comms_logger` section switches the communication log (see `configure`).
@@ -69,7 +71,7 @@ def init_distributed(
             "dist_init_required is False, but there is no process group: initialise torch.distributed before"
         )
     patience = _timeout(timeout)
-    explain_hangs(limit=0.9 * patience.total_seconds(), notice=min(60.0, 0.45 * patience.total_seconds()))
+    explain_hangs(notice=min(DEFAULT_NOTICE, 0.45 * patience.total_seconds()))
     backend = dist_backend or _default_backend()
     automatic = dist_backend is None and backend == "gloo"
     if init_method is not None or backend == "mpi":
@@ -79,6 +81,7 @@ def init_distributed(
         # Ranks of one machine share memory; where they turn out not to, the group is a gloo group after all.
         shares = automatic and found is not None and found.world_size > 1 and sys.platform.startswith("linux")
         _form("dsx" if shares else backend, found, patience, ShmOptions(warn=False) if shares else None)
+    WATCH.arm()
     if verbose and dist.get_rank() == 0:
         logger.info("process group: %s, %d rank(s)", dist.get_backend_config(), dist.get_world_size())
 
@@ -87,11 +90,12 @@ def _timeout(value: timedelta | float | None) -> timedelta:
     if isinstance(value, timedelta):
         return value
     if value is None:
-        text = os.environ.get("DSX_TIMEOUT", str(DEFAULT_TIMEOUT_MINUTES))
+        name = next((name for name in _TIMEOUT_VARIABLES if name in os.environ), None)
+        text = str(DEFAULT_TIMEOUT_MINUTES) if name is None else os.environ[name]
         try:
             value = float(text)
         except ValueError:
-            raise CommError(f"DSX_TIMEOUT: got {text!r}, expected minutes") from None
+            raise CommError(f"{name}: got {text!r}, expected minutes") from None
     if not value > 0:
         raise CommArgumentError(f"timeout: got {value} minutes, expected more than 0")
     return timedelta(minutes=value)

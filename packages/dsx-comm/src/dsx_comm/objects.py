@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .calls import Call, Labels, check_labels, run, share_volume
+from .calls import Call, Labels, check_labels, guarded, run, share_volume
 from .checks import group_rank
 from .collectives import settle, start_all_gather, start_broadcast
 from .errors import CommArgumentError
@@ -22,7 +22,7 @@ from .p2p import start_p2p
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_TAG = 0x3FFFFFFF  # of lengths and pickles in gather and scatter
+_TAG = 0x40000004  # beyond what users may take; of lengths and pickles in gather and scatter
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **labels: Unpack[Labels]) -> None:
@@ -32,7 +32,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **lab
     data = pickle.dumps(obj)
     device = _device(to)
     lengths = torch.zeros(to.size, dtype=torch.int64, device=device)
-    settle(start_all_gather(lengths, torch.tensor([len(data)], device=device), to), False)
+    ask = Call("all_gather_object", to.group, to.size, 8, 0, device, {})
+    guarded(ask, lambda: settle(start_all_gather(lengths, torch.tensor([len(data)], device=device), to), False))
     longest = int(lengths.max())
     call = Call(
         "all_gather_object",

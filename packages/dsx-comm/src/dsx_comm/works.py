@@ -136,16 +136,21 @@ class Handle:
         self._arrive()
 
     def _receive_watched(self, timeout: timedelta | None) -> None:
-        note, patience = self.note, WATCH.patience()
+        patience = WATCH.patience(self.note)
         if timeout is None and patience is not None:
             timeout = timedelta(seconds=patience)
+        self._explained(partial(self._receive, timeout))
+
+    def _explained(self, receive: Callable[[], None]) -> None:
+        """Receive, so that a hang in it is explained and a rank that called something else is named."""
+        note = self.note
         if note is None:
-            return self._receive(timeout)
+            return receive()
         WATCH.resume(note)
         try:
             if self.compare is not None:
                 self.compare()
-            self._receive(timeout)
+            receive()
         except RuntimeError as error:
             explained = WATCH.verdict(note, error)
             raise explained from (None if explained is error else error)
@@ -227,6 +232,13 @@ class TwoPhase(Handle):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for both phases; those issued earlier are advanced first. `timeout` holds for the second phase."""
+        if not self._done:
+            self._explained(partial(self._both, timeout))
+            self._done = True
+            self._arrive()
+        return True
+
+    def _both(self, timeout: timedelta | None) -> None:
         QUEUE.advance_until(self)
         if self._rest is None:
             raise self._error or RuntimeError("the first phase of this operation was never completed")
@@ -235,9 +247,6 @@ class TwoPhase(Handle):
         except BaseException as error:
             self._error = error
             raise
-        self._done = True
-        self._arrive()
-        return True
 
     def on_arrival(self, callback: Callable[[], None]) -> None:
         """As for every handle; the second phase only begins when somebody waits or asks."""

@@ -64,14 +64,15 @@ class Group {
     // - collectives; each blocks, and throws one of the errors above
     void barrier(double timeout);
     void all_reduce(void* data, int64_t count, const ReduceSpec& spec, const Symmetric& where, double timeout);
-    void all_gather(const void* source, char* const* outputs, int64_t bytes, const Symmetric& where, double timeout);
+    // `code`: what the bytes are (kernels.h's Dtype, or a higher number), only compared; -1: bytes
+    void all_gather(const void* source, char* const* outputs, int64_t bytes, int code, const Symmetric& where, double timeout);
     void reduce_scatter(void* output, const char* const* inputs, const int64_t* counts, const ReduceSpec& spec,
                         const Symmetric& where, double timeout);
-    void broadcast(void* data, int64_t bytes, int root, double timeout);
+    void broadcast(void* data, int64_t bytes, int code, int root, double timeout);
     void reduce(void* data, int64_t count, int root, const ReduceSpec& spec, double timeout);
-    void gather(const void* source, char* const* outputs, int64_t bytes, int root, double timeout);
-    void scatter(const char* const* inputs, void* output, int64_t bytes, int root, double timeout);
-    void all_to_all(const char* const* inputs, const int64_t* in_bytes, char* const* outputs, const int64_t* out_bytes,
+    void gather(const void* source, char* const* outputs, int64_t bytes, int code, int root, double timeout);
+    void scatter(const char* const* inputs, void* output, int64_t bytes, int code, int root, double timeout);
+    void all_to_all(const char* const* inputs, const int64_t* in_bytes, char* const* outputs, const int64_t* out_bytes, int code,
                     double timeout);
 
     // - failure
@@ -110,7 +111,7 @@ class Group {
     bool agree(const Descriptor& mine) const;
     [[noreturn]] void disagree(const Descriptor& mine) const;
     bool open(const Doing& doing, const Descriptor& mine);  // one step: describe, post, await, agree
-    Descriptor descriptor(Call call, int64_t bytes) const;
+    Descriptor descriptor(Call call, int64_t bytes, int code = -1) const;
     ReduceArgs reduction(const ReduceSpec& spec) const;
     void symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const Doing& doing, const Descriptor& mine);
     void staged_all_reduce(char* data, int64_t count, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);

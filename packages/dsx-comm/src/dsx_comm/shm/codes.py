@@ -30,6 +30,14 @@ DTYPES: dict[torch.dtype, tuple[int, int]] = {
     torch.complex64: (0, 2),
     torch.complex128: (1, 2),
 }
+# What is only moved is named by a code, too, so that ranks can compare it; up to int64 the codes are those above.
+_MOVED = {
+    **{dtype: code for dtype, (code, count) in DTYPES.items() if count == 1 and dtype != torch.bool},
+    torch.bool: 9,
+    torch.complex64: 10,
+    torch.complex128: 11,
+}
+_NAMELESS = 12
 _SUM, _PRODUCT, _MIN, _MAX, _BAND, _BOR, _BXOR = range(7)
 _OPS = {
     _Kind.SUM: _SUM,
@@ -54,6 +62,11 @@ class Reduction(NamedTuple):
     average: bool
     factor: float
     elements: int
+
+
+def moved(dtype: torch.dtype) -> int:
+    """The code of a dtype for calls that move data without looking into it; the rest have one by their size."""
+    return _MOVED.get(dtype, _NAMELESS + dtype.itemsize)
 
 
 def _reduction(kind: Any, dtype: torch.dtype, factor: float) -> Reduction | None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..errors import CommArgumentError
 from ..hang import WATCH, Waiting
 from . import native
+from .codes import moved
 from .memory import Memories
 from .segment import MAILBOX, ShmOptions, cores, world_size
 from .tensors import nbytes, pointers
@@ -134,7 +135,7 @@ class ShmGroup(dist.ProcessGroup):
         wanted = opts.timeout.total_seconds()
         timeout = wanted if wanted > 0 else self._timeout
         asynchronous = getattr(opts, "asyncOp", True)
-        note = WATCH.enter(self._name, call.__name__, "", self._give_up)
+        note = WATCH.enter(self, call.__name__, abort=self._give_up, timeout=timeout)
         try:
             pending = call(*arguments, timeout, asynchronous)
         except RuntimeError as error:
@@ -173,7 +174,7 @@ class ShmGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], source: torch.Tensor, opts: Any, kept: Any, finish: Callable[[], Any] | None
     ) -> Any:
         """outputs[p] = rank p's `source`, bytes as they are."""
-        arguments = (source.data_ptr(), pointers(outputs), nbytes(source), *self._where(source))
+        arguments = (source.data_ptr(), pointers(outputs), nbytes(source), moved(source.dtype), *self._where(source))
         return self._issue(self._native.all_gather, arguments, opts, (*kept, outputs, source), finish)
 
 

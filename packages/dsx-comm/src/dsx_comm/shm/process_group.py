@@ -17,6 +17,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import CommArgumentError
 from ..hang import WATCH
+from .codes import moved
 from .group import one, options_of
 from .reductions import ShmReductions
 from .tensors import check_list, host, nbytes, packed, packed_list, pointers, rows, unaliased
@@ -71,12 +72,12 @@ class ShmProcessGroup(ShmReductions):
         (source,) = one(inputs)
         flat = host(source).contiguous()
         if self._rank != opts.rootRank:
-            arguments = (flat.data_ptr(), [], nbytes(flat), opts.rootRank)
+            arguments = (flat.data_ptr(), [], nbytes(flat), moved(flat.dtype), opts.rootRank)
             return self._issue(self._native.gather, arguments, opts, ([], flat))
         outputs = output_lists[0]
         check_list("gather", outputs, flat, self._size)
         places, finish = packed_list(outputs)
-        arguments = (flat.data_ptr(), pointers(places), nbytes(flat), opts.rootRank)
+        arguments = (flat.data_ptr(), pointers(places), nbytes(flat), moved(flat.dtype), opts.rootRank)
         return self._issue(self._native.gather, arguments, opts, (outputs, places, flat), finish)
 
     # - from one to all, all to all
@@ -87,9 +88,8 @@ class ShmProcessGroup(ShmReductions):
         (tensor,) = tensors = one(tensors)
         flat, finish = packed(host(tensor))
         late = None if self._rank == opts.rootRank else finish
-        return self._issue(
-            self._native.broadcast, (flat.data_ptr(), nbytes(flat), opts.rootRank), opts, (tensors, flat), late
-        )
+        arguments = (flat.data_ptr(), nbytes(flat), moved(flat.dtype), opts.rootRank)
+        return self._issue(self._native.broadcast, arguments, opts, (tensors, flat), late)
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, **_: Any) -> Any:
         """outputs[0] = the root's input_lists[0][rank]."""
@@ -100,7 +100,7 @@ class ShmProcessGroup(ShmReductions):
         if self._rank == opts.rootRank:
             parts = [host(p).contiguous() for p in input_lists[0]]
             check_list("scatter", parts, flat, self._size)
-        arguments = (pointers(parts), flat.data_ptr(), nbytes(flat), opts.rootRank)
+        arguments = (pointers(parts), flat.data_ptr(), nbytes(flat), moved(flat.dtype), opts.rootRank)
         return self._issue(self._native.scatter, arguments, opts, (outputs, flat, parts), finish)
 
     def all_to_all_single(
@@ -140,7 +140,7 @@ class ShmProcessGroup(ShmReductions):
                 f"all_to_all: this rank sends itself {nbytes(own)} bytes but expects {nbytes(place)} from itself"
             )
         sizes = [list(map(nbytes, side)) for side in (pieces, places)]
-        arguments = (pointers(pieces), sizes[0], pointers(places), sizes[1])
+        arguments = (pointers(pieces), sizes[0], pointers(places), sizes[1], moved(own.dtype))
         return self._issue(self._native.all_to_all, arguments, opts, (*kept, pieces), finish)
 
     def barrier(self, opts: Any = None, **_: Any) -> Any:
@@ -151,7 +151,8 @@ class ShmProcessGroup(ShmReductions):
 
     def _transfer(self, sending: bool, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         flat, finish = packed(host(tensor))
-        note = WATCH.enter(self._name, f"{'send to' if sending else 'recv from'} {peer}", "", self._give_up)
+        what = f"{'send to' if sending else 'recv from'} {peer}"
+        note = WATCH.enter(self, what, abort=self._give_up, timeout=self._timeout)
         try:
             pending = self._native.transfer(sending, peer, flat.data_ptr(), nbytes(flat), tag)
             done = pending.done()
