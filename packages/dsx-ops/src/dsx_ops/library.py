@@ -1,7 +1,8 @@
 """The one `torch.library` of this package, and how an operator enters it.
 
 An operator is a schema, a function that runs it (which asks for the compiled kernel and falls back on its PyTorch reference), a fake
-that gives shapes and dtypes for tracing, and, where it is differentiable, the formula of its backward. With these `torch.library.opcheck`
+that gives shapes and dtypes for tracing, and, where it is differentiable, the formula of its backward. What has one is differentiable once: the
+operators that compute gradients say so when they are differentiated themselves, instead of contributing nothing. With these `torch.library.opcheck`
 and `torch.compile` work. A kernel for one device is added with `implement(name, "CUDA", function)` and takes precedence there.
 """
 
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from .errors import TensorError
 
 NAMESPACE = "dsx_ops"
 _library = torch.library.Library(NAMESPACE, "DEF")  # the registrations live as long as this object
@@ -23,14 +26,30 @@ def operator(
     *,
     setup: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    gradient: bool = False,
 ) -> None:
-    """Define `dsx_ops::<schema>`; `run` serves every device without a kernel of its own, `setup` and `backward` are autograd's."""
+    """Define `dsx_ops::<schema>`; `run` serves every device without a kernel of its own, `setup` and `backward` are autograd's.
+
+    `gradient`: the operator is a part of another one's backward, and raises `TensorError` when it is to be differentiated.
+    """
     name = schema.split("(", 1)[0]
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    if gradient:
+        backward = _refusal(name)
     if backward is not None:
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library)
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise TensorError(
+            f"{name}: got a second derivative to compute, expected only first ones: the functions of dsx_ops are differentiable once; "
+            "use torch.nn.functional's where gradients of gradients are needed (gradient penalties, Hessians)"
+        )
+
+    return refuse
 
 
 def implement(name: str, key: str, function: Callable[..., Any]) -> None:

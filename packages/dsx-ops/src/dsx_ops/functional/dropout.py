@@ -42,7 +42,7 @@ def dropout_mask(
     _check_numbers(p, offset, seed)
     count = torch.Size(shape).numel()
     first, _ = reference.noise(seed & MASK32, offset, count, torch.device(device))
-    return ((first >> (32 - _BITS)) >= threshold(p)).view(*shape)
+    return ((first >> (32 - _BITS)) >= threshold(p)).view(torch.Size(shape))
 
 
 def threshold(p: float) -> int:
@@ -209,4 +209,5 @@ library.operator(
     "bias_grad(Tensor grad, ScalarType dtype, float p, int seed, int offset) -> (Tensor, Tensor)",
     _run_bias_grad,
     _fake_bias_grad,
+    gradient=True,
 )

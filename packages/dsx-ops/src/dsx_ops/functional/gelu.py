@@ -135,4 +135,5 @@ library.operator(
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
     _run_backward,
     _fake_backward,
+    gradient=True,
 )

@@ -237,4 +237,5 @@ library.operator(
     "Tensor? extra, bool from_output) -> (Tensor, Tensor, Tensor)",
     _run_backward,
     _fake_backward,
+    gradient=True,
 )

@@ -134,4 +134,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 library.operator(
     "masked_softmax(Tensor x, Tensor? mask, float scale) -> Tensor", _run, _fake, setup=_setup, backward=_backward
 )
-library.operator("softmax_backward(Tensor grad, Tensor y, float scale) -> Tensor", _run_backward, _fake_backward)
+library.operator(
+    "softmax_backward(Tensor grad, Tensor y, float scale) -> Tensor", _run_backward, _fake_backward, gradient=True
+)

@@ -113,4 +113,5 @@ library.operator(
     "keyed_bias_grad(Tensor grad, ScalarType dtype, float p, Tensor key, int site) -> (Tensor, Tensor)",
     _run_bias_grad,
     _fake_bias_grad,
+    gradient=True,
 )
