@@ -40,6 +40,10 @@ class OpBuilder:
         return f"dsx_ops.{self.NAME}"
 
 
+_TRANSFORMER = {
+    "TransformerLayer": "transformer.layer:TransformerLayer",
+    "TransformerConfig": "transformer.config:TransformerConfig",
+}
 _GROUPS: dict[str, dict[str, str]] = {
     "CPUAdam": {"CPUAdam": "optim.adam:CPUAdam", "Adam8bit": "optim.adam:Adam8bit"},
     "CPUAdagrad": {"CPUAdagrad": "optim.simple:CPUAdagrad"},
@@ -63,6 +67,8 @@ _GROUPS: dict[str, dict[str, str]] = {
         name: f"tokens:{name}"
         for name in ("token_sort_", "token_gather", "token_scatter_", "mask_gather_bert", "mask_gather_gpt")
     },
+    "Transformer": _TRANSFORMER,
+    "StochasticTransformer": _TRANSFORMER,
     "Utils": {name: f"flat:{name}" for name in ("flatten", "unflatten", "cast_to_byte_tensor")},
 }
 
@@ -80,6 +86,8 @@ FusedLionBuilder = _builder("FusedLion")
 QuantizerBuilder = _builder("Quantizer")
 FPQuantizerBuilder = _builder("FPQuantizer")
 RandomLTDBuilder = _builder("RandomLTD")
+TransformerBuilder = _builder("Transformer")
+StochasticTransformerBuilder = _builder("StochasticTransformer")
 UtilsBuilder = _builder("Utils")
 
 ALL_OPS: dict[str, type[OpBuilder]] = {
@@ -87,5 +95,6 @@ ALL_OPS: dict[str, type[OpBuilder]] = {
     for builder in (
         *(CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder, FusedAdamBuilder, FusedLambBuilder, FusedLionBuilder),
         *(QuantizerBuilder, FPQuantizerBuilder, RandomLTDBuilder, UtilsBuilder),
+        *(TransformerBuilder, StochasticTransformerBuilder),
     )
 }

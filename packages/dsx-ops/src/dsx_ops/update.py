@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import native, reference
 from .backends import native_cpu, torch_cuda
@@ -19,6 +21,8 @@ from .cuda import loader as cuda_loader
 from .cuda import optimizers as cuda_optimizers
 from .errors import TensorError
 from .spec import FLOATS, Batch
+
+_PLAIN = (Tensor, Parameter)
 
 
 def apply(batch: Batch) -> None:
@@ -148,6 +152,11 @@ def _cuda_module(tensors: list[Tensor]) -> Any:
 def _checked(tensors: Iterable[Tensor]) -> list[Tensor]:
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for i, t in enumerate(found):
+        if type(t) not in _PLAIN and is_traceable_wrapper_subclass(t):
+            raise TensorError(
+                f"tensor {i} is a {type(t).__name__}, of which a rank has a part; expected plain tensors: give .to_local() and add the "
+                "squared norms up over the ranks, or clip with torch.nn.utils.clip_grad_norm_"
+            )
         if t.layout is not torch.strided or not t.is_contiguous():
             raise TensorError(f"tensor {i} is not contiguous; pass .contiguous()")
         if t.dtype not in FLOATS:

@@ -19,6 +19,7 @@ from .. import update
 from ..errors import HyperparameterError, TensorError
 from ..spec import Algorithm, Batch, Hyper, Slot, check_slot
 from .repeat import Repeat
+from .shards import local_slot
 from .skips import SkipCounter
 
 CopyOut = Mapping[Tensor, Tensor]
@@ -43,6 +44,10 @@ class FusedOptimizer(Optimizer):
     state_names: tuple[str, ...] = ()
     # States whose dtype is not the state dtype.
     special_dtypes: Mapping[str, torch.dtype] = {"low_bits": torch.int16}
+    # What the constructor was told beside the groups' numbers: kept by pickle and deepcopy.
+    own_options: tuple[str, ...] = ()
+    # Whether a shard can be updated without knowing of the others.
+    elementwise = True
     # torch.amp.GradScaler looks for this, and sets `grad_scale` and `found_inf` on the instance around `step`; it must find no such names before.
     _step_supports_amp_scaling = True
 
@@ -147,6 +152,7 @@ class FusedOptimizer(Optimizer):
                         state.update(self._new_state(param, group))
                     slot = self._slot(param, param.grad, state, f"parameter {i} of group {number}")
                     slot.copy = copy_out.get(param)
+                    slot = local_slot(slot, self.elementwise)
                     check_slot(slot, self.algorithm)
                     key = (number, state["step"], slot.kind())
                     if key not in found:
@@ -154,7 +160,7 @@ class FusedOptimizer(Optimizer):
                         found[key] = Batch(self.algorithm, hyper, group=number)
                     found[key].slots.append(slot)
                     touched.append(state)
-        except TensorError:
+        except (TensorError, HyperparameterError):
             for param in fresh:
                 del self.state[param]
             raise
@@ -205,7 +211,7 @@ class FusedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._skips.settle()
-        return super().__getstate__()
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.own_options}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -213,15 +219,30 @@ class FusedOptimizer(Optimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        for kept in self.state.values():
+        group_of = {p: g for g in self.param_groups for p in g["params"]}
+        for param, kept in self.state.items():
             if isinstance(kept.get("step"), Tensor):
                 kept["step"] = int(kept["step"].item())
+            elif kept and "step" not in kept:
+                kept["step"] = self._unsaid_step(kept, group_of[param])
+
+    def _unsaid_step(self, state: dict[str, Any], group: dict[str, Any]) -> int:
+        """How many steps a state of another optimizer has seen that does not say so itself. Raises `TensorError`."""
+        if "step" not in group:
+            raise TensorError(
+                f"the state dict has {', '.join(state)} but no step, neither with the states nor in their group; set `step` to the number of "
+                "steps behind them"
+            )
+        return int(group["step"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, from a state dict of this optimizer or of torch's equivalent.
 
         torch would cast every state to the parameter's dtype; here states keep their own (fp32 moments of bf16 parameters stay exact).
+        Raises `HyperparameterError` for a group whose numbers are out of range or mean another rule (amsgrad); nothing is loaded then.
         """
+        for saved in state_dict["param_groups"]:
+            check_numbers(saved)
         super().load_state_dict(state_dict)
         ours = [p for g in self.param_groups for p in g["params"]]
         theirs = [i for g in state_dict["param_groups"] for i in g["params"]]

@@ -27,6 +27,7 @@ class FusedAdam(FusedOptimizer):
 
     algorithm = Algorithm.ADAM
     state_names = ("exp_avg", "exp_avg_sq")
+    own_options = ("set_grad_none",)
 
     def __init__(
         self,
@@ -138,6 +139,8 @@ class Adam8bit(FusedAdam):
     """
 
     algorithm = Algorithm.ADAM8
+    own_options = ("set_grad_none", "seed")
+    elementwise = False
     special_dtypes = {
         "low_bits": torch.int16,
         "exp_avg": torch.uint8,

@@ -26,7 +26,8 @@ class FusedLamb(FusedOptimizer):
 
     m, v as Adam;  u = m / (sqrt(v) + eps) + wd p (or sqrt(v + eps) with `eps_inside_sqrt`);  ratio = clip(|p| / |u|, min_coeff, max_coeff), 1 when
     either norm is 0;  p -= lr * sqrt(1-b2^t)/(1-b1^t) * ratio * u (`bias_correction=False`: lr * ratio * u).
-    `max_grad_norm` > 0 clips the global norm of the (unscaled) gradients first, inside the same pass.
+    `max_grad_norm` > 0 clips the global norm of the (unscaled) gradients first, inside the same pass; of several groups' limits the smallest
+    holds for all.
 
     Sharded parameters: set `norm_reducer`, called exactly once in every `step`, also when this rank has no gradient at all:
     `norm_reducer(params, squares)` with `squares` fp64 [len(params), 2], row i holding |p|^2 and |u|^2 of what this rank holds
@@ -36,6 +37,8 @@ class FusedLamb(FusedOptimizer):
 
     algorithm = Algorithm.LAMB
     state_names = ("exp_avg", "exp_avg_sq")
+    own_options = ("norm_reducer", "_coefficients")
+    elementwise = False
     needs_tensor_norms = True
 
     def __init__(

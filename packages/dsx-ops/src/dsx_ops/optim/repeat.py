@@ -120,7 +120,7 @@ class Repeat:
         fit = native.module() is not None and all(
             b.algorithm is not Algorithm.LAMB
             and b.guard is None
-            and all(s.copy is None and s.param.is_cpu for s in b.slots)
+            and all(s.copy is None and s.param.is_cpu and not s.is_shard for s in b.slots)
             for b in batches
         )
         return cls(optimizer, batches) if fit else None

@@ -112,6 +112,9 @@ class FusedLion(FusedOptimizer):
             grad_scale=grad_scale,
         )
 
+    def _unsaid_step(self, state: dict[str, Any], group: dict[str, Any]) -> int:
+        return 0  # the rule does not depend on it, and other implementations do not count
+
 
 class CPULion(FusedLion):
     """Lion for parameters in host memory: the moment in fp32 unless `fp32_optimizer_states=False`."""
@@ -178,10 +181,8 @@ class SGD(FusedOptimizer):
             grad_scale=grad_scale,
         )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+    def _unsaid_step(self, state: dict[str, Any], group: dict[str, Any]) -> int:
         # torch's SGD counts no steps: a buffer means that the first step is over.
-        for kept in self.state.values():
-            if kept.get("momentum_buffer", 0) is None:
-                del kept["momentum_buffer"]
-            kept.setdefault("step", 1 if "momentum_buffer" in kept else 0)
+        if state.get("momentum_buffer", 0) is None:
+            del state["momentum_buffer"]
+        return 1 if "momentum_buffer" in state else 0
