@@ -49,6 +49,20 @@ def test_files_of_the_safetensors_library_can_be_read(tmp_path):
         assert all(torch.equal(file.read(name).result(), tensor) for name, tensor in TENSORS.items())
 
 
+def test_a_file_that_finds_no_room_leaves_the_old_one(tmp_path):
+    write_file(tmp_path / "t")
+    before = (tmp_path / "t").read_bytes()
+    with pytest.raises(OSError):
+        TensorFile.create(tmp_path / "t", {"huge": ((1 << 50,), torch.float32)})
+    with pytest.raises(IsADirectoryError):
+        TensorFile.create(tmp_path, {"a": torch.ones(3)})
+    assert os.listdir(tmp_path) == ["t"] and (tmp_path / "t").read_bytes() == before
+    assert [p.name for p in tmp_path.parent.iterdir() if p.name.startswith(tmp_path.name)] == [tmp_path.name]
+    with TensorFile.open(tmp_path / "t") as old, TensorFile.create(tmp_path / "t", {"a": torch.ones(3)}) as new:
+        assert torch.equal(old.read("w").result(), TENSORS["w"])
+        assert new.path == str(tmp_path / "t") and os.listdir(tmp_path) == ["t"]
+
+
 def test_extents_are_there_before_the_first_write_and_slices_fill_them(tmp_path):
     with TensorFile.create(tmp_path / "t", {"a": ((10, 100), torch.float32), "z": ((3,), torch.uint8)}) as file:
         assert torch.equal(file.read("a").result(), torch.zeros(10, 100))

@@ -43,7 +43,8 @@ class TensorStore:
     """Named tensors in a folder. Use as a context manager.
 
     `budget`: bytes the data file may take (None: what the disk has); `checksum`: whether to write and check CRC-32s; `keep`: False removes the
-    files at `close` (swap space); `engine`: an `Engine` to share. A folder in use by another process is refused (NvmeError).
+    files at `close` (swap space); `engine`: an `Engine` to share. A folder in use by another process is refused (NvmeError). One thread at a time calls
+    it; what it returns may be waited for anywhere.
     """
 
     def __init__(

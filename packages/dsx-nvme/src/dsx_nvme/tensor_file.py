@@ -166,12 +166,13 @@ class TensorFile:
     ) -> TensorFile:
         """A new file with extents for `specs`: name -> tensor (only its shape and type count) or (shape, dtype).
 
-        Replaces an existing file. Its content is zeros until written. Raises OSError when the disk has no room for it.
+        Replaces an existing file, once there is room for the new one. Its content is zeros until written. Raises OSError when the disk has no
+        room for it; then an existing file is as it was.
         """
         extents, nbytes = layout(specs)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # whoever has the old one open keeps it
-        self = cls(path, "r+", engine, checksum)
+        path = os.fspath(path)
+        partial = f"{path}.{os.getpid()}.partial"
+        self = cls(partial, "r+", engine, checksum)
         try:
             first = header(extents, {})
             self._data = len(first)
@@ -181,9 +182,13 @@ class TensorFile:
                 os.posix_fallocate(self._file.plain_fd, 0, len(first) + nbytes)
             os.ftruncate(self._file.plain_fd, len(first) + nbytes)
             self._write_header(first)
+            os.replace(partial, path)  # whoever has the old one open keeps it
         except BaseException:
             self.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial)
             raise
+        self.path = self._file.path = path
         return self
 
     @classmethod
