@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 import zipfile
+from pathlib import Path
 
 import dsx_monitor
 import pytest
@@ -61,6 +62,28 @@ def test_csv_takes_more_labels_than_files_may_be_open(tmp_path):
             monitor.write_events([(f"m/{i}", i, step) for i in range(300)])
     assert rows(tmp_path / "job" / "m_7.csv") == [["step", "7"], ["1", "7.0"], ["2", "7.0"]]
     assert len(list((tmp_path / "job").iterdir())) == 300
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs the kernel's account of reads")
+def test_csv_files_are_not_read_again_to_go_on_in_them(tmp_path):
+    labels = [f"m{i}" for i in range(300)]  # more than stay open
+    for label in labels:
+        (tmp_path / f"{label}.csv").write_text("step,x\n" + "1,1.0\n" * 20_000)
+    code = f"""
+        from pathlib import Path
+        from dsx_monitor import CSVConfig
+        from dsx_monitor.writers.csv import CSVWriter
+        read = lambda: int(Path("/proc/self/io").read_text().split()[1])
+        writer, before = CSVWriter(CSVConfig(output_path={str(tmp_path)!r}, job_name="")), read()
+        for step in (2, 3):
+            writer.write([(label, 1.0, step) for label in {labels!r}])
+            writer.flush()
+        print(read() - before)
+        writer.close()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert int(done.stdout) < 300 * 20_000, done.stderr
+    assert rows(tmp_path / "m299.csv")[-2:] == [["2", "1.0"], ["3", "1.0"]]
 
 
 def test_jsonl_holds_all_events_in_order_and_values_json_has_no_number_for(tmp_path):

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from .errors import MonitorConfigError
 
-__all__ = ["Event", "folder_of", "label_to_file_name", "normalised"]
+__all__ = ["Event", "folder_of", "label_to_file_name", "last_byte", "normalised"]
 
 Event: TypeAlias = tuple[str, float, int]
 
@@ -46,3 +46,13 @@ def label_to_file_name(label: str) -> str:
 def folder_of(section: Any) -> Path:
     """The folder `output_path/job_name` of a section; not created here."""
     return Path(os.path.expanduser(section.output_path or "")) / section.job_name
+
+
+def last_byte(path: Path) -> bytes:
+    """The last byte of a file, which tells whether a crash cut its last line; empty for an empty or a missing one."""
+    if not path.exists():
+        return b""
+    with path.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - 1))
+        return stream.read(1)

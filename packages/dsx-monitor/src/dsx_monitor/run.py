@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .events import last_byte
 from .memory import memory_snapshot
 from .monitor import current_rank
 
@@ -109,7 +110,10 @@ class MemoryLog:
         folder = Path(run_dir) / MEMORY
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank{self.rank:05d}.jsonl"
+        ended = last_byte(self.path) in (b"", b"\n")
         self._stream = self.path.open("a", encoding="utf-8")
+        if not ended:  # a crash cut the last line in half
+            self._stream.write("\n")
         self._interval, self._next = interval, 0.0
 
     def record(self, step: int, *, force: bool = False) -> None:

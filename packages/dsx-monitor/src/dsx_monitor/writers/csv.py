@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from ..events import Event, folder_of, label_to_file_name
+from ..events import Event, folder_of, label_to_file_name, last_byte
 
 __all__ = ["CSVWriter"]
 
@@ -76,10 +76,10 @@ class CSVWriter:
 
 
 def _open_for_append(path: Path, label: str) -> TextIOWrapper:
-    text = path.read_bytes()[-1:] if path.exists() else b""
+    last = last_byte(path)  # not the whole file: with many labels this runs again and again
     stream = path.open("a", encoding="utf-8", newline="")
-    if not text:
+    if not last:
         csv.writer(stream, lineterminator="\n").writerow(("step", label.rsplit("/", 1)[-1]))
-    elif text != b"\n":
+    elif last != b"\n":
         stream.write("\n")
     return stream

@@ -11,7 +11,7 @@ import math
 import time
 from typing import Any
 
-from ..events import Event, folder_of
+from ..events import Event, folder_of, last_byte
 
 __all__ = ["JSONLWriter"]
 
@@ -27,7 +27,7 @@ class JSONLWriter:
         folder = folder_of(config)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
-        ended = not self.path.exists() or self.path.stat().st_size == 0 or _last_byte(self.path) == b"\n"
+        ended = last_byte(self.path) in (b"", b"\n")
         self._stream = self.path.open("a", encoding="utf-8")
         self._labels: dict[str, str] = {}
         if not ended:  # a crash cut the last line in half
@@ -55,9 +55,3 @@ class JSONLWriter:
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
-
-
-def _last_byte(path: Any) -> bytes:
-    with open(path, "rb") as stream:
-        stream.seek(-1, 2)
-        return stream.read(1)
