@@ -146,8 +146,10 @@ def new_group(
     backend: str | None = None,
     *,
     description: str | None = None,
+    local: bool = False,
 ) -> Any:
-    """Make a group of `ranks` (None: all). Every rank of the default group must call it, in the same order.
+    """Make a group of `ranks` (None: all). Every rank of the default group must call it, in the same order; with `local` only
+    its members, so that disjoint sets of ranks may make theirs at the same time.
 
     Returns the group, or `GroupMember.NON_GROUP_MEMBER` on ranks that are not in it. The order of `ranks` is kept.
     """
@@ -159,7 +161,14 @@ def new_group(
         if wrong or len(set(ranks)) != len(ranks) or not ranks:
             raise CommArgumentError(f"ranks: got {ranks}, expected distinct ranks in [0, {world}), at least one")
     # torch sorts unless told not to, and a group's order decides who owns which shard
-    return dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=description, sort_ranks=False)
+    return dist.new_group(
+        ranks,
+        timeout=timeout,
+        backend=backend,
+        group_desc=description,
+        sort_ranks=False,
+        use_local_synchronization=local,
+    )
 
 
 def destroy_process_group(group: Any = None) -> None:

@@ -17,6 +17,7 @@ from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
 from .flat import FlatGroup, Unit
 from .gather import Gathering, Replicated
 from .gradients import LocalGradients, ReducedGradients, ReduceOrder
+from .groups import LentGroups
 from .init import InitParameter
 from .leaves import fine_modules, named_leaves
 from .masters import check_optimizer, make_masters, place_masters, replace_parameters
@@ -232,6 +233,7 @@ class _Build:
         self.model, self.settings, self.precision, self.reduction = model, settings, precision, reduction
         self.process_group, self.rank, self.world_size = process_group, rank, world_size
         self.infos, self.plans = infos, plans
+        self.groups = LentGroups(process_group)
 
     def resident(self) -> Runtime:
         """Stages 0-2: whole parameters stay in memory."""
@@ -267,7 +269,7 @@ class _Build:
             prefetch_bucket_size=settings.size("stage3_prefetch_bucket_size"),
             allgather_bucket_size=settings.allgather_bucket_size,
         )
-        ranks = Ranks.of(self.process_group, self.rank, self.world_size)
+        ranks = Ranks.of(self.process_group, self.rank, self.world_size, self.groups)
         stage, plain_of = build_stage3(self.model, self.infos, self.plans, ranks=ranks, limits=limits)
         replace_parameters(inner, plain_of)
         self._broadcast([])
@@ -291,6 +293,7 @@ class _Build:
             rank=self.rank,
             world_size=self.world_size,
             process_group=self.process_group,
+            groups=self.groups,
             infos=self.infos,
             units=units,
             gradients=self._gradients(units, stage, order, on_complete),
@@ -345,8 +348,7 @@ class _Build:
         """A group for words of a few bytes in host memory."""
         if dsx_comm.get_backend(self.process_group) == "gloo":
             return self.process_group
-        ranks = dsx_comm.get_all_ranks_from_group(self.process_group)
-        return dsx_comm.new_group(ranks, backend="gloo")
+        return self.groups.take("gloo")
 
     def _broadcast(self, buffers: Sequence[torch.Tensor]) -> None:
         """Rank 0's parameters and buffers become everybody's."""

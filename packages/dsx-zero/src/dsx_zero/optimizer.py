@@ -23,6 +23,7 @@ from .errors import ZeroOptimizerError, ZeroStateError
 from .flat import FlatGroup, Unit
 from .frozen import Frozen
 from .gradients import Gradients
+from .groups import LentGroups
 from .local_state import count_bytes, load_local, save_local
 from .masters import Master, copy_targets, refresh_master, write_parameters
 from .norm import CLIP_EPSILON, global_norm
@@ -103,6 +104,7 @@ class Runtime:
     rank: int
     world_size: int
     process_group: Any
+    groups: LentGroups
     infos: tuple[ParameterInfo, ...]
     units: tuple[Unit, ...]
     gradients: Gradients
@@ -209,10 +211,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 yield from group.parameters
 
     def release(self) -> None:
-        """Take every hook off the model, which then trains no more through this optimizer. At stage 3 its parameters stay partitioned."""
+        """Take every hook off the model, which then trains no more through this optimizer, and hand its process groups back. At stage 3 its
+        parameters stay partitioned. To be called on every rank, or on none."""
         self._runtime.gradients.remove_hooks()
         self._unused.remove_hooks()
         self._runtime.residency.remove_hooks()
+        self._runtime.groups.give_back()
 
     # The step ---------------------------------------------------------------------------------------------------------
 

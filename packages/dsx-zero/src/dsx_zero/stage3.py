@@ -21,6 +21,7 @@ from .channel import ControlChannel
 from .external import take_pending, unit_index
 from .flat import FlatGroup, Unit
 from .gather import Gathering
+from .groups import LentGroups
 from .hooks import UnitHooks
 from .lanes import Lane, make_lane
 from .memory import memory_of
@@ -62,16 +63,10 @@ class Ranks:
     control: Any
 
     @classmethod
-    def of(cls, process_group: Any, rank: int, world_size: int) -> Ranks:
-        """Make the group for gathers and the one for words in host memory (collective)."""
-        members = dsx_comm.get_all_ranks_from_group(process_group)
-        return cls(
-            rank,
-            world_size,
-            process_group,
-            dsx_comm.new_group(members, backend=dsx_comm.get_backend(process_group)),
-            dsx_comm.new_group(members, backend="gloo"),
-        )
+    def of(cls, process_group: Any, rank: int, world_size: int, groups: LentGroups) -> Ranks:
+        """Take the group for gathers and the one for words in host memory (collective)."""
+        gathers = groups.take(dsx_comm.get_backend(process_group))
+        return cls(rank, world_size, process_group, gathers, groups.take("gloo"))
 
 
 @dataclass(frozen=True)

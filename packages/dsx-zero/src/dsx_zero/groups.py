@@ -1,0 +1,55 @@
+"""Process groups of our own beside the user's: the same ranks, for collectives that run beside others and for words in host memory.
+
+A group costs sockets, threads and, over shared memory, mappings. It is not destroyed when its model goes: peers may still be reading from it, and shards
+may lie in its memory. It is lent: `release` hands it back, and the next model over the same ranks takes it again, so that a
+process that builds and drops models holds as many groups as it has models at once.
+
+Only members make a group, so that disjoint sets of ranks may shard models at the same time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import dsx_comm
+
+__all__ = ["LentGroups"]
+
+_IDLE: WeakKeyDictionary[Any, dict[tuple[str, int], Any]] = WeakKeyDictionary()
+"""By the user's group: what was handed back, by backend and a number that is the same on all ranks."""
+
+_MADE: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""How many groups were made beside the user's group."""
+
+
+class LentGroups:
+    """The groups of one model beside `process_group` (None: all ranks)."""
+
+    def __init__(self, process_group: Any) -> None:
+        self._beside = process_group  # the object itself from the first `take` on: the default group may be made anew
+        self._lent: dict[tuple[str, int], Any] = {}
+
+    def take(self, backend: str) -> Any:
+        """A group of the same ranks (collective). One that was handed back, if every rank has it."""
+        beside = self._beside = dsx_comm.get_world_group() if self._beside is None else self._beside
+        idle = _IDLE.setdefault(beside, {})
+        mine = [number for kind, number in idle if kind == backend]
+        everybody: list[Any] = [None] * dsx_comm.get_world_size(beside)
+        dsx_comm.all_gather_object(everybody, mine, group=beside)
+        common = set(mine).intersection(*everybody)
+        if common:
+            key = (backend, min(common))
+            group = idle.pop(key)
+        else:
+            key = (backend, _MADE.get(beside, 0))
+            _MADE[beside] = key[1] + 1
+            group = dsx_comm.new_group(dsx_comm.get_all_ranks_from_group(beside), backend=backend, local=True)
+        self._lent[key] = group
+        return group
+
+    def give_back(self) -> None:
+        """The model is done with them: others may take them. Twice is once."""
+        lent, self._lent = self._lent, {}
+        if lent:
+            _IDLE.setdefault(self._beside, {}).update(lent)
