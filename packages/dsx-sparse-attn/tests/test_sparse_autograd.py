@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dsx_sparse_attn import Layout, SparseAttentionError, block_sparse_attention, native
+from dsx_sparse_attn import ArgumentError, Layout, SparseAttentionError, block_sparse_attention, native
 from dsx_sparse_attn.attention import Options, checked
 from dsx_sparse_attn.reference import dense_attention
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +25,22 @@ def test_gradcheck_of_the_kernels_formulas(options):
         return block_sparse_attention(q, k, v, layout, rpe=rpe, backend="torch", **options)
 
     assert torch.autograd.gradcheck(run, (q, k, v, rpe))
+
+
+def test_autocast_brings_tensors_to_one_precision():
+    q, k, v, layout = tensors(seq=24, dim=8, dtype=torch.float32, heads=2, kv_heads=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = block_sparse_attention(q, k, v.bfloat16(), layout)
+        alike = block_sparse_attention(q, k, v, layout)
+    expected = block_sparse_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), layout)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, expected)
+    assert torch.equal(alike, block_sparse_attention(q, k, v, layout))  # of one precision: as they are, in float32
+    for a, b in zip(*(torch.autograd.grad(out.sum(), (q, k, v)) for out in (got, expected)), strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+    with pytest.raises(ArgumentError, match=r"torch\.float32, torch\.float32, torch\.bfloat16"):
+        block_sparse_attention(q, k, v.bfloat16(), layout)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ArgumentError, match=r"torch\.float64"):
+        block_sparse_attention(q.double(), k, v, layout)
 
 
 def test_gradcheck_of_the_oracle():

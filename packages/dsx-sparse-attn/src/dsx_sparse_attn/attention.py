@@ -45,7 +45,8 @@ def block_sparse_attention(
     """Attention over the blocks of `layout`.
 
     Args:
-        q: [batch, heads, seq, dim]; float32, bfloat16, float16 or float64; computed in float32 (float64 in float64).
+        q: [batch, heads, seq, dim]; float32, bfloat16, float16 or float64; computed in float32 (float64 in float64). Under `torch.autocast` q, k
+            and v may differ.
         k, v: [batch, kv_heads, seq, dim]; heads is a multiple of kv_heads (grouped queries).
         layout: [heads or 1, blocks, blocks], nonzero where a block is computed: a `Layout`, or a plain tensor.
         scale: of the scores; default 1 / sqrt(dim).
@@ -115,6 +116,8 @@ class Options(NamedTuple):
 
 def checked(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, options: Options) -> AttentionCall:
     """Everything checked and brought into one form. Raises `ArgumentError` and `LayoutError`."""
+    if not (q.dtype == k.dtype == v.dtype):
+        q, k, v = _as_autocast_would(q, k, v)
     _check_tensors(q, k, v)
     block = options.block
     if isinstance(layout, Layout):
@@ -137,6 +140,16 @@ def checked(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, options: Options) -
         bool(options.causal),
         float(options.dropout_p),
     )
+
+
+def _as_autocast_would(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under `torch.autocast` tensors of different precision (queries that were rotated in float32) in the one it computes products in."""
+    kind = q.device.type
+    mixed = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (q, k, v))
+    if not mixed or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

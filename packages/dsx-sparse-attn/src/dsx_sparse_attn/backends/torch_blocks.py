@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
 from .. import native
 from ..call import AttentionCall, Gradients
 from ..reference import backward as _backward
@@ -24,9 +28,17 @@ def forward(call: AttentionCall):
     """See `reference.forward`."""
     if call.q.device.type == "cpu":
         native.warn_slow(call.work)
-    return _forward(call)
+    with _no_autocast(call):
+        return _forward(call)
 
 
 def backward(call: AttentionCall, *rest) -> Gradients:
     """See `reference.backward`."""
-    return _backward(call, *rest)
+    with _no_autocast(call):
+        return _backward(call, *rest)
+
+
+def _no_autocast(call: AttentionCall) -> AbstractContextManager[object]:
+    """Inside an autocast products would be of low precision, and those of backward, which runs outside of it, would not."""
+    kind = call.q.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
