@@ -46,6 +46,8 @@ class Agreement:
     def __init__(self) -> None:
         self.calls = CHECKED
         self._seen: dict[str, int] = {}
+        self._world: Any = None
+        self._prefix = ""
 
     def post(self, call: Any) -> Callable[[], None]:
         """Say what this rank calls; the result compares it with the other ranks' call of the same number.
@@ -55,13 +57,15 @@ class Agreement:
         """
         if self.calls <= 0 or call.op in _SKIPPED:
             return _nothing
+        if self._world is not dist.group.WORLD:
+            self._begin()
         name = call.group.group_name
         number = self._seen.get(name, 0)
         if number >= self.calls:
             return _nothing
         self._seen[name] = number + 1
         mine = (f"{call.op} of {call.message} bytes" if call.op in _EVEN else call.op) + call.detail
-        store = _store(name, number)
+        store = _store(f"{self._prefix}/{name}/{number}/")
         store.set(str(dist.get_rank()), mine)
         ranks = dist.get_process_group_ranks(call.group)
 
@@ -76,9 +80,16 @@ class Agreement:
 
         return compare
 
+    def _begin(self) -> None:
+        """There is a new world, perhaps in a store that has lines of an earlier one: which it is, every rank counts for itself."""
+        self._seen.clear()
+        self._world = dist.group.WORLD
+        self._prefix = f"dsx_agree/{_store('dsx_agree/worlds/').add(str(dist.get_rank()), 1)}"
+
     def forget(self) -> None:
         """The groups are gone."""
         self._seen.clear()
+        self._world = None
 
 
 AGREEMENT = Agreement()
@@ -88,8 +99,8 @@ def _nothing() -> None:
     """Compared often enough."""
 
 
-def _store(name: str, number: int) -> Any:
-    return dist.PrefixStore(f"dsx_agree/{name}/{number}/", dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateImportUsage]
+def _store(prefix: str) -> Any:
+    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _lines(store: Any, ranks: list[int]) -> dict[int, str] | None:

@@ -71,6 +71,7 @@ class _State:
     waiting: dict[int, Waiting] = field(default_factory=dict)
     answered: int = 0  # alarms seen
     world: Any = None
+    prefix: str = ""  # of this world's alarms in the store
 
 
 class Watch:
@@ -168,7 +169,10 @@ class Watch:
         soonest = settings.notice if settings.limit is None else min(settings.limit, settings.notice)
         period = min(5.0, max(0.1, soonest / 10))
         try:
-            store = dist.PrefixStore("dsx_hang/", _own_connection())  # pyright: ignore[reportPrivateImportUsage]
+            own = _own_connection()
+            if not state.prefix:  # the store may have alarms of an earlier world
+                state.prefix = f"dsx_hang/{own.add(f'dsx_hang/worlds/{dist.get_rank()}', 1)}/"
+            store = dist.PrefixStore(state.prefix, own)  # pyright: ignore[reportPrivateImportUsage]
             while not stop.wait(period) and dist.is_initialized() and dist.group.WORLD is state.world:
                 self._look(store, state, period)
         except (RuntimeError, ValueError):

@@ -18,7 +18,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -174,6 +174,9 @@ def share(me: Member, options: ShmOptions) -> int:
         Unavailable: on all ranks, with the same text.
         CommError: ranks did not come in time.
     """
+    # A store may outlive the group: under torchrun it is the agent's, and the next group of that name finds it as the last one left it.
+    meeting = me.store.add(f"meetings/{me.rank}", 1)
+    me = replace(me, store=dist.PrefixStore(f"{meeting}/", me.store))  # pyright: ignore[reportPrivateImportUsage]
     return _lead(me, options) if me.rank == 0 else _follow(me)
 
 
