@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -25,33 +26,76 @@ void expect(bool right, const char* what, int rank, int round) {
     if (!right) fail(what, rank, round);
 }
 
+constexpr size_t LARGEST = 70'001;
+
+// Symmetric memory: two allocations of a part per rank.
+std::vector<std::vector<float>> pools[2];
+
+void make_pools(int size) {
+    for (auto& pool : pools) pool.assign(static_cast<size_t>(size), std::vector<float>(LARGEST * static_cast<size_t>(size) + 64));
+}
+
+// A call's data, filled with `value`: in ordinary memory or in either pool, at an offset. In half of the calls all ranks take the same, in the
+// others each takes what it likes.
+struct Place {
+    std::vector<float> ordinary;
+    Symmetric where;
+    float* data;
+
+    Place(const Group& g, int round, std::mt19937& random, size_t n, float value) {
+        const bool alike = random() % 2 == 0;
+        const auto common = static_cast<int>(random() % 3);
+        std::mt19937 own(static_cast<unsigned>(1000 * round + g.rank()));
+        const int kind = alike ? common : static_cast<int>(own() % 3);
+        if (kind == 2) {
+            ordinary.resize(n);
+            data = ordinary.data();
+        } else {
+            where.memory = kind;
+            where.offset = static_cast<int64_t>(own() % 4) * 64;
+            for (auto& part : pools[kind]) where.bases.push_back(reinterpret_cast<char*>(part.data()));
+            data = pools[kind][static_cast<size_t>(g.rank())].data() + where.offset / 4;
+        }
+        std::fill(data, data + n, value);
+    }
+};
+
 void collectives(Group& g, int round, std::mt19937& random) {
     const int P = g.size(), me = g.rank();
-    const int64_t numel = std::vector<int64_t>{0, 1, 1000, 5000, 70'001}[random() % 5];
+    const int64_t numel = std::vector<int64_t>{0, 1, 1000, 5000, LARGEST}[random() % 5];
     const auto n = static_cast<size_t>(numel);
     const ReduceSpec sum{Dtype::f32, Reduce::sum, 1.0, false};
     const float total = static_cast<float>(P * (P + 1) / 2);
     std::vector<float> data(n, static_cast<float>(me + 1));
     const int root = static_cast<int>(random() % static_cast<unsigned>(P));
     switch (random() % 7) {
-        case 0:
-            g.all_reduce(data.data(), numel, sum, {}, 30);
-            for (float v : data) expect(v == total, "all_reduce", me, round);
+        case 0: {
+            Place mine(g, round, random, n, static_cast<float>(me + 1));
+            g.all_reduce(mine.data, numel, sum, mine.where, 30);
+            for (size_t i = 0; i < n; i++) expect(mine.data[i] == total, "all_reduce", me, round);
             break;
+        }
         case 1: {
+            Place mine(g, round, random, n, static_cast<float>(me + 1));
             std::vector<float> out(n * static_cast<size_t>(P));
             std::vector<char*> places;
             for (int r = 0; r < P; r++) places.push_back(reinterpret_cast<char*>(out.data() + n * static_cast<size_t>(r)));
-            g.all_gather(data.data(), places.data(), numel * 4, -1, {}, 30);
+            g.all_gather(mine.data, places.data(), numel * 4, -1, mine.where, 30);
             for (size_t i = 0; i < out.size(); i++) expect(out[i] == static_cast<float>(i / n + 1), "all_gather", me, round);
             break;
         }
         case 2: {
+            Place mine(g, round, random, n * static_cast<size_t>(P), static_cast<float>(me + 1));
             std::vector<float> out(n);
-            std::vector<const char*> parts(static_cast<size_t>(P), reinterpret_cast<char*>(data.data()));
+            std::vector<const char*> parts;
+            for (int r = 0; r < P; r++) {
+                float* part = mine.data + n * static_cast<size_t>(r);
+                for (size_t i = 0; i < n; i++) part[i] += static_cast<float>(10 * r);
+                parts.push_back(reinterpret_cast<char*>(part));
+            }
             std::vector<int64_t> counts(static_cast<size_t>(P), numel);
-            g.reduce_scatter(out.data(), parts.data(), counts.data(), sum, {}, 30);
-            for (float v : out) expect(v == total, "reduce_scatter", me, round);
+            g.reduce_scatter(out.data(), parts.data(), counts.data(), sum, mine.where, 30);
+            for (float v : out) expect(v == total + static_cast<float>(10 * P * me), "reduce_scatter", me, round);
             break;
         }
         case 3:
@@ -133,6 +177,7 @@ int main(int argc, char** argv) {
     void* memory = mmap(nullptr, layout.total(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED) return 2;
     Group::format(memory, layout, 1, 2);
+    make_pools(size);
     std::vector<std::thread> ranks;
     for (int r = 0; r < size; r++) ranks.emplace_back(rank_main, memory, r, size, rounds);
     for (auto& t : ranks) t.join();
