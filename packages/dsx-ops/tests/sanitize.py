@@ -54,7 +54,9 @@ def main() -> int:
         }
         check = "import sys, dsx_ops; s = dsx_ops.native_status(); print(s); sys.exit(s['sanitizer'] != 'address')"
         subprocess.check_call([sys.executable, "-c", check], cwd=folder, env=env)
-        arguments = sys.argv[1:] or [str(f) for f in FILES]
+        arguments = sys.argv[1:]
+        if not any(os.path.exists(a.split("::")[0]) for a in arguments):  # options alone choose no files
+            arguments += [str(f) for f in FILES]
         options = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(PACKAGE)]
         return subprocess.call([sys.executable, "-m", "pytest", *options, *arguments], cwd=folder, env=env)
 
