@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import stat
 import threading
 import time
 import weakref
@@ -200,6 +201,25 @@ def test_files_can_be_closed_after_the_engine_they_share(tmp_path):
     with TensorFile.open(tmp_path / "f") as again:
         assert torch.equal(again.read("a").result(), torch.ones(3))
     TensorStore(tmp_path / "s").close()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECTORY"), reason="needs folders that can be opened")
+@pytest.mark.parametrize("kind", ["file", "store"])
+def test_what_is_durable_has_its_name_on_the_device_too(kind, tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def noted(fd):
+        synced.append(stat.S_ISDIR(os.fstat(fd).st_mode))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.chdir(tmp_path)
+    thing = TensorFile.create("f", {"a": torch.ones(3)}) if kind == "file" else TensorStore("s")
+    with thing:
+        thing.flush()
+        assert synced == []
+        thing.flush(durable=True)
+        assert synced[-1] and not any(synced[:-1]) and len(synced) > 1  # the folder, after what lies in it
 
 
 def test_a_store_after_a_crash_holds_the_last_flush(tmp_path):

@@ -233,6 +233,17 @@ def reserve(file: OpenFile, offset: int, nbytes: int, *, exact: bool) -> None:
         raise TransferError.of(error, file.path, op="write", offset=start, nbytes=nbytes)
 
 
+def sync_folder(path: str | os.PathLike) -> None:
+    """Wait until names made or replaced in a folder are on the device: syncing a file does not see to its name."""
+    if not hasattr(os, "O_DIRECTORY"):  # where folders cannot be opened
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def access(path: str | os.PathLike, *, engine: str = "auto") -> Access:
     """How transfers to a file or folder would go. Opens the file, or a nameless one in the folder; changes nothing."""
     import tempfile  # late: only this question needs it

@@ -22,6 +22,7 @@ import torch
 from .checksum import crc32
 from .engine import Engine
 from .errors import BudgetError, ChecksumError, FormatError, NvmeError, TensorError
+from .files import sync_folder
 from .memory import empty
 from .tensor_file import DTYPES, NAMES, NO_SUM, PAGE, Extent, Reading
 from .ticket import Ticket
@@ -166,6 +167,8 @@ class TensorStore:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, os.path.join(self.folder, INDEX))
+        if durable:
+            sync_folder(self.folder)
 
     def close(self) -> None:
         """Flush (or, with keep=False, wait and remove the files) and close. Closes even when a write failed."""

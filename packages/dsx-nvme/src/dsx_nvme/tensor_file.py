@@ -25,6 +25,7 @@ import torch
 from .checksum import crc32
 from .engine import Engine
 from .errors import ChecksumError, FormatError, OptionError, TensorError
+from .files import sync_folder
 from .memory import empty
 from .ticket import Ticket
 
@@ -270,6 +271,7 @@ class TensorFile:
             self._dirty = False
         if durable:
             os.fsync(self._file.plain_fd)
+            sync_folder(os.path.dirname(os.path.abspath(self.path)))
 
     def close(self) -> None:
         """Flush and close. The file is closed even when a write failed."""
