@@ -338,3 +338,38 @@ def test_live_memory_is_bounded_by_the_root_and_two_units():
     block = max(u.numel for u in sharded.units if u.plan.module)
     assert 0 < peak <= root + 2 * block
     assert sharded.gathers == 2 * 6 + 2
+
+
+def test_blocks_that_return_objects():
+    """Key-value caches and the like: whatever an output is wrapped in leads back into its block."""
+
+    class Cache:
+        def __init__(self, hidden):
+            self.layers, self.again = [{"hidden": hidden}], self
+
+    class Wrapping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return Cache(torch.tanh(self.layer(x)))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Wrapping() for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x).layers[0]["hidden"]
+            return x
+
+    torch.manual_seed(0)
+    plain = Net()
+    sharded = Sharded(copy.deepcopy(plain))
+    x = torch.randn(2, 6)
+    plain(x).square().sum().backward()
+    sharded.model(x).square().sum().backward()
+    assert_close_named(sharded.gradients(), {n: p.grad for n, p in plain.named_parameters()})
+    sharded.assert_freed()

@@ -200,7 +200,7 @@ class Residency(Lender):
     # Watching tensors -------------------------------------------------------------------------------------------------
 
     def _watch_outputs(self, unit: int, use: Use, output: Any) -> None:
-        for tensor in tensors_in(output):
+        for tensor in tensors_in(output, objects=True):
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: self.before_backward(unit, use))
 
