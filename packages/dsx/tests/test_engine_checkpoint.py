@@ -190,6 +190,13 @@ def expected_loss(x):
     return model(x).sum().item()
 
 
+def test_a_tag_may_be_a_number(tmp_path):
+    engine = build(0, 1)
+    assert engine.save_checkpoint(str(tmp_path), tag=7).endswith("7")
+    path, _ = engine.load_checkpoint(str(tmp_path), tag=7)
+    assert path is not None and path.endswith("7")
+
+
 def test_the_precision_stands_in_the_checkpoint_and_another_one_is_said(tmp_path, caplog):
     from dsx.checkpoint import open_checkpoint
 

@@ -213,3 +213,10 @@ def test_everything_after_the_script_belongs_to_the_script():
     assert (options.num_procs, options.num_gpus, options.script) == (2, None, "train.py")
     assert options.script_args == ("--num_gpus", "8", "--", "-x", "--help")
     assert parse(["--", "train.py", "--"]).script_args == ("--",)
+
+
+def test_minus_one_is_as_if_not_given():
+    options = parse(["--num_gpus", "-1", "--num_nodes=-1", "--node_rank", "-1", "--include", "a", "x.py"])
+    assert (options.num_gpus, options.num_nodes, options.node_rank) == (None, None, None)
+    with pytest.raises(ResourceError, match="--num_gpus -2"):
+        parse(["--num_gpus", "-2", "x.py"])

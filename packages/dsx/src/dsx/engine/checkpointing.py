@@ -73,7 +73,7 @@ def load(
 
     loaded = read(
         load_dir,
-        tag,
+        None if tag is None else str(tag),
         module=engine._parts.module,
         optimizer=engine._parts.shards,
         ranks=_ranks(engine),

@@ -194,6 +194,8 @@ def options_from(namespace: argparse.Namespace) -> LaunchOptions:
             )
     fields = LaunchOptions.__dataclass_fields__
     known = {name: value for name, value in values.items() if name in fields}
+    for name in ("num_nodes", "num_gpus", "node_rank"):
+        known[name] = None if known[name] == -1 else known[name]  # how upstream's own default is written
     script, args = split_program(values["command"])
     options = LaunchOptions(**known, script=script, script_args=args)
     _check(options)
