@@ -118,6 +118,43 @@ def test_attention_costs_the_same_whichever_kernel_runs_and_inference_mode_hides
         assert macs == 20 * 32 * 128 + 2 * 2 * 4 * 10 * 10 * 8
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("padded", [False, True], ids=["", "sequences of different lengths"])
+def test_the_fused_layers_of_evaluation_count_as_the_others(padded):
+    layers, width, inner, lengths = 2, 16, 32, (8, 5 if padded else 8)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(width, 2, inner, batch_first=True), layers).eval()
+    x, hidden = torch.randn(2, 8, width), torch.arange(8) >= torch.tensor(lengths)[:, None]
+    kwargs = {"src_key_padding_mask": hidden} if padded else {}
+    expected = model(x, **kwargs)
+    weights, attention = 4 * width * width + 2 * width * inner, 2 * 2 * 8 * 8 * width
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        profiler = FlopsProfiler(model)
+        with mode():
+            profiler.start_profile()
+            out = model(x, **kwargs)
+            profiler.stop_profile()
+        # Without gradients torch leaves the padding out where it can.
+        rows = 16 if mode is torch.enable_grad else sum(lengths)
+        assert profiler.get_total_macs() == layers * (rows * weights + attention)
+        assert not profiler.get_unknown_operators()
+        assert torch.allclose(out[~hidden], expected[~hidden], atol=1e-5)
+
+
+def test_a_rule_that_fails_does_not_stop_the_model(monkeypatch):
+    from dsx_monitor.flops import rules
+
+    def fails(args, out):
+        raise RuntimeError("a form of tensor that nobody thought of")
+
+    monkeypatch.setitem(rules.RULES, "mm", fails)
+    model, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    assert torch.equal(model(x), x @ model.weight.T)
+    profiler.stop_profile()
+    assert profiler.get_unknown_operators() == {"aten::mm": 2} and profiler.get_total_macs() == 0
+
+
 def test_backward_is_measured():
     model = nn.Linear(8, 16, bias=False)
     profiler = FlopsProfiler(model)

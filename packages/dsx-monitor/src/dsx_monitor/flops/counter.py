@@ -77,11 +77,12 @@ class _Counting(TorchDispatchMode):
         if rule is VIEW:
             return func(*args, **kwargs)
         if rule is COMPOUND:
-            # Under inference mode compound operators arrive whole: take them apart to see what they are made of.
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+            # Under inference mode compound operators arrive whole: take them apart to see what they are made of. Of nested tensors they are none.
+            if not any(getattr(argument, "is_nested", False) for argument in args):
+                with self:
+                    result = func.decompose(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
             rule = None
         watch = self._watch
         owner, backward = watch.before()
@@ -89,7 +90,11 @@ class _Counting(TorchDispatchMode):
         if rule is None:
             watch.note_unknown(func)
         elif not isinstance(rule, str):  # what costs nothing is a word
-            flops, macs = rule(args, kwargs, result)
+            try:
+                flops, macs = rule(args, kwargs, result)
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+                watch.note_unknown(func)  # a form that its rule does not know must not stop the model
+                return result
             if flops:
                 watch.book(owner, backward, flops, macs)
         return result

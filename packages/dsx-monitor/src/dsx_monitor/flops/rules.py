@@ -30,6 +30,11 @@ def _addmm(args: tuple[Any, ...], out: Any) -> Cost:
     return _macs(args[1].numel() * args[2].shape[-1], out.numel())
 
 
+def _linear(args: tuple[Any, ...], out: Any) -> Cost:
+    """Whole where it is not taken apart: in inference mode, and of sequences of different lengths."""
+    return _macs(args[0].numel() * args[1].shape[0], out.numel() if len(args) > 2 and args[2] is not None else 0)
+
+
 def _grouped_mm(args: tuple[Any, ...], out: Any) -> Cost:
     """Rows in groups, a matrix for each group (mixture of experts): (rows, in) by (groups, in, out); (groups, out, in) by
     (in, columns) with groups of columns; (m, rows) by (rows, n) with groups of rows."""
@@ -78,6 +83,19 @@ def _attention_backward(args: tuple[Any, ...], out: Any) -> Cost:
     """Fused kernels compute q k^T again, then the gradients of p, v, q and k."""
     scores, values = _attention_products(*args[1:4])
     return _macs(3 * scores + 2 * values)
+
+
+def _fused_self_attention(args: tuple[Any, ...], out: Any) -> Cost:
+    """Self-attention with its projections in one operator, as evaluation without gradients runs it. Input (batch, length, width)."""
+    query, width, into, out_of = args[0], args[3], args[5], args[7]
+    if query.is_nested:  # sequences of different lengths are padded for the two products of attention, and only there
+        lengths = query._nested_tensor_size()[:, 0]
+        batch, length = len(lengths), int(lengths.max())
+    else:
+        batch, length = query.shape[:2]
+    rows = query.numel() // width
+    projections = rows * (into.numel() + out_of.numel())
+    return _macs(projections + 2 * batch * length * length * width, rows * (into.shape[0] + out_of.shape[0]))
 
 
 def _rnn_layer(args: tuple[Any, ...], out: Any) -> Cost:
@@ -146,6 +164,8 @@ RULES: dict[str, Rule] = {
     "addbmm": _addmm,
     "_int_mm": _mm,
     "_scaled_mm": _mm,
+    "linear": _linear,
+    "_native_multi_head_attention": _fused_self_attention,
     "_grouped_mm": _grouped_mm,
     "_scaled_grouped_mm": _grouped_mm,
     "addmv": _mat_vec,
@@ -160,6 +180,7 @@ RULES: dict[str, Rule] = {
     "_cudnn_rnn": _rnn_cudnn,
     "_cudnn_rnn_backward": _rnn_cudnn_backward,
     "native_layer_norm": _norm(2),
+    "layer_norm": _norm(2),  # whole for nested tensors
     "native_group_norm": _norm(1),
     "_fused_rms_norm": _norm(2),
     "native_batch_norm": _batch_norm,
@@ -230,7 +251,7 @@ _FREE = """
     _cudnn_init_dropout_state mkldnn_reorder_conv2d_weight block_diag diag index_fill masked_scatter channel_shuffle
     pixel_shuffle pixel_unshuffle native_channel_shuffle im2col col2im reflection_pad1d reflection_pad2d
     replication_pad1d replication_pad2d _pad_enum argsort _resize_output_ resize_as_ exponential_ geometric_
-    log_normal_ poisson tril_indices triu_indices meshgrid hann_window hamming_window complex
+    to_padded_tensor _nested_tensor_from_mask _nested_from_padded _nested_tensor_size log_normal_ poisson tril_indices triu_indices meshgrid hann_window hamming_window complex
 """
 FREE = frozenset(_FREE.split())
 """Operators that move, make or compare data, or only look at shapes."""
