@@ -105,6 +105,12 @@ def test_a_recurrent_layer_counts_both_products():
     flops, macs, _ = measure(nn.LSTM(8, 16, num_layers=2), torch.randn(5, 3, 8))
     products = 15 * 4 * 16 * (8 + 16) + 15 * 4 * 16 * (16 + 16)
     assert macs == products and 2 * products < flops < 2.2 * products
+    for model, x, gates in ((nn.GRU(8, 16), torch.randn(5, 3, 8), 3), (nn.LSTMCell(8, 16), torch.randn(15, 8), 4)):
+        profiler = FlopsProfiler(model)
+        profiler.start_profile()
+        model(x)
+        profiler.stop_profile()
+        assert profiler.get_total_macs() == 15 * gates * 16 * (8 + 16) and not profiler.get_unknown_operators()
 
 
 @pytest.mark.parametrize("backend", ["MATH", "FLASH_ATTENTION"])

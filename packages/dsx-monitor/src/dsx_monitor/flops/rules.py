@@ -251,7 +251,8 @@ _FREE = """
     _cudnn_init_dropout_state mkldnn_reorder_conv2d_weight block_diag diag index_fill masked_scatter channel_shuffle
     pixel_shuffle pixel_unshuffle native_channel_shuffle im2col col2im reflection_pad1d reflection_pad2d
     replication_pad1d replication_pad2d _pad_enum argsort _resize_output_ resize_as_ exponential_ geometric_
-    to_padded_tensor _nested_tensor_from_mask _nested_from_padded _nested_tensor_size log_normal_ poisson tril_indices triu_indices meshgrid hann_window hamming_window complex
+    to_padded_tensor _nested_tensor_from_mask _nested_from_padded _nested_tensor_size
+    unsafe_split unsafe_split_with_sizes unsafe_chunk log_normal_ poisson tril_indices triu_indices meshgrid hann_window hamming_window complex
 """
 FREE = frozenset(_FREE.split())
 """Operators that move, make or compare data, or only look at shapes."""
