@@ -118,10 +118,10 @@ def test_a_process_alone_is_a_world_of_its_own():
     assert run_ranks(alone, 1, backend=None) == [3.0]
 
 
-def with_environment(rank, n):
+def with_environment(rank, n, url):
     import threading
 
-    dsx_comm.init_distributed()
+    dsx_comm.init_distributed(init_method=url)
     # a rank that is slow to make its first call can be asked where it is
     assert "dsx-comm-watch" in [thread.name for thread in threading.enumerate()]
     got = [None] * n
@@ -129,8 +129,9 @@ def with_environment(rank, n):
     return got
 
 
-def test_torchruns_variables_are_enough():
-    assert run_ranks(with_environment, 2, backend=None)[1] == [(0, 0, "dsx"), (1, 1, "dsx")]
+@pytest.mark.parametrize("url", [None, "env://"])
+def test_torchruns_variables_are_enough(url):
+    assert run_ranks(with_environment, 2, url, backend=None)[1] == [(0, 0, "dsx"), (1, 1, "dsx")]
 
 
 def with_mpi_variables(rank, n, port):
@@ -176,6 +177,11 @@ def wrong_arguments(rank, n):
         dsx_comm.init_distributed(init_method="tcp://127.0.0.1:1")
     with pytest.raises(dsx_comm.CommError, match="built without MPI"):
         dsx_comm.init_distributed("mpi")
+    for name in ("ccl", "cpu:gloo,cuda:hccl"):
+        with pytest.raises(
+            dsx_comm.CommError, match=f"got '{name}', but this torch has no .*: expected one of dsx, .*gloo"
+        ):
+            dsx_comm.init_distributed(name)
     os.environ["DSX_TIMEOUT"] = "soon"
     with pytest.raises(dsx_comm.CommError, match="DSX_TIMEOUT: got 'soon'"):
         dsx_comm.init_distributed()

@@ -128,3 +128,68 @@ def lonely(rank, n):
 
 def test_monitored_barrier_names_the_missing_rank():
     run_ranks(lonely, 2)
+
+
+def by_group_ranks(rank, n):
+    group = dsx_comm.new_group([2, 0])  # its rank 0 is rank 2, its rank 1 rank 0
+    if rank == 1:
+        return
+    first, place = rank == 2, 0 if rank == 2 else 1
+    tensor = torch.tensor([float(rank)])
+    dsx_comm.broadcast(tensor, group=group, group_src=1)
+    assert tensor.item() == 0.0
+    tensor = torch.tensor([rank + 1.0])
+    dsx_comm.reduce(tensor, group=group, group_dst=0)
+    assert not first or tensor.item() == 4.0
+    rows = [torch.empty(1), torch.empty(1)] if first else None
+    dsx_comm.gather(torch.tensor([float(rank)]), rows, group=group, group_dst=0)
+    assert rows is None or [r.item() for r in rows] == [2.0, 0.0]
+    dsx_comm.scatter(tensor, None if first else [torch.tensor([5.0]), torch.tensor([6.0])], group=group, group_src=1)
+    assert tensor.item() == 5.0 + place
+    other = torch.empty(1)
+    dsx_comm.batch_isend_irecv(
+        [
+            dsx_comm.P2POp(dsx_comm.isend, tensor, group=group, group_peer=1 - place),
+            dsx_comm.P2POp(dsx_comm.irecv, other, group=group, group_peer=1 - place),
+        ]
+    )[1].wait()
+    assert other.item() == 6.0 - place
+    if first:
+        dsx_comm.send(tensor, group=group, group_dst=1)
+        dsx_comm.isend(tensor, group=group, group_dst=1).wait()
+    else:
+        assert dsx_comm.recv(other, group=group, group_src=0) == 2 and other.item() == 5.0
+        dsx_comm.irecv(other.zero_(), group=group, group_src=0).wait()
+        assert other.item() == 5.0
+    objects = [rank]
+    dsx_comm.broadcast_object_list(objects, group=group, group_src=0)
+    assert objects == [2]
+    found = [None, None] if first else None
+    dsx_comm.gather_object(rank, found, group=group, group_dst=0)
+    assert found is None or found == [2, 0]
+    dsx_comm.scatter_object_list(objects, ["a", "b"] if first else None, group=group, group_src=0)
+    assert objects == ["ab"[place]]
+    with pytest.raises(dsx_comm.CommArgumentError, match="got src=0 and group_src=0, expected one of them"):
+        dsx_comm.broadcast(tensor, 0, group, group_src=0)
+    with pytest.raises(dsx_comm.CommArgumentError, match="got neither src nor group_src"):
+        dsx_comm.broadcast(tensor, group=group)
+    with pytest.raises(dsx_comm.CommArgumentError, match="group_dst: got 2, expected 0 <= group_dst < 2"):
+        dsx_comm.reduce(tensor, group=group, group_dst=2)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "dsx"])
+def test_roots_and_peers_may_be_given_by_their_rank_in_the_group(backend):
+    run_ranks(by_group_ranks, 3, backend=backend)
+
+
+def test_arguments_have_torchs_names():
+    import inspect
+
+    ours = {"prof", "log_name", "debug", "labels"}
+    names = "all_reduce reduce reduce_scatter_tensor reduce_scatter all_gather_into_tensor all_gather gather broadcast scatter"
+    names += " all_to_all_single all_to_all barrier send recv isend irecv all_gather_object broadcast_object_list gather_object scatter_object_list"
+    for name in names.split():
+        mine = inspect.signature(getattr(dsx_comm, name)).parameters
+        torchs = inspect.signature(inspect.unwrap(getattr(dist, name))).parameters
+        wanted = [p for p in torchs if p in mine or p not in ("timeout", "use_batch", "weights_only")]
+        assert [p for p in mine if p not in ours and (p in torchs or not p.startswith("group_"))] == wanted, name

@@ -104,6 +104,24 @@ def tensor_list(
     return tensors
 
 
+def root(
+    given: int | None, in_group: int | None, to: Membership, name: str, what: str, default: int | None = None
+) -> tuple[int, int]:
+    """(global rank, the group's rank) of a source or destination, given as one or the other; `default`: a global rank, if neither is."""
+    if given is not None and in_group is not None:
+        raise CommArgumentError(f"{name}: got {what}={given} and group_{what}={in_group}, expected one of them")
+    if in_group is not None:
+        if not 0 <= in_group < to.size:
+            raise CommArgumentError(
+                f"{name}: group_{what}: got {in_group}, expected 0 <= group_{what} < {to.size} (group size)"
+            )
+        return dist.get_process_group_ranks(to.group)[in_group], in_group
+    given = default if given is None else given
+    if given is None:
+        raise CommArgumentError(f"{name}: got neither {what} nor group_{what}, expected one of them")
+    return given, group_rank(given, to, name, what)
+
+
 def group_rank(global_rank: int, to: Membership, name: str, what: str) -> int:
     """The group's rank of a global rank (torch's convention for src and dst)."""
     ranks = dist.get_process_group_ranks(to.group)

@@ -3,7 +3,7 @@
 What is added: AVG on every backend, clear errors before anything is sent, byte counting, the communication log
 (`prof`, `log_name`, `debug`), and on gloo host tensors the composed algorithms of `composed.py` (any dtype, sums in rank
 order). `async_op=True` returns a handle with `wait()` and `is_completed()`; otherwise the functions return None.
-`src` and `dst` are global ranks, as in torch.
+`src` and `dst` are global ranks, `group_src` and `group_dst` the group's, as in torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from . import composed
 from .calls import Call, Labels, all_reduce_volume, check_labels, run, share_volume
-from .checks import contiguous, group_rank, nbytes, not_overlapping, reduce_kind, share, tensor_list, tensor_of
+from .checks import contiguous, nbytes, not_overlapping, reduce_kind, root, share, tensor_list, tensor_of
 from .groups import Membership, member
 from .works import Done, Handle
 
@@ -110,16 +110,17 @@ def _then(first: Handle, finish: Callable[[], Any]) -> Handle:
 
 def reduce(
     tensor: torch.Tensor,
-    dst: int,
+    dst: int | None = None,
     op: Any = ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
+    group_dst: int | None = None,
     **labels: Unpack[Labels],
 ) -> Any:
     """Reduce `tensor` over the ranks into global rank `dst`; elsewhere its content is undefined afterwards."""
     to = member(group)
     kind = reduce_kind(op, tensor_of(tensor, "reduce"), "reduce")
-    target = group_rank(dst, to, "reduce", "dst")
+    dst, target = root(dst, group_dst, to, "reduce", "dst")
     size = nbytes(tensor)
     call = _call(
         "reduce",
@@ -255,14 +256,18 @@ def reduce_scatter_fn(
 
 
 def all_gather_into_tensor(
-    output: torch.Tensor, input: torch.Tensor, group: Any = None, async_op: bool = False, **labels: Unpack[Labels]
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+    **labels: Unpack[Labels],
 ) -> Any:
-    """output (N s elements) = the ranks' `input` (s elements) one after the other.
+    """output_tensor (N s elements) = the ranks' `input_tensor` (s elements) one after the other.
 
-    In place is legal: `input` may be this rank's part of `output`; any other overlap is an error.
+    In place is legal: `input_tensor` may be this rank's part of `output_tensor`; any other overlap is an error.
     """
     name = "all_gather_into_tensor"
-    to = member(group)
+    to, output, input = member(group), output_tensor, input_tensor
     share(output, input, to, name, ("output", "input"))
     contiguous(output, name, "output")
     not_overlapping(output, input, to.rank, name)
@@ -331,14 +336,15 @@ def _checked_list(values: Any, like: torch.Tensor, to: Membership, name: str, wh
 def gather(
     tensor: torch.Tensor,
     gather_list: Sequence[torch.Tensor] | None = None,
-    dst: int = 0,
+    dst: int | None = None,
     group: Any = None,
     async_op: bool = False,
+    group_dst: int | None = None,
     **labels: Unpack[Labels],
 ) -> Any:
-    """On global rank `dst`: gather_list[p] = rank p's `tensor`. Elsewhere `gather_list` must be None or empty."""
+    """On global rank `dst` (default 0): gather_list[p] = rank p's `tensor`. Elsewhere `gather_list` must be None or empty."""
     to = member(group)
-    target = group_rank(dst, to, "gather", "dst")
+    dst, target = root(dst, group_dst, to, "gather", "dst", 0)
     at_target = to.rank == target
     outputs = _checked_list(gather_list, tensor, to, "gather", "gather_list") if at_target else None
     if not at_target and gather_list:
@@ -363,11 +369,16 @@ def gather(
 
 
 def broadcast(
-    tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False, **labels: Unpack[Labels]
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    **labels: Unpack[Labels],
 ) -> Any:
     """Copy global rank `src`'s `tensor` to all ranks of the group, in place."""
     to = member(group)
-    source = group_rank(src, to, "broadcast", "src")
+    src, source = root(src, group_src, to, "broadcast", "src")
     size = nbytes(tensor_of(tensor, "broadcast"))
     sent = size if to.rank == source and to.size > 1 else 0
     call = _call("broadcast", to, size, sent, tensor.device, labels, described(tensor.dtype, root=source))
@@ -390,14 +401,15 @@ def start_broadcast(tensor: torch.Tensor, src: int, source: int, to: Membership,
 def scatter(
     tensor: torch.Tensor,
     scatter_list: Sequence[torch.Tensor] | None = None,
-    src: int = 0,
+    src: int | None = None,
     group: Any = None,
     async_op: bool = False,
+    group_src: int | None = None,
     **labels: Unpack[Labels],
 ) -> Any:
-    """tensor = global rank `src`'s scatter_list[rank]. Elsewhere `scatter_list` must be None or empty."""
+    """tensor = global rank `src`'s (default 0) scatter_list[rank]. Elsewhere `scatter_list` must be None or empty."""
     to = member(group)
-    source = group_rank(src, to, "scatter", "src")
+    src, source = root(src, group_src, to, "scatter", "src", 0)
     at_source = to.rank == source
     contiguous(tensor_of(tensor, "scatter"), "scatter", "tensor")
     inputs = tensor_list(scatter_list, tensor, to.size, "scatter", "scatter_list") if at_source else None

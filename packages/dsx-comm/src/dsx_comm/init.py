@@ -74,7 +74,8 @@ def init_distributed(
     explain_hangs(notice=min(DEFAULT_NOTICE, 0.45 * patience.total_seconds()))
     backend = dist_backend or _default_backend()
     automatic = dist_backend is None and backend == "gloo"
-    if init_method is not None or backend == "mpi":
+    _check_backend(backend)
+    if init_method not in (None, "env://") or backend == "mpi":  # "env://" is what happens anyway
         _by_url(backend, init_method, patience, rank, world_size)
     else:
         found = _find(distributed_port, auto_mpi_discovery, rank, world_size)
@@ -105,10 +106,23 @@ def _default_backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
+def _check_backend(names: str) -> None:
+    """Raise `CommError` where this torch has no backend of a name in `names` ("gloo", "cpu:gloo,cuda:nccl")."""
+    built_in = ("gloo", "nccl", "ucc", "xccl")
+    known = [name for name in built_in if getattr(dist, f"is_{name}_available", bool)()]
+    known += [name.lower() for name in dist.Backend._plugins]
+    for name in (item.rpartition(":")[2].lower() for item in names.split(",")):
+        if name not in known and name != "mpi":  # of that one torch is asked later
+            raise CommError(
+                f"dist_backend: got {names!r}, but this torch has no {name}: expected one of {', '.join(sorted(known))}, or nothing "
+                "(then what the machine has is taken)"
+            )
+
+
 def _by_url(backend: str, url: str | None, patience: timedelta, rank: int, world_size: int) -> None:
     if backend == "mpi" and not dist.is_mpi_available():
         raise CommError('dist_backend "mpi": this torch was built without MPI; use gloo (any launcher works with it)')
-    if backend != "mpi" and url is not None and "rank=" not in url and url != "env://" and (rank < 0 or world_size < 1):
+    if backend != "mpi" and url is not None and "rank=" not in url and (rank < 0 or world_size < 1):
         raise CommArgumentError(
             f"init_method {url!r} needs rank and world_size, got rank={rank}, world_size={world_size}"
         )

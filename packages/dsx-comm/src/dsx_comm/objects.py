@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .calls import Call, Labels, check_labels, guarded, run, share_volume
-from .checks import group_rank
+from .checks import root
 from .collectives import settle, start_all_gather, start_broadcast
 from .errors import CommArgumentError
 from .groups import Membership, get_global_rank, member
@@ -59,16 +59,17 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **lab
 
 def broadcast_object_list(
     object_list: list[Any],
-    src: int = 0,
+    src: int | None = None,
     group: Any = None,
     device: torch.device | str | None = None,
+    group_src: int | None = None,
     **labels: Unpack[Labels],
 ) -> None:
-    """Replace the entries of `object_list` by those of global rank `src`; all lists have the same length."""
+    """Replace the entries of `object_list` by those of global rank `src` (default 0); all lists have the same length."""
     to = member(group)
     if not isinstance(object_list, list) or not object_list:
         raise CommArgumentError("broadcast_object_list: object_list: expected a list with at least one entry")
-    source = group_rank(src, to, "broadcast_object_list", "src")
+    src, source = root(src, group_src, to, "broadcast_object_list", "src", 0)
     where = _device(to) if device is None else torch.device(device)
     data = [pickle.dumps(obj) for obj in object_list] if to.rank == source else []
     lengths = torch.tensor([len(d) for d in data] or [0] * len(object_list), dtype=torch.int64, device=where)
@@ -88,11 +89,16 @@ def broadcast_object_list(
 
 
 def gather_object(
-    obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0, group: Any = None, **labels: Unpack[Labels]
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    group_dst: int | None = None,
+    **labels: Unpack[Labels],
 ) -> None:
-    """On global rank `dst`: object_gather_list[p] = rank p's `obj`; elsewhere the list is ignored."""
+    """On global rank `dst` (default 0): object_gather_list[p] = rank p's `obj`; elsewhere the list is ignored."""
     to = member(group)
-    target = group_rank(dst, to, "gather_object", "dst")
+    _, target = root(dst, group_dst, to, "gather_object", "dst", 0)
     if to.rank == target:
         _check_list(object_gather_list, to.size, "gather_object", "object_gather_list")
     data = b"" if to.rank == target else pickle.dumps(obj)
@@ -113,13 +119,14 @@ def gather_object(
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: Sequence[Any] | None = None,
-    src: int = 0,
+    src: int | None = None,
     group: Any = None,
+    group_src: int | None = None,
     **labels: Unpack[Labels],
 ) -> None:
-    """scatter_object_output_list[0] = global rank `src`'s scatter_object_input_list[rank]."""
+    """scatter_object_output_list[0] = global rank `src`'s (default 0) scatter_object_input_list[rank]."""
     to = member(group)
-    source = group_rank(src, to, "scatter_object_list", "src")
+    _, source = root(src, group_src, to, "scatter_object_list", "src", 0)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise CommArgumentError(
             "scatter_object_list: scatter_object_output_list: expected a list with at least one entry"

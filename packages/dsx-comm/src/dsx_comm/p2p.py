@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from . import composed
 from .calls import Call, Labels, check_labels, run
-from .checks import contiguous, group_rank, nbytes, tensor_of
+from .checks import contiguous, nbytes, root, tensor_of
 from .errors import CommArgumentError
 from .groups import Membership, member
 from .works import Handle
@@ -23,42 +23,73 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-def send(tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0, **labels: Unpack[Labels]) -> None:
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    **labels: Unpack[Labels],
+) -> None:
     """Send `tensor` to global rank `dst`; returns when the memory may be reused."""
-    call, to = _describe("send", tensor, dst, group, tag, labels)
+    call, to, dst = _describe("send", tensor, dst, group, tag, labels, group_dst)
     run(call, lambda: start_p2p(tensor, dst, to, tag, sending=True).wait())
 
 
 def recv(
-    tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0, **labels: Unpack[Labels]
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    **labels: Unpack[Labels],
 ) -> int:
     """Receive into `tensor` from global rank `src` (None: from anyone, on backends that can) and return the sender."""
-    if src is None:
+    if src is None and group_src is None:
         to = member(group)
+        contiguous(tensor_of(tensor, "recv"), "recv", "tensor")
         call = Call("recv", to.group, to.size, nbytes(tensor), 0, tensor.device, check_labels(labels))
         return run(call, lambda: dist.recv(tensor, None, to.group, tag))
-    call, to = _describe("recv", tensor, src, group, tag, labels)
+    call, to, src = _describe("recv", tensor, src, group, tag, labels, group_src)
     run(call, lambda: start_p2p(tensor, src, to, tag, sending=False).wait())
     return src
 
 
-def isend(tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0, **labels: Unpack[Labels]) -> Any:
+def isend(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    **labels: Unpack[Labels],
+) -> Any:
     """Begin to send `tensor` to global rank `dst`; leave it alone until the handle's `wait()` has returned."""
-    call, to = _describe("isend", tensor, dst, group, tag, labels)
+    call, to, dst = _describe("isend", tensor, dst, group, tag, labels, group_dst)
     return run(call, lambda: start_p2p(tensor, dst, to, tag, sending=True), True)
 
 
-def irecv(tensor: torch.Tensor, src: int, group: Any = None, tag: int = 0, **labels: Unpack[Labels]) -> Any:
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    **labels: Unpack[Labels],
+) -> Any:
     """Begin to receive into `tensor` from global rank `src`; it is there when the handle's `wait()` has returned."""
-    call, to = _describe("irecv", tensor, src, group, tag, labels)
+    call, to, src = _describe("irecv", tensor, src, group, tag, labels, group_src)
     return run(call, lambda: start_p2p(tensor, src, to, tag, sending=False), True)
 
 
-def _describe(name: str, tensor: Any, peer: int, group: Any, tag: int, labels: Any) -> tuple[Call, Membership]:
+def _describe(
+    name: str, tensor: Any, peer: int | None, group: Any, tag: int, labels: Any, group_peer: int | None = None
+) -> tuple[Call, Membership, int]:
+    """The call, its group, and the peer's global rank."""
     to = member(group)
     sending = "send" in name
     contiguous(tensor_of(tensor, name), name, "tensor")
-    if group_rank(peer, to, name, "dst" if sending else "src") == to.rank:
+    peer, place = root(peer, group_peer, to, name, "dst" if sending else "src")
+    if place == to.rank:
         raise CommArgumentError(f"{name}: rank {peer} would talk to itself; copy the tensor instead")
     if not 0 <= tag < composed.SCATTER_TAG:
         raise CommArgumentError(
@@ -66,7 +97,7 @@ def _describe(name: str, tensor: Any, peer: int, group: Any, tag: int, labels: A
         )
     size = nbytes(tensor)
     call = Call(name, to.group, to.size, size, size if sending else 0, tensor.device, check_labels(labels))
-    return call, to
+    return call, to, peer
 
 
 def start_p2p(tensor: torch.Tensor, peer: int, to: Membership, tag: int, *, sending: bool) -> Any:
@@ -81,12 +112,19 @@ class P2POp:
     """One operation for `batch_isend_irecv`: `op` is `isend` or `irecv` (ours or torch's), `peer` a global rank."""
 
     def __init__(
-        self, op: Callable[..., Any], tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0
+        self,
+        op: Callable[..., Any],
+        tensor: torch.Tensor,
+        peer: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_peer: int | None = None,
     ) -> None:
         if op not in (isend, irecv, dist.isend, dist.irecv):
             raise CommArgumentError(f"P2POp: op: got {op!r}, expected dsx_comm.isend or dsx_comm.irecv")
         self.op = isend if op in (isend, dist.isend) else irecv
-        self.tensor, self.peer, self.group, self.tag = tensor, peer, group, tag
+        self.tensor, self.group, self.tag = tensor, group, tag
+        self.peer, _ = root(peer, group_peer, member(group), "P2POp", "peer")
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp], **labels: Unpack[Labels]) -> list[Any]:
@@ -95,10 +133,10 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp], **labels: Unpack[Labels]) ->
         raise CommArgumentError("batch_isend_irecv: got an empty list, expected at least one P2POp")
     described = [_describe(p.op.__name__, p.tensor, p.peer, p.group, p.tag, labels) for p in p2p_op_list]
     to = described[0][1]
-    if any(other.group != to.group for _, other in described):
+    if any(other.group != to.group for _, other, _ in described):
         raise CommArgumentError("batch_isend_irecv: all operations of a batch must be of one group")
-    message = sum(c.message for c, _ in described)
-    sent = sum(c.sent for c, _ in described)
+    message = sum(c.message for c, *_ in described)
+    sent = sum(c.sent for c, *_ in described)
     device = p2p_op_list[0].tensor.device
     call = Call("batch_isend_irecv", to.group, to.size, message, sent, device, check_labels(labels))
 
