@@ -106,6 +106,17 @@ def test_a_pass_that_fails_is_not_taken_for_a_finished_one(tmp_path):
             s.step(lambda visit: None)
 
 
+def test_buffers_are_announced_in_pieces_that_the_kernel_takes(tmp_path, monkeypatch):
+    announced = []
+    monkeypatch.setattr(dsx_nvme.Engine, "register", lambda engine, tensor: announced.append(tensor.numel()))
+    monkeypatch.setattr(OptimizerSwapper, "_reserve", lambda swapper: None)  # nor is the file filled
+    with OptimizerSwapper(
+        tmp_path, {"a": 200_000_000}, buffer_size=10**8, pipeline_read=True, pipeline_write=True, pin=False
+    ) as s:  # only its pages are counted, none is touched
+        assert s.pool.budget > 1 << 30
+        assert max(announced) <= 1 << 30 and sum(announced) == s.pool.in_use
+
+
 def test_what_the_buffers_cannot_hold_is_said(tmp_path):
     with pytest.raises(dsx_nvme.BudgetError, match="raise buffer_size"):
         OptimizerSwapper(tmp_path, SIZES, buffer_size=100)

@@ -120,8 +120,9 @@ class OptimizerSwapper:
         slot_bytes = max(4096, largest * len(self.states))
         count = min(self.plan.slots, sum(not p.resident for p in self.plan.pieces)) or 1
         self.pool = BufferPool(slot_bytes * count, pin=pin)
-        self.engine.register(self.pool.arena)
         self._slots = [_Slot(self.pool.acquire(slot_bytes).tensor()) for _ in range(count)]
+        for slot in self._slots:  # one by one: the kernel takes at most 1 GiB in one piece
+            self.engine.register(slot.memory)
         self._resident = {
             p.index: empty(len(self.states), p.numel, dtype=self.dtype) for p in self.plan.pieces if p.resident
         }
@@ -185,8 +186,8 @@ class OptimizerSwapper:
         for slot in getattr(self, "_slots", ()):
             if slot.ticket is not None:
                 slot.ticket.exception()
-        if hasattr(self, "pool"):
-            self.engine.unregister(self.pool.arena)
+        for slot in getattr(self, "_slots", ()):
+            self.engine.unregister(slot.memory)
         self.engine.close_file(self._file)
         if self._own_engine:
             self.engine.close()
