@@ -240,3 +240,18 @@ def check_exposed_grads(rank, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_stage_0_leaves_averaged_grads_on_the_parameters(world):
     run_ranks(check_exposed_grads, world)
+
+
+def sparse_embedding(rank, world, stage):
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 4, sparse=True), torch.nn.Linear(4, 2))
+    model, optimizer = dsx_zero.shard(model, lambda p: torch.optim.SGD(p, lr=0.1), stage=stage)
+    with pytest.raises(
+        dsx_zero.ZeroModelError, match=r"0\.weight: sparse gradients are not available yet.*sparse=False"
+    ):
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("world, stage", [(1, 0), (2, 0), (2, 2)])
+def test_sparse_gradients_are_refused_by_name(world, stage):
+    run_ranks(sparse_embedding, world, stage)

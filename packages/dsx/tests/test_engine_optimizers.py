@@ -27,10 +27,12 @@ def one_step(choice, *, weight=2.0, grad=0.5):
         ("sgd", {"lr": 0.1, "momentum": 0.9}, torch.optim.SGD),
         ("Adagrad", {"lr": 0.1}, torch.optim.Adagrad),
         ("rmsprop", {"lr": 0.1}, torch.optim.RMSprop),
+        ("Adagrad", {"lr": 0.1, "amsgrad": False, "fp32_optimizer_states": True}, torch.optim.Adagrad),
     ],
 )
 def test_arithmetic_is_that_of_the_named_class(name, params, reference):
-    kept = {k: v for k, v in params.items() if k not in ("adam_w_mode", "torch_adam")}
+    ours = ("adam_w_mode", "torch_adam", "fp32_optimizer_states")
+    kept = {k: v for k, v in params.items() if k not in ours and (k, name) != ("amsgrad", "Adagrad")}
     expected, _ = one_step(type("Plain", (), {"build": staticmethod(lambda p: reference(p, **kept))}))
     got, _ = one_step(choose_optimizer(name, params))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
@@ -71,6 +73,7 @@ def test_without_native_code_adam_is_torchs(monkeypatch):
         ("Adam", {"max_grad_norm": 1.0}, "gradient_clipping"),
         ("Adam", {"learning_rate": 1.0}, "optimizer.params.learning_rate"),
         ("SGD", {"betas": [0.9, 0.99]}, "optimizer.params.betas"),
+        ("Adagrad", {"amsgrad": True}, "optimizer.params.amsgrad"),
         ("Adam", {"torch_adam": True, "bias_correction": False}, "always corrects the bias"),
     ],
 )

@@ -12,10 +12,17 @@ from __future__ import annotations
 
 import torch
 
+from .errors import ZeroModelError
 from .flat import FlatGroup
 from .reduction import Pending, ReductionEngine
 
-__all__ = ["BufferPool", "GroupGradients"]
+__all__ = ["BufferPool", "GroupGradients", "refuse_sparse"]
+
+
+def refuse_sparse(grad: torch.Tensor, name: str) -> None:
+    """Raises ZeroModelError for a gradient of indices and values: there is no place for it in a flat buffer."""
+    if grad.is_sparse:
+        raise ZeroModelError(f"{name}: sparse gradients are not available yet; build the module with sparse=False")
 
 
 class BufferPool:
@@ -93,11 +100,7 @@ class GroupGradients:
         if late:
             self.finish()
         if grad is not (view := self._open(index)):
-            if grad.is_sparse:
-                name = self.group.layout.names[index]
-                raise NotImplementedError(
-                    f"{name}: sparse gradients are not available yet; build the module with sparse=False"
-                )
+            refuse_sparse(grad, self.group.layout.names[index])
             # While `.grad` is exposed it is where autograd adds; another tensor there means that the user has cleared it.
             if self._filled[index] and (late or not self._expose):
                 view.add_(grad)

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .flat import FlatGroup, Unit
-from .gradient_buffers import BufferPool, GroupGradients
+from .gradient_buffers import BufferPool, GroupGradients, refuse_sparse
 from .layout import LocalSlice
 from .memory import Memory, OrdinaryMemory
 from .precision import Precision
@@ -319,9 +319,10 @@ class LocalGradients:
     def finish(self) -> None:
         """Give parameters without a gradient zeros."""
         for group in self._groups:
-            for parameter in group.parameters:
+            for name, parameter in zip(group.layout.names, group.parameters):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+                refuse_sparse(parameter.grad, name)
 
     def parts(self, group: FlatGroup, *, whole: bool) -> tuple[torch.Tensor, ...]:
         """See `Gradients.parts`."""

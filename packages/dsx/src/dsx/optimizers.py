@@ -83,6 +83,8 @@ def choose_optimizer(type_name: str, params: Mapping[str, Any], *, reference: bo
         return _one_bit(type_name, arguments)
     if key in _OURS:
         return _only_ops(type_name, arguments)
+    if key == "adagrad":
+        _drop_upstreams(arguments)
     return _from_torch(type_name, arguments, reference)
 
 
@@ -123,6 +125,14 @@ def _only_ops(type_name: str, arguments: dict[str, Any]) -> OptimizerChoice:
         raise _problem("type", f'optimizer "{type_name}" needs dsx-ops: {missing}', fix="pip install dsx-ops")
     ours = ("fp32_optimizer_states", "set_grad_none")
     return _from_ops(type_name, cls, {key: value for key, value in arguments.items() if key not in ours})
+
+
+def _drop_upstreams(arguments: dict[str, Any]) -> None:
+    """Take out what upstream's Adagrad knows beside torch's: a variant it refuses itself, and what masters make true anyway."""
+    if arguments.pop("amsgrad", False):
+        raise _problem("params.amsgrad", "Adagrad has no such variant", got="true", fix="leave it out")
+    for name in ("fp32_optimizer_states", "set_grad_none"):
+        arguments.pop(name, None)
 
 
 def _one_bit(type_name: str, arguments: dict[str, Any]) -> OptimizerChoice:
