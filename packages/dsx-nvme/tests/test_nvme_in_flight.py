@@ -299,6 +299,31 @@ def test_the_interpreter_waits_at_its_end(tmp_path):
     )
 
 
+COLLECTED = """
+import gc, sys, threading, torch, dsx_nvme
+from dsx_nvme import staging
+gc.disable()
+write, let_go = staging.Stager._write, threading.Event()
+def collecting(*args):
+    let_go.wait()
+    gc.collect()
+    return write(*args)
+staging.Stager._write = collecting
+engine = dsx_nvme.Engine()
+engine.itself = engine  # what only the collector frees
+engine.write(torch.ones(1 << 21)[::2], sys.argv[1])
+del engine
+let_go.set()
+"""
+
+
+def test_an_engine_that_its_own_thread_collects_comes_to_its_end(tmp_path):
+    subprocess.run([sys.executable, "-c", COLLECTED, str(tmp_path / "t")], check=True, timeout=60)
+    assert torch.equal(
+        torch.frombuffer(bytearray((tmp_path / "t").read_bytes()), dtype=torch.float32), torch.ones(1 << 20)
+    )
+
+
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_the_interpreter_waits_at_its_end_for_what_goes_through_host_buffers(native, tmp_path):
     code = "import sys, torch, dsx_nvme; dsx_nvme.staging.PIECE = 1 << 16; e = dsx_nvme.Engine(); e.write(torch.ones(1 << 21)[::2], sys.argv[1])"

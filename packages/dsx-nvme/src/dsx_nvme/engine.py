@@ -23,6 +23,7 @@ from .files import OpenFile
 from .ticket import Description, EngineJob, FutureJob, Guard, Job, Ticket
 
 MAX_THREADS = 8  # of the engines that block in system calls, when only a queue depth is given
+THREADS = "dsx-nvme"  # how the names of all threads of this package begin
 PRUNE_ABOVE = 64  # tickets; how many may lie around finished before they are cleared away
 Begin = Callable[[str, torch.Tensor, OpenFile, int], Job]  # (op, tensor, file, offset)
 
@@ -122,7 +123,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def _drain(state: _State) -> None:
-    if os.getpid() == state.pid:
+    if os.getpid() != state.pid:
+        return
+    if threading.current_thread().name.startswith(THREADS):
+        # The garbage collector ran in a thread of ours, which cannot wait for its own work.
+        threading.Thread(target=state.drain, name=f"{THREADS}-end").start()
+    else:
         state.drain()
 
 
