@@ -130,7 +130,7 @@ class Repeat:
         module = native.module()
         if module is None or not self._same_params(optimizer):
             return False
-        states = [list(map(optimizer.state.get, ledger.params)) for ledger in self._ledgers]
+        states: list[list[Any]] = [list(map(optimizer.state.get, ledger.params)) for ledger in self._ledgers]
         try:
             if not all(ledger.renew(mine) for ledger, mine in zip(self._ledgers, states)):
                 return False
