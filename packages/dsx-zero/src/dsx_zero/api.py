@@ -201,9 +201,15 @@ def _check_model(model: nn.Module, infos: Sequence[ParameterInfo], *, stage: int
             raise ZeroModelError(
                 f"{info.name}: trainable parameters must be of a real floating-point dtype, got {info.dtype}"
             )
+    trainable = {info.name: info.trainable for info in infos}
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
             raise ZeroModelError(f"{name}: is a DTensor; a model that is divided by DTensors cannot be sharded again")
+        if not isinstance(parameter, PartitionedParameter) and _is_taken(parameter, trainable[name]):
+            raise ZeroModelError(
+                f"{name}: is sharded already, by an optimizer that is in use; a model can be sharded once. Give all its optimizer's groups at once, or "
+                "call release() of that optimizer (destroy() of an engine) before"
+            )
         if isinstance(parameter, PartitionedParameter):
             if not isinstance(parameter.source, InitParameter):
                 raise ZeroModelError(f"{name}: is partitioned already; a model can be sharded once")
@@ -211,6 +217,15 @@ def _check_model(model: nn.Module, infos: Sequence[ParameterInfo], *, stage: int
                 raise ZeroModelError(
                     f"{name}: was partitioned by Init, which needs stage 3, got stage {stage}; build the model without Init"
                 )
+
+
+def _is_taken(parameter: torch.Tensor, trainable: bool) -> bool:
+    """Whether sharding would take a parameter's memory from another optimizer that steps it, or give it a second one that does. What
+    both leave frozen may be shared."""
+    owner = OWNERS.find(parameter)
+    if owner is None or owner[0].released:
+        return False
+    return trainable or owner[0].group_of(owner[1]).trainable
 
 
 class _Build:

@@ -142,7 +142,7 @@ class ReducedGradients:
             for place, group in enumerate(unit.trainable):
                 for index, parameter in enumerate(group.parameters):
                     yield parameter.register_post_accumulate_grad_hook(partial(_arrived, me, unit.index, place, index))
-        yield model.register_forward_hook(self._on_forward)
+        yield model.register_forward_hook(partial(_returned, me))
 
     def remove_hooks(self) -> None:
         """Take all hooks off the model."""
@@ -160,7 +160,8 @@ class ReducedGradients:
 
     # Hooks ------------------------------------------------------------------------------------------------------------
 
-    def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def on_forward(self, output: Any) -> None:
+        """The model has returned: its outputs tell when the outermost backward begins."""
         if not torch.is_grad_enabled():
             return
         for leaf in tree_leaves(output):
@@ -300,6 +301,13 @@ def _arrived(
     owner = gradients()
     if owner is not None:
         owner.on_arrival(unit, place, index)
+
+
+def _returned(gradients: Callable[[], ReducedGradients | None], module: nn.Module, args: Any, output: Any) -> None:
+    # As above: who drops the optimizer has dropped the gradients, and may shard the model anew.
+    owner = gradients()
+    if owner is not None:
+        owner.on_forward(output)
 
 
 class LocalGradients:

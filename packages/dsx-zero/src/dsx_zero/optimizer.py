@@ -151,6 +151,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._frozen = Frozen((g for u in runtime.units for g in u.groups), masters)
         self._edits = Edits((g for u in runtime.units for g in u.groups), whole=runtime.whole)
         self._latest: StepOutcome | None = None
+        self.released = False
+        """Whether the model may be sharded anew."""
         self._loss_scale: Callable[[], float] = lambda: 1.0
         self._connect_norms()
 
@@ -217,6 +219,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._unused.remove_hooks()
         self._runtime.residency.remove_hooks()
         self._runtime.groups.give_back()
+        self.released = True
 
     # The step ---------------------------------------------------------------------------------------------------------
 
