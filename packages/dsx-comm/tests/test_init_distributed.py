@@ -219,7 +219,12 @@ def again_and_again(rank, n, backend, port):
             dsx_comm.barrier()  # what the ranks call first differs from world to world
         tensor = torch.full((3 + world,), float(rank + world))
         dsx_comm.all_reduce(tensor)
-        assert backend == "fake" or tensor.tolist() == [2.0 * world + 1.0] * (3 + world)
+        rotated = torch.full((2,), 1j ** (rank + 1))  # goes through the group that dsx makes of gloo
+        dsx_comm.all_reduce(rotated)
+        assert backend == "fake" or (tensor.tolist(), rotated.tolist()) == (
+            [2.0 * world + 1.0] * (3 + world),
+            [-1 + 1j] * 2,
+        )
         # by torch's own function half of the time: it tells nobody of ours
         (dist if world else dsx_comm).destroy_process_group()
     store.set(f"done/{rank}", "")

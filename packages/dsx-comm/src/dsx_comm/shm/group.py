@@ -18,6 +18,7 @@ from ..errors import CommArgumentError
 from ..hang import WATCH, Waiting
 from . import native
 from .codes import moved
+from .gloo import gloo_group
 from .memory import Memories
 from .segment import MAILBOX, ShmOptions, cores, world_size
 from .tensors import nbytes, pointers
@@ -163,9 +164,7 @@ class ShmGroup(dist.ProcessGroup):
 
     def _fallback(self) -> Any:
         if self._gloo is None:
-            store = dist.PrefixStore("gloo/", self._store)  # pyright: ignore[reportPrivateImportUsage]
-            gloo: Any = dist.ProcessGroupGloo
-            self._gloo = gloo(store, self._rank, self._size, timeout=timedelta(seconds=self._timeout))
+            self._gloo = gloo_group(self._store, self._rank, self._size, timedelta(seconds=self._timeout))
         return self._gloo
 
     # - what reductions and gathers share

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import CommArgumentError
+from .gloo import gloo_group
 from .segment import Member, ShmOptions, Unavailable, share
 
 logger = logging.getLogger(__name__)
@@ -40,15 +40,10 @@ def make_group(described: Any, options: Any = None) -> Any:
             logger.info("ranks do not share memory (%s): the group uses gloo", error)
         elif rank == 0:
             warnings.warn(f"backend dsx: {error}; this group uses gloo", FallbackWarning, stacklevel=2)
-        return _gloo(described.store, rank, size, timeout)
+        return gloo_group(described.store, rank, size, timeout)
     from .process_group import ShmProcessGroup
 
     return ShmProcessGroup(described.store, rank, size, timeout, fd, ranks, options)
-
-
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    return gloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
 
 
 def register() -> None:
