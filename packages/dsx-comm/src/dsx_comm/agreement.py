@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .errors import CommArgumentError, MismatchError
+from .meeting import fresh_prefix
 
 CHECKED = 10
 PATIENCE = 2.0
@@ -65,7 +66,7 @@ class Agreement:
             return _nothing
         self._seen[name] = number + 1
         mine = (f"{call.op} of {call.message} bytes" if call.op in _EVEN else call.op) + call.detail
-        store = _store(f"{self._prefix}/{name}/{number}/")
+        store = _store(f"{self._prefix}{name}/{number}/")
         store.set(str(dist.get_rank()), mine)
         ranks = dist.get_process_group_ranks(call.group)
 
@@ -81,10 +82,10 @@ class Agreement:
         return compare
 
     def _begin(self) -> None:
-        """There is a new world, perhaps in a store that has lines of an earlier one: which it is, every rank counts for itself."""
+        """There is a new world, perhaps in a store that has lines of an earlier one."""
         self._seen.clear()
         self._world = dist.group.WORLD
-        self._prefix = f"dsx_agree/{_store('dsx_agree/worlds/').add(str(dist.get_rank()), 1)}"
+        self._prefix = fresh_prefix(dist.distributed_c10d._get_default_store(), "dsx_agree", dist.get_rank())
 
     def forget(self) -> None:
         """The groups are gone."""

@@ -28,6 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .errors import CommArgumentError, HangError
+from .meeting import fresh_prefix
 
 DEFAULT_LIMIT = 540.0  # of groups that do not tell their time limit
 DEFAULT_NOTICE = 60.0
@@ -171,7 +172,7 @@ class Watch:
         try:
             own = _own_connection()
             if not state.prefix:  # the store may have alarms of an earlier world
-                state.prefix = f"dsx_hang/{own.add(f'dsx_hang/worlds/{dist.get_rank()}', 1)}/"
+                state.prefix = fresh_prefix(own, "dsx_hang", dist.get_rank())
             store = dist.PrefixStore(state.prefix, own)  # pyright: ignore[reportPrivateImportUsage]
             while not stop.wait(period) and dist.is_initialized() and dist.group.WORLD is state.world:
                 self._look(store, state, period)

@@ -8,13 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
+from ..meeting import fresh_prefix
+
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo group that meets in `store` (collective).
-
-    A store may outlive its groups (under torchrun it is the agent's), and gloo would take an earlier group's addresses for those of this one: each
-    rank counts which group it is.
-    """
-    meeting = store.add(f"gloo/meetings/{rank}", 1)
+    """A gloo group that meets in `store` (collective). gloo would take an earlier group's addresses for those of this one."""
     gloo: Any = dist.ProcessGroupGloo
-    return gloo(PrefixStore(f"gloo/{meeting}/", store), rank, size, timeout=timeout)
+    return gloo(PrefixStore(fresh_prefix(store, "gloo", rank), store), rank, size, timeout=timeout)

@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import CommArgumentError, CommError
+from ..meeting import fresh_prefix
 from . import native
 
 _POLL = 0.002
@@ -174,9 +175,8 @@ def share(me: Member, options: ShmOptions) -> int:
         Unavailable: on all ranks, with the same text.
         CommError: ranks did not come in time.
     """
-    # A store may outlive the group: under torchrun it is the agent's, and the next group of that name finds it as the last one left it.
-    meeting = me.store.add(f"meetings/{me.rank}", 1)
-    me = replace(me, store=dist.PrefixStore(f"{meeting}/", me.store))  # pyright: ignore[reportPrivateImportUsage]
+    prefix = fresh_prefix(me.store, "segment", me.rank)
+    me = replace(me, store=dist.PrefixStore(prefix, me.store))  # pyright: ignore[reportPrivateImportUsage]
     return _lead(me, options) if me.rank == 0 else _follow(me)
 
 
