@@ -29,7 +29,7 @@ def _kept(seed, bh, i, j, drop_below):
     """Which weights of a tile are kept."""
     head = _mix(tl.load(seed).to(tl.uint32) ^ bh.to(tl.uint32))
     rows = _mix(head + i.to(tl.uint32))
-    cols = _mix(~head + j.to(tl.uint32))
+    cols = _mix((head ^ 0xFFFFFFFF) + j.to(tl.uint32))  # not ~: the interpreter of some versions fails on it
     return _mix(rows[:, None] ^ cols[None, :]) >= tl.load(drop_below).to(tl.uint32)
 
 
