@@ -146,7 +146,21 @@ def transposed_parameter(params, optimizer):
     params[4].data = params[4].data.t().contiguous().t().contiguous()
 
 
+def reordered_states(params, optimizer):
+    optimizer.state[params[0]] = optimizer.state.pop(params[0])
+
+
+def other_state_dicts(params, optimizer):
+    for p in params:
+        optimizer.state[p] = {k: optimizer.state[p][k] for k in ("exp_avg_sq", "step", "exp_avg")}
+
+
+def forgotten_state(params, optimizer):
+    del optimizer.state[params[4]]
+
+
 CHANGES = [
+    reordered_states, other_state_dicts, forgotten_state,
     moved_parameters, moved_states, replaced_states, states_in_bf16, loaded, without_one_gradient, gradients_in_bf16,
     another_group, another_count, transposed_parameter,
 ]  # fmt: skip
@@ -204,6 +218,82 @@ def test_a_parameter_that_is_no_longer_contiguous_is_named():
     params[4].data = params[4].data.t()
     with pytest.raises(dsx_ops.TensorError, match="parameter 4 of group 0"):
         optimizer.step()
+
+
+def short_state(state):
+    state["exp_avg"] = state["exp_avg"].flatten()[:-1].clone()
+
+
+def state_shrunk_in_place(state):
+    state["exp_avg"].resize_(3)
+
+
+def state_turned_in_place(state):
+    state["exp_avg_sq"].t_()
+
+
+def state_of_integers(state):
+    state["exp_avg"] = state["exp_avg"].int()
+
+
+def state_elsewhere(state):
+    state["exp_avg"] = state["exp_avg"].to("meta")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [short_state, state_shrunk_in_place, state_turned_in_place, state_of_integers, state_elsewhere],
+    ids=lambda f: f.__name__,
+)
+def test_a_bad_state_is_named_before_anything_changes(spoil):
+    params = model_params()
+    optimizer = dsx_ops.FusedAdam(params, lr=1e-2)
+    for step in range(3):
+        give_grads(params, step, in_place=True)
+        optimizer.step()
+    before = [p.detach().clone() for p in params]
+    spoil(optimizer.state[params[4]])
+    with pytest.raises(dsx_ops.TensorError, match="parameter 4 of group 0"):
+        optimizer.step()
+    same(before, [p.detach() for p in params])
+    assert [optimizer.state[p]["step"] for p in params] == [3] * len(params)
+
+
+def test_tensors_without_the_c_functions_of_dlpack_take_the_ordinary_way(monkeypatch):
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    params = model_params()
+    optimizer = dsx_ops.FusedAdam(params, lr=1e-2)
+    for step in range(3):
+        give_grads(params, step)
+        optimizer.step()
+    assert [optimizer.state[p]["step"] for p in params] == [3] * len(params)
+
+
+def test_a_subclass_as_gradient_is_refused_in_a_repeated_step_too():
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.detach.default:
+                return cls(args[0].inner)
+            raise NotImplementedError(function)
+
+    params = model_params()
+    optimizer = dsx_ops.FusedAdam(params, lr=1e-2)
+    for step in range(2):
+        give_grads(params, step)
+        optimizer.step()
+    before = everything(optimizer, params)
+    params[4].grad = Wrapper(torch.ones_like(params[4]))
+    with pytest.raises(dsx_ops.TensorError, match="parameter 4 of group 0"):
+        optimizer.step()
+    same(before, everything(optimizer, params))
 
 
 def test_tables_keep_no_tensor_alive():

@@ -32,7 +32,6 @@ namespace {
 
 const Kernels& kernels() { return *tables().basic; }
 
-constexpr size_t STEP_COLUMNS = 10;
 constexpr size_t HYPER_COUNT = 11;
 
 std::vector<Row> rows_of(const Table& table, std::vector<int64_t>& sizes) {
@@ -163,7 +162,7 @@ void convert(int from, int64_t in, int to, int64_t out, int64_t numel, int threa
 PYBIND11_MODULE(_C, m) {
     using namespace dsx;
     m.doc() = "CPU kernels of dsx-ops. Takes addresses; dsx_ops.native checks tensors before calling.";
-    m.attr("ABI") = 4;
+    m.attr("ABI") = 5;
     m.def("isa", [] { return std::string(kernels().name); });
     m.def("isas", [] { return chosen().isa.names(); });
     m.def("set_isa", [](const std::string& name) { chosen().isa.use(name); });
@@ -185,6 +184,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("scale", &scale);
     m.def("convert", &convert);
     bind_codes(m);
+    bind_ledger(m);
     bind_rows(m);
     bind_tokens(m);
 }

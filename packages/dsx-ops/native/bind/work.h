@@ -26,9 +26,11 @@ Chosen& chosen();         // process-wide: what set_isa and set_own_threads chos
 const Tables& tables();   // the instruction set in use; throws when DSX_ISA names one that cannot run here
 
 void bind_codes(py::module_& m);
+void bind_ledger(py::module_& m);
 void bind_rows(py::module_& m);
 void bind_tokens(py::module_& m);
 
+constexpr size_t STEP_COLUMNS = 10;  // of the table of a step
 constexpr int64_t SERIAL_BELOW = 32768;
 constexpr int64_t STREAM_ABOVE = 8 << 20;  // bytes of a buffer that is only written: past the caches
 

@@ -1,115 +1,82 @@
-"""Steps that repeat the one before: the tables of addresses are kept, and only what can have changed is looked at again.
+"""Steps that repeat the one before: the tables of addresses are kept, and filled anew by native code that looks at every tensor.
 
-With thousands of small tensors a step costs what Python does per tensor, not what memory does. A ledger holds one batch's table and who its
-tensors were. In the next step it reads all addresses anew (tensors may have moved), and checks thoroughly only columns with other objects or other
-addresses than before. Anything unusual, and the ledger says no: then the ordinary way is taken, which finds out what it is and names errors.
+With thousands of small tensors a step costs what Python does per tensor, not what memory does. A ledger holds one batch's table and what the
+tensors in it must be like. In the next step native code reads all addresses anew (tensors may have moved) and checks each tensor as
+`spec.check_slot` does; only then anything is written. Anything unusual, and the ledger says no: then the ordinary way is taken, which finds out what
+it is and names errors. Between steps a ledger holds parameters and numbers, so that it keeps no gradient and no state alive.
 
-Only for tensors in host memory with native code, and without copies.
+Only for plain tensors in host memory with native code, without copies, and with a PyTorch whose tensors offer DLPack's C functions.
 """
 
 from __future__ import annotations
 
 from array import array
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import is_
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .. import native
 from ..backends import native_cpu
-from ..spec import Algorithm, Batch, Lowered
+from ..spec import Algorithm, Batch, Lowered, Slot
 
 if TYPE_CHECKING:
     from ._base import FusedOptimizer
 
-_grad, _dtype, _layout, _is_cpu = map(attrgetter, ("grad", "dtype", "layout", "is_cpu"))
-_step = itemgetter("step")
-
-
-class _Column:
-    """One tensor per row of a table: who they were and where, and what any that take their place must be like.
-
-    It keeps none of them alive: an id counts only as long as nobody has died.
-    """
-
-    def __init__(self, index: int, tensors: list[Tensor], *, loose: bool) -> None:
-        """`loose`: in other people's hands, who may turn or resize them in place."""
-        self._index, self._loose, self._dtypes = index, loose, {tensors[0].dtype}
-        self._numels = list(map(Tensor.numel, tensors))
-        self._addresses = array("q", map(Tensor.data_ptr, tensors))
-        self._ids: list[int] = []
-        self._refs: list[ref[Tensor]] = []
-        self._lost: list[ref[Tensor]] = []
-        self._watch(list(map(id, tensors)), tensors)
-
-    def renew(self, tensors: list[Tensor], table: array) -> bool:
-        """Write the addresses of `tensors` into `table`; False when one of them is not as `spec.check_slot` asks."""
-        ids, addresses = list(map(id, tensors)), array("q", map(Tensor.data_ptr, tensors))
-        seen = ids == self._ids
-        if seen and self._refs and not self._lost and addresses == self._addresses:
-            return not self._loose or self._whole(tensors)
-        if not self._fit(tensors):
-            return False
-        table[self._index :: native_cpu.WIDTH] = self._addresses = addresses
-        if seen:
-            self._watch(ids, tensors)
-        else:  # perhaps new in every step, as gradients often are: references to those would cost more than they save
-            self._ids, self._refs = ids, []
-        return True
-
-    def _watch(self, ids: list[int], tensors: list[Tensor]) -> None:
-        lost: list[ref[Tensor]] = []
-        self._ids, self._lost, self._refs = ids, lost, [ref(t, lost.append) for t in tensors]
-
-    def _fit(self, tensors: list[Tensor]) -> bool:
-        return (
-            set(map(_layout, tensors)) == {torch.strided}
-            and set(map(_dtype, tensors)) == self._dtypes
-            and all(map(_is_cpu, tensors))
-            and self._whole(tensors)
-        )
-
-    def _whole(self, tensors: list[Tensor]) -> bool:
-        return all(map(Tensor.is_contiguous, tensors)) and list(map(Tensor.numel, tensors)) == self._numels
+_PLAIN = (Tensor, Parameter)
+# DLPack's type codes and bits.
+_KINDS = {
+    torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.int16: (0, 16), torch.uint8: (1, 8),
+}  # fmt: skip
 
 
 class _Ledger:
-    """One batch: its table, and the columns it is made of."""
+    """One batch: its table, and who fills it."""
 
-    def __init__(self, batch: Batch, states: list[dict[str, Any]]) -> None:
+    def __init__(self, batch: Batch, optimizer: FusedOptimizer, places: dict[int, int]) -> None:
+        """`places`: where each parameter (by id) comes among those with a state."""
         self.group, self.algorithm, self.step = batch.group, batch.algorithm, batch.hyper.step
         self.table, self.dtypes = native_cpu.table(batch), native_cpu.dtypes(batch)
         self.params = [s.param for s in batch.slots]
-        self._param_dtypes = {self.params[0].dtype}
-        columns = list(map(list, zip(*map(native_cpu.columns, batch.slots))))
-        self._param = _Column(native_cpu.PARAM, self.params, loose=True)
-        self._grad = _Column(native_cpu.GRAD, columns[native_cpu.GRAD], loose=True)
-        self._kept: list[tuple[str, _Column]] = []
-        for i, tensors in enumerate(columns):
-            if i > native_cpu.GRAD and tensors[0] is not None:
-                key = next(k for k, v in states[0].items() if v is tensors[0])
-                self._kept.append((key, _Column(i, tensors, loose=False)))
-
-    def renew(self, states: list[dict[str, Any]]) -> bool:
-        """Read all addresses anew. False when this is no repetition."""
-        # `.data` may change a dtype though object and address stay.
-        return (
-            set(map(_dtype, self.params)) == self._param_dtypes
-            and set(map(_step, states)) == {self.step}
-            and all(column.renew(list(map(itemgetter(key), states)), self.table) for key, column in self._kept)
-            and self._param.renew(self.params, self.table)
-            and self._grad.renew(list(map(_grad, self.params)), self.table)
+        self._places = [places[id(p)] for p in self.params]
+        self._reader = native.module().Ledger(
+            Tensor.__dlpack_c_exchange_api__,  # type: ignore[attr-defined]
+            _columns(batch.slots[0], optimizer.state[self.params[0]]),
+            array("q", chain.from_iterable(map(_sizes, batch.slots))),
         )
+
+    def states(self, every: list[Any]) -> list[Any]:
+        """Those of its parameters, of all that the optimizer has."""
+        return list(map(every.__getitem__, self._places))
+
+    def renew(self, states: list[Any]) -> bool:
+        """Read all addresses anew. False when this is no repetition."""
+        return self._reader.read(self.params, states, self.step, self.table)
+
+
+def _columns(slot: Slot, state: dict[str, Any]) -> list[tuple[int, str | None, int, int]]:
+    """Of each column of the table that is used: index, where in a state its tensors are, type code and bits."""
+    used = [(i, t) for i, t in enumerate(native_cpu.columns(slot)) if t is not None]
+    keys = {id(t): key for key, t in state.items()}
+    return [(i, keys.get(id(t)), *_KINDS[t.dtype]) for i, t in used]
+
+
+def _sizes(slot: Slot) -> list[int]:
+    """A row like the table's: how many elements each tensor has."""
+    found = [0 if t is None else t.numel() for t in native_cpu.columns(slot)]
+    return found + [0] * (native_cpu.WIDTH - len(found))
 
 
 class Repeat:
     """The batches of one step, to be gone over again."""
 
     def __init__(self, optimizer: FusedOptimizer, batches: list[Batch]) -> None:
-        self._ledgers = [_Ledger(b, [optimizer.state[s.param] for s in b.slots]) for b in batches]
+        self._stated = list(optimizer.state)
+        places = {id(p): i for i, p in enumerate(self._stated)}
+        self._ledgers = [_Ledger(b, optimizer, places) for b in batches]
         self._params = list(chain.from_iterable(g["params"] for g in optimizer.param_groups))
         busy = {id(p) for ledger in self._ledgers for p in ledger.params}
         self._idle = [p for p in self._params if id(p) not in busy]
@@ -117,11 +84,10 @@ class Repeat:
     @classmethod
     def of(cls, optimizer: FusedOptimizer, batches: list[Batch]) -> Repeat | None:
         """For a step just made; None when its like cannot be gone over again."""
-        fit = native.module() is not None and all(
-            b.algorithm is not Algorithm.LAMB
-            and b.guard is None
-            and all(s.copy is None and s.param.is_cpu and not s.is_shard for s in b.slots)
-            for b in batches
+        fit = (
+            native.module() is not None
+            and hasattr(Tensor, "__dlpack_c_exchange_api__")
+            and all(b.algorithm is not Algorithm.LAMB and b.guard is None and all(map(_fits, b.slots)) for b in batches)
         )
         return cls(optimizer, batches) if fit else None
 
@@ -130,12 +96,9 @@ class Repeat:
         module = native.module()
         if module is None or not self._same_params(optimizer):
             return False
-        states: list[list[Any]] = [list(map(optimizer.state.get, ledger.params)) for ledger in self._ledgers]
-        try:
-            if not all(ledger.renew(mine) for ledger, mine in zip(self._ledgers, states)):
-                return False
-        except (AttributeError, KeyError, TypeError, RuntimeError):
-            # A gradient or a state that is None or missing, a layout without addresses: the ordinary way says which.
+        every = list(optimizer.state.values())
+        states = [ledger.states(every) for ledger in self._ledgers]
+        if not all(ledger.renew(mine) for ledger, mine in zip(self._ledgers, states)):
             return False
         numbers = [self._numbers(optimizer, ledger, scale) for ledger in self._ledgers]
         for ledger, mine, lowered in zip(self._ledgers, states, numbers):
@@ -149,10 +112,17 @@ class Repeat:
         params = list(chain.from_iterable(g["params"] for g in optimizer.param_groups))
         return (
             len(params) == len(self._params)
+            and len(optimizer.state) == len(self._stated)
             and all(map(is_, params, self._params))
+            and all(map(is_, optimizer.state, self._stated))
             and all(p.grad is None for p in self._idle)
         )
 
     def _numbers(self, optimizer: FusedOptimizer, ledger: _Ledger, scale: float | Tensor) -> Lowered:
         group = optimizer.param_groups[ledger.group]
         return optimizer._hyper(group, ledger.step + 1, scale).lowered(ledger.algorithm)
+
+
+def _fits(slot: Slot) -> bool:
+    plain = type(slot.param) in _PLAIN and type(slot.grad) in _PLAIN
+    return plain and slot.param.is_cpu and slot.copy is None and not slot.is_shard

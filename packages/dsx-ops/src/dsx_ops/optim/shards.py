@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -69,7 +70,10 @@ def _said(tensor: Any) -> str:
 
 
 def _refuse_wrapper(tensor: Tensor, name: str) -> None:
-    if is_traceable_wrapper_subclass(tensor):
+    without_memory = (
+        tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() > 0 and tensor.data_ptr() == 0
+    )
+    if is_traceable_wrapper_subclass(tensor) or without_memory:
         raise TensorError(
             f"{name}: got a {type(tensor).__name__}, which has no memory of its own; expected a plain tensor or a DTensor"
         )
