@@ -95,7 +95,7 @@ void Group::format(void* memory, const Layout& layout, uint64_t nonce0, uint64_t
 Group::Doing Group::begin(const char* what, double timeout) {
     check_poison();
     calls_++;
-    return {what, Clock::now() + std::chrono::microseconds(static_cast<int64_t>(std::min(timeout, 1e9) * 1e6)), timeout};
+    return {what, Clock::now() + std::chrono::microseconds(static_cast<int64_t>(std::min(timeout, 1e9) * 1e6)), timeout, {}};
 }
 
 Descriptor Group::descriptor(Call call, int64_t bytes, int code) const {
@@ -133,6 +133,13 @@ bool Group::open(const Doing& doing, const Descriptor& mine) {
     post();
     await(doing);
     return agree(mine);
+}
+
+void Group::show(char* place, const char* from, size_t bytes) {
+    if (size() == 2)
+        put(place, from, bytes);
+    else
+        outlet_.copy(place, from, bytes);
 }
 
 ReduceArgs Group::reduction(const ReduceSpec& spec) const {
@@ -219,7 +226,7 @@ void Group::staged_all_reduce(char* data, int64_t count, const ReduceSpec& spec,
                     slice(s, r, begin, length);
                     if (at >= length) continue;
                     any = true;
-                    outlet_.copy(in(rank(), now) + slice_limit * r + at, data + begin + at, static_cast<size_t>(part()));
+                    put(in(rank(), r, now) + at, data + begin + at, static_cast<size_t>(part()));
                 }
             if (s >= 1 && s - 1 < chunks.n) {
                 slice(s - 1, rank(), begin, length);
@@ -227,12 +234,11 @@ void Group::staged_all_reduce(char* data, int64_t count, const ReduceSpec& spec,
                     any = true;
                     for (int r = 0; r < P; r++)
                         sources[static_cast<size_t>(r)] =
-                            r == rank() ? data + begin + at : in(r, before) + slice_limit * rank() + at;
+                            r == rank() ? data + begin + at : in(r, rank(), before) + at;
                     args.dst = data + begin + at;
-                    args.dst2 = out(rank(), now) + at;
-                    args.stream2 = outlet_.past();
                     args.count = part() / width;
                     reduce(args);
+                    show(out(rank(), now) + at, data + begin + at, static_cast<size_t>(part()));
                 }
             }
             if (s >= 2)
@@ -269,17 +275,13 @@ void Group::symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where,
     std::vector<const void*> sources(from.size());
     ReduceArgs a = reduction(spec);
     a.sources = sources.data();
-    outlet_.step(mine.bytes);
-    a.stream2 = outlet_.past();
     for (int64_t at = begin; at < end; at += BLOCK) {
         for (size_t r = 0; r < from.size(); r++) sources[r] = from[r] + at;
         a.count = std::min(BLOCK, end - at) / width;
         a.dst = const_cast<char*>(from[static_cast<size_t>(rank())]) + at;
-        a.dst2 = size() > 1 ? const_cast<char*>(from[static_cast<size_t>((rank() + 1) % size())]) + at : nullptr;
         k_.reduce[static_cast<int>(spec.dtype)][static_cast<int>(spec.reduce)](a);
-        for (int k = 2; k < size(); k++)
-            k_.copy(const_cast<char*>(from[static_cast<size_t>((rank() + k) % size())]) + at, a.dst,
-                    static_cast<size_t>(a.count * width), a.stream2);
+        for (int k = 1; k < size(); k++)  // lines that were read just now
+            put(const_cast<char*>(from[static_cast<size_t>((rank() + k) % size())]) + at, a.dst, static_cast<size_t>(a.count * width));
     }
     post();
     await(doing);
@@ -326,7 +328,6 @@ void Group::reduce_scatter(void* output, const char* const* inputs, const int64_
         if (s == 0) describe(mine);
         if (s == 1 && !agree(mine)) { s = -1; continue; }
         const uint64_t now = step_ + 1, before = step_;
-        outlet_.step(total);
         for (int64_t at = 0; at < limit; at += BLOCK) {
             bool any = false;
             if (s < chunks.n)
@@ -335,15 +336,14 @@ void Group::reduce_scatter(void* output, const char* const* inputs, const int64_
                     int64_t left = length(s, r) - at;
                     if (left <= 0) continue;
                     any = true;
-                    outlet_.copy(in(rank(), now) + limit * r + at, inputs[r] + chunks.begin(s) + at,
-                                 static_cast<size_t>(std::min(BLOCK, left)));
+                    put(in(rank(), r, now) + at, inputs[r] + chunks.begin(s) + at, static_cast<size_t>(std::min(BLOCK, left)));
                 }
             int64_t left = s >= 1 ? length(s - 1, rank()) - at : 0;
             if (left > 0) {
                 any = true;
                 const int64_t begin = chunks.begin(s - 1) + at;
                 for (int r = 0; r < P; r++)
-                    sources[static_cast<size_t>(r)] = r == rank() ? inputs[r] + begin : in(r, before) + limit * rank() + at;
+                    sources[static_cast<size_t>(r)] = r == rank() ? inputs[r] + begin : in(r, rank(), before) + at;
                 args.dst = to + begin;
                 args.count = std::min(BLOCK, left) / width;
                 reduce(args);
@@ -423,7 +423,7 @@ void Group::all_gather(const void* source, char* const* outputs, int64_t bytes, 
             if (at < next) {
                 const auto n = static_cast<size_t>(std::min(BLOCK, next - at));
                 const char* piece = from + chunks.begin(s) + at;
-                outlet_.copy(in(rank(), now) + at, piece, n);
+                show(in(rank(), now) + at, piece, n);
                 if (own != from) k_.copy(own + chunks.begin(s) + at, piece, n, stream);
             }
             if (at < last) {
@@ -500,12 +500,12 @@ void Group::scatter(const char* const* inputs, void* output, int64_t bytes, int 
         if (s == 1) agree(mine);
         if (rank() == root && s < chunks.n)
             for (int r = 0; r < size(); r++) {
-                char* place = r == root ? to + chunks.begin(s) : in(root, step_ + 1) + limit * r;
+                char* place = r == root ? to + chunks.begin(s) : in(root, r, step_ + 1);
                 const char* piece = inputs[r] + chunks.begin(s);
                 if (place != piece) put(place, piece, static_cast<size_t>(chunks.size(s)));
             }
         if (rank() != root && s >= 1)
-            put(to + chunks.begin(s - 1), in(root, step_) + limit * rank(), static_cast<size_t>(chunks.size(s - 1)));
+            put(to + chunks.begin(s - 1), in(root, rank(), step_), static_cast<size_t>(chunks.size(s - 1)));
         if (s < chunks.n) {
             post();
             await(doing);
@@ -541,17 +541,16 @@ void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char*
     const Chunks chunks(largest, limit);
     for (int64_t s = 0; s < chunks.n + 1; s++) {
         const uint64_t now = step_ + 1, before = step_;
-        outlet_.step(largest * P);
         for (int k = 1; k < P; k++) {
             int r = (rank() + k) % P;
             if (s < chunks.n) {
                 int64_t n = std::min(in_bytes[r], chunks.begin(s + 1)) - chunks.begin(s);
-                if (n > 0) outlet_.copy(in(rank(), now) + limit * r, inputs[r] + chunks.begin(s), static_cast<size_t>(n));
+                if (n > 0) put(in(rank(), r, now), inputs[r] + chunks.begin(s), static_cast<size_t>(n));
             }
             if (s >= 1) {
                 int64_t n = std::min(out_bytes[r], chunks.begin(s)) - chunks.begin(s - 1);
                 if (n > 0)
-                    put(outputs[r] + chunks.begin(s - 1), in(r, before) + limit * rank(), static_cast<size_t>(n));
+                    put(outputs[r] + chunks.begin(s - 1), in(r, rank(), before), static_cast<size_t>(n));
             }
         }
         if (s < chunks.n) {

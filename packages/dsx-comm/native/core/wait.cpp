@@ -77,7 +77,10 @@ bool Group::slice(Flag& flag, uint64_t value) const {
     return there;
 }
 
-void Group::post() { raise_flag(header(rank())->progress, ++step_); }
+void Group::post() {
+    settle_stores();
+    raise_flag(header(rank())->progress, ++step_);
+}
 
 void Group::await(const Doing& doing) {
     for (int r = 0; r < size(); r++)

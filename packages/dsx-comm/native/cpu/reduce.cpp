@@ -39,7 +39,6 @@ void copy(void* dst, const void* src, size_t bytes, bool stream) {
 #endif
         }
         std::memcpy(d + body, s + body, bytes - body);
-        _mm_sfence();
         return;
     }
 #else
@@ -134,54 +133,49 @@ void divide(T* values, double by, int64_t n) {
     }
 }
 
-// One block: acc = sources in order (the division is left to the caller). T is what lies in memory and what is computed in.
+// to[i] = x[i] op y[i]; `to` may be x or y. What the compiler is told not to fear would cost half of the speed.
 template <class Op, class T>
-void accumulate(T* acc, const ReduceArgs& a, int64_t at, int64_t n) {
-    const T premultiply = static_cast<T>(a.premultiply);
-    const T* first = static_cast<const T*>(a.sources[0]) + at;
-    if (a.premultiply == 1.0) {
-        std::memcpy(acc, first, static_cast<size_t>(n) * sizeof(T));
-        for (int r = 1; r < a.nsources; r++) {
-            const T* next = static_cast<const T*>(a.sources[r]) + at;
-            for (int64_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], next[i]);
-        }
-    } else {
-        for (int64_t i = 0; i < n; i++) acc[i] = Product::apply(first[i], premultiply);
-        for (int r = 1; r < a.nsources; r++) {
-            const T* next = static_cast<const T*>(a.sources[r]) + at;
-            for (int64_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], Product::apply(next[i], premultiply));
-        }
-    }
+void pair(T* to, const T* x, const T* y, int64_t n) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; i++) to[i] = Op::apply(x[i], y[i]);
 }
 
 template <class T>
-void store(const T* values, const ReduceArgs& a, int64_t at, int64_t n) {
-    const size_t bytes = static_cast<size_t>(n) * sizeof(T);
-    copy(static_cast<T*>(a.dst) + at, values, bytes, a.stream);
-    if (a.dst2) copy(static_cast<T*>(a.dst2) + at, values, bytes, a.stream2);
+void scale(T* to, const T* from, T factor, int64_t n) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; i++) to[i] = Product::apply(from[i], factor);
 }
 
-// Two sources, nothing else to do: the hot loop of two ranks. Same index in and out, so dst may be a source.
+// One block, T is what lies in memory and what is computed in: into = sources in order. Only the last step writes to `into`, which may be
+// any of the sources.
 template <class Op, class T>
-void pair(T* d, const T* x, const T* y, int64_t n) {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < n; i++) d[i] = Op::apply(x[i], y[i]);
+void accumulate(T* into, const ReduceArgs& a, int64_t at, int64_t n) {
+    alignas(64) T acc[BLOCK], scaled[BLOCK];
+    auto source = [&](int r, T* place) {
+        const T* from = static_cast<const T*>(a.sources[r]) + at;
+        if (a.premultiply == 1.0) return from;
+        scale(place, from, static_cast<T>(a.premultiply), n);
+        return static_cast<const T*>(place);
+    };
+    const T* sum = source(0, acc);
+    for (int r = 1; r < a.nsources; r++) {
+        T* to = r == a.nsources - 1 ? into : acc;
+        pair<Op, T>(to, sum, source(r, scaled), n);
+        sum = to;
+    }
+    if (sum != into) std::memmove(into, sum, static_cast<size_t>(n) * sizeof(T));  // one source
 }
 
 template <class Op, class T>
 void reduce(const ReduceArgs& a) {
-    const bool plain = a.nsources == 2 && a.premultiply == 1.0;
-    alignas(64) T acc[BLOCK];
+    alignas(64) T block[BLOCK];
     for (int64_t at = 0; at < a.count; at += BLOCK) {
-        int64_t n = a.count - at < BLOCK ? a.count - at : BLOCK;
-        T* into = plain && !a.stream ? static_cast<T*>(a.dst) + at : acc;  // in the L1 cache either way
-        if (plain)
-            pair<Op, T>(into, static_cast<const T*>(a.sources[0]) + at, static_cast<const T*>(a.sources[1]) + at, n);
-        else
-            accumulate<Op, T>(into, a, at, n);
+        const int64_t n = a.count - at < BLOCK ? a.count - at : BLOCK;
+        T* dst = static_cast<T*>(a.dst) + at;
+        T* into = a.stream ? block : dst;  // in the L1 cache either way
+        accumulate<Op, T>(into, a, at, n);
         divide(into, a.divide, n);
-        if (into == acc) copy(static_cast<T*>(a.dst) + at, acc, static_cast<size_t>(n) * sizeof(T), a.stream);
-        if (a.dst2) copy(static_cast<T*>(a.dst2) + at, into, static_cast<size_t>(n) * sizeof(T), a.stream2);
+        if (a.stream) copy(dst, block, static_cast<size_t>(n) * sizeof(T), true);
     }
 }
 
@@ -202,7 +196,7 @@ void reduce16(const ReduceArgs& a) {
         }
         divide(acc, a.divide, n);
         narrow(acc, out, n);
-        store(out, a, at, n);
+        copy(static_cast<T*>(a.dst) + at, out, static_cast<size_t>(n) * sizeof(T), a.stream);
     }
 }
 

@@ -95,12 +95,18 @@ class Group {
     std::string poison_text() const;
 
   private:
-    struct Doing { const char* what; Clock::time_point until; double timeout; };
+    struct Settled { ~Settled() { settle_stores(); } };  // the caller's memory is written when the call is over
+    struct Doing { const char* what; Clock::time_point until; double timeout; Settled settled; };
 
     GroupHeader* group() const { return reinterpret_cast<GroupHeader*>(base_); }
     RankHeader* header(int r) const { return reinterpret_cast<RankHeader*>(base_ + layout_.header(r)); }
-    char* in(int r, uint64_t step) const { return base_ + layout_.in(r, step); }
-    char* out(int r, uint64_t step) const { return base_ + layout_.out(r, step); }
+    // Where rank r puts in a step what only rank q reads, and what all read, of a reduction also the result (segment.h: who writes where).
+    char* in(int r, int q, uint64_t step) const {
+        const bool turn = layout_.swapped(step);
+        return base_ + layout_.in(turn ? q : r, step) + static_cast<size_t>(turn ? r : q) * layout_.slice_bytes;
+    }
+    char* in(int r, uint64_t step) const { return base_ + layout_.in(layout_.area_of(r, step), step); }
+    char* out(int r, uint64_t step) const { return base_ + layout_.out(layout_.area_of(r, step), step); }
 
     Doing begin(const char* what, double timeout);
     void describe(const Descriptor& mine);      // writes this rank's line for the coming step
@@ -112,6 +118,7 @@ class Group {
     [[noreturn]] void disagree(const Descriptor& mine) const;
     bool open(const Doing& doing, const Descriptor& mine);  // one step: describe, post, await, agree
     Descriptor descriptor(Call call, int64_t bytes, int code = -1) const;
+    void show(char* place, const char* from, size_t bytes);  // into the place of what all read
     ReduceArgs reduction(const ReduceSpec& spec) const;
     void symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const Doing& doing, const Descriptor& mine);
     void staged_all_reduce(char* data, int64_t count, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);

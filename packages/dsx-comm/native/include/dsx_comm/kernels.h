@@ -21,17 +21,15 @@ inline size_t size_of(Dtype d) {
 
 // dst = sources[0] op sources[1] op ..., in this order; 16-bit floats accumulate in float32 and are rounded once.
 // Each source is multiplied by `premultiply` first, the result divided by `divide` last (both 1: not done).
-// dst may be one of the sources. dst2, if given, gets the same values. `stream`, `stream2`: write dst, dst2 past the cache.
+// dst may be one of the sources. `stream`: write past the cache.
 struct ReduceArgs {
     void* dst;
-    void* dst2;
     const void* const* sources;
     int nsources;
     int64_t count;
     double premultiply = 1.0;
     double divide = 1.0;
     bool stream = false;
-    bool stream2 = false;
 };
 using ReduceFn = void (*)(const ReduceArgs&);
 
@@ -39,7 +37,14 @@ struct Kernels {
     const char* name;
     ReduceFn reduce[static_cast<int>(Dtype::count)][static_cast<int>(Reduce::count)];  // null: no meaning (bits of floats)
     void (*copy)(void* dst, const void* src, size_t bytes, bool stream);
+    // What was written past the cache is in order with other stores only after `settle_stores`.
 };
+
+inline void settle_stores() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_sfence();
+#endif
+}
 
 const Kernels& kernels();                     // chosen once: DSX_ISA, else the widest this CPU has
 const Kernels& kernels_named(const std::string&);  // throws: unknown, or this CPU cannot run it

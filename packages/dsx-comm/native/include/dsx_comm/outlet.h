@@ -1,4 +1,5 @@
-// Writing into memory that another rank has read: through the cache, or past it.
+// Writing into memory that other ranks have read last (segment.h: where ranks take turns with a place, it does not come to that): through the
+// cache, or past it.
 //
 // Where the two cores share a cache, lines that the reader holds come back quickly and plain stores are best. Where they do not
 // (chiplets, sockets; a hypervisor may move the cores of a virtual machine at any time), every store first has to fetch its line from the other side:

@@ -41,13 +41,13 @@ class ShmOptions:
     """Sizes and habits of a group in shared memory; pass it as `pg_options` when making a group.
 
     Attributes:
-        slice_bytes: bytes of one rank's part of a chunk; 0: 512 KiB, less for more than 4 ranks.
+        slice_bytes: bytes of one rank's part of a chunk; 0: 512 KiB by the number of ranks, at least 16 KiB.
         limit_bytes: most memory the group may take; slices shrink to fit, and below 4 KiB the group falls back to gloo.
-        spin_us: microseconds a waiting rank looks again and again, giving way to others, before it sleeps; None: 300, or 50
+        spin_us: microseconds a waiting rank looks again and again, giving way to others, before it sleeps; None: 300, or 5
             where ranks outnumber cores.
         one_shot_bytes: all-reduces up to this size are computed by every rank at once; 0: chosen from the number of ranks.
-        stores: how shared memory is written by large messages: "plain", "past" the cache, or as a timed block of each chunk says
-            ("measured": past it where the ranks' cores share no cache).
+        stores: how large messages that go one way, or to several ranks, are written into shared memory: "plain", "past" the cache, or as a
+            timed block of each chunk says ("measured": past it where the ranks' cores share no cache).
         warn: whether a fall back to gloo is a warning or only logged.
     """
 
@@ -78,12 +78,13 @@ class Member:
 
 
 MIN_SLICE = 4096
+CHUNK = 512 * 1024  # of one rank's data, and as much of the others', stay in its second cache
 MAILBOX = 256 * 1024
 
 
 def slice_bytes(size: int, options: ShmOptions) -> int:
     """Bytes of a slice for `size` ranks within the options' limit. Raises Unavailable if none fits."""
-    wanted = options.slice_bytes or max(16 * 1024, min(512 * 1024, (2 << 20) // size))
+    wanted = options.slice_bytes or max(16 * 1024, CHUNK // size // MIN_SLICE * MIN_SLICE)
     module = native.module()
     while module.sizes(size, wanted * size, wanted, MAILBOX)[1] > options.limit_bytes:
         wanted = wanted // 2 // MIN_SLICE * MIN_SLICE
