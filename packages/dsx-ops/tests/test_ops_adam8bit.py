@@ -3,26 +3,170 @@
 import dsx_ops
 import pytest
 import torch
-from dsx_ops import reference
+from dsx_ops import native, reference
 from torch import nn
 
-
-def test_codes_decode_to_what_they_encode():
-    for codes in (reference.FIRST_CODES, reference.SECOND_CODES):
-        values = reference.decode8(torch.arange(codes + 1), codes)
-        assert values[0] == 0 and values[-1] == 1 and (values.diff() > 0).all()
-        assert (values[2:] / values[1:-1]).max() <= 1.1251  # steps of at most an eighth
-        for random in (0, 2**20 - 1):  # exact values do not move, whatever the noise
-            noise = torch.full((codes,), random, dtype=torch.int64)
-            assert torch.equal(reference.encode8(values[1:], noise, codes), torch.arange(1, codes + 1))
+CODES_AND_SCALES = ("exp_avg", "exp_avg_sq", "scale_avg", "scale_avg_sq")
+UNITS = ((reference.FIRST_UNIT, 127), (reference.SECOND_UNIT, 255))
 
 
-@pytest.mark.parametrize("magnitude", [1e-6, 3e-3, 0.3, 0.999])
+@pytest.mark.parametrize("unit,largest", UNITS)
+def test_codes_decode_to_what_they_encode(unit, largest):
+    values = reference.decode8(torch.arange(largest + 1), unit)
+    assert values[0] == 0 and values[-1] == reference.LARGEST_CODE and (values.diff() > 0).all()
+    assert (values[9:] / values[8:-1]).max() <= 1.1251  # steps of at most an eighth
+    assert torch.equal(values[:9], values[8] * torch.arange(9) / 8)  # and below them of equal size, down to zero
+    for random in (0, 2**20 - 1):  # exact values do not move, whatever the noise
+        noise = torch.full((largest + 1,), random, dtype=torch.int64)
+        assert torch.equal(reference.encode8(values / unit, noise), torch.arange(largest + 1))
+
+
+@pytest.mark.parametrize("magnitude", [1e-7, 1e-6, 3e-3, 0.3, 0.999])
 def test_rounding_is_unbiased(magnitude):
-    random, _ = reference.noise(5, 0, 1 << 18, torch.device("cpu"))
-    code = reference.encode8(torch.full((1 << 18,), magnitude), random >> 12, reference.FIRST_CODES)
-    mean = reference.decode8(code, reference.FIRST_CODES).double().mean().item()
-    assert mean == pytest.approx(magnitude, rel=2e-2 if magnitude < 1e-5 else 5e-4)
+    random, unit = reference.pair_noise(5, 0, 1 << 18, torch.device("cpu")), reference.FIRST_UNIT
+    for noise in (random[0::2] >> 12, random[1::2] & 0xFFFFF):  # of even and of odd elements
+        code = reference.encode8(torch.full(noise.shape, magnitude) / unit, noise)
+        values = reference.decode8(code, unit).double()
+        below, above = values.min().item(), values.max().item()
+        assert below <= magnitude <= above and code.max() - code.min() == 1
+        spread = ((magnitude - below) * (above - magnitude)) ** 0.5  # standard deviation of one
+        assert abs(values.mean().item() - magnitude) < 4.5 * spread / noise.numel() ** 0.5
+
+
+def test_noise_is_even_and_independent():
+    """Of neighbours, blocks, steps, and of what an element uses for moments and parameter."""
+    count = 1 << 18
+
+    def parts(seed, offset):
+        random = reference.pair_noise(seed, offset, count, torch.device("cpu")).double()
+        integer = random.long()
+        moments = torch.where(torch.arange(count) % 2 == 1, integer & 0xFFFFF, integer >> 12) / 2**20
+        weights = torch.where(torch.arange(count) % 2 == 1, integer >> 16, integer & 0xFFFF) / 2**16
+        return moments, weights
+
+    moments, weights = parts(7, 0)
+    for part in (moments[0::2], moments[1::2], weights[0::2], weights[1::2]):
+        filled = torch.histc(part, 64, 0, 1)
+        assert ((filled - filled.mean()) ** 2 / filled.mean()).sum() < 63 + 5 * (2 * 63) ** 0.5
+    others = {
+        "the next pair": (moments[:-2], moments[2:]),
+        "the other of a pair": (moments[0::2], moments[1::2]),
+        "the parameters of a pair": (weights[0::2], weights[1::2]),
+        "the next block": (moments[:-256], moments[256:]),
+        "moment and parameter": (moments, weights),
+        "another seed": (moments, parts(8, 0)[0]),
+        "beyond 2^40": (moments, parts(7, 2**40)[0]),
+    }
+    for name, (a, b) in others.items():
+        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 5 / a.numel() ** 0.5, name
+
+
+def flat_run(p, grads, **options):
+    """A parameter and its state after steps with these gradients."""
+    optimizer = dsx_ops.Adam8bit([torch.zeros(1)], **options)
+    p, state = p.clone(), optimizer.new_flat_state(p)
+    for grad in grads:
+        optimizer.step_flat(p, grad, state)
+    return p, state
+
+
+def moments_of(state):
+    """The fp32 moments that codes and scales stand for."""
+    first, second = state["exp_avg"].int(), state["exp_avg_sq"].int()
+    m = reference.decode8(first & 0x7F, reference.FIRST_UNIT) * torch.where(first < 128, 1.0, -1.0)
+    v = reference.decode8(second, reference.SECOND_UNIT)
+    scales = [
+        state[k].repeat_interleave(256)[: m.numel()] / reference.LARGEST_CODE for k in ("scale_avg", "scale_avg_sq")
+    ]
+    return m * scales[0], v * scales[1]
+
+
+def test_moments_follow_those_of_adam():
+    generator = torch.Generator().manual_seed(0)
+    count, spread = 1 << 16, 10 ** torch.linspace(-3, 0, 256).repeat(256)  # in every block from 0.001 to 1
+    grads = [torch.randn(count, generator=generator) * spread for _ in range(30)]
+    _, state = flat_run(torch.zeros(count), grads)
+    m, v = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    for grad in grads:
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad.double() ** 2
+    m8, v8 = moments_of(state)
+    for got, expected in ((m8, m), (v8, v)):  # alike in every column of blocks, and on average over all of them
+        ratio = (got * expected).view(256, 256).sum(0) / (expected**2).view(256, 256).sum(0)
+        assert (ratio - 1).abs().max() < 0.05 and abs(ratio.mean() - 1) < 2e-3
+        assert ((got - expected).view(256, 256).norm(dim=0) / expected.view(256, 256).norm(dim=0)).max() < 0.25
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "adam_w_mode": False}], ids=str)
+def test_a_first_step_is_adams(options):
+    torch.manual_seed(0)
+    p, grad = torch.randn(1000), torch.randn(1000)
+    expected = nn.Parameter(p.double().clone())
+    expected.grad = grad.double()
+    kind = torch.optim.AdamW if options.get("adam_w_mode", True) else torch.optim.Adam
+    kind([expected], lr=1e-2, weight_decay=options.get("weight_decay", 0.0)).step()
+    got, _ = flat_run(p, [grad], lr=1e-2, **options)
+    torch.testing.assert_close(got.double(), expected.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_rate_of_zero_keeps_parameters_and_feeds_the_moments():
+    torch.manual_seed(0)
+    p = torch.cat([torch.randn(600), torch.zeros(100)])
+    got, state = flat_run(p, [torch.randn(700)], lr=0.0)
+    assert torch.equal(got, p) and moments_of(state)[0].abs().sum() > 10
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-25, 1e-12, 1e3, 3e4, 1e5, 1e9, 1e17, 1e25])
+def test_extreme_gradients_give_the_same_bits_everywhere(magnitude):
+    generator = torch.Generator().manual_seed(3)
+    p = torch.randn(1000, generator=generator)
+    grads = [torch.randn(1000, generator=generator) * m for m in (magnitude, 1.0, magnitude)]
+    with dsx_ops.reference_only():
+        expected, state = flat_run(p, grads, lr=1e-2)
+    if 1e-12 <= magnitude <= 1e17:
+        assert (expected - p).abs().max() < 0.1 and moments_of(state)[1].max() > 0
+    for isa in each_isa():
+        got, other = flat_run(p, grads, lr=1e-2)
+        assert same(got, expected) and all(same(state[k], other[k]) for k in CODES_AND_SCALES), isa
+
+
+def same(a, b):
+    """Equal bits; any NaN equals any NaN."""
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    return bool(((a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()).all())
+
+
+def each_isa():
+    """Every instruction set in turn; the usual one afterwards."""
+    module = native.module()
+    if module is None:
+        pytest.skip("needs the compiled module")
+    usual = module.isa()
+    try:
+        for isa in module.isas():
+            module.set_isa(isa)
+            yield isa
+    finally:
+        module.set_isa(usual)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bad_gradient_spoils_its_block_and_no_other(bad, dtype):
+    generator = torch.Generator().manual_seed(3)
+    p = torch.randn(700, generator=generator).to(dtype)
+    grads = [torch.randn(700, generator=generator).to(dtype) for _ in range(3)]
+    clean, _ = flat_run(p, grads)
+    grads[1][300] = bad
+    with dsx_ops.reference_only():
+        expected, state = flat_run(p, grads)
+    assert expected[256:512].isnan().all() and state["scale_avg"].isnan().tolist() == [False, True, False]
+    for isa in each_isa():
+        got, other = flat_run(p, grads)
+        assert torch.equal(got[:256], clean[:256]) and torch.equal(got[512:], clean[512:]), isa
+        assert same(got, expected) and all(same(state[k], other[k]) for k in CODES_AND_SCALES), isa
 
 
 def test_states_take_two_bytes_per_parameter():

@@ -9,6 +9,9 @@
 
 namespace dsx {
 namespace DSX_ISA {
+
+void adam8(const Step& step, const Row& row, int64_t begin, int64_t end);  // adam8.cpp
+
 namespace {
 
 // The numbers in all lanes. What is switched off multiplies by one, which changes no bit and costs less than asking.
@@ -35,9 +38,6 @@ struct Adam {
     static DSX_INLINE void apply(const H& h, F& p, F g, F& m, F& v) {
         if (h.on(L2)) g = g + h.l2 * p;
         moments(h, g, m, v);
-        move(h, p, m, v);
-    }
-    static DSX_INLINE void move(const H& h, F& p, F m, F v) {
         p = p * h.decay;
         p = p - h.step_size * (m / (root(v) * h.inv_denom + h.eps));
     }
@@ -194,151 +194,6 @@ void lamb_apply(const Step& step, const Row& row, F coefficient, int64_t begin, 
         write_copy(step.copy, p.at, row.copy, at, n);
     }
     if (step.copy != NONE) fence();
-}
-
-// ---- 8-bit states -----------------------------------------------------------------------------------------------
-//
-// A code is a small float relative to its block's largest magnitude: 3 mantissa bits, code CODES stands for 1. First
-// moments have a sign and 16 octaves below 1, second moments 32. Rounding is stochastic (an EMA that changes by less than half a code
-// per step would stand still otherwise), keyed by element index and step: the same on every machine and split. One hash per
-// element serves both moments and the parameter.
-
-template <int CODES> struct Code {
-    static constexpr uint32_t BASE = 0x3f8u - CODES;         // bits of 1.0f are 0x3f8 << 20
-    static constexpr uint32_t SMALLEST = (BASE + 1) << 20;   // bits of what code 1 stands for
-    // magnitude <= 1; random: 20 bits. What is below the smallest code comes out negative, or 0 or 1.
-    static DSX_INLINE U encode(F magnitude, U random) { return ((bits(magnitude) + random) >> 20) - splatu(BASE); }
-    // `code` in the highest bits but one of a magnitude, as decode_first puts it.
-    static DSX_INLINE F decode_shifted(U code) {
-        return floats(select(equalu(code, splatu(0)), splatu(0), code + splatu(BASE << 20)));
-    }
-    static DSX_INLINE F decode(U code) { return decode_shifted(code << 20); }
-};
-typedef Code<127> First;
-typedef Code<255> Second;
-
-// Below the smallest code: that code with the probability of the ratio to it, so that nothing is lost on average. `random` is large where
-// Code::encode rounds up, and so it is here.
-DSX_INLINE U encode_first(F x, F scaled, U random) {
-    uint32_t raw = First::SMALLEST;
-    float one;
-    __builtin_memcpy(&one, &raw, 4);
-    const F smallest = splat(one);
-    U code = First::encode(scaled, random);
-    if (any_less(scaled, smallest))
-        code = larger_signed(code, less(smallest, scaled + to_float(random) * splat(one * 9.5367431640625e-7f)) & splatu(1));  // 2^-20
-    return code | ((bits(x) >> 24) & splatu(0x80u));
-}
-// A second moment above zero stays above zero: its root is divided by.
-DSX_INLINE U encode_second(F scaled, U random) {
-    return larger_signed(Second::encode(scaled, random), less(splat(0.0f), scaled) & splatu(1));
-}
-// `code`: a signed byte.
-DSX_INLINE F decode_first(U code, F scale) {
-    return floats(bits(First::decode_shifted((code << 20) & splatu(0x7fu << 20)) * scale) ^ (code & splatu(0x80000000u)));
-}
-
-template <bool SIGNED> DSX_INLINE U load_codes(const char* at, int64_t count) {
-    char raw[16] = {};
-    if (count < LANES) __builtin_memcpy(raw, at, count);
-    const char* from = count < LANES ? raw : at;
-    return SIGNED ? load8_signed(from) : load8(from);
-}
-DSX_INLINE void store_codes(char* at, int64_t count, U codes) {
-    if (count >= LANES) return store8(at, codes);
-    char raw[16];
-    store8(raw, codes);
-    __builtin_memcpy(at, raw, count);
-}
-
-// One block in three short loops. In one long loop the processor could not look ahead far enough to overlap the roots and divisions.
-template <DType P, DType G> struct Block8 {
-    const Step& step;
-    const H& h;
-    const Row& row;
-    int64_t at, n;
-    alignas(64) float m[BLOCK8], v[BLOCK8];
-    U noise[BLOCK8 / LANES];
-
-    DSX_INLINE Block8(const Step& step_, const H& h_, const Row& row_, int64_t at_, int64_t end)
-        : step(step_), h(h_), row(row_), at(at_), n(end - at_ < BLOCK8 ? end - at_ : BLOCK8) {}
-
-    // New moments, zero beyond the row's end; their largest magnitudes become the scales.
-    DSX_INLINE void moments_and_scales() {
-        float &kept0 = row.scale0[at / BLOCK8], &kept1 = row.scale1[at / BLOCK8];
-        const F scale0 = splat(kept0), scale1 = splat(kept1);
-        F top_m = splat(0.0f), top_v = splat(0.0f);
-        // Blocks begin at multiples of their size: the low half of an index does not overflow within one.
-        const U key = splatu(noise_key(step.hyper.seed, row.offset + at));
-        U lanes = lane_numbers() + splatu((uint32_t)(row.offset + at));
-        columns(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-            const int64_t e = at + i;
-            F g = gradient(h, Padded<G>::load(row.grad, e, count));
-            if (h.on(L2)) g = g + h.l2 * Parameter<P>::load(row, e, count);
-            F a = decode_first(load_codes<true>(row.state0 + e, count), scale0), b = Second::decode(load_codes<false>(row.state1 + e, count)) * scale1;
-            moments(h, g, a, b);
-            if (count < LANES) {
-                const U there = lane_mask((1u << count) - 1u);
-                a = floats(bits(a) & there);
-                b = floats(bits(b) & there);
-            }
-            store32(m + i, a);
-            store32(v + i, b);
-            noise[i / LANES] = mix(lanes ^ key);
-            lanes = lanes + splatu(LANES);
-            top_m = larger_magnitude(top_m, absolute(a));
-            top_v = larger_magnitude(top_v, b);
-        });
-        kept0 = largest_magnitude(top_m);
-        kept1 = largest_magnitude(top_v);
-    }
-
-    // A bf16 parameter without a master is rounded stochastically too, so that updates below half its last bit add up.
-    DSX_INLINE void parameters() {
-        columns(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-            const int64_t e = at + i;
-            F p = Parameter<P>::load(row, e, count);
-            Adam::move(h, p, load32(m + i), load32(v + i));
-            const U random = noise[i / LANES] & splatu(0xffffu);
-            if (P == BF16) store_codes16(row.param + 2 * e, count, select(is_nan(p), splatu(0x7fc0u), (bits(p) + random) >> 16));
-            else Parameter<P>::store(row, e, count, p);
-            if (step.copy != NONE) store_any(step.copy, row.copy, e, count, p);
-        });
-    }
-
-    DSX_INLINE void encode() {
-        const F inv0 = inverse(row.scale0[at / BLOCK8]), inv1 = inverse(row.scale1[at / BLOCK8]), one = splat(1.0f);
-        columns(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-            const U random = noise[i / LANES];
-            const F x = load32(m + i);
-            // NaN becomes one too: its block has a NaN for a scale.
-            const F first = smaller(one, absolute(x) * inv0), second = smaller(one, load32(v + i) * inv1);
-            store_codes(row.state0 + at + i, count, encode_first(x, first, random >> 12));
-            store_codes(row.state1 + at + i, count, encode_second(second, second_noise(random) >> 12));
-        });
-    }
-};
-
-template <DType P, DType G> void adam8_of(const Step& step, const Row& row, int64_t begin, int64_t end) {
-    const H h(step.hyper);
-    for (int64_t at = begin; at < end; at += BLOCK8) {
-        Block8<P, G> block(step, h, row, at, end);
-        block.moments_and_scales();
-        block.parameters();
-        block.encode();
-    }
-}
-
-template <DType P> void adam8_by_grad(const Step& step, const Row& row, int64_t begin, int64_t end) {
-    if (step.grad == BF16) return adam8_of<P, BF16>(step, row, begin, end);
-    if (step.grad == F16) return adam8_of<P, F16>(step, row, begin, end);
-    adam8_of<P, F32>(step, row, begin, end);
-}
-void adam8(const Step& step, const Row& row, int64_t begin, int64_t end) {
-    if (step.param == BF16) return adam8_by_grad<BF16>(step, row, begin, end);
-    if (step.param == F16) return adam8_by_grad<F16>(step, row, begin, end);
-    if (step.param == SPLIT) return adam8_by_grad<SPLIT>(step, row, begin, end);
-    adam8_by_grad<F32>(step, row, begin, end);
 }
 
 void run_step(const Step& step, const Row& row, int64_t index, int64_t begin, int64_t end) {

@@ -202,41 +202,73 @@ __global__ void __launch_bounds__(THREADS)
 
 // ---- 8-bit states ---------------------------------------------------------------------------------------------------------
 //
-// The codes are explained in native/cpu/optimizers.cpp. A warp takes a block of 256 elements, eight per lane.
+// Codes, scales and folded numbers are explained in native/cpu/adam8.cpp. A warp takes a block of 256 elements, eight per lane.
 
-template <int CODES> struct Code {
-    static constexpr uint32_t BASE = 0x3f8u - CODES, SMALLEST = (BASE + 1) << 20;
-    static __device__ __forceinline__ uint32_t encode(float magnitude, uint32_t random) {
-        const uint32_t b = __float_as_uint(magnitude);
-        const float smallest = __uint_as_float(SMALLEST);
-        if (b < SMALLEST) return smallest < magnitude + (float)(int32_t)random * (smallest * 9.5367431640625e-7f);
-        const uint32_t code = ((b + random) >> 20) - BASE;
-        return code > (uint32_t)CODES ? (uint32_t)CODES : code;
-    }
-    static __device__ __forceinline__ float decode(uint32_t code) { return code == 0 ? 0.0f : __uint_as_float((code + BASE) << 20); }
+constexpr float LARGEST_CODE = 1.875f, BELOW_LARGEST = LARGEST_CODE * 0.99999905f;
+constexpr float SMALLEST_NORMAL = 1.1754944e-38f, LARGEST = 3.4028235e38f;
+
+struct First {
+    static constexpr float UNIT = 5.192296858534828e33f, INVERSE = 1.925929944387236e-34f, LIMIT = 8192.0f;  // 2^112, 2^-112, 2^13
 };
-typedef Code<127> First;
-typedef Code<255> Second;
+struct Second {
+    static constexpr float UNIT = 7.922816251426434e28f, INVERSE = 1.262177448353619e-29f, LIMIT = 536870912.0f;  // 2^96, 2^-96, 2^29
+};
 
-// Magnitudes that fp32 cannot invert are flushed to zero.
-__device__ __forceinline__ float inverse(float scale) { return scale >= 1.1754944e-38f || scale != scale ? 1.0f / scale : 0.0f; }
+// Second moments are counted in units of (1 - beta2) / (1 - beta1)^2.
+struct Numbers8 {
+    float beta1, beta2, decode0, decode1, from_units, grad_mul, l2, eps, step_size;
+    __device__ __forceinline__ explicit Numbers8(const Hyper& h) {
+        const float units = h.one_minus_beta1 * h.one_minus_beta1 / h.one_minus_beta2, root = sqrtf(units) / h.inv_denom;
+        beta1 = h.beta1;
+        beta2 = h.beta2 * units;
+        decode0 = beta1 / LARGEST_CODE;
+        decode1 = beta2 / LARGEST_CODE;
+        from_units = 1.0f / units;
+        grad_mul = h.one_minus_beta1 * ((h.flags & MAXIMIZE ? -1.0f : 1.0f) * (h.flags & UNSCALE ? h.grad_mul : 1.0f));
+        l2 = h.one_minus_beta1 * h.l2;
+        eps = h.eps * root;
+        step_size = h.step_size * root;
+    }
+};
 
-__device__ __forceinline__ float decode_first(uint32_t code, float scale) {
-    return __uint_as_float(__float_as_uint(First::decode(code & 0x7fu) * scale) ^ (code & 0x80u) << 24);
+__device__ __forceinline__ float decode8(uint32_t code, float unit, float by) { return (__uint_as_float(code << 20) * unit) * by; }
+
+// From a moment to a code: `before` is 1 unless a scale is out of the common range.
+struct Encoding {
+    float before, after;
+    __device__ __forceinline__ Encoding(float scale, float inverse_unit, bool careful) {
+        const float inverse = scale >= SMALLEST_NORMAL && scale <= LARGEST ? BELOW_LARGEST / scale : 0.0f;
+        before = careful ? inverse_unit : 1.0f;
+        after = careful ? inverse : inverse * inverse_unit;
+    }
+    __device__ __forceinline__ uint32_t operator()(float magnitude, uint32_t random) const {
+        const float shifted = (magnitude * before) * after;
+        return shifted == shifted ? (__float_as_uint(shifted) + random) >> 20 : 0;
+    }
+};
+
+// 32 random bits for the pair of elements that `i` belongs to.
+__device__ __forceinline__ uint32_t pair_noise(uint32_t seed, int64_t i) {
+    const int64_t block = i / BLOCK8;
+    const uint32_t start = mix((uint32_t)block ^ (seed + (uint32_t)((uint64_t)block >> 32) * 0x9e3779b9u));
+    const uint32_t state = start + (uint32_t)(i % BLOCK8 / 2) * 0x9e3779b9u;
+    return (state ^ (state >> 16)) * 0x7feb352du;
 }
 
 constexpr int PER_LANE = BLOCK8 / WARP / 4;  // groups of four
 
 __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<Row> table, const AnyTypes t, const Numbers numbers) {
-    const Hyper h = numbers.get();
-    if (h.flags & SKIP) return;
+    const Hyper hyper = numbers.get();
+    if (hyper.flags & SKIP) return;
+    const Numbers8 h(hyper);
     const Piece piece = piece_of(table, (int32_t)blockIdx.x);
     const Row& row = table.rows[piece.row];
     const int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, warps = (int)blockDim.x / WARP;
     for (int64_t first = piece.begin + warp * BLOCK8; first < piece.end; first += warps * BLOCK8) {
         const float scale0 = row.scale0[first / BLOCK8], scale1 = row.scale1[first / BLOCK8];
-        Float4 p[PER_LANE], m[PER_LANE], v[PER_LANE];
-        float top_m = 0, top_v = 0;
+        Float4 p[PER_LANE], g[PER_LANE];
+        uint32_t c0[PER_LANE], c1[PER_LANE];
+        float most = 0;
 #pragma unroll
         for (int part = 0; part < PER_LANE; ++part) {
             const int64_t i = first + 4 * (part * WARP + lane);
@@ -244,53 +276,55 @@ __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<R
             const bool whole = n == 4 && table.aligned[piece.row];
             Raw low = {};
             const Raw raw_p = load_raw(t.param, row.param, i, n, whole), raw_g = load_raw(t.grad, row.grad, i, n, whole);
-            const uint32_t c0 = load_bytes(row.state0, i, n, whole), c1 = load_bytes(row.state1, i, n, whole);
+            c0[part] = load_bytes(row.state0, i, n, whole);
+            c1[part] = load_bytes(row.state1, i, n, whole);
             if (t.param == SPLIT) low = load_raw(BF16, row.low_bits, i, n, whole);
             p[part] = param_of(t, raw_p, low);
-            const Float4 g = decode(t.grad, raw_g);
+            g[part] = decode(t.grad, raw_g);
             for (int k = 0; k < 4; ++k) {
-                float &a = m[part].x[k], &b = v[part].x[k];
-                a = b = 0;
+                float& x = g[part].x[k];
                 if (k >= n) continue;
-                a = decode_first(c0 >> 8 * k & 0xffu, scale0);
-                b = Second::decode(c1 >> 8 * k & 0xffu) * scale1;
-                Adam::apply(h, p[part].x[k], gradient(h, g.x[k]), a, b);
-                top_m = Largest()(top_m, fabsf(a));
-                top_v = Largest()(top_v, b);
+                x = x * h.grad_mul;
+                if (hyper.flags & L2) x = x + h.l2 * p[part].x[k];
+                most = Largest()(most, fabsf(x));
             }
         }
-        top_m = over_warp(top_m, Largest());
-        top_v = over_warp(top_v, Largest());
+        most = over_warp(most, Largest());
+        const float by0 = scale0 * h.decode0, by1 = scale1 * h.decode1;
+        const float new0 = scale0 * h.beta1 + most, new1 = scale1 * h.beta2 + most * most;
+        const bool finite = new0 <= LARGEST && new1 <= LARGEST;
+        const bool careful = !(by0 <= First::LIMIT && new0 <= First::LIMIT && by1 <= Second::LIMIT && new1 <= Second::LIMIT);
+        const Encoding encode0(new0, First::INVERSE, careful), encode1(new1, Second::INVERSE, careful);
         if (lane == 0) {
-            row.scale0[first / BLOCK8] = top_m;
-            row.scale1[first / BLOCK8] = top_v;
+            row.scale0[first / BLOCK8] = finite ? new0 : nanf("");
+            row.scale1[first / BLOCK8] = finite ? new1 * h.from_units : nanf("");
         }
-        const float inv0 = inverse(top_m), inv1 = inverse(top_v);
 #pragma unroll
         for (int part = 0; part < PER_LANE; ++part) {
             const int64_t i = first + 4 * (part * WARP + lane);
             const int n = i < piece.end ? left_of(piece.end, i) : 0;
             const bool whole = n == 4 && table.aligned[piece.row];
-            uint32_t c0 = 0, c1 = 0;
+            uint32_t new_c0 = 0, new_c1 = 0;
             Raw rounded = {};
             for (int k = 0; k < 4; ++k) {
                 if (k >= n) continue;
-                const Noise noise(h.seed, row.offset + i + k);
-                const float x = m[part].x[k], y = p[part].x[k];
-                float a = fabsf(x) * inv0, b = v[part].x[k] * inv1;
-                a = 1.0f < a ? 1.0f : a;
-                b = 1.0f < b ? 1.0f : b;
-                const uint32_t code0 = First::encode(a, noise.first >> 12) | (__float_as_uint(x) >> 24 & 0x80u);
-                uint32_t code1 = Second::encode(b, noise.second >> 12);
-                if (code1 == 0 && 0.0f < b) code1 = 1;  // its root is divided by
-                c0 |= (code0 & 0xffu) << 8 * k;
-                c1 |= (code1 & 0xffu) << 8 * k;
+                const uint32_t random = pair_noise(hyper.seed, row.offset + i + k), noise = k % 2 ? random & 0xfffffu : random >> 12;
+                const uint32_t old0 = c0[part] >> 8 * k & 0xffu, old1 = c1[part] >> 8 * k & 0xffu;
+                const float x = g[part].x[k], magnitude = decode8(old0 & 0x7fu, First::UNIT, by0);
+                const float m = (old0 & 0x80u ? -magnitude : magnitude) + x, v = decode8(old1, Second::UNIT, by1) + x * x;
+                const uint32_t sign = finite ? __float_as_uint(m) >> 24 & 0x80u : 0;
+                const uint32_t code1 = encode1(v, noise);
+                new_c0 |= (encode0(fabsf(m), noise) | sign) << 8 * k;
+                new_c1 |= (code1 < 8 ? 8 : code1) << 8 * k;  // its root is divided by
+                float& y = p[part].x[k];
+                if (hyper.flags & DECOUPLED) y = y * hyper.decay;
+                y = y - h.step_size * (m / (sqrtf(v) + h.eps));
                 // A bf16 parameter without a master is rounded stochastically too.
-                const uint32_t random = noise.first & 0xffffu;
-                rounded.w[k / 2] |= (y != y ? 0x7fc0u : (__float_as_uint(y) + random) >> 16) << 16 * (k % 2);
+                const uint32_t bits = __float_as_uint(y) + (k % 2 ? random >> 16 : random & 0xffffu);
+                rounded.w[k / 2] |= (y != y ? 0x7fc0u : bits >> 16) << 16 * (k % 2);
             }
-            store_bytes(row.state0, i, n, whole, c0);
-            store_bytes(row.state1, i, n, whole, c1);
+            store_bytes(row.state0, i, n, whole, new_c0);
+            store_bytes(row.state1, i, n, whole, new_c1);
             if (t.param == BF16) {
                 store_raw(BF16, row.param, i, n, whole, rounded);
                 if (t.copy != NONE) store4(t.copy, row.copy, i, n, whole, p[part]);

@@ -6,8 +6,9 @@ are equal to the bit on CPU. Long tensors are worked on in pieces, so that the t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from .spec import BLOCK8, Algorithm, Batch, Lowered, Slot
 
 PIECE = 1 << 22  # elements at a time; a multiple of BLOCK8
 
-FIRST_CODES, SECOND_CODES = 127, 255
+# What a code's bits, shifted left by 20 and read as fp32, are multiplied by; and the scale from which on that is done in two steps.
+FIRST_UNIT, SECOND_UNIT = 2.0**112, 2.0**96
+FIRST_LIMIT, SECOND_LIMIT = 2.0**13, 2.0**29
+LARGEST_CODE = 1.875
 _MASK32 = 0xFFFFFFFF
 
 
@@ -209,21 +213,68 @@ def noise(seed: int, offset: int, count: int, device: torch.device) -> tuple[Ten
     return first, (first * 0x9E3779B1) & _MASK32
 
 
-def encode8(magnitude: Tensor, random: Tensor, codes: int) -> Tensor:
-    """Stochastic code (int64) of magnitudes in [0, 1]; `random` has 20 bits."""
-    base = 0x3F8 - codes
-    smallest = torch.tensor([(base + 1) << 20], dtype=torch.int32).view(torch.float32).item()
-    bits = magnitude.contiguous().view(torch.int32).to(torch.int64) & _MASK32
-    code = (((bits + random) >> 20) - base).clamp_(max=codes)
-    # Below the smallest code: that code with the probability of the ratio to it, so that nothing is lost on average.
-    below = (magnitude + random.to(torch.float32) * (smallest * 2.0**-20) > smallest).to(torch.int64)
-    return torch.where(bits < (base + 1) << 20, below, code)
+def pair_noise(seed: int, offset: int, count: int, device: torch.device) -> Tensor:
+    """32 random bits for each pair of elements (int64, one number per element, the same for both of a pair); `offset` is even."""
+    pair = torch.arange(offset, offset + count, dtype=torch.int64, device=device) >> 1
+    block = pair // (BLOCK8 // 2)
+    start = _mix((block & _MASK32) ^ ((seed + (block >> 32) * 0x9E3779B9) & _MASK32))
+    state = (start + (pair % (BLOCK8 // 2)) * 0x9E3779B9) & _MASK32
+    return ((state ^ (state >> 16)) * 0x7FEB352D) & _MASK32
 
 
-def decode8(code: Tensor, codes: int) -> Tensor:
-    """The magnitude in [0, 1] (fp32) of each code."""
-    bits = (code.to(torch.int32) + (0x3F8 - codes)) << 20
-    return torch.where(code == 0, torch.zeros_like(bits), bits).view(torch.float32)
+def encode8(shifted: Tensor, random: Tensor) -> Tensor:
+    """Stochastic code (int64) of numbers that are not negative, divided by their moment's unit already; `random` has 20 bits."""
+    return ((shifted.contiguous().view(torch.int32).to(torch.int64) & _MASK32) + random) >> 20
+
+
+def decode8(code: Tensor, unit: float) -> Tensor:
+    """What each code (of 7 or 8 bits) stands for: fp32 from 0 to 1.875."""
+    return (code.to(torch.int32) << 20).view(torch.float32) * unit
+
+
+def _fp32(x: float) -> float:
+    """Rounded to fp32. Of one operation on such numbers in fp64 this is what fp32 gives."""
+    return torch.tensor(x, dtype=torch.float32).item()
+
+
+@dataclass
+class _Numbers8:
+    """The step's numbers, folded as in `native/cpu/adam8.cpp`.
+
+    Second moments are counted in units of (1 - beta2) / (1 - beta1)^2: then a gradient adds to them the square of what it
+    adds to the first.
+    """
+
+    beta1: float
+    beta2: float
+    decode1: float
+    decode2: float
+    from_units: float
+    grad_mul: float
+    l2: float
+    eps: float
+    decay: float
+    step_size: float
+
+    @staticmethod
+    def of(h: Lowered) -> _Numbers8:
+        share, beta1 = _fp32(h.one_minus_beta1), _fp32(h.beta1)
+        units = _fp32(_fp32(share * share) / _fp32(h.one_minus_beta2))
+        root = _fp32(_fp32(math.sqrt(units)) / _fp32(h.inv_denom))
+        beta2 = _fp32(_fp32(h.beta2) * units)
+        scale = _fp32(h.grad_mul) if h.unscale else 1.0
+        return _Numbers8(
+            beta1=beta1,
+            beta2=beta2,
+            decode1=_fp32(beta1 / LARGEST_CODE),
+            decode2=_fp32(beta2 / LARGEST_CODE),
+            from_units=_fp32(1.0 / units),
+            grad_mul=_fp32(share * (-scale if h.maximize else scale)),
+            l2=_fp32(share * _fp32(h.l2)),
+            eps=_fp32(_fp32(h.eps) * root),
+            decay=_fp32(h.decay),
+            step_size=_fp32(_fp32(h.step_size) * root),
+        )
 
 
 def _per_element(scale: Tensor, count: int) -> Tensor:
@@ -236,38 +287,55 @@ def _block_max(x: Tensor) -> Tensor:
     return padded.amax(dim=1)
 
 
-def inverse(scale: Tensor) -> Tensor:
-    """1 / scale; 0 where fp32 cannot invert it."""
-    tiny = torch.finfo(torch.float32).tiny
-    return torch.where(scale < tiny, torch.zeros_like(scale), scale.reciprocal())
+def _below_largest(x: Tensor, scale: Tensor, careful: Tensor, unit: float) -> Tensor:
+    """x over its block's scale and over the unit, as `encode8` takes it: a little less than 1.875 at most; 0 where that is no number."""
+    inverse = torch.where(
+        (scale >= torch.finfo(torch.float32).tiny) & (scale <= torch.finfo(torch.float32).max),
+        _fp32(LARGEST_CODE * _fp32(1 - 2.0**-20)) / scale,
+        torch.zeros_like(scale),
+    )
+    before = torch.where(careful, 1 / unit, 1.0).to(torch.float32)
+    after = torch.where(careful, inverse, inverse * (1 / unit))
+    shifted = (x * _per_element(before, x.numel())) * _per_element(after, x.numel())
+    return torch.where(shifted.isnan(), torch.zeros_like(shifted), shifted)
 
 
-def decode_moments(piece: Slot) -> tuple[Tensor, Tensor]:
-    """The fp32 moments of a flat slot with 8-bit states."""
+def _adam8(piece: Slot, lowered: Lowered) -> None:
+    h, count, p = _Numbers8.of(lowered), piece.param.numel(), load_param(piece)
+    g = piece.grad.float() * h.grad_mul
+    if lowered.use_l2:
+        g = g + p * h.l2
     first, second = (s.to(torch.int32) for s in piece.states)
-    count = piece.param.numel()
-    m = decode8(first & 0x7F, FIRST_CODES) * _per_element(piece.scales[0], count)
-    m = torch.where((first & 0x80) != 0, -m, m)
-    v = decode8(second, SECOND_CODES) * _per_element(piece.scales[1], count)
-    return m, v
+    scale1, scale2 = piece.scales
+    most = _block_max(g.abs())
+    by1, by2, new1, new2 = (
+        scale1 * h.decode1,
+        scale2 * h.decode2,
+        scale1 * h.beta1 + most,
+        scale2 * h.beta2 + most * most,
+    )
+    m = decode8(first & 0x7F, FIRST_UNIT) * _per_element(by1, count)
+    m = torch.where((first & 0x80) != 0, -m, m) + g
+    v = decode8(second, SECOND_UNIT) * _per_element(by2, count) + g * g
+    careful = ~((by1 <= FIRST_LIMIT) & (new1 <= FIRST_LIMIT) & (by2 <= SECOND_LIMIT) & (new2 <= SECOND_LIMIT))
+    finite = new1.isfinite() & new2.isfinite()
+    scale1.copy_(torch.where(finite, new1, math.nan))
+    scale2.copy_(torch.where(finite, new2 * h.from_units, math.nan))
 
-
-def _adam8(piece: Slot, h: Lowered) -> None:
-    count = piece.param.numel()
-    m, v = decode_moments(piece)
-    p = load_param(piece)
-    _adam(p, _gradient(piece.grad, h), (m, v), h)
-    first, second = noise(h.seed, piece.offset, count, p.device)
-    for scale, top in zip(piece.scales, (_block_max(m.abs()), _block_max(v))):
-        scale.copy_(top)
-    m_part = (m.abs() * _per_element(inverse(piece.scales[0]), count)).clamp_(max=1.0)
-    v_part = (v * _per_element(inverse(piece.scales[1]), count)).clamp_(max=1.0)
+    random = pair_noise(lowered.seed, piece.offset, count, p.device)
+    odd = (torch.arange(count, device=p.device) & 1).bool()
+    noise = torch.where(odd, random & 0xFFFFF, random >> 12)
+    magnitude = encode8(_below_largest(m.abs(), new1, careful, FIRST_UNIT), noise)
     sign = (m.view(torch.int32) < 0).to(torch.int64) << 7
-    piece.states[0].copy_(encode8(m_part, first >> 12, FIRST_CODES) | sign)
-    code = encode8(v_part, second >> 12, SECOND_CODES)
-    piece.states[1].copy_(torch.where((code == 0) & (v_part > 0), torch.ones_like(code), code))
+    piece.states[0].copy_(magnitude | torch.where(_per_element(finite, count), sign, torch.zeros_like(sign)))
+    # Never below the smallest normal code: the root of a second moment is divided by.
+    piece.states[1].copy_(encode8(_below_largest(v, new2, careful, SECOND_UNIT), noise).clamp_(min=8))
+
+    if lowered.decoupled:
+        p.mul_(h.decay)
+    p.sub_((m / _root(v).add_(h.eps)).mul_(h.step_size))
     if piece.param.dtype == torch.bfloat16 and piece.low_bits is None:
-        bits = ((p.view(torch.int32).to(torch.int64) & _MASK32) + (first & 0xFFFF)) >> 16
+        bits = ((p.view(torch.int32).to(torch.int64) & _MASK32) + torch.where(odd, random >> 16, random & 0xFFFF)) >> 16
         bits = torch.where(p.isnan(), torch.full_like(bits, 0x7FC0), bits)
         piece.param.copy_(bits.to(torch.int16).view(torch.bfloat16))
         if piece.copy is not None:

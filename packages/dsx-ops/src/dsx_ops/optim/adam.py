@@ -132,10 +132,10 @@ class CPUAdam(FusedAdam):
 class Adam8bit(FusedAdam):
     """Adam(W) with both moments in 8 bits: about 2 bytes of state per parameter.
 
-    Codes are small floats relative to the largest magnitude of each block of 256 elements (`scale_avg`, `scale_avg_sq` in the
-    state, one fp32 per block), rounded stochastically and reproducibly (keyed by `seed`, step and element index).
-    bf16 parameters are rounded stochastically too, so that updates below their last bit add up. A NaN in a gradient spoils
-    its whole block, so check for overflow first (`dsx_ops.norm`).
+    Codes are small floats relative to a scale per block of 256 elements (`scale_avg`, `scale_avg_sq` in the state: the EMA of
+    the block's largest gradient, and of its square, which bound the moments), rounded stochastically and reproducibly (keyed by
+    `seed`, step and element index). bf16 parameters are rounded stochastically too, so that updates below their last bit add
+    up. A NaN or infinity in a gradient makes its whole block NaN, so check for overflow first (`dsx_ops.norm`).
     """
 
     algorithm = Algorithm.ADAM8
