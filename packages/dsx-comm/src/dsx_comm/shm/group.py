@@ -28,8 +28,7 @@ NOWHERE: tuple[int, int, list[int]] = (-1, 0, [])
 """The place of a tensor that is not in symmetric memory."""
 
 # microseconds of waiting that keeps the core, and that gives way to others, before a waiting rank sleeps
-# (crowded: one or two turns of giving way serve the small messages, longer ones keep the core from who has work)
-_FREE, _CROWDED = (20.0, 300.0), (0.0, 5.0)
+_FREE, _CROWDED = (20.0, 300.0), (0.0, 50.0)
 
 
 class ShmGroup(dist.ProcessGroup):

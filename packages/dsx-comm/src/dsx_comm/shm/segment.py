@@ -43,7 +43,7 @@ class ShmOptions:
     Attributes:
         slice_bytes: bytes of one rank's part of a chunk; 0: 512 KiB by the number of ranks, at least 16 KiB.
         limit_bytes: most memory the group may take; slices shrink to fit, and below 4 KiB the group falls back to gloo.
-        spin_us: microseconds a waiting rank looks again and again, giving way to others, before it sleeps; None: 300, or 5
+        spin_us: microseconds a waiting rank looks again and again, giving way to others, before it sleeps; None: 300, or 50
             where ranks outnumber cores.
         one_shot_bytes: all-reduces up to this size are computed by every rank at once; 0: chosen from the number of ranks.
         stores: how large messages that go one way, or to several ranks, are written into shared memory: "plain", "past" the cache, or as a
