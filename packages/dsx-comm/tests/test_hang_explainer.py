@@ -155,3 +155,26 @@ def test_a_report_tells_who_is_missing_who_is_silent_and_who_calls_something_els
     assert "Rank(s) 1 did not enter it" in text
     text = explain(raised, {0: answer, 1: answer})
     assert "All ranks have issued it: they may differ" in text and "in broadcast of 4 bytes" in text
+
+
+def in_a_child_of_a_rank(rank, n):
+    import os
+    import threading
+
+    from dsx_comm.hang import WATCH
+
+    def looking():
+        return [t.name for t in threading.enumerate() if t.name == "dsx-comm-watch"]
+
+    dsx_comm.barrier()
+    assert looking()
+    child = os.fork()
+    if child == 0:  # only the thread that forks is there: the next call has to start the other one again
+        before = looking()
+        WATCH.arm()
+        os._exit(0 if looking() and not before else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_process_looks_for_itself():
+    run_ranks(in_a_child_of_a_rank, 2)

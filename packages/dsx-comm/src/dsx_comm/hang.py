@@ -75,15 +75,18 @@ class _State:
     prefix: str = ""  # of this world's alarms in the store
 
 
+class _Label(threading.local):
+    value = ""
+
+
 class Watch:
     """This process' notes, and the thread that looks at them."""
 
     def __init__(self) -> None:
         self.settings = _Settings()
         self._state = _State()
-        self._labels = threading.local()
+        self._labels = _Label()
         self._thread: threading.Thread | None = None
-        self._pid = 0
         self._wake = threading.Event()
 
     # - notes, on the way of every call
@@ -117,7 +120,7 @@ class Watch:
 
     def label(self) -> str:
         """The innermost `unit` of this thread."""
-        return getattr(self._labels, "value", "")
+        return self._labels.value
 
     @contextlib.contextmanager
     def unit(self, name: str) -> Iterator[None]:
@@ -142,13 +145,10 @@ class Watch:
 
     def arm(self) -> None:
         """Start to look, unless the thread runs: a rank that has made no call yet can say where it is, too."""
-        if self._thread is not None and self._pid == os.getpid():
+        if self._thread is not None:
             return
         if not dist.is_initialized() or dist.get_world_size() == 1 or self.settings.limit == 0:
             return
-        if self._pid != os.getpid():  # a fork has the notes of its parent, but not its thread
-            self._state = _State()
-        self._pid = os.getpid()
         self._state.world = dist.group.WORLD
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(self._wake,), daemon=True, name="dsx-comm-watch")
@@ -157,6 +157,11 @@ class Watch:
     def rest(self) -> None:
         """End the thread (the process group goes away); the next call starts it again."""
         self._wake.set()
+        self._thread = None
+        self._state = _State()
+
+    def forked(self) -> None:
+        """This is a child of the process: it has the notes of its parent, but not its thread (which may hold a lock of the event)."""
         self._thread = None
         self._state = _State()
 
@@ -228,6 +233,7 @@ class Watch:
 
 
 WATCH = Watch()
+os.register_at_fork(after_in_child=WATCH.forked)
 
 
 def _time_limit(group: Any) -> float:

@@ -21,7 +21,7 @@ from .codes import moved
 from .gloo import gloo_group
 from .memory import Memories
 from .segment import MAILBOX, ShmOptions, cores, world_size
-from .tensors import nbytes, pointers
+from .tensors import nbytes
 from .work import DONE, Futures, ShmWork, translated
 
 NOWHERE: tuple[int, int, list[int]] = (-1, 0, [])
@@ -170,11 +170,11 @@ class ShmGroup(dist.ProcessGroup):
     # - what reductions and gathers share
 
     def gather_all(
-        self, outputs: list[torch.Tensor], source: torch.Tensor, opts: Any, kept: Any, finish: Callable[[], Any] | None
+        self, outputs: list[int], source: torch.Tensor, opts: Any, kept: Any, finish: Callable[[], Any] | None
     ) -> Any:
-        """outputs[p] = rank p's `source`, bytes as they are."""
-        arguments = (source.data_ptr(), pointers(outputs), nbytes(source), moved(source.dtype), *self._where(source))
-        return self._issue(self._native.all_gather, arguments, opts, (*kept, outputs, source), finish)
+        """Rank p's `source` to the address outputs[p], bytes as they are; `kept` holds the memory there."""
+        arguments = (source.data_ptr(), outputs, nbytes(source), moved(source.dtype), *self._where(source))
+        return self._issue(self._native.all_gather, arguments, opts, (*kept, source), finish)
 
 
 def options_of(opts: Any, kind: Any) -> Any:

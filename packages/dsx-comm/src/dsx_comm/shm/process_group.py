@@ -20,7 +20,7 @@ from ..hang import WATCH
 from .codes import moved
 from .group import one, options_of
 from .reductions import ShmReductions
-from .tensors import check_list, host, nbytes, packed, packed_list, pointers, rows, unaliased
+from .tensors import addresses, check_list, host, nbytes, packed, packed_list, pointers, rows, unaliased
 from .work import JoinedWork, translated
 
 
@@ -34,10 +34,10 @@ class ShmProcessGroup(ShmReductions):
         opts = options_of(opts, c10d.AllgatherOptions)
         single = isinstance(inputs, torch.Tensor)
         outputs, source = (output_lists, inputs) if single else (output_lists[0], inputs[0])
-        flat = unaliased(host(source).contiguous(), outputs, self._rank)
-        check_list("all_gather", outputs, flat, self._size)
+        check_list("all_gather", outputs, source, self._size)
+        flat = unaliased(host(source).contiguous(), outputs, outputs[self._rank].data_ptr())
         places, finish = packed_list(outputs)
-        return self.gather_all(places, flat, opts, (outputs,), finish)
+        return self.gather_all(pointers(places), flat, opts, (outputs, places), finish)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """output = the ranks' `input` one after the other; `input` may be this rank's part of `output`."""
@@ -49,9 +49,9 @@ class ShmProcessGroup(ShmReductions):
                 f"{source.numel()} of {source.dtype}"
             )
         flat, finish = packed(host(output))
-        places = list(flat.view(self._size, -1).unbind(0)) if flat.numel() else [flat] * self._size
-        source = unaliased(source, [flat], self._rank, places[self._rank])
-        return self.gather_all(places, source, opts, (output, flat), finish)
+        parts = addresses(flat, self._size)
+        source = unaliased(source, [flat], parts[self._rank])
+        return self.gather_all(parts, source, opts, (output, flat), finish)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """`allgather` for several tensors: output_lists[i][p] = rank p's inputs[i]."""

@@ -15,7 +15,7 @@ from ..errors import CommArgumentError
 from ..ordered import reduce_in_order
 from .codes import reduction
 from .group import NOWHERE, ShmGroup, one, options_of
-from .tensors import host, packed, pointers, target, unpack
+from .tensors import addresses, host, packed, pointers, target, unpack
 from .work import JoinedWork
 
 
@@ -63,37 +63,47 @@ class ShmReductions(ShmGroup):
         """outputs[0] = this rank's part of the reduction; `inputs[0]` holds one tensor per rank, of any sizes."""
         opts = options_of(opts, c10d.ReduceScatterOptions)
         output, parts = (outputs, inputs) if isinstance(outputs, torch.Tensor) else (outputs[0], inputs[0])
-        packed = [host(p).contiguous() for p in parts]
-        return self._scatter_sum(output, packed, opts)
+        parts = [host(p).contiguous() for p in parts]
+        counts = [p.numel() for p in parts]
+        if len(parts) != self._size or counts[self._rank] != output.numel() or parts[0].dtype != output.dtype:
+            raise CommArgumentError(
+                f"reduce_scatter: got {len(parts)} parts, mine of {counts[min(self._rank, len(parts) - 1)]} elements of "
+                f"{parts[0].dtype}; expected {self._size}, mine of {output.numel()} elements of {output.dtype}"
+            )
+        return self._scatter_sum(output, parts, pointers(parts), counts, NOWHERE, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """output = this rank's part of the reduction of the ranks' `input`."""
         opts = options_of(opts, c10d.ReduceScatterOptions)
         source = host(input).contiguous()
-        if source.numel() != output.numel() * self._size:
+        count = output.numel()
+        if source.numel() != count * self._size or source.dtype != output.dtype:
             raise CommArgumentError(
-                f"reduce_scatter: input has {source.numel()} elements, expected {self._size} (ranks) x {output.numel()}"
+                f"reduce_scatter: input has {source.numel()} elements of {source.dtype}, expected {self._size} (ranks) x {count} "
+                f"of {output.dtype}"
             )
-        return self._scatter_sum(output, list(source.view(self._size, -1).unbind(0)), opts, source)
+        parts = addresses(source, self._size)
+        return self._scatter_sum(output, [source], parts, [count] * self._size, self._where(source), opts)
 
     def _scatter_sum(
-        self, output: torch.Tensor, parts: list[torch.Tensor], opts: Any, whole: torch.Tensor | None = None
+        self,
+        output: torch.Tensor,
+        sources: list[torch.Tensor],
+        parts: list[int],
+        counts: list[int],
+        where: Any,
+        opts: Any,
     ) -> Any:
-        if len(parts) != self._size or parts[self._rank].numel() != output.numel() or parts[0].dtype != output.dtype:
-            raise CommArgumentError(
-                f"reduce_scatter: got {len(parts)} parts, mine of {parts[min(self._rank, len(parts) - 1)].numel()} elements of "
-                f"{parts[0].dtype}; expected {self._size}, mine of {output.numel()} elements of {output.dtype}"
-            )
-        place, finish = target(host(output), parts, parts[self._rank])
+        """`parts`: addresses of what is for each rank, `counts` elements of it; `sources` hold them, one after the other."""
+        place, finish = target(host(output), sources, parts[self._rank])
         how = reduction(opts.reduceOp, output.dtype)
         if how is None:
-            flat = torch.cat([p.reshape(-1) for p in parts])
-            begin = sum(p.numel() for p in parts[: self._rank])
+            flat = torch.cat([s.reshape(-1) for s in sources])
+            begin = sum(counts[: self._rank])
             return self._by_torch(flat, opts, [output], finish, into=place, part=(begin, output.numel()))
-        counts = [p.numel() * how.elements for p in parts]
-        where = self._where(whole) if whole is not None else NOWHERE
-        arguments = (place.data_ptr(), pointers(parts), counts, *how[:4], *where)
-        return self._issue(self._native.reduce_scatter, arguments, opts, ([output], parts, place, whole), finish)
+        numbers = [n * how.elements for n in counts]
+        arguments = (place.data_ptr(), parts, numbers, *how[:4], *where)
+        return self._issue(self._native.reduce_scatter, arguments, opts, ([output], sources, place), finish)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
@@ -126,4 +136,4 @@ class ShmReductions(ShmGroup):
             if finish is not None:
                 finish()
 
-        return self.gather_all(list(gathered.view(self._size, -1).unbind(0)), flat, opts, (value, gathered), combine)
+        return self.gather_all(addresses(gathered, self._size), flat, opts, (value, gathered), combine)

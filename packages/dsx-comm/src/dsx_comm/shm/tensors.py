@@ -11,7 +11,7 @@ from ..errors import CommArgumentError
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise CommArgumentError(
             f'a group of backend "dsx" carries host tensors, got one on {tensor.device}: use an nccl group for it'
         )
@@ -26,6 +26,12 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [t.data_ptr() for t in tensors]
+
+
+def addresses(tensor: torch.Tensor, parts: int) -> list[int]:
+    """Addresses of the equal parts of a contiguous tensor."""
+    begin, length = tensor.data_ptr(), nbytes(tensor) // parts
+    return [begin + part * length for part in range(parts)]
 
 
 def packed(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any] | None]:
@@ -47,21 +53,18 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return begin < other + nbytes(b) and other < begin + nbytes(a)
 
 
-def unaliased(
-    source: torch.Tensor, outputs: Sequence[torch.Tensor], rank: int, own: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`source`, copied where writing the outputs would change it (in place, as this rank's part, is fine)."""
-    own = outputs[rank] if own is None else own
-    if source.data_ptr() == own.data_ptr() or not any(overlap(source, o) for o in outputs):
+def unaliased(source: torch.Tensor, outputs: Sequence[torch.Tensor], own: int) -> torch.Tensor:
+    """`source`, copied where writing the outputs would change it (in place, at the address `own` of this rank's part, is fine)."""
+    if source.data_ptr() == own or not any(overlap(source, o) for o in outputs):
         return source
     return source.clone()
 
 
 def target(
-    output: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor
+    output: torch.Tensor, parts: Sequence[torch.Tensor], own: int
 ) -> tuple[torch.Tensor, Callable[[], Any] | None]:
-    """Where to write a reduce-scatter's result: not over parts that are still to be read, nor into gaps."""
-    in_place = output.data_ptr() == own.data_ptr()
+    """Where to write a reduce-scatter's result: not over parts that are still to be read (but for this rank's, at `own`), nor into gaps."""
+    in_place = output.data_ptr() == own
     if output.is_contiguous() and (in_place or not any(overlap(output, p) for p in parts)):
         return output, None
     flat = torch.empty(output.shape, dtype=output.dtype)
