@@ -91,23 +91,66 @@ DSX_INLINE void store_words_as_bytes(void* at, U a) {
 #endif
 }
 
-// 32 elements of a buffer of dtype T from element i on; `low`: the low bits of SPLIT.
+// 32 elements, parted and joined again.
 struct Pair { F even, odd; };
 
+DSX_INLINE Pair parted(F first, F second) {
+#if defined(DSX_ISA_AVX512)
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+    Pair p;
+    p.even.r[0] = (freg)_mm512_permutex2var_ps((__m512)first.r[0], even, (__m512)second.r[0]);
+    p.odd.r[0] = (freg)_mm512_permutex2var_ps((__m512)first.r[0], odd, (__m512)second.r[0]);
+    return p;
+#elif defined(DSX_ISA_AVX2)
+    Pair p;
+    DSX_EACH {
+        const __m256 a = (__m256)(i ? second : first).r[0], b = (__m256)(i ? second : first).r[1];
+        p.even.r[i] = (freg)_mm256_permute4x64_pd((__m256d)_mm256_shuffle_ps(a, b, 0x88), 0xd8);
+        p.odd.r[i] = (freg)_mm256_permute4x64_pd((__m256d)_mm256_shuffle_ps(a, b, 0xdd), 0xd8);
+    }
+    return p;
+#else
+    float in[32], out[32];
+    store32(in, first);
+    store32(in + 16, second);
+    for (int k = 0; k < 16; ++k) out[k] = in[2 * k];
+    for (int k = 0; k < 16; ++k) out[16 + k] = in[2 * k + 1];
+    return {load32(out), load32(out + 16)};
+#endif
+}
+DSX_INLINE void rejoined(Pair p, F& first, F& second) {
+#if defined(DSX_ISA_AVX512)
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), high = _mm512_or_si512(low, _mm512_set1_epi32(8));
+    first.r[0] = (freg)_mm512_permutex2var_ps((__m512)p.even.r[0], low, (__m512)p.odd.r[0]);
+    second.r[0] = (freg)_mm512_permutex2var_ps((__m512)p.even.r[0], high, (__m512)p.odd.r[0]);
+#elif defined(DSX_ISA_AVX2)
+    DSX_EACH {
+        const __m256 low = _mm256_unpacklo_ps((__m256)p.even.r[i], (__m256)p.odd.r[i]), high = _mm256_unpackhi_ps((__m256)p.even.r[i], (__m256)p.odd.r[i]);
+        (i ? second : first).r[0] = (freg)_mm256_permute2f128_ps(low, high, 0x20);
+        (i ? second : first).r[1] = (freg)_mm256_permute2f128_ps(low, high, 0x31);
+    }
+#else
+    float in[32], out[32];
+    store32(in, p.even);
+    store32(in + 16, p.odd);
+    for (int k = 0; k < 16; ++k) {
+        out[2 * k] = in[k];
+        out[2 * k + 1] = in[16 + k];
+    }
+    first = load32(out);
+    second = load32(out + 16);
+#endif
+}
+
+// 32 elements of a buffer of dtype T from element i on; `low`: the low bits of SPLIT.
 template <DType T> struct Pairs {
+    static constexpr DType WIDE = T == F16 ? F16 : F32;
     static DSX_INLINE Pair load(const char* base, const char* low, int64_t i) {
-        if (T == BF16 || T == SPLIT) {
-            const U both = load_words(base + 2 * i);
-            if (T == BF16) return {floats(both << 16), floats(both & splatu(HIGH))};
-            const U rest = load_words(low + 2 * i);
-            return {joined(low_words(both), low_words(rest)), joined(both >> 16, rest >> 16)};
-        }
-        constexpr DType D = T == F16 ? F16 : F32;
-        float in[32], out[32];
-        store32(in, Access<D>::load(base, i));
-        store32(in + 16, Access<D>::load(base, i + LANES));
-        for (int k = 0; k < 32; ++k) out[k] = in[2 * k - 31 * (k / 16)];
-        return {load32(out), load32(out + 16)};
+        if (T != BF16 && T != SPLIT) return parted(Access<WIDE>::load(base, i), Access<WIDE>::load(base, i + LANES));
+        const U both = load_words(base + 2 * i);
+        if (T == BF16) return {floats(both << 16), floats(both & splatu(HIGH))};
+        const U rest = load_words(low + 2 * i);
+        return {joined(low_words(both), low_words(rest)), joined(both >> 16, rest >> 16)};
     }
     static DSX_INLINE void store(char* base, char* low, int64_t i, Pair p) {
         if (T == BF16) return store_words(base + 2 * i, join_low(float_to_bf16(p.even), float_to_bf16(p.odd)));
@@ -117,13 +160,10 @@ template <DType T> struct Pairs {
             store_words(base + 2 * i, join_high(even + half, odd + half));
             return store_words(low + 2 * i, join_low(low_words(even), odd));
         }
-        constexpr DType D = T == F16 ? F16 : F32;
-        float in[32], out[32];
-        store32(in, p.even);
-        store32(in + 16, p.odd);
-        for (int k = 0; k < 32; ++k) out[k] = in[k / 2 + 16 * (k % 2)];
-        Access<D>::store(base, i, load32(out));
-        Access<D>::store(base, i + LANES, load32(out + 16));
+        F first, second;
+        rejoined(p, first, second);
+        Access<WIDE>::store(base, i, first);
+        Access<WIDE>::store(base, i + LANES, second);
     }
 };
 
