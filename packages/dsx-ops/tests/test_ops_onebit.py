@@ -67,6 +67,20 @@ def test_compress_keeps_what_the_signs_leave_out(way, numel, dtype):
     assert bits_of(packed, min(numel, 100)) == [bool(v >= 0) for v in (x.float() + before)[:100]]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_long_tensors_are_compressed_to_their_last_element(threads):
+    torch.manual_seed(0)
+    x, error = torch.randn(1_100_003), torch.randn(1_100_003)
+    t, usual = x + error, torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        packed, scale = onebit.compress_with_feedback(x, error)
+    finally:
+        torch.set_num_threads(usual)
+    assert torch.equal(packed, onebit.reference_pack_signs(t))
+    assert torch.equal(error, t - torch.where(t >= 0, scale, -scale))
+
+
 def test_errors_do_not_grow_and_averages_come_true(way):
     torch.manual_seed(0)
     x, error = torch.randn(512), torch.zeros(512)
