@@ -229,6 +229,56 @@ def test_slices_shrink_to_the_limit():
     run_ranks(small, 2, backend="dsx")
 
 
+def differing(rank, n):
+    import dsx_comm
+    import torch.distributed as dist
+
+    for sizes in ({"one_shot_bytes": 4096 * rank}, {"slice_bytes": 8192 * (rank + 1)}):
+        with pytest.raises(dsx_comm.CommArgumentError, match=f"rank 1 has {next(iter(sizes))} .*rank 0 "):
+            dist.new_group(pg_options=dsx_comm.ShmOptions(**sizes))
+    tensor = torch.ones(5000)
+    dist.all_reduce(
+        tensor, group=dist.new_group(pg_options=dsx_comm.ShmOptions(one_shot_bytes=64, spin_us=100.0 * rank))
+    )
+    assert tensor[-1] == n
+
+
+@needs_native
+def test_sizes_that_differ_between_ranks_are_named():
+    run_ranks(differing, 2, backend="dsx")
+
+
+def interrupted(rank, n, call):
+    import threading
+
+    import dsx_comm
+    import torch.distributed as dist
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    group = dist.new_group()
+    tensor = torch.ones(100)
+    wait = {
+        "all_reduce": lambda: dist.all_reduce(tensor, group=group),
+        "async": lambda: dist.all_reduce(tensor, group=group, async_op=True).wait(),
+        "recv": lambda: dist.recv(tensor, 1, group=group),
+    }[call]
+    if rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    dist.barrier()
+    if rank == 1 and call == "all_reduce":
+        with pytest.raises(dsx_comm.CommAbortedError, match="rank 0 was interrupted"):
+            wait()
+    dist.barrier()
+
+
+@needs_native
+@pytest.mark.parametrize("call", ["all_reduce", "async", "recv"])
+def test_an_interrupt_ends_a_wait(call):
+    run_ranks(interrupted, 2, call, backend="dsx")
+
+
 def aborted(rank, n):
     import dsx_comm
     import torch.distributed as dist

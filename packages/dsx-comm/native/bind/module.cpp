@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -55,6 +57,13 @@ ReduceSpec spec_of(int dtype, int reduce, bool average, double premultiply) {
     return {static_cast<Dtype>(dtype), static_cast<Reduce>(reduce), premultiply, average};
 }
 
+// Python's handler of a signal (Ctrl-C) has only set a flag, and runs when the main thread asks.
+void look_for_signals() {
+    if (static_cast<pid_t>(syscall(SYS_gettid)) != getpid()) return;
+    py::gil_scoped_acquire hold;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 // An operation that was issued: a call in the queue, or a transfer.
 struct Pending {
     CorePtr core;
@@ -64,7 +73,7 @@ struct Pending {
     bool done() const { return item ? core->queue.finished(item) : core->boxes.finished(transfer); }
     void wait(double timeout) const {
         py::gil_scoped_release release;
-        item ? core->queue.wait(item) : core->boxes.wait(transfer, timeout);
+        item ? core->queue.wait(item, look_for_signals) : core->boxes.wait(transfer, timeout);
     }
     int peer() const { return transfer ? transfer->peer : -1; }
 };
@@ -77,6 +86,7 @@ struct PyGroup {
         Settings s;
         if (stores == "plain") s.stores = Outlet::Way::plain;
         if (stores == "past") s.stores = Outlet::Way::past;
+        s.look = look_for_signals;
         s.rank = rank, s.names = std::move(names), s.lock_fd = lock_fd, s.spin_us = spin_us, s.yield_us = yield_us, s.one_shot = one_shot;
         core = std::make_shared<Core>(fd, total, eager, std::move(s));
         if (static_cast<int>(core->group.settings().names.size()) != core->group.size())

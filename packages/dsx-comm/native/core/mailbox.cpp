@@ -161,7 +161,9 @@ void Mailboxes::give_up_on_the_lost() {
     std::lock_guard<std::mutex> hold(lock_);
     progress();
     auto fail = [&](Transfer& t, const std::string& who) {
-        t.error = std::string(t.sending ? "send to" : "recv from") + " rank " + who + ": its process has ended";
+        // the peer may have ended because another one did: all who are gone are named
+        t.error = std::string(t.sending ? "send to" : "recv from") + " rank " + who + ": its process has ended (ended by now: rank(s) " +
+                  group_.names(lost) + ")";
         t.done = t.lost = true;
     };
     for (int p : lost) {
@@ -245,6 +247,7 @@ void Mailboxes::wait_for(const TransferPtr& t, double timeout) {
         }
         if (group_.slice(bell, rung + 1)) continue;
         group_.check_poison();
+        group_.look();
         give_up_on_the_lost();
         if (Group::Clock::now() >= until) {
             std::string who = t->peer < 0 ? "any rank" : "rank " + group_.name(t->peer);

@@ -87,10 +87,22 @@ void Group::await(const Doing& doing) {
         if (r != rank()) await_one(r, doing);
 }
 
+// Who leaves a call half way leaves the others waiting: they are told.
+void Group::look_or_give_up(const Doing& doing) {
+    try {
+        look();
+    } catch (...) {
+        poison(Failure::aborted, std::string(doing.what) + " #" + std::to_string(calls_) + ": rank " + name(rank()) +
+                                     " was interrupted while it waited for the others");
+        throw;
+    }
+}
+
 void Group::await_one(int peer, const Doing& doing) {
     Flag& flag = header(peer)->progress;
     while (!slice(flag, step_)) {
         check_poison();
+        look_or_give_up(doing);
         std::vector<int> gone, late = behind(step_);
         for (int r : lost())
             if (std::find(late.begin(), late.end(), r) != late.end()) gone.push_back(r);

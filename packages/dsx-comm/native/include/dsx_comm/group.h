@@ -7,6 +7,7 @@
 #pragma once
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -33,6 +34,7 @@ struct Settings {
     double yield_us = 300.0;    // waiting that gives way to others, from the start; then the rank sleeps
     int64_t one_shot = 16384;   // messages up to this many bytes are reduced by everybody at once
     Outlet::Way stores = Outlet::Way::measured;
+    std::function<void()> look{};  // called now and then by who waits; what it throws ends the wait
 };
 
 // A message of symmetric memory: where each rank's copy lies in this process.
@@ -87,6 +89,9 @@ class Group {
     static void ring(Flag& flag);
     // Until flag.value >= value, or `timeout_at`; false: a time slice is over and the caller should look around.
     bool slice(Flag& flag, uint64_t value) const;
+    void look() const {
+        if (set_.look) set_.look();
+    }
     const Settings& settings() const { return set_; }
     const Layout& layout() const { return layout_; }
     char* at(size_t offset) const { return base_ + offset; }
@@ -113,6 +118,7 @@ class Group {
     void post();                                // the coming step is done
     void await(const Doing& doing);             // everybody has posted what this rank posted last
     void await_one(int peer, const Doing& doing);
+    void look_or_give_up(const Doing& doing);
     // After await: throws unless all lines of the last step are alike; true if all name the same symmetric memory (or none).
     bool agree(const Descriptor& mine) const;
     [[noreturn]] void disagree(const Descriptor& mine) const;

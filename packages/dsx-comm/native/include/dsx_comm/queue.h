@@ -1,6 +1,7 @@
 // Calls of one group in order of issue. A synchronous call runs in its caller's thread; an asynchronous one in a thread that is started
 // on first use, or in the thread that waits for it, whichever comes first.
 #pragma once
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -43,13 +44,17 @@ class Queue {
         run();
     }
 
-    void wait(const ItemPtr& item) {
+    // `look` is called now and then; what it throws ends the wait, not the item.
+    void wait(const ItemPtr& item, const std::function<void()>& look = [] {}) {
         std::unique_lock<std::mutex> hold(lock_);
         while (!item->done) {
-            if (!busy_ && !items_.empty())
+            if (!busy_ && !items_.empty()) {
                 run_first(hold);
-            else
-                changed_.wait(hold);
+            } else if (changed_.wait_for(hold, std::chrono::milliseconds(100)) == std::cv_status::timeout) {
+                hold.unlock();
+                look();
+                hold.lock();
+            }
         }
         if (item->error) std::rethrow_exception(item->error);
     }

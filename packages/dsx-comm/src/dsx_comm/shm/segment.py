@@ -30,6 +30,7 @@ from . import native
 
 _POLL = 0.002
 _TOKEN = b"dsx"
+_DIFFER = "ShmOptions differ between ranks"  # begins the verdict that is no reason for gloo
 
 
 class Unavailable(Exception):
@@ -174,11 +175,12 @@ def share(me: Member, options: ShmOptions) -> int:
 
     Raises:
         Unavailable: on all ranks, with the same text.
+        CommArgumentError: sizes in the options differ between ranks; on all ranks, with the same text.
         CommError: ranks did not come in time.
     """
     prefix = fresh_prefix(me.store, "segment", me.rank)
     me = replace(me, store=dist.PrefixStore(prefix, me.store))  # pyright: ignore[reportPrivateImportUsage]
-    return _lead(me, options) if me.rank == 0 else _follow(me)
+    return _lead(me, options) if me.rank == 0 else _follow(me, options)
 
 
 def _lead(me: Member, options: ShmOptions) -> int:
@@ -196,13 +198,28 @@ def _lead(me: Member, options: ShmOptions) -> int:
         me.store.set("offer", json.dumps({"problem": f"rank 0: {problem}"}))
         raise Unavailable(f"rank 0: {problem}")
     with _listening() as (server, name):
-        me.store.set("offer", json.dumps({"socket": name, "nonce": nonce}))
+        me.store.set("offer", json.dumps({"socket": name, "nonce": nonce, "sizes": _sizes_of(options)}))
         problem = _collect(me, server, fd)
     me.store.set("verdict", problem)
     if problem:
         os.close(fd)
-        raise Unavailable(problem)
+        raise _refusal(problem)
     return fd
+
+
+def _sizes_of(options: ShmOptions) -> dict[str, int]:
+    """What has to be the same on all ranks: from it follows how many steps a call takes."""
+    return {name: getattr(options, name) for name in ("slice_bytes", "limit_bytes", "one_shot_bytes")}
+
+
+def _differing(options: ShmOptions, sizes: dict[str, int]) -> str:
+    mine = _sizes_of(options)
+    return ", ".join(f"{name} {mine[name]}, rank 0 {sizes[name]}" for name in mine if mine[name] != sizes[name])
+
+
+def _refusal(problem: str) -> Exception:
+    """The error of a verdict."""
+    return CommArgumentError(problem) if problem.startswith(_DIFFER) else Unavailable(problem)
 
 
 def _sizes(fd: int) -> tuple[int, int]:
@@ -229,7 +246,7 @@ def _collect(me: Member, server: socket.socket, fd: int) -> str:
     return problem
 
 
-def _follow(me: Member) -> int:
+def _follow(me: Member, options: ShmOptions) -> int:
     me.store.wait(["offer"], me.patience)
     offer = json.loads(me.store.get("offer"))
     if "problem" in offer:
@@ -244,7 +261,11 @@ def _follow(me: Member) -> int:
             reserve(fd, me.rank, me.size, _sizes(fd)[1])
     except Unavailable as error:
         problem = str(error)
-    me.store.set(f"answer/{me.rank}", f"rank {me.rank}: {problem}" if problem else "")
+    if differing := _differing(options, offer["sizes"]):
+        problem = f"{_DIFFER}: rank {me.rank} has {differing}"
+    elif problem:
+        problem = f"rank {me.rank}: {problem}"
+    me.store.set(f"answer/{me.rank}", problem)
     me.store.wait(["verdict"], me.patience)
     verdict = me.store.get("verdict").decode()
     if problem and not verdict:
@@ -252,7 +273,7 @@ def _follow(me: Member) -> int:
     if verdict:
         if fd >= 0:
             os.close(fd)
-        raise Unavailable(verdict)
+        raise _refusal(verdict)
     return fd
 
 
