@@ -1,6 +1,7 @@
 """ZeRO++'s swizzle, quantised reduction and error feedback: a two-hop exchange played on one process against the exact sum."""
 
 import contextlib
+import functools
 
 import dsx_ops
 import pytest
@@ -44,18 +45,20 @@ def test_swizzle_is_a_transposition_of_groups(way, nodes, devices, pipeline, bit
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("numel,group", [(1, 16), (1000, 64), (40_002, 250)])
-def test_reduction_is_the_sum_of_what_the_codes_mean(way, numel, group, bits, symmetric):
+@pytest.mark.parametrize(
+    "numel,group,ranks", [(1, 16, 3), (1000, 64, 1), (1000, 64, 4), (1000, 48, 9), (40_002, 250, 3)]
+)
+def test_reduction_is_the_sum_of_what_the_codes_mean(way, numel, group, ranks, bits, symmetric):
     torch.manual_seed(1)
     how = {"bits": bits, "symmetric": symmetric, "group_size": group}
-    parts = [dsx_ops.quantize(torch.randn(numel), **how) for _ in range(3)]
+    parts = [dsx_ops.quantize(torch.randn(numel), **how) for _ in range(ranks)]
     values = [dsx_ops.dequantize(q, numel, **how) for q in parts]
-    total = dsx_ops.reduce_dequantize(stacked(parts), ranks=3, numel=numel, **how)
-    assert torch.equal(total, (values[0] + values[1]) + values[2])
-    mean = dsx_ops.reduce_dequantize(stacked(parts), ranks=3, numel=numel, mean=True, **how)
+    total = dsx_ops.reduce_dequantize(stacked(parts), ranks=ranks, numel=numel, **how)
+    assert torch.equal(total, functools.reduce(torch.add, values))
+    mean = dsx_ops.reduce_dequantize(stacked(parts), ranks=ranks, numel=numel, mean=True, **how)
     torch.testing.assert_close(mean.double(), torch.stack(values).double().mean(0), rtol=1e-6, atol=1e-6)
     again = dsx_ops.reduce_quantize(
-        stacked(parts), ranks=3, numel=numel, mean=True, out_bits=8, out_group_size=48, **how
+        stacked(parts), ranks=ranks, numel=numel, mean=True, out_bits=8, out_group_size=48, **how
     )
     wanted = dsx_ops.quantize(mean, bits=8, group_size=48, symmetric=symmetric)
     assert all(torch.equal(a, b) for a, b in zip(again, wanted))

@@ -121,6 +121,16 @@ def test_gelu_of_special_numbers(way, approximate):
     assert dsx_ops.bias_gelu(torch.full((5,), math.nan), None, approximate).isnan().all()
 
 
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_gelu_far_out_is_the_identity_or_nothing(way, approximate):
+    x = torch.tensor([11.0, 30.0, 1e5, 1e15, -11.0, -30.0, -1e5, -1e15], requires_grad=True)
+    y = dsx_ops.bias_gelu(x, None, approximate)
+    y.sum().backward()
+    wanted = torch.where(x > 0, x, 0.0).detach()
+    torch.testing.assert_close(y.detach(), wanted, rtol=1e-6, atol=1e-20)
+    torch.testing.assert_close(x.grad, (wanted > 0).float(), rtol=1e-6, atol=1e-20)
+
+
 @pytest.mark.parametrize("dtype", LOOSE)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bias_dropout_residual(way, shape, dtype):

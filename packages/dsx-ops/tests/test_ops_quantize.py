@@ -82,6 +82,20 @@ def test_results_go_where_they_are_wanted(either_path):
     assert (room[:3] == 5).all() and (room[1003:] == 5).all()
 
 
+def test_places_beyond_32_bits_are_told_apart(either_path):
+    """The noise hashes an index of 64 bits; groups in which its low half overflows give what they give when cut elsewhere."""
+    x = torch.full((600,), 0.357)
+    x[::20] = 1.0
+    start = 2**32 - 310
+    how = {"bits": 4, "group_size": 20, "stochastic": True, "seed": 1}
+    whole = dsx_ops.quantize(x, offset=start, **how)
+    pieces = [dsx_ops.quantize(x[i : i + 20], offset=start + i, **how) for i in range(0, 600, 20)]
+    assert torch.equal(torch.cat([p.codes for p in pieces]), whole.codes)
+    with dsx_ops.reference_only():
+        assert torch.equal(dsx_ops.quantize(x, offset=start, **how).codes, whole.codes)
+    assert not torch.equal(dsx_ops.quantize(x, offset=start + 2**32, **how).codes, whole.codes)
+
+
 def test_stochastic_rounding_is_unbiased_and_keyed_by_place(either_path):
     x = torch.full((65536,), 0.3)
     x[::256] = 1.0

@@ -16,7 +16,7 @@ constexpr float UNIT24 = 5.9604644775390625e-8f;  // 2^-24
 
 // Up with the probability of the fraction; `random` has 24 bits.
 DSX_INLINE F round_random(F t, U random) {
-    return floor_of(t + to_float(random) * splat(UNIT24));
+    return floor_of(multiply_add(to_float(random), splat(UNIT24), t));  // the product is exact: the same bits without a fused multiply-add
 }
 DSX_INLINE F limit(F t, float low, float high) {
     return larger(smaller(t, splat(high)), splat(low));
@@ -31,8 +31,8 @@ template <int BITS_, bool SYMMETRIC_> struct Integer {
     static constexpr float RANGE = (float)LEVELS;
 
     template <bool STOCHASTIC> static DSX_INLINE U encode(F t, U random) {
-        if (STOCHASTIC) t = round_random(t, random);
-        t = limit(t, SYMMETRIC ? -RANGE : 0.0f, RANGE);
+        // To nearest, what the scale was made for does not leave the range: it exceeds it by a few units in the last place at most.
+        if (STOCHASTIC) t = limit(round_random(t, random), SYMMETRIC ? -RANGE : 0.0f, RANGE);
         return (bits(t + splat(MAGIC)) - splatu(MAGIC_BITS)) & splatu((1u << BITS) - 1);
     }
     static DSX_INLINE F decode(U code) {
@@ -111,6 +111,21 @@ DSX_INLINE int64_t place(const Quant& q, int64_t g) {
     return (((within / q.slice) * q.devices + device) * q.nodes + node) * q.slice + within % q.slice;
 }
 
+// Noise::first for sixteen elements after the other. Counting on is cheaper than beginning anew, and right unless the low half of an index overflows.
+struct NoiseRun {
+    uint32_t seed;
+    bool overflows;
+    U lanes, key;
+    DSX_INLINE NoiseRun(uint32_t seed_, int64_t begin, int64_t end)
+        : seed(seed_), overflows((begin >> 32) != ((end + LANES) >> 32)), lanes(lane_numbers() + splatu((uint32_t)begin)), key(splatu(noise_key(seed_, begin))) {}
+    DSX_INLINE U at(int64_t index) {
+        if (overflows) return Noise(seed, index).first;
+        const U random = mix(lanes ^ key);
+        lanes = lanes + splatu(LANES);
+        return random;
+    }
+};
+
 // ---- kernels ----------------------------------------------------------------------------------------------------------------
 
 struct Range {
@@ -164,9 +179,10 @@ void quantize_of(const Quant& q, const char* x, char* codes, float* scale, float
         scale[g] = step;
         if (!FORMAT::SYMMETRIC) zero[g] = range.base;
         const F inv = inverse(step), base = splat(range.base);
+        NoiseRun noise(q.seed, q.offset + from, q.offset + to);
         auto code_at = [&](F v, int64_t i) __attribute__((always_inline)) {
             F t = (FORMAT::SYMMETRIC ? v : v - base) * inv;
-            return FORMAT::template encode<STOCHASTIC>(t, STOCHASTIC ? Noise(q.seed, q.offset + i).first >> 8 : splatu(0));
+            return FORMAT::template encode<STOCHASTIC>(t, STOCHASTIC ? noise.at(q.offset + i) >> 8 : splatu(0));
         };
         int64_t i = from;
         for (; i + LANES <= to; i += LANES) write_codes<FORMAT::BITS>(code_at(Access<T>::load(x, i), i), codes, i + shift, LANES);
@@ -174,26 +190,67 @@ void quantize_of(const Quant& q, const char* x, char* codes, float* scale, float
     }
 }
 
-template <class FORMAT> DSX_INLINE F value_of(U code, F step, F base) {
-    F v = FORMAT::decode(code) * step;
-    return FORMAT::SYMMETRIC ? v : v + base;
-}
+// What the codes of one group stand for.
+template <class FORMAT> struct Values {
+    F step, base;
+    Values() = default;
+    DSX_INLINE Values(float step_, float base_) : step(splat(step_)), base(splat(base_)) {}
+    DSX_INLINE F at(const char* codes, int64_t i, int64_t count) const {
+        F v = FORMAT::decode(read_codes<FORMAT::BITS>(codes, i, count)) * step;
+        return FORMAT::SYMMETRIC ? v : v + base;
+    }
+};
+#if defined(DSX_ISA_AVX512)
+// Four bits have sixteen values: a register holds them all.
+template <bool SYMMETRIC> struct Values<Integer<4, SYMMETRIC>> {
+    F table;
+    Values() = default;
+    DSX_INLINE Values(float step, float base) {
+        table = Integer<4, SYMMETRIC>::decode(lane_numbers()) * splat(step);
+        if (!SYMMETRIC) table = table + splat(base);
+    }
+    DSX_INLINE F at(const char* codes, int64_t i, int64_t count) const {
+        uint64_t raw = 0;
+        if (count >= LANES) __builtin_memcpy(&raw, codes + i / 2, 8);
+        else __builtin_memcpy(&raw, codes + i / 2, (count + 1) / 2);
+        const __m512i halves = _mm512_permutexvar_epi32(_mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0), _mm512_castsi128_si512(_mm_cvtsi64_si128((long long)raw)));
+        const __m512i index = _mm512_srlv_epi32(halves, _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0));
+        F v;
+        v.r[0] = (freg)_mm512_permutexvar_ps(index, (__m512)table.r[0]);  // looks at the low four bits alone
+        return v;
+    }
+};
+#endif
 
 template <class FORMAT, DType T>
 void dequantize_of(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin, int64_t end) {
     for (int64_t from = begin; from < end; from += q.group) {
         const int64_t to = end - from < q.group ? end : from + q.group, g = place(q, from / q.group), shift = g * q.group - from;
-        const F step = splat(scale[g]), base = splat(FORMAT::SYMMETRIC ? 0.0f : zero[g]);
+        const Values<FORMAT> values(scale[g], FORMAT::SYMMETRIC ? 0.0f : zero[g]);
         const bool stream = q.stream && ((uintptr_t)(x + from * Access<T>::SIZE) & 63) == 0;
         int64_t i = from;
         for (; i + LANES <= to; i += LANES) {
-            F v = value_of<FORMAT>(read_codes<FORMAT::BITS>(codes, i + shift, LANES), step, base);
+            F v = values.at(codes, i + shift, LANES);
             if (stream) Padded<T>::stream(x, i, LANES, v);
             else Access<T>::store(x, i, v);
         }
-        if (i < to) Padded<T>::store(x, i, to - i, value_of<FORMAT>(read_codes<FORMAT::BITS>(codes, i + shift, to - i), step, base));
+        if (i < to) Padded<T>::store(x, i, to - i, values.at(codes, i + shift, to - i));
     }
     if (q.stream) fence();
+}
+
+// Adds what RANKS ranks' codes of [from, to), all of one group, stand for to out, or begins it. The sum stays in a register meanwhile.
+template <class FORMAT, int RANKS>
+DSX_INLINE void add_ranks(const char* codes, const float* scale, const float* zero, int64_t code_stride, int64_t scale_stride, bool first, F factor, float* out,
+                          int64_t from, int64_t to) {
+    Values<FORMAT> values[RANKS];
+    for (int r = 0; r < RANKS; ++r) values[r] = Values<FORMAT>(scale[r * scale_stride], FORMAT::SYMMETRIC ? 0.0f : zero[r * scale_stride]);
+    columns(to - from, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+        F sum = values[0].at(codes, from + i, count);
+        if (!first) sum = Padded<F32>::load((char*)out, i, count) + sum;
+        for (int r = 1; r < RANKS; ++r) sum = sum + values[r].at(codes + r * code_stride, from + i, count);
+        Padded<F32>::store((char*)out, i, count, sum * factor);
+    });
 }
 
 template <class FORMAT>
@@ -201,18 +258,14 @@ void reduce_of(const Quant& q, const char* codes, const float* scale, const floa
                int64_t scale_stride, float factor, float* out, int64_t begin, int64_t end) {
     for (int64_t from = begin; from < end;) {
         const int64_t g = from / q.group, border = (g + 1) * q.group, to = end < border ? end : border;
-        for (int64_t r = 0; r < ranks; ++r) {
-            const F step = splat(scale[r * scale_stride + g]), base = splat(FORMAT::SYMMETRIC ? 0.0f : zero[r * scale_stride + g]);
-            const F times = splat(r + 1 == ranks ? factor : 1.0f);
-            auto add = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-                char* at = (char*)(out + (i - begin));
-                F v = value_of<FORMAT>(read_codes<FORMAT::BITS>(codes + r * code_stride, i, count), step, base);
-                if (r > 0) v = Padded<F32>::load(at, 0, count) + v;
-                Padded<F32>::store(at, 0, count, v * times);
-            };
-            int64_t i = from;
-            for (; i + LANES <= to; i += LANES) add(i, LANES);
-            if (i < to) add(i, to - i);
+        for (int64_t r = 0; r < ranks;) {
+            const int64_t several = ranks - r >= 4 ? 4 : 1;
+            const F times = splat(r + several == ranks ? factor : 1.0f);
+            const char* c = codes + r * code_stride;
+            const float *s = scale + r * scale_stride + g, *z = zero + (FORMAT::SYMMETRIC ? 0 : r * scale_stride + g);
+            if (several == 4) add_ranks<FORMAT, 4>(c, s, z, code_stride, scale_stride, r == 0, times, out + (from - begin), from, to);
+            else add_ranks<FORMAT, 1>(c, s, z, code_stride, scale_stride, r == 0, times, out + (from - begin), from, to);
+            r += several;
         }
         from = to;
     }

@@ -13,14 +13,25 @@ namespace {
 
 constexpr int64_t UNROLL = 4 * LANES;
 
-// Sum over columns of f(column, count), count being how many of the sixteen are there.
-template <class Body> DSX_INLINE float row_sum(int64_t cols, const Body& f) {
-    F sum[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+// f(set, column, count) for all columns, four sets of lanes in turn; count is how many of the sixteen are there. Sums kept per set do not wait for
+// each other, and the sets are constants to the compiler, so that they stay in registers.
+template <class Body> DSX_INLINE void columns_in_sets(int64_t cols, const Body& f) {
     int64_t c = 0;
     for (; c + UNROLL <= cols; c += UNROLL)
-        for (int k = 0; k < 4; ++k) sum[k] = sum[k] + f(c + k * LANES, LANES);
-    for (int k = 0; c < cols; c += LANES, ++k) sum[k] = sum[k] + f(c, cols - c);
-    return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+        for (int k = 0; k < 4; ++k) f(k, c + k * LANES, LANES);
+    for (int k = 0; c < cols; c += LANES, ++k) f(k, c, cols - c);
+}
+struct Sums {
+    F set[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+    DSX_INLINE void add(int k, F a) { set[k] = set[k] + a; }
+    DSX_INLINE float total() const { return sum_lanes((set[0] + set[1]) + (set[2] + set[3])); }
+};
+
+// Sum over columns of f(column, count).
+template <class Body> DSX_INLINE float row_sum(int64_t cols, const Body& f) {
+    Sums sums;
+    columns_in_sets(cols, [&](int k, int64_t c, int64_t count) __attribute__((always_inline)) { sums.add(k, f(c, count)); });
+    return sums.total();
 }
 
 #define DSX_LAMBDA __attribute__((always_inline))
@@ -32,6 +43,9 @@ template <DType T> DSX_INLINE void put(char* base, int64_t i, int64_t count, F a
     if (stream) Padded<T>::stream(base, i, count, a);
     else Padded<T>::store(base, i, count, a);
 }
+// Asks for sixteen elements of the next row, in a loop that reads nothing from memory: else memory would rest meanwhile. Beyond the last row this is
+// a hint that leads nowhere.
+template <DType T> DSX_INLINE void ask_for_next(const char* row, int64_t cols, int64_t i) { __builtin_prefetch(row + (cols + i) * Access<T>::SIZE); }
 DSX_INLINE bool on_line(const char* at) { return ((uintptr_t)at & 63) == 0; }
 
 // ---- layer norm -----------------------------------------------------------------------------------------------------------
@@ -70,40 +84,44 @@ template <DType T> void layer_norm_of(const NormRows& n, int64_t begin, int64_t 
     if (n.stream) fence();
 }
 
-template <DType T> void layer_norm_back_of(const NormBackRows& n, int64_t begin, int64_t end, float* dweight, float* dbias) {
+template <DType T, bool INVERSE, bool EXTRA> void layer_norm_back_as(const NormBackRows& n, int64_t begin, int64_t end, float* dweight, float* dbias) {
     const int64_t cols = n.cols;
     const float share = 1.0f / (float)cols;
     for (int64_t row = begin; row < end; ++row) {
         const int64_t at = row * cols * Access<T>::SIZE;
         const char *grad = n.grad + at, *saved = n.saved + at;
-        const F mean = splat(n.mean[row]), rstd = splat(n.rstd[row]);
+        const F rstd = splat(n.rstd[row]), mean = splat(n.mean[row]);
         auto xhat_at = [&](int64_t c, int64_t count) DSX_LAMBDA {
             F s = Padded<T>::load(saved, c, count);
-            if (!n.inverse) return (s - mean) * rstd;
+            if (!INVERSE) return (s - mean) * rstd;
             return (s - Padded<F32>::load((const char*)n.bias, c, count)) * Padded<F32>::load((const char*)n.inverse, c, count);
         };
-        F first[2] = {splat(0.0f), splat(0.0f)}, second[2] = {splat(0.0f), splat(0.0f)};
-        int k = 0;
-        columns(cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
+        Sums first, second;
+        columns_in_sets(cols, [&](int k, int64_t c, int64_t count) DSX_LAMBDA {
             F g = Padded<T>::load(grad, c, count), xhat = xhat_at(c, count);
             F gw = g * Padded<F32>::load((const char*)n.weight, c, count);  // zero beyond the row's end
-            first[k] = first[k] + gw;
-            second[k] = second[k] + gw * (count < LANES ? floats(bits(xhat) & present(count)) : xhat);
+            first.add(k, gw);
+            second.add(k, gw * (count < LANES ? floats(bits(xhat) & present(count)) : xhat));
             Padded<F32>::store((char*)dweight, c, count, Padded<F32>::load((const char*)dweight, c, count) + g * xhat);
             Padded<F32>::store((char*)dbias, c, count, Padded<F32>::load((const char*)dbias, c, count) + g);
-            k ^= 1;
         });
-        const F a = splat(sum_lanes(first[0] + first[1]) * share), b = splat(sum_lanes(second[0] + second[1]) * share);
+        const F a = splat(first.total() * share), b = splat(second.total() * share);
         char* dx = n.dx + at;
         const bool stream = n.stream && on_line(dx);
         columns(cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
             F gw = Padded<T>::load(grad, c, count) * Padded<F32>::load((const char*)n.weight, c, count);
             F d = ((gw - a) - xhat_at(c, count) * b) * rstd;
-            if (n.extra) d = d + Padded<T>::load(n.extra + at, c, count);
+            if (EXTRA) d = d + Padded<T>::load(n.extra + at, c, count);
+            ask_for_next<T>(grad, cols, c);
+            ask_for_next<T>(saved, cols, c);
             put<T>(dx, c, count, d, stream);
         });
     }
     if (n.stream) fence();
+}
+template <DType T> void layer_norm_back_of(const NormBackRows& n, int64_t begin, int64_t end, float* dweight, float* dbias) {
+    if (n.inverse) return n.extra ? layer_norm_back_as<T, true, true>(n, begin, end, dweight, dbias) : layer_norm_back_as<T, true, false>(n, begin, end, dweight, dbias);
+    return n.extra ? layer_norm_back_as<T, false, true>(n, begin, end, dweight, dbias) : layer_norm_back_as<T, false, false>(n, begin, end, dweight, dbias);
 }
 
 // ---- softmax --------------------------------------------------------------------------------------------------------------
@@ -120,47 +138,66 @@ struct Mask {
     int64_t step;
     F one;  // of a mask that does not change along the row
 
-    DSX_INLINE F load(int64_t c, int64_t count) const {
-        switch (kind) {
+    template <MaskKind KIND> DSX_INLINE F load(int64_t c, int64_t count) const {
+        switch (KIND) {
             case MASK_F32: return Padded<F32>::load(at, c, count);
             case MASK_BF16: return Padded<BF16>::load(at, c, count);
             case MASK_F16: return Padded<F16>::load(at, c, count);
             case MASK_BOOL: return load_bool(at, c, count);
-            default: return splat(0.0f);
+            default: return one;
+        }
+    }
+    DSX_INLINE F first() const {
+        switch (kind) {
+            case MASK_F32: return load<MASK_F32>(0, 1);
+            case MASK_BF16: return load<MASK_BF16>(0, 1);
+            case MASK_F16: return load<MASK_F16>(0, 1);
+            default: return load<MASK_BOOL>(0, 1);
         }
     }
     DSX_INLINE Mask(const SoftmaxRows& s, int64_t row) : kind(s.mask_kind), at(s.mask), step(s.column_step), one(splat(0.0f)) {
         if (kind == MASK_NONE) return;
         at += s.mask_start[row] * (kind == MASK_F32 ? 4 : kind == MASK_BOOL ? 1 : 2);
         if (step) return;
-        F first = load(0, 1);
+        const F lanes = first();
         float value;
-        __builtin_memcpy(&value, &first, 4);
+        __builtin_memcpy(&value, &lanes, 4);
         one = splat(value);
         kind = MASK_NONE;
     }
 };
 
-template <DType T> DSX_INLINE F row_scores(const SoftmaxRows& s, const Mask& mask, const char* x, float* scratch) {
+// The row's scores into scratch; returns the largest.
+template <DType T, MaskKind KIND> DSX_INLINE F scores_with(const SoftmaxRows& s, const Mask& mask, const char* x, float* scratch) {
     const F scale = splat(s.scale), lowest = floats(splatu(0xff800000u));
-    const bool plain = mask.kind == MASK_NONE;
     F top = lowest;
     columns(s.cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
-        F score = Padded<T>::load(x, c, count) * scale + (plain ? mask.one : mask.load(c, count));
+        F score = Padded<T>::load(x, c, count) * scale + mask.load<KIND>(c, count);
         if (count < LANES) score = select(present(count), score, lowest);
         top = larger(top, score);  // a NaN shows in the sum
         store32(scratch + c, score);
     });
     return splat(largest(top));
 }
+template <DType T> DSX_INLINE F row_scores(const SoftmaxRows& s, const Mask& mask, const char* x, float* scratch) {
+    switch (mask.kind) {
+        case MASK_F32: return scores_with<T, MASK_F32>(s, mask, x, scratch);
+        case MASK_BF16: return scores_with<T, MASK_BF16>(s, mask, x, scratch);
+        case MASK_F16: return scores_with<T, MASK_F16>(s, mask, x, scratch);
+        case MASK_BOOL: return scores_with<T, MASK_BOOL>(s, mask, x, scratch);
+        default: return scores_with<T, MASK_NONE>(s, mask, x, scratch);
+    }
+}
 
 template <DType T> void softmax_of(const SoftmaxRows& s, int64_t begin, int64_t end, float* scratch) {
     const int64_t padded = (s.cols + LANES - 1) / LANES * LANES;
     for (int64_t row = begin; row < end; ++row) {
-        F top = row_scores<T>(s, Mask(s, row), s.x + row * s.cols * Access<T>::SIZE, scratch);
+        const char* x = s.x + row * s.cols * Access<T>::SIZE;
+        F top = row_scores<T>(s, Mask(s, row), x, scratch);
         const U none = equalu(bits(top), splatu(0xff800000u));
         top = select(none, splat(0.0f), top);
         const float total = row_sum(padded, [&](int64_t c, int64_t) DSX_LAMBDA {
+            ask_for_next<T>(x, s.cols, c);
             F w = exponential(load32(scratch + c) - top);
             store32(scratch + c, w);
             return w;
@@ -192,23 +229,25 @@ template <DType T> void softmax_back_of(const SoftmaxRows& s, int64_t begin, int
 
 constexpr float GELU_A = 0.7978845608f, GELU_B = 0.044715f;
 
-// 1 / (1 + exp(-2 z)) with z of the tanh form, so that GELU(u) = u times it.
+// 1 / (1 + exp(-2 z)) with z of the tanh form, so that GELU(u) = u times it; |u| <= FAR, where it is 0 or 1 to 1e-38.
+constexpr float FAR = 10.0f;
 DSX_INLINE F tanh_gate(F u) {
-    F z = splat(-2.0f * GELU_A) * (u + splat(GELU_B) * ((u * u) * u));
-    return splat(1.0f) / (splat(1.0f) + exponential(z));
+    F z = u * multiply_add(splat(-2.0f * GELU_A * GELU_B), u * u, splat(-2.0f * GELU_A));
+    return inverse_of(splat(1.0f) + exponential(z));
 }
 // (1 + erf(u / sqrt 2)) / 2; density receives exp(-u^2 / 2).
 DSX_INLINE F erf_gate(F u, F& density) {
     density = exponential(splat(-0.5f) * (u * u));
-    F c = splat(0.5f) * complement(absolute(u) * splat(0.70710678f), density);
+    F c = half_complement(u, density);
     return select(less(u, splat(0.0f)), c, splat(1.0f) - c);
 }
 
 template <BiasForm FORM> DSX_INLINE F function(const BiasRows& b, F u, F other, int64_t index) {
-    if (FORM == GELU_TANH) return u * tanh_gate(u);
-    if (FORM == GELU_TANH_BACK) {
-        F s = tanh_gate(u);
-        F slope = s + ((u * s) * (splat(1.0f) - s)) * (splat(2.0f * GELU_A) * (splat(1.0f) + splat(3.0f * GELU_B) * (u * u)));
+    if (FORM == GELU_TANH || FORM == GELU_TANH_BACK) {
+        u = larger(u, splat(-FAR));
+        const F near = smaller(u, splat(FAR)), s = tanh_gate(near);
+        if (FORM == GELU_TANH) return u * s;
+        F slope = s + ((near * s) * (splat(1.0f) - s)) * (splat(2.0f * GELU_A) * (splat(1.0f) + splat(3.0f * GELU_B) * (near * near)));
         return other * slope;
     }
     F density;

@@ -16,6 +16,12 @@ _FP8 = {  # mantissa bits, exponent bias, largest finite code, 1 / the distance 
 }
 
 
+def _inverse(scale: Tensor) -> Tensor:
+    """1 / scale; 0 where fp32 cannot invert it."""
+    tiny = torch.finfo(torch.float32).tiny
+    return torch.where(scale < tiny, torch.zeros_like(scale), scale.reciprocal())
+
+
 def quantize(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scale, zero)."""
     kind, numel = scheme.kind, x.numel()
@@ -27,7 +33,7 @@ def quantize(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
     low = torch.zeros_like(rows[:, 0]) if kind.symmetric else rows.amin(1)
     high = rows.abs().amax(1) if kind.symmetric else rows.amax(1)
     scale = (high - low) / torch.full_like(high, kind.levels)
-    t = (rows if kind.symmetric else rows - low[:, None]) * reference.inverse(scale)[:, None]
+    t = (rows if kind.symmetric else rows - low[:, None]) * _inverse(scale)[:, None]
     random = None
     if scheme.stochastic:
         first, _ = reference.noise(scheme.seed & MASK32, scheme.offset, groups * scheme.group, x.device)
