@@ -1,8 +1,8 @@
 // One rank's view of a group in shared memory, and the collectives.
 //
-// Everything advances in steps. In a step a rank writes into its own areas of the step's parity and then *posts* the step's
+// Everything advances in steps. In a step a rank writes into the places that are its in this step (segment.h) and then *posts* the step's
 // number; what it wrote in step s its peers read after they saw s, and before they post s + 1. So a rank that has seen everybody
-// at s - 1 may overwrite the areas of s: two parities are enough, and one wait per step. All ranks take the same number of steps in a
+// at s - 1 may write where anybody wrote in s - 2: two parities are enough, and one wait per step. All ranks take the same number of steps in a
 // call, which follows from the call's arguments; that these agree is checked first (Descriptor).
 #pragma once
 #include <chrono>
@@ -105,7 +105,7 @@ class Group {
 
     GroupHeader* group() const { return reinterpret_cast<GroupHeader*>(base_); }
     RankHeader* header(int r) const { return reinterpret_cast<RankHeader*>(base_ + layout_.header(r)); }
-    // Where rank r puts in a step what only rank q reads, and what all read, of a reduction also the result (segment.h: who writes where).
+    // Where rank r puts in a step: what only rank q reads; what all read; what all read of a result.
     char* in(int r, int q, uint64_t step) const {
         const bool turn = layout_.swapped(step);
         return base_ + layout_.in(turn ? q : r, step) + static_cast<size_t>(turn ? r : q) * layout_.slice_bytes;
