@@ -139,11 +139,6 @@ DSX_INLINE void store_codes16(char* at, int64_t count, U codes) {
     store16(raw, codes);
     __builtin_memcpy(at, raw, 2 * count);
 }
-DSX_INLINE void store_any(DType t, char* base, int64_t i, int64_t count, F a) {
-    if (t == BF16) return Padded<BF16>::store(base, i, count, a);
-    if (t == F16) return Padded<F16>::store(base, i, count, a);
-    Padded<F32>::store(base, i, count, a);
-}
 
 // The parameter of a row.
 template <DType P> struct Parameter {

@@ -99,18 +99,6 @@ static DSX_INLINE F larger_magnitude(F a, F b) {
     return select(lessu(bits(a), bits(b)), b, a);
 #endif
 }
-// Of signed numbers.
-static DSX_INLINE U larger_signed(U a, U b) {
-    U c;
-#if defined(DSX_ISA_AVX512)
-    c.r[0] = (ureg)_mm512_max_epi32((__m512i)a.r[0], (__m512i)b.r[0]);
-#elif defined(DSX_ISA_AVX2)
-    DSX_EACH c.r[i] = (ureg)_mm256_max_epi32((__m256i)a.r[i], (__m256i)b.r[i]);
-#else
-    DSX_EACH c.r[i] = (ireg)a.r[i] < (ireg)b.r[i] ? b.r[i] : a.r[i];
-#endif
-    return c;
-}
 static DSX_INLINE F to_float(U a) { F c; DSX_EACH c.r[i] = __builtin_convertvector((ireg)a.r[i], freg); return c; }
 
 static DSX_INLINE F root(F a) {
@@ -180,20 +168,6 @@ static DSX_INLINE U load8(const void* at) {
     DSX_EACH for (int k = 0; k < PER; ++k) c.r[i][k] = raw[i * PER + k];
 #endif
     return c;
-}
-// Signed bytes.
-static DSX_INLINE U load8_signed(const void* at) {
-#if defined(DSX_ISA_AVX512)
-    U c;
-    c.r[0] = (ureg)_mm512_maskz_cvtepi8_epi32((__mmask16)-1, _mm_loadu_si128((const __m128i*)at));
-    return c;
-#elif defined(DSX_ISA_AVX2)
-    U c;
-    DSX_EACH c.r[i] = (ureg)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)((const char*)at + 8 * i)));
-    return c;
-#else
-    return (load8(at) ^ splatu(0x80u)) - splatu(0x80u);
-#endif
 }
 static DSX_INLINE void store8(void* at, U a) {
 #if defined(DSX_ISA_AVX512)
@@ -351,15 +325,6 @@ static DSX_INLINE U lane_mask(uint32_t bits) {
     U lane;
     DSX_EACH for (int k = 0; k < PER; ++k) lane.r[i][k] = 1u << (i * PER + k);
     return equalu(splatu(bits) & lane, lane);
-#endif
-}
-
-// Whether a < b in any lane.
-static DSX_INLINE bool any_less(F a, F b) {
-#if defined(DSX_ISA_AVX512)
-    return _mm512_cmp_ps_mask((__m512)a.r[0], (__m512)b.r[0], _CMP_LT_OQ) != 0;
-#else
-    return lane_bits(less(a, b)) != 0;
 #endif
 }
 
