@@ -152,6 +152,32 @@ def each_isa():
 
 
 @pytest.mark.native
+@pytest.mark.native  # plain PyTorch follows the mode it is in
+@pytest.mark.parametrize("threads", [1, 2])
+def test_small_moments_survive_where_denormal_numbers_are_flushed(threads):
+    def run(flush):
+        p = nn.Parameter(torch.ones(1 << 16, dtype=torch.bfloat16))
+        optimizer = dsx_ops.Adam8bit([p])
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            spread = 5 * torch.randn(p.shape, generator=generator)
+            p.grad = spread.exp().bfloat16()  # most are far below the block's largest
+            torch.set_flush_denormal(flush)
+            try:
+                optimizer.step()
+            finally:
+                torch.set_flush_denormal(False)
+        return p.detach(), optimizer.state[p]["exp_avg"]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for kept, flushed in zip(run(False), run(True), strict=True):
+            assert torch.equal(kept, flushed)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bad_gradient_spoils_its_block_and_no_other(bad, dtype):

@@ -13,6 +13,10 @@
 #include "dsx_ops/kernels.h"
 #include "dsx_ops/words.h"
 
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
 namespace dsx {
 namespace DSX_ISA {
 namespace {
@@ -204,7 +208,23 @@ template <DType P, DType G> void blocks(const Step& step, const Row& row, int64_
     }
 }
 
-template <DType P> void by_grad(const Step& step, const Row& row, int64_t begin, int64_t end) {
+// Shifted codes are denormal numbers at times. Who flushes those (`torch.set_flush_denormal`, thread by thread) must not lose moments by it.
+// What runs under it must not be inlined: the compiler takes arithmetic past a change of the mode.
+class KeepDenormals {
+public:
+#if defined(__SSE2__)
+    KeepDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ & ~FLUSH); }
+    ~KeepDenormals() { _mm_setcsr(before_); }
+
+private:
+    static constexpr unsigned FLUSH = 0x8040;  // results and operands
+    unsigned before_;
+#else
+    ~KeepDenormals() {}  // other processors: as the process has it
+#endif
+};
+
+template <DType P> __attribute__((noinline)) void by_grad(const Step& step, const Row& row, int64_t begin, int64_t end) {
     if (step.grad == BF16) return blocks<P, BF16>(step, row, begin, end);
     if (step.grad == F16) return blocks<P, F16>(step, row, begin, end);
     blocks<P, F32>(step, row, begin, end);
@@ -213,6 +233,7 @@ template <DType P> void by_grad(const Step& step, const Row& row, int64_t begin,
 }  // namespace
 
 void adam8(const Step& step, const Row& row, int64_t begin, int64_t end) {
+    const KeepDenormals keep;
     if (step.param == BF16) return by_grad<BF16>(step, row, begin, end);
     if (step.param == F16) return by_grad<F16>(step, row, begin, end);
     if (step.param == SPLIT) return by_grad<SPLIT>(step, row, begin, end);
