@@ -102,6 +102,14 @@ class Group {
   private:
     struct Settled { ~Settled() { settle_stores(); } };  // the caller's memory is written when the call is over
     struct Doing { const char* what; Clock::time_point until; double timeout; Settled settled; };
+    // Of a reduce-scatter: where the parts lie, and how many elements of `width` bytes each has.
+    struct Scattered {
+        char* output;
+        const char* const* inputs;
+        const int64_t* counts;
+        int64_t width;
+        int64_t bytes(int r) const { return counts[r] * width; }
+    };
 
     GroupHeader* group() const { return reinterpret_cast<GroupHeader*>(base_); }
     RankHeader* header(int r) const { return reinterpret_cast<RankHeader*>(base_ + layout_.header(r)); }
@@ -125,11 +133,34 @@ class Group {
     bool open(const Doing& doing, const Descriptor& mine);  // one step: describe, post, await, agree
     Descriptor descriptor(Call call, int64_t bytes, int code = -1) const;
     void show(char* place, const char* from, size_t bytes);  // into the place of what all read
-    ReduceArgs reduction(const ReduceSpec& spec) const;
-    void symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const Doing& doing, const Descriptor& mine);
-    void staged_all_reduce(char* data, int64_t count, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
-    void one_shot_all_reduce(void* data, int64_t count, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
     std::vector<const char*> peers(const Symmetric& where) const;
+    // body(s) for s = 0 .. n, and a step between each two. The first one shows `mine`, and the ranks agree on it.
+    // Symmetric memory helps only where all ranks' data lies in it, which the first step of a call tells; if some have it and some do not,
+    // those without forget what they showed in that step, and all begin again as if nobody had.
+    template <class Body>
+    void in_steps(int64_t n, const Doing& doing, const Descriptor& mine, Body body) {
+        for (int64_t s = 0; s <= n; s++) {
+            if (s == 0) describe(mine);
+            if (s == 1 && !agree(mine)) {
+                s = -1;
+                continue;
+            }
+            body(s);
+            if (s < n) {
+                post();
+                await(doing);
+            }
+        }
+    }
+
+    void symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const Doing& doing, const Descriptor& mine);
+    void staged_all_reduce(char* data, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
+    void one_shot_all_reduce(void* data, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
+    bool past_cache(const Scattered& parts) const;
+    void symmetric_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Symmetric& where, const Doing& doing);
+    void staged_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
+    void symmetric_all_gather(char* const* outputs, const Symmetric& where, const Doing& doing, const Descriptor& mine);
+    void staged_all_gather(const char* from, char* const* outputs, const Doing& doing, const Descriptor& mine);
 
     char* base_;
     Layout layout_;

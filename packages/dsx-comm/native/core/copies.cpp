@@ -1,0 +1,160 @@
+// The collectives that only move data. See group.h for the rule of steps.
+#include <algorithm>
+#include <cstring>
+
+#include "dsx_comm/chunks.h"
+#include "dsx_comm/group.h"
+
+namespace dsx {
+
+void Group::show(char* place, const char* from, size_t bytes) {
+    if (size() == 2)
+        put(place, from, bytes);
+    else
+        outlet_.copy(place, from, bytes);
+}
+
+void Group::all_gather(const void* source, char* const* outputs, int64_t bytes, int code, const Symmetric& where, double timeout) {
+    auto doing = begin("all_gather", timeout);
+    Descriptor mine = descriptor(Call::all_gather, bytes, code);
+    mine.memory = where.memory;
+    mine.offset = where.offset;
+    if (where && open(doing, mine)) return symmetric_all_gather(outputs, where, doing, mine);
+    mine.memory = -1;
+    staged_all_gather(static_cast<const char*>(source), outputs, doing, mine);
+}
+
+// Each rank copies from the peers' memory.
+void Group::symmetric_all_gather(char* const* outputs, const Symmetric& where, const Doing& doing, const Descriptor& mine) {
+    const auto memory = peers(where);
+    const bool stream = mine.bytes >= STREAM_FROM / 2;
+    for (int k = 0; k < size(); k++) {
+        const int r = (rank() + k) % size();
+        const char* from = memory[static_cast<size_t>(r)];
+        if (outputs[r] != from) k_.copy(outputs[r], from, static_cast<size_t>(mine.bytes), stream);
+    }
+    post();
+    await(doing);
+}
+
+void Group::staged_all_gather(const char* from, char* const* outputs, const Doing& doing, const Descriptor& mine) {
+    char* own = outputs[rank()];
+    const bool stream = mine.bytes >= STREAM_FROM / 2;
+    const Chunks chunks(mine.bytes, static_cast<int64_t>(layout_.in_bytes));
+    in_steps(chunks.n, doing, mine, [&](int64_t s) {
+        outlet_.step(mine.bytes * size());
+        const int64_t next = s < chunks.n ? chunks.size(s) : 0, last = s >= 1 ? chunks.size(s - 1) : 0;
+        for (int64_t at = 0; at < std::max(next, last); at += BLOCK) {
+            if (at < next) {
+                const auto n = static_cast<size_t>(std::min(BLOCK, next - at));
+                const char* piece = from + chunks.begin(s) + at;
+                show(in(rank(), step_ + 1) + at, piece, n);
+                if (own != from) k_.copy(own + chunks.begin(s) + at, piece, n, stream);
+            }
+            if (at < last) {
+                const auto n = static_cast<size_t>(std::min(BLOCK, last - at));
+                for (int k = 1; k < size(); k++) {
+                    const int r = (rank() + k) % size();
+                    k_.copy(outputs[r] + chunks.begin(s - 1) + at, in(r, step_) + at, n, stream);
+                }
+            }
+        }
+    });
+}
+
+void Group::broadcast(void* data, int64_t bytes, int code, int root, double timeout) {
+    auto doing = begin("broadcast", timeout);
+    Descriptor mine = descriptor(Call::broadcast, bytes, code);
+    mine.root = root;
+    auto* user = static_cast<char*>(data);
+    const Chunks chunks(bytes, static_cast<int64_t>(layout_.in_bytes));
+    in_steps(chunks.n, doing, mine, [&](int64_t s) {
+        outlet_.step(bytes);
+        if (rank() == root && s < chunks.n)
+            outlet_.copy(in(root, step_ + 1), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
+        if (rank() != root && s >= 1)
+            k_.copy(user + chunks.begin(s - 1), in(root, step_), static_cast<size_t>(chunks.size(s - 1)), bytes >= STREAM_FROM);
+    });
+}
+
+void Group::gather(const void* source, char* const* outputs, int64_t bytes, int code, int root, double timeout) {
+    auto doing = begin("gather", timeout);
+    Descriptor mine = descriptor(Call::gather, bytes, code);
+    mine.root = root;
+    const auto* from = static_cast<const char*>(source);
+    const Chunks chunks(bytes, static_cast<int64_t>(layout_.in_bytes));
+    auto piece = [&](int64_t c) { return static_cast<size_t>(chunks.size(c)); };
+    in_steps(chunks.n, doing, mine, [&](int64_t s) {
+        if (s < chunks.n && rank() != root) put(in(rank(), step_ + 1), from + chunks.begin(s), piece(s));
+        if (rank() != root) return;
+        if (s < chunks.n && outputs[root] != from) put(outputs[root] + chunks.begin(s), from + chunks.begin(s), piece(s));
+        for (int r = 0; s >= 1 && r < size(); r++)
+            if (r != root) put(outputs[r] + chunks.begin(s - 1), in(r, step_), piece(s - 1));
+    });
+}
+
+void Group::scatter(const char* const* inputs, void* output, int64_t bytes, int code, int root, double timeout) {
+    auto doing = begin("scatter", timeout);
+    Descriptor mine = descriptor(Call::scatter, bytes, code);
+    mine.root = root;
+    auto* to = static_cast<char*>(output);
+    const Chunks chunks(bytes, static_cast<int64_t>(layout_.slice_bytes));
+    in_steps(chunks.n, doing, mine, [&](int64_t s) {
+        for (int r = 0; rank() == root && s < chunks.n && r < size(); r++) {
+            char* place = r == root ? to + chunks.begin(s) : in(root, r, step_ + 1);
+            const char* piece = inputs[r] + chunks.begin(s);
+            if (place != piece) put(place, piece, static_cast<size_t>(chunks.size(s)));
+        }
+        if (rank() != root && s >= 1)
+            put(to + chunks.begin(s - 1), in(root, rank(), step_), static_cast<size_t>(chunks.size(s - 1)));
+    });
+}
+
+// The first step shows the sizes: how many more there are is known only then.
+void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char* const* outputs, const int64_t* out_bytes,
+                       int code, double timeout) {
+    auto doing = begin("all_to_all", timeout);
+    const int P = size();
+    Descriptor mine = descriptor(Call::all_to_all, 0, code);
+    for (int r = 0; r < P; r++) mine.largest = std::max(mine.largest, in_bytes[r]);
+    put(in(rank(), step_ + 1), in_bytes, static_cast<size_t>(P) * sizeof(int64_t));
+    open(doing, mine);
+    int64_t largest = mine.largest;
+    std::string wrong;
+    for (int r = 0; r < P; r++) {
+        largest = std::max(largest, r == rank() ? 0 : header(r)->doing[step_ & 1].largest);
+        int64_t sent = r == rank() ? in_bytes[r] : reinterpret_cast<const int64_t*>(in(r, step_))[rank()];
+        if (sent != out_bytes[r] && wrong.empty())
+            wrong = "all_to_all: rank " + name(r) + " sends " + std::to_string(sent) + " bytes to rank " + name(rank()) +
+                    ", which expects " + std::to_string(out_bytes[r]) + " from it";
+    }
+    if (!wrong.empty()) {  // the others do not know yet
+        poison(Failure::mismatch, wrong);
+        throw Mismatch(wrong);
+    }
+    if (inputs[rank()] != outputs[rank()] && in_bytes[rank()] != 0)
+        std::memmove(outputs[rank()], inputs[rank()], static_cast<size_t>(in_bytes[rank()]));
+    const auto limit = static_cast<int64_t>(layout_.slice_bytes);
+    const Chunks chunks(largest, limit);
+    for (int64_t s = 0; s < chunks.n + 1; s++) {
+        const uint64_t now = step_ + 1, before = step_;
+        for (int k = 1; k < P; k++) {
+            int r = (rank() + k) % P;
+            if (s < chunks.n) {
+                int64_t n = std::min(in_bytes[r], chunks.begin(s + 1)) - chunks.begin(s);
+                if (n > 0) put(in(rank(), r, now), inputs[r] + chunks.begin(s), static_cast<size_t>(n));
+            }
+            if (s >= 1) {
+                int64_t n = std::min(out_bytes[r], chunks.begin(s)) - chunks.begin(s - 1);
+                if (n > 0)
+                    put(outputs[r] + chunks.begin(s - 1), in(r, rank(), before), static_cast<size_t>(n));
+            }
+        }
+        if (s < chunks.n) {
+            post();
+            await(doing);
+        }
+    }
+}
+
+}  // namespace dsx
