@@ -2,7 +2,7 @@
 
     python packages/dsx-comm/bench/kill_trials.py --trials 50 [--ranks 3] [--seed 0]
 
-A trial: fresh processes in a group of the "dsx" backend (rank 0 may be the one: the store is in this process), a random stream of collectives (synchronous,
+A trial: fresh processes in a group of the "dsx" backend (rank 0 may be the one: the store is in a process of its own), a random stream of collectives (synchronous,
 asynchronous, sends, symmetric memory, a sub-group's), SIGKILL for a random rank after up to a second. Passed: every other rank raises a
 `dsx_comm.CommError` that names the killed rank, within 5 s of the kill; afterwards nothing new lies in /dev/shm, and no abstract socket
 of the transport is left. Prints one line a trial that failed and a summary; exit code 1 if any did.
@@ -11,6 +11,7 @@ of the transport is left. Prints one line a trial that failed and a summary; exi
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -38,16 +39,17 @@ class Calls:
 
     def __init__(self, rank: int, ranks: int, seed: int) -> None:
         self.rank, self.ranks, self.chosen = rank, ranks, random.Random(seed)
+        self.kind = ""  # of the call under way
         self.sub = dist.new_group([0, 1])
         self.plain = [torch.ones(s * ranks) for s in SIZES]
         self.shared = [dsx_comm.empty(s * ranks) for s in SIZES]
 
-    def next(self) -> tuple[str, list[Any]]:
-        """Issue the next call, or two asynchronous ones at once: (its kind, handles)."""
-        kind = self.chosen.choice(KINDS)
+    def next(self) -> list[Any]:
+        """Issue the next call, or two asynchronous ones at once; their handles."""
+        self.kind = self.chosen.choice(KINDS)
         if self.chosen.random() < 0.4:
-            return kind, [self.issue(kind, True) for _ in range(2)]
-        return kind, [self.issue(kind, False)]
+            return [self.issue(self.kind, True) for _ in range(2)]
+        return [self.issue(self.kind, False)]
 
     def issue(self, kind: str, later: bool) -> Any:
         """One call; its handle, or None when it is over."""
@@ -79,18 +81,19 @@ class Calls:
 def job(rank: int, ranks: int, port: int, seed: int, said: Connection) -> None:
     """A rank: calls until one fails; says "ready", then (time, kind of call, kind of error, text)."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    faulthandler.dump_traceback_later(20)  # whoever does not get ready says where it is
+    store = dist.PrefixStore(str(seed), dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60)))
     dist.init_process_group("dsx", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    calls, kind = Calls(rank, ranks, seed), ""
+    calls = Calls(rank, ranks, seed)
+    faulthandler.cancel_dump_traceback_later()
     said.send("ready")
     try:
         while True:
-            kind, works = calls.next()
-            for work in works:
+            for work in calls.next():
                 if work is not None:
                     work.wait()
     except dsx_comm.CommError as error:
-        said.send((time.time(), kind, type(error).__name__, str(error)))
+        said.send((time.time(), calls.kind, type(error).__name__, str(error)))
     os._exit(0)
 
 
@@ -102,19 +105,26 @@ class Outcome:
     problems: list[str]
 
 
+def keep_store(said: Connection) -> None:
+    """A process that serves the store: says its port, and stays."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    said.send(store.port)
+    while True:
+        time.sleep(60)
+
+
 def sockets() -> int:
     """Abstract sockets of the transport on this machine."""
     with open("/proc/net/unix") as f:
         return f.read().count("dsx-comm-")
 
 
-def trial(ranks: int, seed: int) -> Outcome:
+def trial(ranks: int, seed: int, port: int) -> Outcome:
     """Start, kill, look."""
     generator = random.Random(seed)
     before, listening = set(os.listdir("/dev/shm")), sockets()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     pipes = [FORK.Pipe(duplex=False) for _ in range(ranks)]
-    jobs = [FORK.Process(target=job, args=(r, ranks, store.port, seed, pipes[r][1])) for r in range(ranks)]
+    jobs = [FORK.Process(target=job, args=(r, ranks, port, seed, pipes[r][1])) for r in range(ranks)]
     for each in jobs:
         each.start()
     for _, writer in pipes:
@@ -169,8 +179,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     outcomes = []
+    reader, writer = FORK.Pipe(duplex=False)
+    # not in this process: a rank forked beside a running thread of torch's store now and then hangs in its constructor
+    FORK.Process(target=keep_store, args=(writer,), daemon=True).start()
+    port = reader.recv()
     for seed in range(args.seed, args.seed + args.trials):
-        outcomes.append(trial(args.ranks, seed))
+        outcomes.append(trial(args.ranks, seed, port))
         if outcomes[-1].problems:
             print(f"trial {seed}: {'; '.join(outcomes[-1].problems)}", flush=True)
     failed = sum(bool(o.problems) for o in outcomes)

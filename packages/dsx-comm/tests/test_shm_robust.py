@@ -36,6 +36,8 @@ try:
             works = [dist.all_reduce(large, async_op=True) for _ in range(3)]
             torch.ones(300, 300) @ torch.ones(300, 300)
             for work in works: work.wait()
+        elif mode == 3:  # rank 1 sees of the killed rank 2 only that rank 0 ends because of it
+            dist.barrier(group=sub if rank == 1 else None)
         else:
             to, of = (rank + 1) % n, (rank - 1) % n
             a, b = dist.isend(large[:100_000], to), dist.irecv(got, of)
@@ -102,6 +104,22 @@ def test_the_others_learn_who_was_killed(mode, tmp_path):
             job.kill()
             job.wait()
     assert set(os.listdir("/dev/shm")) - before == set()
+
+
+@needs_native
+def test_the_first_to_go_is_named_in_a_group_it_does_not_belong_to(tmp_path):
+    jobs = start(3, 3, tmp_path)
+    try:
+        time.sleep(0.3)
+        jobs[2].send_signal(signal.SIGKILL)
+        texts = [job.communicate(timeout=30)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    assert "PeerLostError" in texts[1] and "rank(s) 0 ended while rank 1 waited" in texts[1], texts[1]
+    assert texts[1].strip().endswith("ended by now: rank(s) 0, 2"), texts[1]
+    assert "rank(s) 2 ended while rank 0 waited" in texts[0], texts[0]
 
 
 @needs_native

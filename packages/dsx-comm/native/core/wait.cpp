@@ -103,17 +103,10 @@ void Group::await_one(int peer, const Doing& doing) {
     while (!slice(flag, step_)) {
         check_poison();
         look_or_give_up(doing);
-        std::vector<int> gone, late = behind(step_);
-        for (int r : lost())
-            if (std::find(late.begin(), late.end(), r) != late.end()) gone.push_back(r);
-        if (!gone.empty() && !(gone = [&] {  // it may have posted and then left in good order between the two looks
-                std::vector<int> still, now = behind(step_);
-                for (int r : gone)
-                    if (std::find(now.begin(), now.end(), r) != now.end()) still.push_back(r);
-                return still;
-            }()).empty()) {
+        const auto gone = lost(), late = behind(step_);  // in this order: while anybody is behind, nobody has left this step in good order
+        if (!gone.empty() && !late.empty()) {
             std::string text = std::string(doing.what) + " #" + std::to_string(calls_) + ": rank(s) " + names(gone) +
-                               " ended while rank " + name(rank()) + " waited for them (killed, or left without taking part)";
+                               " ended while rank " + name(rank()) + " waited (killed, or left without taking part)";
             poison(Failure::lost, text);
             throw PeerLost(text);
         }

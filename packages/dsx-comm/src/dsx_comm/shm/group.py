@@ -22,7 +22,7 @@ from .gloo import gloo_group
 from .memory import Memories
 from .segment import MAILBOX, ShmOptions, cores, world_size
 from .tensors import nbytes
-from .work import DONE, Futures, ShmWork, translated
+from .work import DONE, Flights, ShmWork
 
 NOWHERE: tuple[int, int, list[int]] = (-1, 0, [])
 """The place of a tensor that is not in symmetric memory."""
@@ -39,7 +39,7 @@ class ShmGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self._store, self._fd, self._timeout = store, fd, timeout.total_seconds()
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._ranks = rank, size, list(ranks)
         module = native.module()
         in_bytes, piece, _ = module.layout(fd)
         total, eager = module.sizes(size, in_bytes, piece, MAILBOX)
@@ -49,12 +49,11 @@ class ShmGroup(dist.ProcessGroup):
             spin, give_way = min(spin, options.spin_us), options.spin_us
         one_shot = options.one_shot_bytes or max(4096, 65536 // size)
         self._native = module.Group(
-            fd, total, eager, rank, list(ranks), fd, spin, give_way, min(one_shot, in_bytes), options.stores
+            fd, total, eager, rank, self._ranks, fd, spin, give_way, min(one_shot, in_bytes), options.stores
         )
         self._owner = os.getpid()
         self._name, self._description = "", "undefined"
-        self._futures = Futures()
-        self._inflight: dict[ShmWork, None] = {}  # the memory must outlive a dropped handle
+        self._flights = Flights(self.gone)
         self.memories = Memories()
         self._gloo: Any = None
 
@@ -107,6 +106,12 @@ class ShmGroup(dist.ProcessGroup):
 
     # - ending
 
+    def gone(self) -> list[int]:
+        """Global ranks, of this group and of the whole job where that shares memory, whose process has ended or that have left the group."""
+        world = dist.group.WORLD
+        groups = (self, world) if isinstance(world, ShmGroup) else (self,)
+        return sorted({g._ranks[r] for g in groups if g._fd >= 0 for r in g._native.lost()})
+
     def abort(self, reason: str = "the group was aborted") -> None:
         """Make every rank's present and future calls on this group fail with `reason`."""
         self._native.poison(reason, False)
@@ -117,7 +122,7 @@ class ShmGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Release the threads and the descriptor; memory goes when the last tensor of it does."""
         if self._fd >= 0 and os.getpid() == self._owner:
-            self._futures.close()
+            self._flights.close()
             self._native.close()
             os.close(self._fd)
             self._fd = -1
@@ -140,7 +145,7 @@ class ShmGroup(dist.ProcessGroup):
         try:
             pending = call(*arguments, timeout, asynchronous)
         except RuntimeError as error:
-            raise WATCH.verdict(note, translated(error)) from None
+            raise WATCH.verdict(note, self._flights.told(error)) from None
         finally:
             WATCH.leave(note)
         if pending is None:
@@ -152,11 +157,8 @@ class ShmGroup(dist.ProcessGroup):
     def _track(
         self, pending: Any, kept: Any, finish: Callable[[], Any] | None, timeout: float, note: Waiting
     ) -> ShmWork:
-        work = ShmWork(pending, kept, kept[0], finish, timeout, self._futures, note, self._inflight)
-        self._inflight[work] = None
-        for earlier in list(self._inflight):  # a finished one takes itself out
-            if not earlier.is_completed():
-                break
+        work = ShmWork(pending, kept, kept[0], finish, timeout, note, self._flights)
+        self._flights.start(work)
         return work
 
     def _where(self, tensor: torch.Tensor) -> tuple[int, int, list[int]]:

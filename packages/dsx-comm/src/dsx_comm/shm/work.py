@@ -1,7 +1,8 @@
 """Handles of operations on the shared-memory transport, as torch's Work.
 
 A synchronous call is complete when it returns and shares one handle (`DONE`). An asynchronous one keeps its tensors alive,
-may have a finish (copying a packed result back), and offers a future, which a thread completes in order of issue.
+may have a finish (copying a packed result back), and offers a future, which a thread completes in order of issue. What the
+handles of one group share (`Flights`) also tells the compiled module's errors as this package's.
 """
 
 from __future__ import annotations
@@ -26,13 +27,6 @@ _NAMES = {
     "Aborted": CommAbortedError,
     "Hang": HangError,
 }
-
-
-def translated(error: BaseException) -> BaseException:
-    """The compiled module's error as this package's."""
-    if type(error).__module__ == native.module().__name__:
-        return _NAMES[type(error).__name__](str(error))
-    return error
 
 
 class DoneWork(dist.Work):
@@ -78,7 +72,7 @@ DONE = DoneWork()
 class ShmWork(dist.Work):
     """An asynchronous operation: `pending` is the compiled module's handle, `value` what a future yields.
 
-    It stays in `inflight` until it is over.
+    It stays among `flights` until it is over.
     """
 
     def __init__(
@@ -88,14 +82,12 @@ class ShmWork(dist.Work):
         value: Any,
         finish: Callable[[], Any] | None,
         timeout: float,
-        futures: Futures,
         note: Waiting,
-        inflight: dict[ShmWork, None],
+        flights: Flights,
     ) -> None:
         super().__init__()
         self._pending, self._kept, self._value, self._finish = pending, kept, value, finish
-        self._timeout, self._futures, self._note = timeout, futures, note
-        self._inflight = inflight
+        self._timeout, self._note, self._flights = timeout, note, flights
         self._lock = threading.Lock()
         self._done = False
         self._error: BaseException | None = None
@@ -109,7 +101,7 @@ class ShmWork(dist.Work):
             try:
                 self._pending.wait(seconds if seconds > 0 else self._timeout)
             except RuntimeError as error:
-                self._close(WATCH.verdict(self._note, translated(error)))
+                self._close(WATCH.verdict(self._note, self._flights.told(error)))
             finally:
                 WATCH.leave(self._note)
             self._close(None)
@@ -124,7 +116,7 @@ class ShmWork(dist.Work):
                 if self._pending.done():
                     self._close(None)
             except RuntimeError as error:
-                self._close(translated(error))
+                self._close(self._flights.told(error))
         return self._done
 
     def is_success(self) -> bool:
@@ -155,7 +147,7 @@ class ShmWork(dist.Work):
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future()
-                self._futures.complete(self, self._future)
+                self._flights.complete(self, self._future)
             return self._future
 
     def _close(self, error: BaseException | None) -> None:
@@ -167,7 +159,7 @@ class ShmWork(dist.Work):
                     self._finish()
             self._error, self._done = error, True
             self._finish = self._kept = None
-            self._inflight.pop(self, None)
+            self._flights.land(self)
 
 
 class JoinedWork(dist.Work):
@@ -220,13 +212,42 @@ class JoinedWork(dist.Work):
         return future
 
 
-class Futures:
-    """Completes the futures of one group's works in order of issue, in a thread that is started on first use."""
+class Flights:
+    """The works of one group that are under way, and the thread, started on first use, that completes their futures in order of issue.
 
-    def __init__(self) -> None:
+    `gone` gives the global ranks whose process has ended.
+    """
+
+    def __init__(self, gone: Callable[[], list[int]]) -> None:
+        self._gone = gone
+        self._works: dict[ShmWork, None] = {}  # the memory must outlive a dropped handle
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+
+    def start(self, work: ShmWork) -> None:
+        """`work` is under way; finished ones that were issued before it take themselves out."""
+        self._works[work] = None
+        for earlier in list(self._works):
+            if not earlier.is_completed():
+                break
+
+    def land(self, work: ShmWork) -> None:
+        """`work` is over."""
+        self._works.pop(work, None)
+
+    def told(self, error: BaseException) -> BaseException:
+        """The compiled module's error as this package's; any other as it is.
+
+        Whoever waits sees the nearest rank that ended. That one may have ended because of another, which need not be a member of the
+        group: so all are named.
+        """
+        if type(error).__module__ != native.module().__name__:
+            return error
+        kind, text = _NAMES[type(error).__name__], str(error)
+        if kind is PeerLostError and len(gone := self._gone()) > 1:
+            text += f"; ended by now: rank(s) {', '.join(map(str, gone))}"
+        return kind(text)
 
     def complete(self, work: ShmWork, future: Any) -> None:
         """Complete `future` when `work` is done."""
