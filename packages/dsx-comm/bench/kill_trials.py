@@ -82,7 +82,9 @@ def job(rank: int, ranks: int, port: int, seed: int, said: Connection) -> None:
     """A rank: calls until one fails; says "ready", then (time, kind of call, kind of error, text)."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(20)  # whoever does not get ready says where it is
-    store = dist.PrefixStore(str(seed), dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60)))
+    store = dist.PrefixStore(
+        str(seed), dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    )
     dist.init_process_group("dsx", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     calls = Calls(rank, ranks, seed)
     faulthandler.cancel_dump_traceback_later()
