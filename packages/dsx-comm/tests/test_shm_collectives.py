@@ -359,6 +359,7 @@ def disagreements(rank, n):
     import dsx_comm
     import torch.distributed as dist
 
+    sizes = [2, 2] if rank == 0 else [1, 2]
     cases = [
         (lambda: dist.all_reduce(torch.ones(10 + rank)), r"rank 0: all_reduce of 40 bytes.*rank 1: all_reduce of 44"),
         (lambda: dist.all_reduce(torch.ones(500_000 + rank)), "different collectives"),
@@ -366,6 +367,14 @@ def disagreements(rank, n):
         (lambda: dist.all_reduce(torch.ones(4), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank]), "MAX"),
         (lambda: dist.broadcast(torch.ones(4), rank), "root 1"),
         (lambda: dist.barrier() if rank else dist.all_reduce(torch.ones(4)), "rank 1: barrier"),
+        (
+            lambda: dist.all_to_all_single(torch.empty(4), torch.ones(sum(sizes)), [2, 2], sizes),
+            "rank 1 sends 4 bytes to rank 0, which expects 8",
+        ),
+        (
+            lambda: dist.all_to_all_single(torch.empty(3), torch.ones(4), [1, 2], [2, 2]),
+            "rank 0 sends 8 bytes to rank 0, which expects 4",
+        ),
     ]
     for call, text in cases:
         with pytest.raises(dsx_comm.MismatchError, match=text):
@@ -373,9 +382,6 @@ def disagreements(rank, n):
         tensor = torch.ones(3)
         dist.all_reduce(tensor)  # nothing was exchanged: the group lives on
         assert torch.equal(tensor, torch.full((3,), float(n)))
-    with pytest.raises(dsx_comm.MismatchError, match=r"rank \d sends \d+ bytes to rank \d, which expects"):
-        sizes = [2, 2] if rank == 0 else [1, 2]
-        dist.all_to_all_single(torch.empty(4), torch.ones(sum(sizes)), [2, 2], sizes)
 
 
 def test_ranks_that_disagree_are_named():

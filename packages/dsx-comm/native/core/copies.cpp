@@ -110,27 +110,25 @@ void Group::scatter(const char* const* inputs, void* output, int64_t bytes, int 
     });
 }
 
-// The first step shows the sizes: how many more there are is known only then.
+// The first step shows all sizes, so that every rank finds the same fault, and how many steps there are.
 void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char* const* outputs, const int64_t* out_bytes,
                        int code, double timeout) {
     auto doing = begin("all_to_all", timeout);
     const int P = size();
-    Descriptor mine = descriptor(Call::all_to_all, 0, code);
-    for (int r = 0; r < P; r++) mine.largest = std::max(mine.largest, in_bytes[r]);
-    put(in(rank(), step_ + 1), in_bytes, static_cast<size_t>(P) * sizeof(int64_t));
-    open(doing, mine);
-    int64_t largest = mine.largest;
-    std::string wrong;
+    const auto row = static_cast<size_t>(P) * sizeof(int64_t);
+    put(in(rank(), step_ + 1), in_bytes, row);
+    put(in(rank(), step_ + 1) + row, out_bytes, row);
+    open(doing, descriptor(Call::all_to_all, 0, code));
+    int64_t largest = 0;
     for (int r = 0; r < P; r++) {
-        largest = std::max(largest, r == rank() ? 0 : header(r)->doing[step_ & 1].largest);
-        int64_t sent = r == rank() ? in_bytes[r] : reinterpret_cast<const int64_t*>(in(r, step_))[rank()];
-        if (sent != out_bytes[r] && wrong.empty())
-            wrong = "all_to_all: rank " + name(r) + " sends " + std::to_string(sent) + " bytes to rank " + name(rank()) +
-                    ", which expects " + std::to_string(out_bytes[r]) + " from it";
-    }
-    if (!wrong.empty()) {  // the others do not know yet
-        poison(Failure::mismatch, wrong);
-        throw Mismatch(wrong);
+        const int64_t* sends = r == rank() ? in_bytes : reinterpret_cast<const int64_t*>(in(r, step_));
+        for (int q = 0; q < P; q++) {
+            const int64_t expected = (q == rank() ? out_bytes : reinterpret_cast<const int64_t*>(in(q, step_) + row))[r];
+            if (sends[q] != expected)
+                throw Mismatch("all_to_all: rank " + name(r) + " sends " + std::to_string(sends[q]) + " bytes to rank " + name(q) +
+                               ", which expects " + std::to_string(expected) + " from it. No data was exchanged.");
+            if (q != r) largest = std::max(largest, sends[q]);
+        }
     }
     if (inputs[rank()] != outputs[rank()] && in_bytes[rank()] != 0)
         std::memmove(outputs[rank()], inputs[rank()], static_cast<size_t>(in_bytes[rank()]));

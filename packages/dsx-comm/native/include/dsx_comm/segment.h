@@ -42,7 +42,6 @@ struct alignas(LINE) Descriptor {
     int64_t memory = -1;      // symmetric memory: its number, else -1
     int64_t offset = 0;       // of this rank's data in it
     uint64_t sequence = 0;    // number of the call
-    int64_t largest = 0;      // all-to-all: bytes of the largest piece
 };
 static_assert(sizeof(Descriptor) == LINE, "one cache line");
 

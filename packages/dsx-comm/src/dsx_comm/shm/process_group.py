@@ -134,13 +134,8 @@ class ShmProcessGroup(ShmReductions):
     def _exchange(
         self, places: list[torch.Tensor], pieces: list[torch.Tensor], opts: Any, kept: Any, finish: Any
     ) -> Any:
-        own, place = pieces[self._rank], places[self._rank]
-        if nbytes(own) != nbytes(place):
-            raise CommArgumentError(
-                f"all_to_all: this rank sends itself {nbytes(own)} bytes but expects {nbytes(place)} from itself"
-            )
-        sizes = [list(map(nbytes, side)) for side in (pieces, places)]
-        arguments = (pointers(pieces), sizes[0], pointers(places), sizes[1], moved(own.dtype))
+        sends, expects = (list(map(nbytes, side)) for side in (pieces, places))  # compared there, on all ranks alike
+        arguments = (pointers(pieces), sends, pointers(places), expects, moved(pieces[0].dtype))
         return self._issue(self._native.all_to_all, arguments, opts, (*kept, pieces), finish)
 
     def barrier(self, opts: Any = None, **_: Any) -> Any:
