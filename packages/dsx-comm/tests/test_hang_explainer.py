@@ -1,5 +1,8 @@
 """A hang is explained on every rank, whoever causes it, and the waiting calls fail with the explanation."""
 
+import subprocess
+import sys
+
 import dsx_comm
 import pytest
 import torch
@@ -178,3 +181,28 @@ def in_a_child_of_a_rank(rank, n):
 
 def test_a_forked_process_looks_for_itself():
     run_ranks(in_a_child_of_a_rank, 2)
+
+
+LAST = """
+import atexit, sys, threading
+atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name.startswith("dsx")], flush=True))
+import torch, dsx_comm
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+dsx_comm.all_reduce(torch.ones(1))
+assert any(t.name == "dsx-comm-watch" for t in threading.enumerate())
+"""
+
+
+def test_a_process_ends_without_the_watching_thread(tmp_path):
+    """A thread that returns from the store's C++ code into an ending interpreter would abort the process."""
+    command = [sys.executable, "-W", "ignore", "-c", LAST, str(tmp_path / "store")]
+    jobs = [subprocess.Popen([*command, str(r)], stdout=subprocess.PIPE, text=True) for r in range(2)]
+    try:
+        said = [job.communicate(timeout=60)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert said == ["[]\n", "[]\n"]

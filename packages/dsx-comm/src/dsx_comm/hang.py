@@ -14,6 +14,7 @@ this process waiting in this package.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -155,9 +156,8 @@ class Watch:
         self._thread.start()
 
     def rest(self) -> None:
-        """End the thread (the process group goes away); the next call starts it again."""
-        self._wake.set()
-        self._thread = None
+        """End the thread (the process group goes away, or the process); the next call starts it again."""
+        self._stop()
         self._state = _State()
 
     def forked(self) -> None:
@@ -167,8 +167,14 @@ class Watch:
 
     def poke(self) -> None:
         """Settings have changed: start over."""
+        self._stop()
+
+    def _stop(self) -> None:
+        # and wait for it: what returns from the store's C++ code into an interpreter that is ending takes the process down with SIGABRT
         self._wake.set()
-        self._thread = None
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(GRACE)  # a store that does not answer keeps it, and then it does not return either
 
     def _run(self, stop: threading.Event) -> None:
         state, settings = self._state, self.settings
@@ -180,11 +186,11 @@ class Watch:
                 state.prefix = fresh_prefix(own, "dsx_hang", dist.get_rank())
             store = dist.PrefixStore(state.prefix, own)  # pyright: ignore[reportPrivateImportUsage]
             while not stop.wait(period) and dist.is_initialized() and dist.group.WORLD is state.world:
-                self._look(store, state, period)
+                self._look(store, state, period, stop)
         except (RuntimeError, ValueError):
             return  # the store is gone: the job is ending
 
-    def _look(self, store: Any, state: _State, period: float) -> None:
+    def _look(self, store: Any, state: _State, period: float, stop: threading.Event) -> None:
         alarm = f"alarm/{state.answered}"
         now = time.monotonic()
         waiting = list(state.waiting.values())
@@ -205,7 +211,7 @@ class Watch:
         rank = dist.get_rank()
         store.set(f"{alarm}/{rank}", json.dumps(self._describe(state, raised)))
         state.answered += 1
-        time.sleep(min(GRACE - 0.5, 2 * period + 0.2))
+        stop.wait(min(GRACE - 0.5, 2 * period + 0.2))
         answers = _collect(store, alarm)
         text = explain(raised, answers)
         if rank == min(answers):
@@ -233,6 +239,7 @@ class Watch:
 
 
 WATCH = Watch()
+atexit.register(WATCH.rest)
 os.register_at_fork(after_in_child=WATCH.forked)
 
 
