@@ -58,13 +58,13 @@ class Wire:
         return out
 
 
-def run(rank, world, name, settings, steps, groups=False):
+def run(rank, world, name, settings, steps, groups=False, betas=(B1, B2)):
     params = start()
     if groups:
         made = [{"params": params[:2], "lr": 0.02}, {"params": params[2:], "weight_decay": 0.3}]
     else:
         made = params
-    optimizer = getattr(dsx_comm, name)(made, betas=(B1, B2), **settings)
+    optimizer = getattr(dsx_comm, name)(made, betas=betas, **settings)
     history, kinds = [], []
     for step in range(steps):
         optimizer.zero_grad()
@@ -89,6 +89,38 @@ def doubles(step, world):
 
 def means(per_rank):
     return [torch.stack(x).mean(0) for x in zip(*per_rank)]
+
+
+def test_a_variance_of_which_the_last_exact_steps_weigh_alike():
+    """b2 = 0.5, so that its mean of two squares gives way to one of many: weights in v, and the correction of its bias."""
+    world, steps, freeze, window, b2 = 2, 12, 8, 6, 0.5
+    settings = {"freeze_step": freeze, "variance_window": window, "bias_correction": True, "lr": 0.2}
+    ranks = run_ranks(run, world, "OneBitAdam", settings, steps, False, (B1, b2))
+    p = [x.detach().double() for x in start()]
+    m, v, rest = [torch.zeros_like(x) for x in p], [torch.zeros_like(x) for x in p], 1.0
+    wire = Wire([x.numel() for x in p], world)
+    for step in range(steps):
+        g = doubles(step, world)
+        if step < freeze:
+            k = step + 1 - (freeze - window)
+            decay = max(b2, 1 - 1 / k) if k >= 1 else b2
+            mean, rest = means(g), rest * decay
+            m = [B1 * a + (1 - B1) * b for a, b in zip(m, mean)]
+            v = [decay * a + (1 - decay) * b * b for a, b in zip(v, mean)]
+        else:
+            m = wire.mean([[B1 * a + (1 - B1) * b for a, b in zip(m, own)] for own in g])
+        p = [x - 0.2 * a / (1 - B1 ** (step + 1)) / ((b / (1 - rest)).sqrt() + EPS) for x, a, b in zip(p, m, v)]
+        for history, _, _ in ranks:
+            compare(history, p, step)
+
+
+def test_the_window_is_for_variances_that_will_be_frozen():
+    plain, windowed = (
+        run_ranks(run, 2, "OneBitAdam", {"freeze_step": 6, "compression": "off", **more}, 9, False, (B1, 0.5))
+        for more in ({}, {"variance_window": 6})
+    )
+    for got, want in zip(windowed[0][0], plain[0][0]):
+        assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize(("world", "floor"), [(2, 0.0), (3, 0.0), (2, 0.9)])
@@ -350,6 +382,8 @@ def test_16_bit_unused_empty_late_and_sparse_parameters():
     ("name", "settings", "text"),
     [
         ("OneBitAdam", {"freeze_step": 0}, "freeze_step: got 0, expected a whole number of at least 1"),
+        ("OneBitLamb", {"freeze_step": 9, "variance_window": 10}, "variance_window: got 10, expected .* freeze_step, 9"),
+        ("OneBitAdam", {"variance_window": 0.5}, "variance_window: got 0.5, expected a whole number from 0"),
         ("OneBitAdam", {"max_grad_norm": 1.0}, r"param_groups\[0\].max_grad_norm: got 1.0, expected 0"),
         ("OneBitLamb", {"amsgrad": True}, "amsgrad: got True"),
         ("OneBitAdam", {"betas": (0.9, 1.0)}, r"betas: got \(0.9, 1.0\), expected two numbers"),

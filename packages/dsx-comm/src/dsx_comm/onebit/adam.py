@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ..errors import CommArgumentError
 from .arithmetic import Hyper, batches, directions, move_first, move_second
 from .base import CompressedOptimizer
+from .checks import check_freezing
 from .gate import Compression
-from .schedule import StepKind
+from .schedule import EVERY_STEP_ALIKE, StepKind, VarianceWindow
 
 
 @dataclass
@@ -32,20 +32,26 @@ class FreezeClock:
 
 
 class FreezingOptimizer(CompressedOptimizer):
-    """An optimizer whose variance is frozen after `freeze_step` steps."""
+    """An optimizer whose variance is frozen after `freeze_step` steps, the last `variance_window` of which weigh alike in it."""
 
     clock_type = FreezeClock
 
-    def __init__(self, params: Any, defaults: dict[str, Any], freeze_step: int, **options: Any) -> None:
-        if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 1:
-            raise CommArgumentError(
-                f"freeze_step: got {freeze_step!r}, expected a whole number of at least 1 (the variance needs a step to come from)"
-            )
-        self.freeze_step = freeze_step
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], freeze_step: int, variance_window: int, **options: Any
+    ) -> None:
+        check_freezing(freeze_step, variance_window)
+        self.freeze_step, self.variance_window = freeze_step, variance_window
         super().__init__(params, defaults, **options)
 
     def _coming(self) -> StepKind:
         return StepKind.EXACT if self.clock.step < self.freeze_step else StepKind.ONE_BIT
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        clock = self.clock
+        if group.get("non_freeze"):
+            return Hyper.of(group, clock.step, clock.step)
+        window = VarianceWindow(self.freeze_step, self.variance_window) if self._gate.active else EVERY_STEP_ALIKE
+        return Hyper.of(group, clock.step, clock.variance_steps, window)
 
     def _advance(self) -> StepKind:
         kind = self._coming() if self._gate.active else StepKind.EXACT
@@ -72,6 +78,9 @@ class OneBitAdam(FreezingOptimizer):
         scale: "rms" (the published scale) or "mean" (the least error per message).
         variance_floor: in compressed steps no element's sqrt(v) counts as less than this share of its tensor's root mean
             square; 0 is the published algorithm, 0.1 keeps the noise of one-bit momenta out of rarely used rows.
+        variance_window: in so many steps before the freeze the variance goes over to their plain mean, b2 growing to 1 - 1/k; 0 is the
+            published algorithm. Half of `freeze_step` where b2 is below 0.99 or `freeze_step` small: what is frozen is then no
+            average of a few steps.
 
     Raises:
         CommArgumentError: an argument that cannot be, with its name.
@@ -99,6 +108,7 @@ class OneBitAdam(FreezingOptimizer):
         gradient_dtype: torch.dtype | None = None,
         scale: str = "rms",
         variance_floor: float = 0.0,
+        variance_window: int = 0,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
@@ -106,7 +116,7 @@ class OneBitAdam(FreezingOptimizer):
             "exp_avg_mask": None,
         }  # fmt: skip
         super().__init__(
-            params, defaults, freeze_step, process_group=process_group, compression=compression,
+            params, defaults, freeze_step, variance_window, process_group=process_group, compression=compression,
             gradient_dtype=gradient_dtype, scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name,
             cuda_aware=cuda_aware,
         )  # fmt: skip
@@ -122,10 +132,6 @@ class OneBitAdam(FreezingOptimizer):
             self._mask(compressed, self._states(compressed, "exp_avg"))
         for group in self.param_groups:
             self._descend(group)
-
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        clock = self.clock
-        return Hyper.of(group, clock.step, clock.step if group["non_freeze"] else clock.variance_steps)
 
     def _move(self, group: dict[str, Any], exact: bool, kind: StepKind) -> None:
         """The moments of one group."""

@@ -1,7 +1,8 @@
 """The element-wise parts of the optimizers, on lists of tensors: moments, roots, directions.
 
 m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2 as in Adam (arXiv:1412.6980); the direction is m / (sqrt(v) + eps) plus
-decoupled weight decay. With `bias_correction`, m is divided by 1 - b1^t and v by 1 - b2^s: t steps, s of which moved v.
+decoupled weight decay. With `bias_correction`, m is divided by 1 - b1^t and v by 1 - b2^s: t steps, s of which moved v (where b2 changes, by 1
+less the product).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .schedule import EVERY_STEP_ALIKE, VarianceWindow
 
 Tensors = list[torch.Tensor]
 BATCH = 1 << 22  # elements whose temporaries exist at a time
@@ -30,19 +33,21 @@ class Hyper:
     v_correction: float = 1.0
 
     @classmethod
-    def of(cls, group: dict[str, Any], step: int, variance_steps: int) -> Hyper:
+    def of(
+        cls, group: dict[str, Any], step: int, variance_steps: int, window: VarianceWindow = EVERY_STEP_ALIKE
+    ) -> Hyper:
         """From a parameter group, at step `step` (counted from 1)."""
         beta1, beta2 = group["betas"]
         corrects = group["bias_correction"]
         return cls(
             lr=float(group["lr"]),
             beta1=beta1,
-            beta2=beta2,
+            beta2=window.beta2(beta2, step),
             eps=group["eps"],
             eps_inside_sqrt=group["eps_inside_sqrt"],
             weight_decay=group["weight_decay"],
             m_correction=1 - beta1**step if corrects else 1.0,
-            v_correction=1 - beta2**variance_steps if corrects and variance_steps else 1.0,
+            v_correction=1 - window.rest(beta2, variance_steps) if corrects and variance_steps else 1.0,
         )
 
 

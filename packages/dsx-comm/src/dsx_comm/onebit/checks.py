@@ -77,6 +77,22 @@ def check_floor(value: float) -> float:
     return float(value)
 
 
+def check_freezing(freeze_step: Any, window: Any) -> None:
+    """Refuse a variance that is frozen before it has come from a step, or averaged over more steps than there are.
+
+    Raises:
+        CommArgumentError: with the name of the argument.
+    """
+    if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 1:
+        raise CommArgumentError(
+            f"freeze_step: got {freeze_step!r}, expected a whole number of at least 1 (the variance needs a step to come from)"
+        )
+    if isinstance(window, bool) or not isinstance(window, int) or not 0 <= window <= freeze_step:
+        raise CommArgumentError(
+            f"variance_window: got {window!r}, expected a whole number from 0 to freeze_step, {freeze_step}"
+        )
+
+
 def check_backend(name: str | None, cuda_aware: bool) -> None:
     """Refuse unknown backend names; say what means nothing.
 

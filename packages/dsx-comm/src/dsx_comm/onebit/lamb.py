@@ -65,6 +65,7 @@ class OneBitLamb(FreezingOptimizer):
         gradient_dtype: torch.dtype | None = None,
         scale: str = "rms",
         variance_floor: float = 0.0,
+        variance_window: int = 0,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
@@ -74,7 +75,7 @@ class OneBitLamb(FreezingOptimizer):
         }  # fmt: skip
         self._coefficients: list[float] = []
         super().__init__(
-            params, defaults, freeze_step, process_group=process_group, compression=compression,
+            params, defaults, freeze_step, variance_window, process_group=process_group, compression=compression,
             gradient_dtype=gradient_dtype, scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name,
             cuda_aware=cuda_aware,
         )  # fmt: skip
@@ -97,9 +98,6 @@ class OneBitLamb(FreezingOptimizer):
         else:
             self._freeze()
             self._compressed_step()
-
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        return Hyper.of(group, self.clock.step, self.clock.variance_steps)
 
     @staticmethod
     def _rate(h: Hyper) -> float:

@@ -9,6 +9,9 @@
 EXACT if `var_interval` divides t, and the interval doubles after every `var_update_scaler` of those; other steps are
 ONE_BIT. Afterwards step t is SYNC if `local_interval` divides t, else LOCAL, and that interval doubles every
 `local_step_scaler` steps up to `local_step_clipper`. Steps count from 1.
+
+A variance that is frozen keeps what noise it had: b2 = 0.95 averages some 20 squared gradients, and elements that happened to be small make large
+steps for ever. `VarianceWindow` lets the last exact steps be averaged evenly instead.
 """
 
 from __future__ import annotations
@@ -26,6 +29,34 @@ class StepKind(enum.Enum):
     ONE_BIT = "one_bit"
     LOCAL = "local"
     SYNC = "sync"
+
+
+@dataclass(frozen=True)
+class VarianceWindow:
+    """In the k-th of the last `length` steps up to step `end`, v moves with max(b2, 1 - 1/k): it comes to be a plain mean.
+
+    Without length every step has b2.
+    """
+
+    end: int = 0
+    length: int = 0
+
+    def beta2(self, beta2: float, step: int) -> float:
+        """The decay of v in step `step`, counted from 1."""
+        k = step - (self.end - self.length)
+        return max(beta2, 1 - 1 / k) if 1 <= k <= self.length else beta2
+
+    def rest(self, beta2: float, steps: int) -> float:
+        """Share of v that is still its initial zero after `steps` steps: the product of their decays."""
+        begin = self.end - self.length
+        own = min(int(1 / (1 - beta2)), self.length)  # steps of the window in which b2 is the larger
+        inside = min(steps - begin, self.length)
+        if inside <= own:
+            return beta2**steps
+        return beta2 ** (begin + own + max(steps - self.end, 0)) * own / inside
+
+
+EVERY_STEP_ALIKE = VarianceWindow()
 
 
 @dataclass(frozen=True)

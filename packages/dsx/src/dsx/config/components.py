@@ -36,10 +36,10 @@ OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Adagrad": ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "amsgrad", "fp32_optimizer_states",
                 *_TORCH_SWITCHES),
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", *_TORCH_SWITCHES),
-    "OneBitAdam": ("freeze_step", *_ONE_BIT),
+    "OneBitAdam": ("freeze_step", "variance_window", *_ONE_BIT),
     "ZeroOneAdam": ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper", *_ONE_BIT),
-    "OneBitLamb": ("freeze_step", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold",
-                   *_ONE_BIT),
+    "OneBitLamb": ("freeze_step", "variance_window", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min",
+                   "factor_threshold", *_ONE_BIT),
 }  # fmt: skip
 
 _SWITCHES = frozenset(
@@ -50,7 +50,9 @@ _NUMBERS = frozenset(
     {"lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum", "max_coeff", "min_coeff", "coeff_beta",
      "factor_max", "factor_min", "factor_threshold", "variance_floor"}
 )  # fmt: skip
-_COUNTS = frozenset({"freeze_step", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"})
+_COUNTS = {"freeze_step": 1, "var_freeze_step": 1, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 1,
+           "variance_window": 0}  # fmt: skip
+"""Arguments that are whole numbers, and the least of each."""
 _CHOICES = {
     "comm_backend_name": ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx"),
     "compression": ("on", "off", "auto"),
@@ -97,8 +99,8 @@ def _optimizer_values(params: dict[str, Any], where: Any) -> Iterator[Problem]:
             expected = "true or false"
         elif name in _NUMBERS and not (number and value >= 0):
             expected = "a number of at least 0"
-        elif name in _COUNTS and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-            expected = "a whole number of at least 1"
+        elif name in _COUNTS and not (isinstance(value, int) and number and value >= _COUNTS[name]):
+            expected = f"a whole number of at least {_COUNTS[name]}"
         elif name in _CHOICES and value not in _CHOICES[name]:
             expected = f"one of {', '.join(_CHOICES[name])}"
         elif name == "betas" and not _are_betas(value):
