@@ -382,7 +382,11 @@ def test_16_bit_unused_empty_late_and_sparse_parameters():
     ("name", "settings", "text"),
     [
         ("OneBitAdam", {"freeze_step": 0}, "freeze_step: got 0, expected a whole number of at least 1"),
-        ("OneBitLamb", {"freeze_step": 9, "variance_window": 10}, "variance_window: got 10, expected .* freeze_step, 9"),
+        (
+            "OneBitLamb",
+            {"freeze_step": 9, "variance_window": 10},
+            "variance_window: got 10, expected .* freeze_step, 9",
+        ),
         ("OneBitAdam", {"variance_window": 0.5}, "variance_window: got 0.5, expected a whole number from 0"),
         ("OneBitAdam", {"max_grad_norm": 1.0}, r"param_groups\[0\].max_grad_norm: got 1.0, expected 0"),
         ("OneBitLamb", {"amsgrad": True}, "amsgrad: got True"),
