@@ -162,7 +162,7 @@ class Watch:
 
     def forked(self) -> None:
         """This is a child of the process: it has the notes of its parent, but not its thread (which may hold a lock of the event)."""
-        self._thread = None
+        self._thread, self._wake = None, threading.Event()
         self._state = _State()
 
     def poke(self) -> None:
