@@ -150,6 +150,29 @@ def test_two_jobs_do_not_meet(tmp_path):
             job.stdout.close()
 
 
+def let_go(rank, n):
+    """The memory of a destroyed group goes at once, not when the garbage collector comes."""
+    import gc
+    import weakref
+
+    import torch.distributed as dist
+
+    gc.collect()
+    gc.disable()
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(3), group=group)
+    dist.all_reduce(torch.ones(100_000), group=group, async_op=True).wait()
+    left = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    assert left() is None
+
+
+@needs_native
+def test_a_destroyed_group_lets_go_of_its_memory():
+    run_ranks(let_go, 2, backend="dsx")
+
+
 def late(rank, n):
     """Who waits must not burn its core: more ranks than cores, one of them two seconds late."""
     import time

@@ -118,7 +118,8 @@ void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char*
     const auto row = static_cast<size_t>(P) * sizeof(int64_t);
     put(in(rank(), step_ + 1), in_bytes, row);
     put(in(rank(), step_ + 1) + row, out_bytes, row);
-    open(doing, descriptor(Call::all_to_all, 0, code));
+    const Descriptor mine = descriptor(Call::all_to_all, 0, code);
+    open(doing, mine);
     int64_t largest = 0;
     for (int r = 0; r < P; r++) {
         const int64_t* sends = r == rank() ? in_bytes : reinterpret_cast<const int64_t*>(in(r, step_));
@@ -132,27 +133,16 @@ void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char*
     }
     if (inputs[rank()] != outputs[rank()] && in_bytes[rank()] != 0)
         std::memmove(outputs[rank()], inputs[rank()], static_cast<size_t>(in_bytes[rank()]));
-    const auto limit = static_cast<int64_t>(layout_.slice_bytes);
-    const Chunks chunks(largest, limit);
-    for (int64_t s = 0; s < chunks.n + 1; s++) {
-        const uint64_t now = step_ + 1, before = step_;
+    const Chunks chunks(largest, static_cast<int64_t>(layout_.slice_bytes));
+    in_steps(chunks.n, doing, mine, [&](int64_t s) {
         for (int k = 1; k < P; k++) {
-            int r = (rank() + k) % P;
-            if (s < chunks.n) {
-                int64_t n = std::min(in_bytes[r], chunks.begin(s + 1)) - chunks.begin(s);
-                if (n > 0) put(in(rank(), r, now), inputs[r] + chunks.begin(s), static_cast<size_t>(n));
-            }
-            if (s >= 1) {
-                int64_t n = std::min(out_bytes[r], chunks.begin(s)) - chunks.begin(s - 1);
-                if (n > 0)
-                    put(outputs[r] + chunks.begin(s - 1), in(r, rank(), before), static_cast<size_t>(n));
-            }
+            const int r = (rank() + k) % P;
+            const int64_t gives = s < chunks.n ? std::min(in_bytes[r], chunks.begin(s + 1)) - chunks.begin(s) : 0;
+            if (gives > 0) put(in(rank(), r, step_ + 1), inputs[r] + chunks.begin(s), static_cast<size_t>(gives));
+            const int64_t takes = s >= 1 ? std::min(out_bytes[r], chunks.begin(s)) - chunks.begin(s - 1) : 0;
+            if (takes > 0) put(outputs[r] + chunks.begin(s - 1), in(r, rank(), step_), static_cast<size_t>(takes));
         }
-        if (s < chunks.n) {
-            post();
-            await(doing);
-        }
-    }
+    });
 }
 
 }  // namespace dsx

@@ -22,7 +22,7 @@ from .gloo import gloo_group
 from .memory import Memories
 from .segment import MAILBOX, ShmOptions, cores, world_size
 from .tensors import nbytes
-from .work import DONE, Flights, ShmWork
+from .work import DONE, Flights, ShmWork, translated
 
 NOWHERE: tuple[int, int, list[int]] = (-1, 0, [])
 """The place of a tensor that is not in symmetric memory."""
@@ -53,7 +53,7 @@ class ShmGroup(dist.ProcessGroup):
         )
         self._owner = os.getpid()
         self._name, self._description = "", "undefined"
-        self._flights = Flights(self.gone)
+        self._flights = Flights()
         self.memories = Memories()
         self._gloo: Any = None
 
@@ -145,7 +145,7 @@ class ShmGroup(dist.ProcessGroup):
         try:
             pending = call(*arguments, timeout, asynchronous)
         except RuntimeError as error:
-            raise WATCH.verdict(note, self._flights.told(error)) from None
+            raise WATCH.verdict(note, translated(error, self.gone)) from None
         finally:
             WATCH.leave(note)
         if pending is None:
@@ -157,7 +157,7 @@ class ShmGroup(dist.ProcessGroup):
     def _track(
         self, pending: Any, kept: Any, finish: Callable[[], Any] | None, timeout: float, note: Waiting
     ) -> ShmWork:
-        work = ShmWork(pending, kept, kept[0], finish, timeout, note, self._flights)
+        work = ShmWork(pending, kept, kept[0], finish, timeout, note, self._flights, self.gone)
         self._flights.start(work)
         return work
 

@@ -21,7 +21,7 @@ from .codes import moved
 from .group import one, options_of
 from .reductions import ShmReductions
 from .tensors import addresses, check_list, host, nbytes, packed, packed_list, pointers, rows, unaliased
-from .work import JoinedWork
+from .work import JoinedWork, translated
 
 
 class ShmProcessGroup(ShmReductions):
@@ -152,7 +152,7 @@ class ShmProcessGroup(ShmReductions):
             pending = self._native.transfer(sending, peer, flat.data_ptr(), nbytes(flat), tag)
             done = pending.done()
         except RuntimeError as error:
-            raise self._flights.told(error) from None
+            raise translated(error, self.gone) from None
         except ValueError as error:
             raise CommArgumentError(
                 f"rank {self._rank} cannot talk to rank {peer} of a group of {self._size}"

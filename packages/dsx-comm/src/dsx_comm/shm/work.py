@@ -1,8 +1,7 @@
 """Handles of operations on the shared-memory transport, as torch's Work.
 
 A synchronous call is complete when it returns and shares one handle (`DONE`). An asynchronous one keeps its tensors alive,
-may have a finish (copying a packed result back), and offers a future, which a thread completes in order of issue. What the
-handles of one group share (`Flights`) also tells the compiled module's errors as this package's.
+may have a finish (copying a packed result back), and offers a future, which a thread completes in order of issue.
 """
 
 from __future__ import annotations
@@ -27,6 +26,20 @@ _NAMES = {
     "Aborted": CommAbortedError,
     "Hang": HangError,
 }
+
+
+def translated(error: BaseException, gone: Callable[[], list[int]]) -> BaseException:
+    """The compiled module's error as this package's; any other as it is. `gone` gives the global ranks whose process has ended.
+
+    Whoever waits sees the nearest rank that ended. That one may have ended because of another, which need not be a member of the
+    group: so all are named.
+    """
+    if type(error).__module__ != native.module().__name__:
+        return error
+    kind, text = _NAMES[type(error).__name__], str(error)
+    if kind is PeerLostError and len(ranks := gone()) > 1:
+        text += f"; ended by now: rank(s) {', '.join(map(str, ranks))}"
+    return kind(text)
 
 
 class DoneWork(dist.Work):
@@ -72,7 +85,7 @@ DONE = DoneWork()
 class ShmWork(dist.Work):
     """An asynchronous operation: `pending` is the compiled module's handle, `value` what a future yields.
 
-    It stays among `flights` until it is over.
+    It stays among `flights` until it is over; `gone`: see `translated`.
     """
 
     def __init__(
@@ -84,10 +97,11 @@ class ShmWork(dist.Work):
         timeout: float,
         note: Waiting,
         flights: Flights,
+        gone: Callable[[], list[int]],
     ) -> None:
         super().__init__()
         self._pending, self._kept, self._value, self._finish = pending, kept, value, finish
-        self._timeout, self._note, self._flights = timeout, note, flights
+        self._timeout, self._note, self._flights, self._gone = timeout, note, flights, gone
         self._lock = threading.Lock()
         self._done = False
         self._error: BaseException | None = None
@@ -101,7 +115,7 @@ class ShmWork(dist.Work):
             try:
                 self._pending.wait(seconds if seconds > 0 else self._timeout)
             except RuntimeError as error:
-                self._close(WATCH.verdict(self._note, self._flights.told(error)))
+                self._close(WATCH.verdict(self._note, translated(error, self._gone)))
             finally:
                 WATCH.leave(self._note)
             self._close(None)
@@ -116,7 +130,7 @@ class ShmWork(dist.Work):
                 if self._pending.done():
                     self._close(None)
             except RuntimeError as error:
-                self._close(self._flights.told(error))
+                self._close(translated(error, self._gone))
         return self._done
 
     def is_success(self) -> bool:
@@ -213,13 +227,9 @@ class JoinedWork(dist.Work):
 
 
 class Flights:
-    """The works of one group that are under way, and the thread, started on first use, that completes their futures in order of issue.
+    """The works of one group that are under way, and the thread, started on first use, that completes their futures in order of issue."""
 
-    `gone` gives the global ranks whose process has ended.
-    """
-
-    def __init__(self, gone: Callable[[], list[int]]) -> None:
-        self._gone = gone
+    def __init__(self) -> None:
         self._works: dict[ShmWork, None] = {}  # the memory must outlive a dropped handle
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -235,19 +245,6 @@ class Flights:
     def land(self, work: ShmWork) -> None:
         """`work` is over."""
         self._works.pop(work, None)
-
-    def told(self, error: BaseException) -> BaseException:
-        """The compiled module's error as this package's; any other as it is.
-
-        Whoever waits sees the nearest rank that ended. That one may have ended because of another, which need not be a member of the
-        group: so all are named.
-        """
-        if type(error).__module__ != native.module().__name__:
-            return error
-        kind, text = _NAMES[type(error).__name__], str(error)
-        if kind is PeerLostError and len(gone := self._gone()) > 1:
-            text += f"; ended by now: rank(s) {', '.join(map(str, gone))}"
-        return kind(text)
 
     def complete(self, work: ShmWork, future: Any) -> None:
         """Complete `future` when `work` is done."""
