@@ -10,6 +10,7 @@ The functions have the names and arguments of torch.distributed and work on its 
 
 from ._version import __version__
 from .agreement import check_first_calls
+from .arena import SymmetricArena
 from .calls import Call, observe
 from .coalesced import (
     all_gather_coalesced,
@@ -138,6 +139,7 @@ __all__ = [
     "TopologyError",
     "StepKind",
     "StepTraffic",
+    "SymmetricArena",
     "Traffic",
     "ZeroOneAdam",
     "__version__",

@@ -41,9 +41,7 @@ def empty(
         CommArgumentError: a negative size.
         SymmetricMemoryError: the memory cannot be had (on all ranks, naming the first that failed).
     """
-    shape: tuple[int, ...] = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
-    if any(not isinstance(n, int) or n < 0 for n in shape):
-        raise CommArgumentError(f"size: got {shape}, expected whole numbers of at least 0")
+    shape = shape_of(size)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     place = torch.device(device)
     to = member(group)
@@ -54,8 +52,16 @@ def empty(
     return allocate(to.group, prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
+def shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
+    """The shape that torch.empty(*size) has. Raises CommArgumentError for a negative size."""
+    shape: tuple[int, ...] = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
+    if any(not isinstance(n, int) or n < 0 for n in shape):
+        raise CommArgumentError(f"size: got {shape}, expected whole numbers of at least 0")
+    return shape
+
+
 def is_symmetric(tensor: torch.Tensor, group: Any = None) -> bool:
-    """True if `tensor` lies in memory from `empty` that the ranks of the group share on this host."""
+    """True if `tensor` lies in memory from `empty` or a `SymmetricArena` that the ranks of the group share on this host."""
     to = member(group)
     return isinstance(to.group, ShmProcessGroup) and to.group.memories.find(tensor)[0] >= 0
 

@@ -1,8 +1,8 @@
 """Symmetric memory: tensors that every rank of the host can address.
 
 A gather of such a tensor reads the peers' shards straight into its destination, a reduce-scatter or all-reduce sums the
-peers' tensors where they lie. `empty` is collective. Each call makes memory of its own (nothing is ever re-used, so the
-order in which ranks drop their tensors does not matter); take one large tensor and cut views from it.
+peers' tensors where they lie. Making it is collective, and each call makes memory of its own (nothing is ever re-used, so the order in which ranks
+drop their tensors does not matter): take one large tensor and cut views from it, or an arena (`arena.py`).
 """
 
 from __future__ import annotations
@@ -70,29 +70,40 @@ def allocate(group: Any, nbytes: int) -> torch.Tensor:
 
     Raises SymmetricMemoryError on all ranks if it cannot be had, or if ranks ask for different sizes.
     """
+    mapping, begin = map_parts(group, nbytes, populate=True)
+    return torch.frombuffer(mapping, dtype=torch.uint8, offset=begin, count=nbytes or 1)[:nbytes]
+
+
+def map_parts(group: Any, nbytes: int, *, populate: bool) -> tuple[mmap.mmap, int]:
+    """All ranks' parts of new symmetric memory and where this rank's begins: it is memory of the group for as long as the mapping lives.
+
+    With `populate` its pages exist at once; otherwise they come with the first write, as those of ordinary memory do. Collective; raises as
+    `allocate`.
+    """
     rank, size = group.rank(), group.size()
     stride = max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
-    fd, problem = -1, ""
+    problem, mapping, fd = "", None, -1
     try:
         fd = _make(group, stride, size) if rank == 0 else _get(group, stride)
-        os.posix_fallocate(fd, rank * stride, stride)
-    except (OSError, Unavailable) as error:
+        if populate:
+            os.posix_fallocate(fd, rank * stride, stride)
+        mapping = mmap.mmap(fd, stride * size)
+    except (OSError, OverflowError, Unavailable) as error:
         problem = f"rank {rank}: {error}"
+    finally:
+        if fd >= 0:
+            os.close(fd)
     problems: list[Any] = [None] * size
     _all_gather_text(group, problem, problems)
     problem = next((p for p in problems if p), "")
-    if problem:
-        if fd >= 0:
-            os.close(fd)
+    if problem or mapping is None:
         raise SymmetricMemoryError(f"no symmetric memory of {nbytes} bytes per rank: {problem}")
-    mapping = mmap.mmap(fd, stride * size)
-    os.close(fd)
     memories = group.memories
     memories.made += 1
     memory = Memory(memories.made, mapping, stride, rank, size)
     memories.add(memory)
     weakref.finalize(mapping, memories.remove, memory)  # the tensors hold the mapping, nothing else does
-    return torch.frombuffer(mapping, dtype=torch.uint8, offset=rank * stride, count=nbytes or 1)[:nbytes]
+    return mapping, rank * stride
 
 
 def _make(group: Any, stride: int, size: int) -> int:
@@ -100,7 +111,7 @@ def _make(group: Any, stride: int, size: int) -> int:
     try:
         fd = os.memfd_create("dsx-comm-symmetric")
         os.ftruncate(fd, stride * size)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         if fd >= 0:
             os.close(fd)
         _broadcast_text(group, f"- {error}")  # the others wait for a name
