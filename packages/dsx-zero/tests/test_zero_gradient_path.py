@@ -5,6 +5,7 @@ from __future__ import annotations
 import dsx_zero
 import pytest
 import torch
+from dsx_comm.shm import native
 from dsx_testkit import assert_close_named, run_ranks, tiny
 
 LR = 0.1
@@ -177,10 +178,16 @@ def run_roads(rank, world, roads, stages):
                 raise AssertionError(f"{road.__name__}, stage {stage}: {error!r}") from error
 
 
-@pytest.mark.parametrize("world", [1, 2])
+def shared(world):
+    """Over the dsx backend, where gradient buffers come from an arena."""
+    marks = (pytest.mark.native, pytest.mark.skipif(native.module() is None, reason="no compiled module"))
+    return pytest.param(world, "dsx", marks=marks)
+
+
+@pytest.mark.parametrize("world, backend", [(1, "gloo"), (2, "gloo"), shared(2)])
 @pytest.mark.parametrize("road", ROADS, ids=lambda road: road.__name__)
-def test_every_road_of_a_gradient(road, world):
-    run_ranks(run_roads, world, [road], [0, 1, 2], timeout=90)
+def test_every_road_of_a_gradient(road, world, backend):
+    run_ranks(run_roads, world, [road], [0, 1, 2], backend=backend, timeout=90)
 
 
 REDUCTIONS = [
@@ -216,9 +223,9 @@ def run_reductions(rank, world):
                     compare(model, reference)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_reductions_dtypes_and_pieces(world):
-    run_ranks(run_reductions, world, timeout=120)
+@pytest.mark.parametrize("world, backend", [(1, "gloo"), (3, "gloo"), shared(2)])
+def test_reductions_dtypes_and_pieces(world, backend):
+    run_ranks(run_reductions, world, backend=backend, timeout=120)
 
 
 def check_exposed_grads(rank, world):

@@ -5,7 +5,7 @@ States of a group within one optimizer step::
     empty ──arrival──► filling ──launch──► in flight ──finish──► reduced ──arrival──► filling (late, or the next micro-batch)
 
 Held memory: stages 0-1 keep the whole buffer (the reduced values lie in it); stages 2-3 hold the shard, and a whole buffer only
-from the first arrival until the reduction is finished. A parameter without an arrival counts as zeros.
+from the first arrival until the reduction is finished (`BufferPool` says what of its memory stays). A parameter without an arrival counts as zeros.
 """
 
 from __future__ import annotations
@@ -14,47 +14,16 @@ import torch
 
 from .errors import ZeroModelError
 from .flat import FlatGroup
+from .memory import BufferPool
 from .reduction import Pending, ReductionEngine
 
-__all__ = ["BufferPool", "GroupGradients", "refuse_sparse"]
+__all__ = ["GroupGradients", "refuse_sparse"]
 
 
 def refuse_sparse(grad: torch.Tensor, name: str) -> None:
     """Raises ZeroModelError for a gradient of indices and values: there is no place for it in a flat buffer."""
     if grad.is_sparse:
         raise ZeroModelError(f"{name}: sparse gradients are not available yet; build the module with sparse=False")
-
-
-class BufferPool:
-    """Whole gradient buffers to reuse: at most `limit` idle ones, the least recently used leave first.
-
-    Blocks of a model have one size, so that two buffers serve all of them; how many units there are does not matter. They are for the
-    length of a backward: activations need the memory most when it begins.
-    """
-
-    def __init__(self, limit: int = 2) -> None:
-        self._limit = limit
-        self._idle: list[torch.Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer with arbitrary contents."""
-        for place, buffer in enumerate(self._idle):
-            if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device:
-                return self._idle.pop(place)
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Hand a buffer back; nobody may use it any more."""
-        self._idle.append(buffer)
-        del self._idle[: -self._limit]
-
-    def drop(self) -> None:
-        """Give the idle buffers' memory back."""
-        self._idle.clear()
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The idle buffers."""
-        return list(self._idle)
 
 
 class GroupGradients:
@@ -178,6 +147,7 @@ class GroupGradients:
             def complete() -> None:
                 scale()
                 buffer.add_(earlier)
+                self._pool.give(earlier)
 
             pending = Pending(pending.work, complete)
         self.result = buffer
@@ -216,6 +186,8 @@ class GroupGradients:
         self.finish()
         for parameter in self.group.parameters:
             parameter.grad = None
+        if self.stage == 0 and self.result is not None and self.result is not self.buffer:
+            self._pool.give(self.result)  # set aside for late gradients
         self.result, self.dirty = None, False
         self._filled = bytearray(len(self._filled))
         if self.stage >= 2 and self.buffer is not None:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .flat import FlatGroup, Unit
-from .gradient_buffers import BufferPool, GroupGradients, refuse_sparse
+from .gradient_buffers import GroupGradients, refuse_sparse
 from .layout import LocalSlice
 from .memory import Memory, OrdinaryMemory
 from .precision import Precision
@@ -81,7 +81,7 @@ class Gradients(Protocol):
 
     def tensors(self) -> list[torch.Tensor]: ...
 
-    def idle(self) -> list[torch.Tensor]: ...
+    def idle_bytes(self) -> int: ...
 
 
 class ReducedGradients:
@@ -103,16 +103,14 @@ class ReducedGradients:
         memory: Memory | None = None,
     ) -> None:
         self._overlap, self._keeps_local = overlap, keeps_local
-        groups = [group for unit in units for group in unit.trainable]
-        pool = BufferPool(limit=IN_FLIGHT if stage >= 2 else len(groups))
-        if stage < 2:  # these buffers are kept for good
-            for group in groups:
-                key = group.key
-                for buffer in (memory or OrdinaryMemory()).ahead(
-                    group.layout.numel, precision.gradient_dtype(key.dtype), key.device
-                ):
-                    pool.give(buffer)
+        kinds = [
+            (group.layout.numel, precision.gradient_dtype(group.key.dtype), group.key.device)
+            for unit in units
+            for group in unit.trainable
+        ]
+        # Stages 0-1 keep their buffers for good, so there backward never waits for one.
         self._limit = IN_FLIGHT if stage >= 2 else len(units)
+        pool = (memory or OrdinaryMemory()).pool(kinds, idle=IN_FLIGHT if stage >= 2 else len(kinds))
         self._pool, self._order, self._on_complete = pool, order, on_complete
         self._of: dict[FlatGroup, GroupGradients] = {}
         self._by_unit: dict[int, list[GroupGradients]] = {}
@@ -289,9 +287,9 @@ class ReducedGradients:
         """Everything held for gradients."""
         return [tensor for buffers in self._of.values() for tensor in buffers.tensors()]
 
-    def idle(self) -> list[torch.Tensor]:
-        """Message buffers kept for reuse."""
-        return self._pool.tensors()
+    def idle_bytes(self) -> int:
+        """Memory kept for the buffers of backwards to come."""
+        return self._pool.idle_bytes()
 
 
 def _arrived(
@@ -358,9 +356,9 @@ class LocalGradients:
         """Every `.grad` there is."""
         return [p.grad for group in self._groups for p in group.parameters if p.grad is not None]
 
-    def idle(self) -> list[torch.Tensor]:
+    def idle_bytes(self) -> int:
         """Nothing is kept."""
-        return []
+        return 0
 
 
 def _grad(parameter: torch.Tensor) -> torch.Tensor:

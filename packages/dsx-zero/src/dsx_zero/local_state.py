@@ -110,5 +110,5 @@ def count_bytes(runtime: Runtime, masters: Sequence[Master], inner: torch.optim.
         "master": unique_bytes([group.master for group in groups if group.master is not None], seen),
         "grads": unique_bytes(runtime.gradients.tensors(), seen),
         "optimizer": unique_bytes(states, seen),
-        "buffers": unique_bytes([*runtime.gradients.idle(), *runtime.residency.tensors()], seen),
+        "buffers": runtime.gradients.idle_bytes() + unique_bytes(runtime.residency.tensors(), seen),
     }

@@ -1,22 +1,50 @@
 """Where flat buffers lie that take part in collectives: in ordinary memory, or in memory that the ranks of the host share.
 
 In shared memory an all-gather reads the peers' shards straight into its destination, and reductions read the peers' gradients where they
-lie: nothing is staged. `dsx_comm.empty` has such memory for host tensors on groups of the "dsx" backend; everywhere else this is
-`torch.empty`. One allocation per flat buffer, released with the last tensor over it; it has no name in the file system that a killed
-process could leave behind. Allocating is collective, so buffers that come and go (the whole gradients of stages 2 and 3) stay ordinary.
+lie: nothing is staged. `dsx_comm` has such memory for host tensors on groups of the "dsx" backend; everywhere else this is
+`torch.empty`. It has no name in the file system that a killed process could leave behind, and goes with the last tensor over it.
+
+Making it is collective. Buffers that last (parameters, shards) are made one by one; whole gradients, which come and go as each rank
+computes, are taken from a pool, whose address space the ranks make together at the start.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import dsx_comm
 import torch
 
-__all__ = ["Memory", "OrdinaryMemory", "SharedMemory", "memory_of"]
+__all__ = ["BufferPool", "Memory", "OrdinaryMemory", "SharedMemory", "memory_of"]
 
 _log = logging.getLogger(__name__)
+_PAGE = mmap.PAGESIZE  # a buffer of an arena takes whole pages
+
+Kind = tuple[int, torch.dtype, torch.device]
+"""Of a buffer: elements, dtype, device."""
+
+
+class BufferPool(Protocol):
+    """Gradient buffers to take and give back, for the length of a backward: activations need the memory most when it begins."""
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A 1-D tensor with arbitrary contents."""
+        ...
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Hand a buffer back; nobody may use it any more."""
+        ...
+
+    def drop(self) -> None:
+        """Give the idle buffers' memory back."""
+        ...
+
+    def idle_bytes(self) -> int:
+        """Of memory that is held for buffers and not in use."""
+        ...
 
 
 class Memory(Protocol):
@@ -26,21 +54,78 @@ class Memory(Protocol):
         """A 1-D tensor with arbitrary contents. Collective."""
         ...
 
-    def ahead(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The buffer for a later use, where it must be made now, by all ranks together. Collective."""
+    def pool(self, kinds: Iterable[Kind], *, idle: int) -> BufferPool:
+        """A pool for buffers of `kinds`, which may all be in use at once; `idle` of them are kept for reuse. Collective."""
         ...
+
+
+class OrdinaryPool:
+    """Buffers of this process' own: at most `limit` idle ones, the least recently used leave first.
+
+    Blocks of a model have one size, so that two buffers serve all of them; how many units there are does not matter.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._idle: list[torch.Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `BufferPool.take`."""
+        for place, buffer in enumerate(self._idle):
+            if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device:
+                return self._idle.pop(place)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """See `BufferPool.give`."""
+        self._idle.append(buffer)
+        del self._idle[: -self._limit]
+
+    def drop(self) -> None:
+        """See `BufferPool.drop`."""
+        self._idle.clear()
+
+    def idle_bytes(self) -> int:
+        """See `BufferPool.idle_bytes`."""
+        return sum(buffer.nbytes for buffer in self._idle)
+
+
+class SharedPool:
+    """Host buffers from an arena of the ranks: what is given back serves buffers of any size.
+
+    Pages of the first `keep` bytes stay when it is dropped: fresh ones for every backward cost more than shared memory gains.
+    """
+
+    def __init__(self, arena: dsx_comm.SymmetricArena, keep: int) -> None:
+        self._arena, self._keep = arena, keep
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `BufferPool.take`."""
+        return self._arena.take(numel, dtype=dtype)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """See `BufferPool.give`."""
+        self._arena.give(buffer)
+
+    def drop(self) -> None:
+        """See `BufferPool.drop`."""
+        self._arena.trim(keep=self._keep)
+
+    def idle_bytes(self) -> int:
+        """See `BufferPool.idle_bytes`."""
+        return self._arena.idle_bytes()
 
 
 class OrdinaryMemory:
     """This process' own."""
 
-    def ahead(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """None: it can be made when it is needed."""
-        return ()
-
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Memory.empty`."""
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def pool(self, kinds: Iterable[Kind], *, idle: int) -> BufferPool:
+        """See `Memory.pool`."""
+        return OrdinaryPool(idle)
 
 
 class SharedMemory:
@@ -48,10 +133,6 @@ class SharedMemory:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-
-    def ahead(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """See `Memory.ahead`."""
-        return (self.empty(numel, dtype, device),)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Memory.empty`."""
@@ -62,6 +143,22 @@ class SharedMemory:
         except dsx_comm.SymmetricMemoryError as error:
             _log.warning("%s; this buffer lies in ordinary memory", error)
             return torch.empty(numel, dtype=dtype)
+
+    def pool(self, kinds: Iterable[Kind], *, idle: int) -> BufferPool:
+        """See `Memory.pool`; ordinary where a buffer is on a device."""
+        kinds = list(kinds)
+        if any(device.type != "cpu" for _, _, device in kinds):
+            return OrdinaryPool(idle)
+        sizes = sorted((-(-numel * dtype.itemsize // _PAGE) * _PAGE for numel, dtype, _ in kinds), reverse=True)
+        # In use at once: those on the wire, one being filled, and the root's, which is open for most of the backward.
+        keep = sum(sizes[: idle + 2])
+        # Twice, which costs only addresses: stage 0 sets reduced buffers aside, and buffers of different sizes leave gaps.
+        room = 2 * sum(sizes)
+        try:
+            return SharedPool(dsx_comm.SymmetricArena(room, group=self._group), keep)
+        except dsx_comm.SymmetricMemoryError as error:
+            _log.warning("%s; gradients lie in ordinary memory", error)
+            return OrdinaryPool(idle)
 
 
 def memory_of(group: Any) -> Memory:
