@@ -84,3 +84,42 @@ def test_what_cannot_be_built_is_named(name, params, match):
 
 def test_names_of_torch_are_all_known():
     assert {"sgd", "adamw", "nadam", "rprop", "asgd"} <= set(torch_optimizers())
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Lamb", "Lion"])
+def test_fp32_states_of_masters_in_16_bits(name, native, monkeypatch):
+    import dsx_ops
+
+    if not native:
+        monkeypatch.setattr(dsx_ops, "native_status", lambda: {"native": False, "reason": "no compiler"})
+    for states, expected in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        parameter = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        optimizer = choose_optimizer(name, {"lr": 0.1}, masters="bf16", states=states).build([parameter])
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        moments = [v for v in optimizer.state[parameter].values() if torch.is_tensor(v) and v.numel() == 4]
+        assert moments and all(moment.dtype == expected for moment in moments)
+
+
+@pytest.mark.parametrize(
+    "name, params", [("Adagrad", {}), ("SGD", {"momentum": 0.9}), ("RMSprop", {}), ("Adam", {"torch_adam": True})]
+)
+def test_torchs_optimizers_cannot_keep_wider_states(name, params):
+    with pytest.raises(DsxConfigError, match=r"bf16\.bf16_optimizer_states"):
+        choose_optimizer(name, params, masters="bf16", states="fp32")
+    choose_optimizer(name, params, masters="bf16", states="bf16")
+    choose_optimizer(name, params, masters="bf16", states="fp32", reference=True)
+
+
+def test_sgd_without_momentum_has_no_states():
+    choose_optimizer("SGD", {"lr": 0.1}, masters="bf16", states="fp32")
+
+
+@pytest.mark.parametrize(
+    "masters, states, asked", [("bf16", "fp32", False), ("bf16", "bf16", True), ("fp16", "fp16", True)]
+)
+def test_two_words_about_states_must_agree(masters, states, asked):
+    with pytest.raises(DsxConfigError, match="fp32_optimizer_states"):
+        choose_optimizer("Adam", {"fp32_optimizer_states": asked}, masters=masters, states=states)
+    choose_optimizer("Adam", {"fp32_optimizer_states": not asked}, masters=masters, states=states)

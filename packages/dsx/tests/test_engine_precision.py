@@ -164,3 +164,28 @@ def test_inputs_are_cast_where_the_config_says_so():
 def test_autocast_keeps_parameters_in_fp32():
     got = inputs(config(torch_autocast={"enabled": True, "dtype": "bfloat16"}))
     assert got == (torch.bfloat16, torch.float32, torch.int64, torch.float32)
+
+
+def states_of(rank, world, settings, given):
+    import dsx
+
+    optimizer = (lambda p: torch.optim.AdamW(p)) if given else None
+    engine, *_ = dsx.initialize(model=model(), config=settings, optimizer=optimizer)
+    x, y = batch(rank)
+    engine.backward(torch.nn.functional.mse_loss(engine(x.bfloat16()).float(), y))
+    engine.step()
+    states = [v for state in engine.optimizer.inner.state.values() for v in state.values()]
+    return {str(v.dtype) for v in states if torch.is_tensor(v) and v.dim()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_beside_bf16_masters_are_fp32_unless_bf16_is_asked_for(stage):
+    for asked, given, expected in ((False, False, "float32"), (True, False, "bfloat16"), (False, True, "bfloat16")):
+        settings = config(
+            optimizer={"type": "AdamW", "params": {"lr": 0.1}},
+            bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": asked},
+            zero_optimization={"stage": stage},
+        )
+        assert (
+            run_ranks(states_of, 2, settings, given) == [{f"torch.{expected}"}] * 2
+        )  # a given optimizer's are its own

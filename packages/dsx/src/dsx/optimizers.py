@@ -51,16 +51,19 @@ class OptimizerChoice:
     communicates: bool = False
 
 
-def choose_optimizer(type_name: str, params: Mapping[str, Any], *, reference: bool = False) -> OptimizerChoice:
+def choose_optimizer(
+    type_name: str, params: Mapping[str, Any], *, reference: bool = False, masters: str = "fp32", states: str = "fp32"
+) -> OptimizerChoice:
     """Choose the implementation of the optimizer that a config names.
 
     Args:
         type_name: `optimizer.type`, in any case.
         params: `optimizer.params`.
         reference: take the plainest implementation with the same arithmetic, to compare others with.
+        masters, states: dtypes of what it updates and of what it keeps. fp32 states of masters in 16 bits are those of dsx_ops.
 
     Raises:
-        DsxConfigError: unknown or unavailable optimizer, or an argument it does not take.
+        DsxConfigError: unknown or unavailable optimizer, an argument it does not take, or states that it cannot keep in this dtype.
     """
     key = type_name.lower()
     if key in _LATER:
@@ -77,18 +80,46 @@ def choose_optimizer(type_name: str, params: Mapping[str, Any], *, reference: bo
     arguments = dict(params)
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])  # JSON knows lists only
+    wide = masters if masters != "fp32" and states == "fp32" else ""  # the states are to be wider than the masters
+    _agree_on_states(arguments, masters, states)
     if key in ("adam", "adamw"):
-        return _adam(type_name, arguments, reference)
+        return _adam(type_name, arguments, reference, wide)
     if key in _ONE_BIT:
         return _one_bit(type_name, arguments)
     if key in _OURS:
-        return _only_ops(type_name, arguments)
+        return _only_ops(type_name, arguments, wide)
     if key == "adagrad":
         _drop_upstreams(arguments)
+    if wide and not reference and not (key == "sgd" and not arguments.get("momentum")):
+        raise _narrow(type_name, f"torch's {type_name} keeps", wide)
     return _from_torch(type_name, arguments, reference)
 
 
-def _adam(type_name: str, arguments: dict[str, Any], reference: bool) -> OptimizerChoice:
+def _agree_on_states(arguments: dict[str, Any], masters: str, states: str) -> None:
+    """With masters in 16 bits the precision section says what the states are; `fp32_optimizer_states` must not say otherwise."""
+    asked = arguments.get("fp32_optimizer_states")
+    if masters != "fp32" and asked is not None and bool(asked) != (states == "fp32"):
+        raise _problem(
+            "params.fp32_optimizer_states",
+            f"the precision section has masters in {masters} and optimizer states in {states}",
+            kind="conflict",
+            got=str(asked).lower(),
+            fix="leave it out; bf16.bf16_optimizer_states chooses under bf16 masters, fp16 masters have fp16 states",
+        )
+
+
+def _narrow(type_name: str, what: str, masters: str) -> DsxConfigError:
+    return _problem(
+        "type",
+        f"{what} its states in the masters' {masters}, while bf16.bf16_optimizer_states is false",
+        kind="conflict",
+        got=type_name,
+        expected="Adam, AdamW, Lamb or Lion of dsx-ops, which keep fp32 states beside them",
+        fix="set bf16.bf16_optimizer_states to true, or leave bf16.bf16_master_weights_and_grads out",
+    )
+
+
+def _adam(type_name: str, arguments: dict[str, Any], reference: bool, wide: str) -> OptimizerChoice:
     decoupled = bool(arguments.pop("adam_w_mode", True)) or type_name.lower() == "adamw"
     wish = "torch_adam is set" if arguments.pop("torch_adam", False) else ""
     only_torch = sorted(_ONLY_TORCH & {key for key, value in arguments.items() if value})
@@ -96,12 +127,14 @@ def _adam(type_name: str, arguments: dict[str, Any], reference: bool) -> Optimiz
         wish = f"{only_torch[0]} is set, which only torch has"
     if reference:
         wish = "as reference"
-    cls, missing = _ops_class("FusedAdam")
+    cls, missing = _ops_class("FusedAdam", native=not wide)
     if wish or cls is None:
+        if wide and not reference:
+            raise _narrow(type_name, f"torch's is taken, because {wish or missing}; it keeps", wide)
         choice = _torch_adam("AdamW" if decoupled else "Adam", arguments, plain=reference)
         return OptimizerChoice(type_name, choice.build, f"{choice.reason}, because {wish or missing}")
     kept = {key: value for key, value in arguments.items() if key not in _ONLY_TORCH | {"fp32_optimizer_states"}}
-    if arguments.get("fp32_optimizer_states"):
+    if wide or arguments.get("fp32_optimizer_states"):
         kept["state_dtype"] = torch.float32
     return _from_ops(type_name, cls, {**kept, "adam_w_mode": decoupled})
 
@@ -118,13 +151,16 @@ def _torch_adam(torch_name: str, arguments: dict[str, Any], *, plain: bool) -> O
     return _from_torch(torch_name, {key: value for key, value in arguments.items() if key not in ours}, plain)
 
 
-def _only_ops(type_name: str, arguments: dict[str, Any]) -> OptimizerChoice:
+def _only_ops(type_name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoice:
     """An optimizer that torch does not have."""
     cls, missing = _ops_class(_OURS[type_name.lower()])
     if cls is None:
         raise _problem("type", f'optimizer "{type_name}" needs dsx-ops: {missing}', fix="pip install dsx-ops")
     ours = ("fp32_optimizer_states", "set_grad_none")
-    return _from_ops(type_name, cls, {key: value for key, value in arguments.items() if key not in ours})
+    kept = {key: value for key, value in arguments.items() if key not in ours}
+    if wide or arguments.get("fp32_optimizer_states"):
+        kept["state_dtype"] = torch.float32
+    return _from_ops(type_name, cls, kept)
 
 
 def _drop_upstreams(arguments: dict[str, Any]) -> None:
@@ -158,14 +194,14 @@ def _from_ops(type_name: str, cls: Any, arguments: dict[str, Any]) -> OptimizerC
     )
 
 
-def _ops_class(name: str) -> tuple[Any, str]:
-    """A class of dsx_ops, or None and why not."""
+def _ops_class(name: str, *, native: bool = False) -> tuple[Any, str]:
+    """A class of dsx_ops, or None and why not; `native`: not without its native code either."""
     try:
         # Late: only an engine that builds its own optimizer needs the package.
         import dsx_ops
     except ImportError as error:
         return None, f"dsx-ops cannot be imported ({error})"
-    if name == "FusedAdam" and not dsx_ops.native_status()["native"]:
+    if native and not dsx_ops.native_status()["native"]:
         return None, f"dsx-ops runs without its native code ({dsx_ops.native_status()['reason']})"
     return getattr(dsx_ops, name), ""
 

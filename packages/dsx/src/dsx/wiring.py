@@ -88,13 +88,18 @@ def build_engine(source: Any, request: Request) -> Engine:
 
 def _chosen_optimizer(config: Config, request: Request) -> OptimizerChoice | None:
     """The optimizer that the config names, judged before any process group; None if the caller brings one or none is named."""
-    section = config.use("optimizer")
+    section, precision = config.use("optimizer"), config.use("precision")
+    if request.optimizer is not None and precision.master != "fp32" and precision.optimizer_state == "fp32":
+        logger.warning(
+            "the optimizer given to initialize decides the dtype of its states: torch's keep them in the masters' %s",
+            precision.master,
+        )
     if section is None:
         return None
     if request.optimizer is not None:
         logger.warning("the optimizer given to initialize replaces optimizer.type %s of the config", section.type)
         return None
-    return choose_optimizer(section.type, section.params)
+    return choose_optimizer(section.type, section.params, masters=precision.master, states=precision.optimizer_state)
 
 
 def _set_up_logging(config: Config) -> None:
