@@ -214,6 +214,22 @@ def test_lamb_against_float64(inside, clip, either_path):
     assert optimizer.get_lamb_coeffs() == pytest.approx(ratios, rel=1e-4)
 
 
+def test_lamb_clips_each_group_by_its_own_limit(either_path):
+    limits = (0.5, 0.0, 0.2)
+    params = model_params()
+    groups = [{"params": params[at::3], "max_grad_norm": limit} for at, limit in enumerate(limits)]
+
+    def grads_of(step):
+        give_grads(params, step)
+        norm = torch.cat([p.grad.double().flatten() for p in params]).norm().item()  # of all groups
+        factors = [min(1.0, limit / norm) if limit else 1.0 for limit in limits]
+        return [p.grad.double() * factors[i % 3] for i, p in enumerate(params)]
+
+    expected, _ = lamb_float64(params, grads_of, 4, False)
+    run(dsx_ops.FusedLamb(groups, lr=1e-2, eps=1e-6, weight_decay=0.1), params, 4)
+    close(params, [e.float() for e in expected], rtol=1e-5, atol=1e-6)
+
+
 def test_lamb_on_shards_equals_lamb_on_wholes():
     """Two 'ranks' hold halves of each tensor; the reducer adds their squares."""
     wholes = model_params()

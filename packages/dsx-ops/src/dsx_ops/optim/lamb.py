@@ -26,8 +26,7 @@ class FusedLamb(FusedOptimizer):
 
     m, v as Adam;  u = m / (sqrt(v) + eps) + wd p (or sqrt(v + eps) with `eps_inside_sqrt`);  ratio = clip(|p| / |u|, min_coeff, max_coeff), 1 when
     either norm is 0;  p -= lr * sqrt(1-b2^t)/(1-b1^t) * ratio * u (`bias_correction=False`: lr * ratio * u).
-    `max_grad_norm` > 0 clips the global norm of the (unscaled) gradients first, inside the same pass; of several groups' limits the smallest
-    holds for all.
+    `max_grad_norm` > 0 scales a group's gradients first, inside the same pass, as clipping the global norm of all (unscaled) gradients to it would.
 
     Sharded parameters: set `norm_reducer`, called exactly once in every `step`, also when this rank has no gradient at all:
     `norm_reducer(params, squares)` with `squares` fp64 [len(params), 2], row i holding |p|^2 and |u|^2 of what this rank holds
@@ -96,21 +95,25 @@ class FusedLamb(FusedOptimizer):
         )
 
     def _collect(self, scale: float | Tensor, copy_out: CopyOut) -> tuple[list[Batch], list[dict[str, Any]]]:
-        return super()._collect(self._clipped(scale), copy_out)
-
-    def _clipped(self, scale: float | Tensor) -> float | Tensor:
-        """`grad_scale` with the clipping of `max_grad_norm` in it."""
-        limits = {g["max_grad_norm"] for g in self.param_groups if g["max_grad_norm"] > 0}
-        if not limits:
-            return scale
-        if self.norm_reducer is not None:
+        limits = [group["max_grad_norm"] for group in self.param_groups]
+        clips = any(limit > 0 for limit in limits)
+        if clips and self.norm_reducer is not None:
             raise HyperparameterError(
                 f"max_grad_norm: got {limits}, expected 0 with sharded parameters: a rank does not know the global norm; "
                 "clip through the engine (gradient_clipping)"
             )
+        batches, states = super()._collect(scale, copy_out)
+        if clips:
+            self._clip(batches, scale, limits)
+        return batches, states
+
+    def _clip(self, batches: Iterable[Batch], scale: float | Tensor, limits: Sequence[float]) -> None:
+        """Puts the clipping to each group's limit into the scale of its batches."""
         grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
         norm = update.squared_norms(grads).sum().sqrt() / scale
-        return scale * (norm / min(limits)).clamp(min=1.0)
+        scales = [scale * (norm / limit).clamp(min=1.0) if limit > 0 else scale for limit in limits]
+        for batch in batches:
+            batch.hyper = replace(batch.hyper, grad_scale=scales[batch.group])
 
     def _apply(self, batches: Iterable[Batch]) -> None:
         found = list(batches)
