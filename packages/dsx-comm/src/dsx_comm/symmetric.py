@@ -45,10 +45,11 @@ def empty(
     dtype = torch.get_default_dtype() if dtype is None else dtype
     place = torch.device(device)
     to = member(group)
+    shares = place.type == "cuda" or (place.type == "cpu" and isinstance(to.group, ShmProcessGroup))
+    if not shares or to.size == 1:
+        return torch.empty(shape, dtype=dtype, device=place)
     if place.type == "cuda":
         return _on_cuda(shape, dtype, place, to.group)
-    if place.type != "cpu" or not isinstance(to.group, ShmProcessGroup) or to.size == 1:
-        return torch.empty(shape, dtype=dtype, device=place)
     return allocate(to.group, prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
