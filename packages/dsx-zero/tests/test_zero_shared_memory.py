@@ -79,10 +79,10 @@ def reductions():
         yield found
 
 
-def gradient_bytes(optimizer, page=4096):
+def gradient_bytes(optimizer):
     """Of all whole gradients, in pages."""
     groups = [g for unit in optimizer.runtime.units for g in unit.trainable]
-    return sum(-(-g.layout.numel * g.key.dtype.itemsize // page) * page for g in groups)
+    return sum(dsx_comm.SymmetricArena.space(g.layout.numel * g.key.dtype.itemsize) for g in groups)
 
 
 def same_training(rank, world, stage):

@@ -3,7 +3,8 @@
 Making symmetric memory is collective, so a tensor that one rank needs now cannot have memory of its own made for it. But in a collective
 the ranks' tensors may lie at different offsets of one memory. So the ranks make one memory together, and each takes from its part
 what it needs, when it needs it, without asking anybody. It is address space: pages exist from the first write to them until
-`trim`, and are used again before others are touched. Where the group's ranks share no memory, and where the arena is full, a tensor is an ordinary one and collectives work as always.
+`trim`, and are used again before others are touched. Where the group's ranks share no memory, and where the arena is full, a tensor
+is an ordinary one and collectives work as always.
 
 Left out: device memory (`empty` has torch's), and finding out by itself that nobody uses a tensor any more.
 """
@@ -68,7 +69,7 @@ class SymmetricArena:
     """`nbytes` bytes of symmetric memory on every rank of `group` (None: the default group) to take host tensors from. Collective.
 
     Args:
-        nbytes: the same on every rank. Address space, rounded up to pages, of which each tensor takes whole ones.
+        nbytes: the same on every rank. Address space, of which each tensor takes whole pages (`space`).
         group: whose collectives find the tensors where they lie.
 
     Raises:
@@ -81,7 +82,7 @@ class SymmetricArena:
             raise CommArgumentError(f"nbytes: got {nbytes}, expected at least 0")
         to = member(group)
         shares = nbytes and isinstance(to.group, ShmProcessGroup) and to.size > 1
-        size = -(-nbytes // _PAGE) * _PAGE if shares else 0
+        size = self.space(nbytes) if shares else 0
         self._mapping: mmap.mmap | None = None
         self._begin = self._base = 0
         if shares:
@@ -91,6 +92,11 @@ class SymmetricArena:
         self._ranges = Ranges(size)
         self._touched = 0  # no page beyond this byte has been used since it was returned
 
+    @staticmethod
+    def space(nbytes: int) -> int:
+        """What a tensor of `nbytes` takes of an arena: whole pages."""
+        return -(-nbytes // _PAGE) * _PAGE
+
     def take(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised tensor of `size` (as for torch.empty), with a storage of its own; ordinary where there is no room. Not collective.
 
@@ -99,7 +105,7 @@ class SymmetricArena:
         shape = shape_of(size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         numel = prod(shape)
-        length = -(-numel * dtype.itemsize // _PAGE) * _PAGE
+        length = self.space(numel * dtype.itemsize)
         begin = self._ranges.take(length) if length else None
         if begin is None or self._mapping is None:
             return torch.empty(shape, dtype=dtype)

@@ -3,6 +3,7 @@
 In shared memory an all-gather reads the peers' shards straight into its destination, and reductions read the peers' gradients where they
 lie: nothing is staged. `dsx_comm` has such memory for host tensors on groups of the "dsx" backend; everywhere else this is
 `torch.empty`. It has no name in the file system that a killed process could leave behind, and goes with the last tensor over it.
+Each rank has a part of its own, which the others touch inside collectives only: no parameter is one for two ranks.
 
 Making it is collective. Buffers that last (parameters, shards) are made one by one; whole gradients, which come and go as each rank
 computes, are taken from a pool, whose address space the ranks make together at the start.
@@ -11,7 +12,6 @@ computes, are taken from a pool, whose address space the ranks make together at 
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ import torch
 __all__ = ["BufferPool", "Memory", "OrdinaryMemory", "SharedMemory", "memory_of"]
 
 _log = logging.getLogger(__name__)
-_PAGE = mmap.PAGESIZE  # a buffer of an arena takes whole pages
 
 Kind = tuple[int, torch.dtype, torch.device]
 """Of a buffer: elements, dtype, device."""
@@ -149,7 +148,9 @@ class SharedMemory:
         kinds = list(kinds)
         if any(device.type != "cpu" for _, _, device in kinds):
             return OrdinaryPool(idle)
-        sizes = sorted((-(-numel * dtype.itemsize // _PAGE) * _PAGE for numel, dtype, _ in kinds), reverse=True)
+        sizes = sorted(
+            (dsx_comm.SymmetricArena.space(numel * dtype.itemsize) for numel, dtype, _ in kinds), reverse=True
+        )
         # In use at once: those on the wire, one being filled, and the root's, which is open for most of the backward.
         keep = sum(sizes[: idle + 2])
         # Twice, which costs only addresses: stage 0 sets reduced buffers aside, and buffers of different sizes leave gaps.
