@@ -3,6 +3,7 @@
     python packages/dsx-comm/bench/collectives.py                      # the slices below, one after the other
     python packages/dsx-comm/bench/collectives.py --slice large        # one of them (each takes about a minute)
 
+`small` times ten calls on end, `single` the same calls one at a time, which is mostly how far apart the ranks begin.
 It is `dsx bench comm` with fixed arguments; the columns are explained there. Goals: 64 MiB all_reduce >= 8x gloo and >= 0.80 of the
 floor, all_gather and reduce_scatter >= 12x; 1-4 KiB all_reduce and barrier >= 30x with free cores; 4 ranks on 2 cores >= 4x at
 every size; on symmetric tensors >= 0.9 of the floor.
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from dsx_comm import benchmark
 
 MAIN = "all_reduce,all_gather,reduce_scatter"
+SMALL = ["--ranks", "2", "--sizes", "1K,4K,64K", "--ops", f"{MAIN},broadcast,barrier"]
 SLICES = {
-    "small": ["--ranks", "2", "--sizes", "1K,4K,64K", "--ops", f"{MAIN},broadcast,barrier", "--repeats", "101"],
+    "small": [*SMALL, "--repeats", "51", "--calls", "10"],
+    "single": [*SMALL, "--repeats", "101"],
     "large": ["--ranks", "2", "--sizes", "1M,64M", "--ops", MAIN, "--repeats", "11"],
     "symmetric": [
         "--ranks",

@@ -21,7 +21,9 @@ def test_it_measures_every_operation(tmp_path, capsys):
     assert "all_reduce" in names and "gloo" in names
 
 
-@pytest.mark.parametrize("words", [["--ops", "all_reduce,nonsense"], ["--sizes", "12Q"], ["--ranks", "1"]])
+@pytest.mark.parametrize(
+    "words", [["--ops", "all_reduce,nonsense"], ["--calls", "0"], ["--sizes", "12Q"], ["--ranks", "1"]]
+)
 def test_wrong_arguments_are_refused(words, capsys):
     assert main(words) == 2
     assert "got" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The shared-memory transport gives what gloo (or a formula) gives, for any dtype, size, operator, group and layout."""
 
+import itertools
 import random
 
 import dsx_comm
@@ -401,13 +402,46 @@ def test_kernels_give_the_same_bits_on_every_instruction_set():
             outs = []
             for isa in module.isas():
                 out = torch.empty_like(parts[0])
-                module.reduce(out.data_ptr(), [p.data_ptr() for p in parts], count, code, 0, False, 1.0, isa)
+                module.reduce(out.data_ptr(), [p.data_ptr() for p in parts], count, code, 0, False, 1.0, isa, False)
                 outs.append(out.view(torch.uint8))
             wide = torch.float32 if dtype.is_floating_point else dtype
             expected = ((parts[0].to(wide) + parts[1].to(wide)) + parts[2].to(wide)).to(dtype)
             for out in outs:
                 assert torch.equal(out, outs[0])
                 assert torch.equal(out.view(dtype).nan_to_num(1.5), expected.nan_to_num(1.5))
+
+
+def ugly(dtype, numel, seed):
+    """Numbers of every size, with NaNs, infinities, zeros of both signs and the ends of the integers."""
+    generator = torch.Generator().manual_seed(seed)
+    if not dtype.is_floating_point:
+        ends = torch.iinfo(dtype)
+        return torch.randint(ends.min, ends.max, (numel,), generator=generator, dtype=torch.int64).to(dtype)
+    numbers = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-9, 9, (numel,), generator=generator)
+    for special in (float("nan"), float("inf"), -float("inf"), 0.0, -0.0):
+        numbers[torch.rand(numel, generator=generator) < 0.05] = special
+    return numbers.to(dtype)
+
+
+@pytest.mark.parametrize("name", [*FLOATS, *INTEGERS])
+def test_writing_past_the_cache_changes_no_bit(name):
+    module, dtype = native.module(), getattr(torch, name)
+    code = [*FLOATS, *INTEGERS].index(name)
+    operators = range(4 if dtype.is_floating_point else 7)
+    for sources, count, shift in itertools.product((1, 2, 3), (0, 1, 5, 63, 1027, 4100), (0, 1, 3, -1)):
+        parts = [ugly(dtype, count + 3, 10 * r + shift)[abs(shift) :][:count] for r in range(sources)]
+        for operator, average, isa in itertools.product(operators, (False, True), module.isas()):
+            outs = []
+            for past_cache in (False, True):
+                out = torch.full((count + 8,), 7, dtype=dtype)
+                at = out.data_ptr() + (
+                    shift * dtype.itemsize if shift >= 0 else 1
+                )  # 1: no place for a number of this size
+                addresses = [part.data_ptr() for part in parts]
+                module.reduce(at, addresses, count, code, operator, average, 1.0, isa, past_cache)
+                outs.append(out.view(torch.uint8))
+            same_bits = torch.equal(*outs) or torch.equal(*(o.view(dtype).nan_to_num(1.5) for o in outs))
+            assert same_bits, (sources, count, shift, operator, average, isa)
 
 
 def test_all_bit_patterns_of_half_precision_survive():
@@ -417,7 +451,7 @@ def test_all_bit_patterns_of_half_precision_survive():
         values_, zero = bits.view(dtype), torch.zeros(65536, dtype=dtype)
         for isa in module.isas():
             out = torch.empty_like(values_)
-            module.reduce(out.data_ptr(), [values_.data_ptr(), zero.data_ptr()], 65536, code, 0, False, 1.0, isa)
+            module.reduce(out.data_ptr(), [values_.data_ptr(), zero.data_ptr()], 65536, code, 0, False, 1.0, isa, False)
             expected = (values_.float() + zero.float()).to(dtype)
             same_value = (out == expected) | (out.isnan() & expected.isnan())
             assert same_value.all(), (dtype, isa, bits[~same_value][:5])

@@ -234,15 +234,16 @@ py::tuple layout(int fd) {
 }
 
 void reduce_now(Address dst, const Addresses& sources, int64_t count, int dtype, int reduce, bool average, double premultiply,
-                const std::string& isa) {
+                const std::string& isa, bool past_cache) {
     auto spec = spec_of(dtype, reduce, average, premultiply);
     const Kernels& k = isa.empty() ? kernels() : kernels_named(isa);
     ReduceArgs a{};
     std::vector<const void*> from;
     for (Address s : sources) from.push_back(pointer<void>(s));
     a.dst = pointer<void>(dst), a.sources = from.data(), a.nsources = static_cast<int>(from.size()), a.count = count;
-    a.premultiply = premultiply, a.divide = average ? static_cast<double>(from.size()) : 1.0;
+    a.premultiply = premultiply, a.divide = average ? static_cast<double>(from.size()) : 1.0, a.stream = past_cache;
     k.reduce[dtype][reduce](a);
+    settle_stores();
 }
 
 std::string sanitizer() {

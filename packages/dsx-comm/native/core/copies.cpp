@@ -27,7 +27,7 @@ void Group::all_gather(const void* source, char* const* outputs, int64_t bytes, 
 // Each rank copies from the peers' memory.
 void Group::symmetric_all_gather(char* const* outputs, const Symmetric& where, const Doing& doing, const Descriptor& mine) {
     const auto memory = peers(where);
-    const bool stream = mine.bytes >= STREAM_FROM / 2;
+    const bool stream = is_large(mine.bytes * size());
     for (int k = 0; k < size(); k++) {
         const int r = (rank() + k) % size();
         const char* from = memory[static_cast<size_t>(r)];
@@ -39,7 +39,7 @@ void Group::symmetric_all_gather(char* const* outputs, const Symmetric& where, c
 
 void Group::staged_all_gather(const char* from, char* const* outputs, const Doing& doing, const Descriptor& mine) {
     char* own = outputs[rank()];
-    const bool stream = mine.bytes >= STREAM_FROM / 2;
+    const bool stream = is_large(mine.bytes * size());
     const Chunks chunks(mine.bytes, static_cast<int64_t>(layout_.in_bytes));
     in_steps(chunks.n, doing, mine, [&](int64_t s) {
         outlet_.step(mine.bytes * size());
@@ -73,7 +73,7 @@ void Group::broadcast(void* data, int64_t bytes, int code, int root, double time
         if (rank() == root && s < chunks.n)
             outlet_.copy(in(root, step_ + 1), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
         if (rank() != root && s >= 1)
-            k_.copy(user + chunks.begin(s - 1), in(root, step_), static_cast<size_t>(chunks.size(s - 1)), bytes >= STREAM_FROM);
+            k_.copy(user + chunks.begin(s - 1), in(root, step_), static_cast<size_t>(chunks.size(s - 1)), is_large(bytes));
     });
 }
 
@@ -82,14 +82,16 @@ void Group::gather(const void* source, char* const* outputs, int64_t bytes, int 
     Descriptor mine = descriptor(Call::gather, bytes, code);
     mine.root = root;
     const auto* from = static_cast<const char*>(source);
+    const bool stream = is_large(bytes * size());
     const Chunks chunks(bytes, static_cast<int64_t>(layout_.in_bytes));
     auto piece = [&](int64_t c) { return static_cast<size_t>(chunks.size(c)); };
     in_steps(chunks.n, doing, mine, [&](int64_t s) {
         if (s < chunks.n && rank() != root) put(in(rank(), step_ + 1), from + chunks.begin(s), piece(s));
         if (rank() != root) return;
-        if (s < chunks.n && outputs[root] != from) put(outputs[root] + chunks.begin(s), from + chunks.begin(s), piece(s));
+        if (s < chunks.n && outputs[root] != from)
+            k_.copy(outputs[root] + chunks.begin(s), from + chunks.begin(s), piece(s), stream);
         for (int r = 0; s >= 1 && r < size(); r++)
-            if (r != root) put(outputs[r] + chunks.begin(s - 1), in(r, step_), piece(s - 1));
+            if (r != root) k_.copy(outputs[r] + chunks.begin(s - 1), in(r, step_), piece(s - 1), stream);
     });
 }
 
@@ -98,6 +100,7 @@ void Group::scatter(const char* const* inputs, void* output, int64_t bytes, int 
     Descriptor mine = descriptor(Call::scatter, bytes, code);
     mine.root = root;
     auto* to = static_cast<char*>(output);
+    const bool stream = is_large(bytes);
     const Chunks chunks(bytes, static_cast<int64_t>(layout_.slice_bytes));
     in_steps(chunks.n, doing, mine, [&](int64_t s) {
         for (int r = 0; rank() == root && s < chunks.n && r < size(); r++) {
@@ -106,7 +109,7 @@ void Group::scatter(const char* const* inputs, void* output, int64_t bytes, int 
             if (place != piece) put(place, piece, static_cast<size_t>(chunks.size(s)));
         }
         if (rank() != root && s >= 1)
-            put(to + chunks.begin(s - 1), in(root, rank(), step_), static_cast<size_t>(chunks.size(s - 1)));
+            k_.copy(to + chunks.begin(s - 1), in(root, rank(), step_), static_cast<size_t>(chunks.size(s - 1)), stream);
     });
 }
 
@@ -133,6 +136,7 @@ void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char*
     }
     if (inputs[rank()] != outputs[rank()] && in_bytes[rank()] != 0)
         std::memmove(outputs[rank()], inputs[rank()], static_cast<size_t>(in_bytes[rank()]));
+    const bool stream = is_large(largest * P);
     const Chunks chunks(largest, static_cast<int64_t>(layout_.slice_bytes));
     in_steps(chunks.n, doing, mine, [&](int64_t s) {
         for (int k = 1; k < P; k++) {
@@ -140,7 +144,7 @@ void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char*
             const int64_t gives = s < chunks.n ? std::min(in_bytes[r], chunks.begin(s + 1)) - chunks.begin(s) : 0;
             if (gives > 0) put(in(rank(), r, step_ + 1), inputs[r] + chunks.begin(s), static_cast<size_t>(gives));
             const int64_t takes = s >= 1 ? std::min(out_bytes[r], chunks.begin(s)) - chunks.begin(s - 1) : 0;
-            if (takes > 0) put(outputs[r] + chunks.begin(s - 1), in(r, rank(), step_), static_cast<size_t>(takes));
+            if (takes > 0) k_.copy(outputs[r] + chunks.begin(s - 1), in(r, rank(), step_), static_cast<size_t>(takes), stream);
         }
     });
 }

@@ -151,7 +151,7 @@ void Group::reduce_scatter(void* output, const char* const* inputs, const int64_
 
 // Outputs that do not fit the caches are written past them; in place, the lines are in the cache already.
 bool Group::past_cache(const Scattered& parts) const {
-    return parts.bytes(rank()) >= STREAM_FROM && parts.output != parts.inputs[rank()];
+    return is_large(parts.bytes(rank())) && parts.output != parts.inputs[rank()];
 }
 
 // Each rank sums its part over the peers' memory.

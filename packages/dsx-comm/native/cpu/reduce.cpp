@@ -1,4 +1,5 @@
 // Compiled once per instruction set (namespace DSX_ISA). Plain loops that the compiler vectorises; blocks stay in the L1 cache.
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 
@@ -113,8 +114,8 @@ struct Product { template <class T> static T apply(T a, T b) { return mul(a, b, 
     template <class T> static T mul(T a, T b, std::true_type) { return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b)); }
     template <class T> static T mul(T a, T b, std::false_type) { return a * b; } };
 // NaN wins, as in torch.minimum and torch.maximum
-struct Min { template <class T> static T apply(T a, T b) { return (a < b || a != a) ? a : b; } };
-struct Max { template <class T> static T apply(T a, T b) { return (a > b || a != a) ? a : b; } };
+struct Min { template <class T> static T apply(T a, T b) { return ((a < b) | (a != a)) ? a : b; } };
+struct Max { template <class T> static T apply(T a, T b) { return ((a > b) | (a != a)) ? a : b; } };
 struct And { template <class T> static T apply(T a, T b) { return static_cast<T>(a & b); } };
 struct Or { template <class T> static T apply(T a, T b) { return static_cast<T>(a | b); } };
 struct Xor { template <class T> static T apply(T a, T b) { return static_cast<T>(a ^ b); } };
@@ -166,8 +167,69 @@ void accumulate(T* into, const ReduceArgs& a, int64_t at, int64_t n) {
     if (sum != into) std::memmove(into, sum, static_cast<size_t>(n) * sizeof(T));  // one source
 }
 
+#if defined(DSX_X86)
+// A register: vectors of the compiler, on which the operations above work as on numbers.
+#if defined(DSX_ISA_AVX512)
+constexpr int64_t WIDTH = 64;
+inline void stream_one(void* to, __m512i v) { _mm512_stream_si512(static_cast<__m512i*>(to), v); }
+using Register = __m512i;
+#elif defined(DSX_ISA_AVX2)
+constexpr int64_t WIDTH = 32;
+inline void stream_one(void* to, __m256i v) { _mm256_stream_si256(static_cast<__m256i*>(to), v); }
+using Register = __m256i;
+#else
+constexpr int64_t WIDTH = 16;
+inline void stream_one(void* to, __m128i v) { _mm_stream_si128(static_cast<__m128i*>(to), v); }
+using Register = __m128i;
+#endif
+
+// Two sources past the cache, from register to memory: by way of a block in the cache it takes an eighth to a third longer. `factor`: of
+// floats, at the end. `to` is aligned as a T is.
+template <class Op, class T>
+void stream_pair(T* to, const T* x, const T* y, T factor, int64_t n) {
+    constexpr bool wraps = std::is_integral<T>::value && (std::is_same<Op, Sum>::value || std::is_same<Op, Product>::value);
+    using Element = typename std::conditional<wraps, std::make_unsigned<T>, std::enable_if<true, T>>::type::type;
+    typedef Element Vector __attribute__((vector_size(WIDTH)));
+    constexpr auto step = WIDTH / static_cast<int64_t>(sizeof(T));
+    const auto misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) & (WIDTH - 1));
+    const int64_t head = std::min(n, (WIDTH - misaligned) % WIDTH / static_cast<int64_t>(sizeof(T)));
+    auto plainly = [&](int64_t from, int64_t until) {
+        for (int64_t i = from; i < until; i++) {
+            to[i] = Op::apply(x[i], y[i]);
+            if (factor != T(1)) to[i] = static_cast<T>(to[i] * factor);
+        }
+    };
+    plainly(0, head);
+    int64_t i = head;
+    for (; i + step <= n; i += step) {
+        Vector a, b;
+        std::memcpy(&a, x + i, WIDTH);
+        std::memcpy(&b, y + i, WIDTH);
+        Vector v = Op::apply(a, b);
+        if (factor != T(1)) v = v * static_cast<Element>(factor);
+        stream_one(to + i, (Register)v);
+    }
+    plainly(i, n);
+}
+
+// The factor that a division by a power of two is; 0: no such.
+template <class T>
+T factor_of(double divide) {
+    if (divide == 1.0) return T(1);
+    return !std::is_integral<T>::value && divide == 2.0 ? static_cast<T>(0.5) : T(0);
+}
+#endif
+
 template <class Op, class T>
 void reduce(const ReduceArgs& a) {
+#if defined(DSX_X86)
+    const T factor = factor_of<T>(a.divide);
+    const bool aligned = reinterpret_cast<uintptr_t>(a.dst) % sizeof(T) == 0;
+    if (a.stream && aligned && a.nsources == 2 && a.premultiply == 1.0 && factor != T(0)) {
+        auto source = [&](int r) { return static_cast<const T*>(a.sources[r]); };
+        return stream_pair<Op, T>(static_cast<T*>(a.dst), source(0), source(1), factor, a.count);
+    }
+#endif
     alignas(64) T block[BLOCK];
     for (int64_t at = 0; at < a.count; at += BLOCK) {
         const int64_t n = a.count - at < BLOCK ? a.count - at : BLOCK;

@@ -3,7 +3,8 @@
     dsx bench comm --ranks 2 --sizes 1K,64K,1M,64M --backends dsx,gloo --plot comm.svg
     torchrun --nproc-per-node 4 -m dsx_comm.benchmark     # on ranks that somebody else starts
 
-All backends run in the same processes, one call of each in turn, so that a disturbance meets all; medians are shown. Ratios
+All backends run in the same processes, one call of each in turn, so that a disturbance meets all; medians are shown. `--calls` times several
+calls on end and divides, as OSU's and NCCL's benchmarks do: a single call of microseconds is mostly how far apart the ranks begin it. Ratios
 are against the first backend after the first. `floor` is what the memory allows: the bytes that the operation must read and
 write, at the rate of an in-place pass over a tensor of that size, run by all ranks in the same turn. Bandwidths have the usual
 definitions (algbw = size / time; busbw = algbw x 2(N-1)/N for all-reduce, (N-1)/N for gathers and scatters).
@@ -157,7 +158,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def timed_in_turn(calls: dict[str, Callable[[], Any]], group: Any, options: argparse.Namespace) -> dict[str, float]:
-    """Median milliseconds of each call, the slowest rank's, all called once per round."""
+    """Median milliseconds of each call, the slowest rank's, each called `options.calls` times on end per round."""
     samples = torch.zeros(options.repeats, len(calls), dtype=torch.float64)
     began, rounds = time.perf_counter(), 0
     for round_ in range(-options.warmup, options.repeats):
@@ -165,9 +166,10 @@ def timed_in_turn(calls: dict[str, Callable[[], Any]], group: Any, options: argp
             dist.barrier(group)
             dist.barrier(group)  # who slept in the first one leaves it late
             start = time.perf_counter()
-            call()
+            for _ in range(options.calls):
+                call()
             if round_ >= 0:
-                samples[round_, column] = (time.perf_counter() - start) * 1e3
+                samples[round_, column] = (time.perf_counter() - start) * 1e3 / options.calls
         rounds = max(rounds, round_ + 1)
         slow = torch.tensor([time.perf_counter() - began > options.seconds and rounds >= 5], dtype=torch.uint8)
         dist.all_reduce(slow, dist.ReduceOp.MAX, group=group)  # all ranks stop together
@@ -256,6 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backends", default="dsx,gloo", help=f"comma-separated; also nccl, mpi, {SYMMETRIC}")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=1, help="calls on end per timed sample")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument(
         "--seconds", type=float, default=5.0, help="stop repeating an operation after this (5 rounds at least)"
@@ -271,7 +274,7 @@ def _check(options: argparse.Namespace) -> None:
             raise CommArgumentError(f"--ops: got {op!r}, expected some of {', '.join(OPERATIONS)}")
     for size in options.sizes.split(","):
         parse_size(size)
-    for name, least in (("ranks", 2), ("repeats", 1), ("warmup", 0)):
+    for name, least in (("ranks", 2), ("repeats", 1), ("calls", 1), ("warmup", 0)):
         if getattr(options, name) < least:
             raise CommArgumentError(f"--{name}: got {getattr(options, name)}, expected at least {least}")
 
@@ -315,7 +318,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
     else:
         rows = _started_here(options)
-    sys.stdout.write(f"{rows[0].ranks} ranks, {options.dtype}, medians of up to {options.repeats}\n{table(rows)}\n")
+    sys.stdout.write(
+        f"{rows[0].ranks} ranks, {options.dtype}, medians of up to {options.repeats} samples of {options.calls}\n{table(rows)}\n"
+    )
     if options.json:
         with open(options.json, "w") as f:
             json.dump([asdict(r) for r in rows], f, indent=1)

@@ -10,7 +10,9 @@
 namespace dsx {
 
 constexpr int64_t BLOCK = 16384;           // bytes that are handled in one go inside a chunk
-constexpr int64_t STREAM_FROM = 2 << 20;   // outputs of this size do not fit the caches beside their inputs: write past them
+
+// Outputs of this many bytes do not fit the caches beside their inputs: write past them.
+inline bool is_large(int64_t bytes) { return bytes >= 2 << 20; }
 
 // memcpy that may be given nothing: the pointers of empty tensors are null
 inline void put(void* dst, const void* src, size_t bytes) {
