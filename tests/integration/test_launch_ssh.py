@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
+from dsx.launcher.processes import lives
 
 TIMEOUT = 150
 SSHD = shutil.which("sshd") or next((path for path in ("/usr/sbin/sshd", "/sbin/sshd") if os.path.exists(path)), None)
@@ -92,7 +92,7 @@ def launch(hosts: TwoHosts, *argv: str, cwd: Path) -> subprocess.CompletedProces
 
 
 def living(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if lives(pid)]
 
 
 def test_two_hosts_train_together(two_hosts: TwoHosts, tmp_path: Path):

@@ -37,10 +37,17 @@ def dying_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], N
     return request
 
 
+def lives(pid: int) -> bool:
+    """Whether there is such a process and it has not ended: one that nobody has waited for yet does not count."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it may end at any moment, also between two questions
+        return False
+
+
 def kill_descendants(*, wait_s: float = 2.0) -> int:
     """SIGKILL every descendant of this process and wait for them. Returns how many there were."""
-    left = psutil.Process().children(recursive=True)
-    living = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    living = [process for process in psutil.Process().children(recursive=True) if lives(process.pid)]
     for process in living:
         try:
             process.kill()
