@@ -133,10 +133,8 @@ def _adam(type_name: str, arguments: dict[str, Any], reference: bool, wide: str)
             raise _narrow(type_name, f"torch's is taken, because {wish or missing}; it keeps", wide)
         choice = _torch_adam("AdamW" if decoupled else "Adam", arguments, plain=reference)
         return OptimizerChoice(type_name, choice.build, f"{choice.reason}, because {wish or missing}")
-    kept = {key: value for key, value in arguments.items() if key not in _ONLY_TORCH | {"fp32_optimizer_states"}}
-    if wide or arguments.get("fp32_optimizer_states"):
-        kept["state_dtype"] = torch.float32
-    return _from_ops(type_name, cls, {**kept, "adam_w_mode": decoupled})
+    kept = {key: value for key, value in arguments.items() if key not in _ONLY_TORCH}
+    return _from_ops(type_name, cls, {**kept, "adam_w_mode": decoupled}, wide)
 
 
 def _torch_adam(torch_name: str, arguments: dict[str, Any], *, plain: bool) -> OptimizerChoice:
@@ -156,11 +154,7 @@ def _only_ops(type_name: str, arguments: dict[str, Any], wide: str) -> Optimizer
     cls, missing = _ops_class(_OURS[type_name.lower()])
     if cls is None:
         raise _problem("type", f'optimizer "{type_name}" needs dsx-ops: {missing}', fix="pip install dsx-ops")
-    ours = ("fp32_optimizer_states", "set_grad_none")
-    kept = {key: value for key, value in arguments.items() if key not in ours}
-    if wide or arguments.get("fp32_optimizer_states"):
-        kept["state_dtype"] = torch.float32
-    return _from_ops(type_name, cls, kept)
+    return _from_ops(type_name, cls, {key: value for key, value in arguments.items() if key != "set_grad_none"}, wide)
 
 
 def _drop_upstreams(arguments: dict[str, Any]) -> None:
@@ -186,7 +180,10 @@ def _one_bit(type_name: str, arguments: dict[str, Any]) -> OptimizerChoice:
     return OptimizerChoice(type_name, build, f"dsx_comm.{cls.__name__}, compressing with {how}", communicates=True)
 
 
-def _from_ops(type_name: str, cls: Any, arguments: dict[str, Any]) -> OptimizerChoice:
+def _from_ops(type_name: str, cls: Any, arguments: dict[str, Any], wide: str) -> OptimizerChoice:
+    """A class of dsx_ops, with fp32 states where they are to be `wide` or upstream's argument asks for them."""
+    if arguments.pop("fp32_optimizer_states", False) or wide:
+        arguments["state_dtype"] = torch.float32
     _check_arguments(cls, arguments, type_name)
     name = f"dsx_ops.{cls.__name__}"
     return OptimizerChoice(
