@@ -239,9 +239,10 @@ def schedule_steps_on_overflow() -> Any:
     return patch.object(engine, "_update", update)
 
 
-def schedule_not_stepped_when_built() -> Any:
+def schedule_one_update_ahead() -> Any:
     def init(self, scheduler):
         self.scheduler = scheduler
+        scheduler.step()
 
     return patch.object(module("dsx.engine.schedule").DrivenSchedule, "__init__", init)
 
@@ -373,7 +374,7 @@ BUGS = [
         {**FP16, **WARMUP, **zero(1)},
         batch=overflowing,
     ),
-    Bug("the schedule is not stepped when the engine is built", schedule_not_stepped_when_built, {**WARMUP, **zero(0)}),
+    Bug("the schedule is not stepped when the engine is built", schedule_one_update_ahead, {**WARMUP, **zero(0)}),
     Bug("overflow is not noticed", overflow_not_checked, {**FP16, **zero(2)}, batch=overflowing),
     Bug(
         "a parameter unused in this step keeps the last step's gradient",

@@ -1,4 +1,4 @@
-"""The learning rate each update runs with: one step at the minimum, none after a skipped update, momentum too."""
+"""The learning rate each update runs with: the start, no step after a skipped update, momentum too."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_updates_use_the_published_sequence():
         scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}}
     )
     seen = rates(settings, 6)
-    assert [lr for lr, _ in seen] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [lr for lr, _ in seen] == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
 
 
 def test_one_cycle_sets_momentum_too():
@@ -46,8 +46,8 @@ def test_one_cycle_sets_momentum_too():
         "decay_step_size": 1,
     }
     seen = rates(config(scheduler={"type": "OneCycle", "params": params}), 8)
-    assert [lr for lr, _ in seen] == pytest.approx([0.04, 0.07, 0.1, 0.07, 0.04, 0.01, 0.02 / 3, 0.005])
-    assert [mom[0] for _, mom in seen][:3] == pytest.approx([0.86666667, 0.83333333, 0.8])
+    assert [lr for lr, _ in seen] == pytest.approx([0.01, 0.04, 0.07, 0.1, 0.07, 0.04, 0.01, 0.02 / 3])
+    assert [mom[0] for _, mom in seen][:4] == pytest.approx([0.8, 0.86666667, 0.83333333, 0.8])
 
 
 def test_a_schedule_of_torch_by_name_steps_as_in_torch():

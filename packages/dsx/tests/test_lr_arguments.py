@@ -46,7 +46,7 @@ WRONG = [
     (WarmupLR, {"warmup_max_lr": "high"}, "expected a number"),
     (WarmupLR, {"warmup_min_lr": float("nan")}, "expected a number"),
     (WarmupDecayLR, {"total_num_steps": 0}, "at least 1"),
-    (WarmupCosineLR, {"total_num_steps": 2.5}, "whole number"),
+    (WarmupCosineLR, {"total_num_steps": 2.5}, "integer of at least"),
     (LRRangeTest, {"lr_range_test_step_size": 0}, "at least 1"),
     (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": True}, "expected a number"),
     (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "at least 1"),

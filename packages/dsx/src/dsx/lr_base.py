@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from .errors import ScheduleError
 
-__all__ = ["HasParamGroups", "LRSchedule", "PerGroup", "logger", "number", "whole"]
+__all__ = ["HasParamGroups", "LRSchedule", "PerGroup", "integer", "logger", "number"]
 
 logger = logging.getLogger("dsx.lr_schedules")
 
@@ -26,6 +26,9 @@ class HasParamGroups(Protocol):
 class LRSchedule:
     """Base of the schedules: the counter, the writing of values into groups, and the state.
 
+    A subclass checks its arguments first and calls ``_begin`` last, so that a refused argument leaves the optimizer as
+    it was.
+
     Args:
         optimizer: any object with ``param_groups``.
         last_batch_iteration: -1 to begin at the start; the counter to resume from otherwise.
@@ -37,14 +40,21 @@ class LRSchedule:
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
 
+    def _begin(self, start_at_first_value: bool) -> None:
+        """Write the values of counter -1 into the groups, or those of counter 0; a resumed schedule writes nothing."""
+        if self.last_batch_iteration != -1:
+            return
+        if start_at_first_value:
+            self.step()
+        else:
+            self._write(-1)
+
     def lr_at(self, iteration: int) -> list[float]:
-        """Return the learning rate of every group at counter ``iteration`` (>= 0)."""
+        """Return the learning rate of every group at counter ``iteration`` (>= -1; -1 is before the first step)."""
         raise NotImplementedError
 
     def get_lr(self) -> list[float]:
-        """Return the rates that hold at the current counter; before the first step, those the groups have."""
-        if self.last_batch_iteration < 0:
-            return self.get_last_lr()
+        """Return the rates that hold at the current counter."""
         return self.lr_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
@@ -56,11 +66,15 @@ class LRSchedule:
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
-        self._write(max(0, self.last_batch_iteration))
+        self._write(max(-1, self.last_batch_iteration))
 
     def _write(self, iteration: int) -> None:
         for group, lr in zip(self.optimizer.param_groups, self.lr_at(iteration), strict=True):
-            group["lr"] = lr
+            # A rate that is a tensor stays this tensor: optimizers that are captured or compiled hold on to it.
+            if hasattr(group["lr"], "fill_"):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: everything but the counter is an argument."""
@@ -69,8 +83,7 @@ class LRSchedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the counter from ``state`` and write the values that belong to it into the groups."""
         self.last_batch_iteration = int(state["last_batch_iteration"])
-        if self.last_batch_iteration >= 0:
-            self._write(self.last_batch_iteration)
+        self._write(max(-1, self.last_batch_iteration))
 
     def _per_group(self, name: str, value: PerGroup | None) -> list[float]:
         """Return one value per group: repeated, or checked against the number of groups."""
@@ -80,7 +93,8 @@ class LRSchedule:
         if isinstance(value, (list, tuple)):
             if len(value) != len(groups):
                 raise ScheduleError(
-                    f"{name}: got {len(value)} values for {len(groups)} parameter groups; give one number or one per group"
+                    f"{name}: got {len(value)} values for {len(groups)} parameter groups; "
+                    "give one number or one per group"
                 )
             return [number(name, item) for item in value]
         return [number(name, value)] * len(groups)
@@ -93,9 +107,9 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
-def whole(name: str, value: Any) -> int:
-    """Return ``value`` as a whole number of at least 1, or refuse it by name."""
+def integer(name: str, value: Any, minimum: int = 1) -> int:
+    """Return ``value`` as an integer of at least ``minimum``, or refuse it by name."""
     checked = number(name, value)
-    if checked < 1 or not checked.is_integer():
-        raise ScheduleError(f"{name}: got {value!r}, expected a whole number of at least 1")
+    if checked < minimum or not checked.is_integer():
+        raise ScheduleError(f"{name}: got {value!r}, expected an integer of at least {minimum}")
     return int(checked)

@@ -1,11 +1,15 @@
 """Learning-rate schedules that users name in a configuration, with the formulas they are known by.
 
 Every schedule is a pure function of one counter, ``last_batch_iteration``: -1 before the first ``step()``, 0 after it.
-``step()`` sets ``lr`` (and momentum) in every parameter group, so anything with ``param_groups`` can be scheduled. A
+``step()`` sets ``lr`` (and momentum) in every parameter group, so anything with ``param_groups`` can be scheduled; a
+rate that is a tensor stays the same tensor. A
 single number for a per-group argument holds for all groups; a list gives one value per group.
 
-The engine calls ``step()`` once when it is built and once after every applied update. Update k therefore runs with the
-k-th value of the sequence (counted from 0), and exactly one update runs at the warm-up minimum.
+A schedule writes its starting value when it is built: the minimum (``WarmupCosineLR``: 0). ``step()`` follows every
+applied update, in the engine or in a loop of the user's own. So the first update runs at the starting value, and update
+k > 0 runs with the value at counter k - 1: two updates run at the warm-up minimum. This is the trajectory that DeepSpeed
+users know, to the last bit (tests/test_lr_trajectory.py). ``start_at_first_value=True`` leaves the repeated start out:
+update k then runs with the value at counter k.
 
 Formulas, with ``it`` the counter:
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import ScheduleError
-from .lr_base import HasParamGroups, LRSchedule, PerGroup, logger, number, whole
+from .lr_base import HasParamGroups, LRSchedule, PerGroup, integer, logger, number
 
 __all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
@@ -22,30 +22,45 @@ class WarmupLR(LRSchedule):
         warmup_num_steps: steps of the warm-up; at least 2 are taken.
         warmup_type: ``log`` or ``linear``.
         last_batch_iteration: counter to resume from.
+        start_at_first_value: begin at counter 0, so that one update runs at the minimum and not two.
     """
 
     def __init__(
         self,
         optimizer: HasParamGroups,
         warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_max_lr: PerGroup | None = None,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
+        start_at_first_value: bool = False,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = self._per_group("warmup_min_lr", warmup_min_lr)
         self.max_lr = self._per_group("warmup_max_lr", warmup_max_lr)
+        self._max_is_own_rate = warmup_max_lr is None
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
+        self._begin(start_at_first_value)
 
     def gamma_at(self, iteration: int) -> float:
         """Return how far from min to max the rate is, between 0 and 1."""
         return self.warmup.at(iteration)
 
     def lr_at(self, iteration: int) -> list[float]:
-        """Return min + (max - min) * gamma per group."""
-        gamma = self.gamma_at(iteration)
+        """Return min + (max - min) * gamma per group; the minimum before the first step."""
+        gamma = self.gamma_at(iteration) if iteration >= 0 else 0.0
         return [low + (high - low) * gamma for low, high in zip(self.min_lr, self.max_lr, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counter, and the groups' own rates where they are the maximum: running groups no longer show it."""
+        return {**super().state_dict(), **({"max_lr": list(self.max_lr)} if self._max_is_own_rate else {})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the counter from ``state``, and the maximum where it is the groups' own rate."""
+        kept = state.get("max_lr")
+        if self._max_is_own_rate and kept is not None and len(kept) == len(self.max_lr):
+            self.max_lr = [float(lr) for lr in kept]
+        super().load_state_dict(state)
 
 
 class WarmupDecayLR(WarmupLR):
@@ -54,7 +69,8 @@ class WarmupDecayLR(WarmupLR):
     Args:
         optimizer: any object with ``param_groups``.
         total_num_steps: steps of the whole run, warm-up included.
-        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: as in ``WarmupLR``.
+        warmup_max_lr: as in ``WarmupLR``, but 0.001 when it is not given; None takes the optimizer's own rate.
+        warmup_min_lr, warmup_num_steps, warmup_type, last_batch_iteration, start_at_first_value: as in ``WarmupLR``.
     """
 
     def __init__(
@@ -66,9 +82,14 @@ class WarmupDecayLR(WarmupLR):
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
+        start_at_first_value: bool = False,
     ) -> None:
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
-        self.total = _total("WarmupDecayLR", total_num_steps, self.warmup)
+        self.total = integer("total_num_steps", total_num_steps)
+        super().__init__(
+            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration,
+            start_at_first_value,
+        )  # fmt: skip
+        _warn_if_short("WarmupDecayLR", self.total, self.warmup)
 
     def gamma_at(self, iteration: int) -> float:
         """Return the warm-up's share, then the share that is left of the decay."""
@@ -88,6 +109,8 @@ class WarmupCosineLR(LRSchedule):
         cos_min_ratio: factor at the end.
         warmup_type: ``log`` or ``linear``.
         last_batch_iteration: counter to resume from.
+        start_at_first_value: begin at counter 0. Otherwise the first update runs at rate 0, whatever the ratios say,
+            as the published sequence has it.
     """
 
     def __init__(
@@ -99,20 +122,25 @@ class WarmupCosineLR(LRSchedule):
         cos_min_ratio: float = 0.0001,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
+        start_at_first_value: bool = False,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
-        self.total = _total("WarmupCosineLR", total_num_steps, self.warmup)
+        self.total = integer("total_num_steps", total_num_steps)
         self.min_ratio = number("warmup_min_ratio", warmup_min_ratio)
         self.cos_min_ratio = number("cos_min_ratio", cos_min_ratio)
         self.base_lr = self._per_group("lr", None)
+        _warn_if_short("WarmupCosineLR", self.total, self.warmup)
+        self._begin(start_at_first_value)
 
     def ratio_at(self, iteration: int) -> float:
-        """Return the factor at counter ``iteration``."""
+        """Return the factor at counter ``iteration``; 0 before the first step."""
+        if iteration < 0:
+            return 0.0
         if iteration < self.warmup.steps:
-            return self.min_ratio + (1.0 - self.min_ratio) * self.warmup.at(iteration)
+            return self.min_ratio + self.warmup.at(iteration) * (1.0 - self.min_ratio)
         done = min(1.0, (iteration - self.warmup.steps + 1) / max(1, self.total - self.warmup.steps))
-        return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + math.cos(math.pi * done)) / 2.0
+        return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ((1.0 + math.cos(math.pi * done)) / 2.0)
 
     def lr_at(self, iteration: int) -> list[float]:
         """Return factor * own rate per group."""
@@ -137,17 +165,17 @@ class _Warmup:
     def __init__(self, steps: int, kind: str) -> None:
         if kind not in ("log", "linear"):
             raise ScheduleError(f"warmup_type: got {kind!r}, expected 'log' or 'linear'")
-        self.steps = max(2, int(number("warmup_num_steps", steps)))
+        # 0 is what programs write that want no warm-up; two steps are the fewest with which ln(W) is not 0.
+        self.steps = max(2, integer("warmup_num_steps", steps, minimum=0))
         self.kind = kind
 
     def at(self, iteration: int) -> float:
         if iteration >= self.steps:
             return 1.0
-        return math.log(iteration + 1) / math.log(self.steps) if self.kind == "log" else iteration / self.steps
+        # The reciprocal is taken first: the published sequences are met to the last bit (test_lr_trajectory.py).
+        return (1.0 / math.log(self.steps)) * math.log(iteration + 1) if self.kind == "log" else iteration / self.steps
 
 
-def _total(name: str, total: int, warmup: _Warmup) -> int:
-    total = whole("total_num_steps", total)
+def _warn_if_short(name: str, total: int, warmup: _Warmup) -> None:
     if total < warmup.steps:
         logger.warning("%s: total_num_steps %d is less than warmup_num_steps %d", name, total, warmup.steps)
-    return total

@@ -1,8 +1,7 @@
 """Driving a learning-rate schedule: one step per applied update, none on a skipped one.
 
-Two families of schedules meet here. Those of torch set their first value when they are constructed; those of
-`dsx.lr_schedules` set it at their first `step()`. So that update number k uses value number k - 1 in both, the driver
-steps a schedule of the second kind once when it takes it over.
+The schedules of torch and those of `dsx.lr_schedules` both set the rate of the first update when they are
+constructed, so the driver has nothing to do before the first update.
 """
 
 from __future__ import annotations
@@ -45,9 +44,6 @@ class DrivenSchedule:
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        # -1: the documented state of a schedule of dsx.lr_schedules (and of its upstream's) that was never stepped.
-        if getattr(scheduler, "last_batch_iteration", None) == -1:
-            scheduler.step()
 
     def step(self, **kwargs: Any) -> None:
         """Set the learning rates of the next update."""

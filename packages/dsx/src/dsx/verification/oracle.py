@@ -55,9 +55,6 @@ class Oracle:
         by_identity = {id(self.params[name]): master for name, master in self.masters.items()}
         self.optimizer = recipe.optimizer(_over_masters(recipe.groups(module), by_identity))
         self.schedule = None if recipe.schedule is None else recipe.schedule(self.optimizer)
-        # dsx's own schedules set their first value at the first step(); torch's do so when constructed.
-        if getattr(self.schedule, "last_batch_iteration", None) == -1:
-            self.schedule.step()  # type: ignore[union-attr]
         self.grads: dict[str, torch.Tensor] = {}
         self.zero_grad()
 
