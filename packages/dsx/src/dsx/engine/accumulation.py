@@ -24,6 +24,7 @@ class Accumulation:
     def __init__(self, steps: int) -> None:
         self._steps = 0
         self._done = 0
+        self._unstepped = 0
         self._override: bool | None = None
         self.steps = steps
 
@@ -51,17 +52,29 @@ class Accumulation:
 
     def restart(self) -> None:
         """Begin an update: the micro-batches so far do not count."""
-        self._done = 0
+        self._done = self._unstepped = 0
 
     def override(self, boundary: bool | None) -> None:
         """Decide the boundary by hand until told otherwise; None returns to counting."""
         self._override = boundary
 
-    def advance(self) -> bool:
-        """End the running micro-batch; True if it was the boundary."""
+    def note_backward(self) -> None:
+        """Note a backward. One before the boundary counts as a micro-batch if no `step()` of its own follows it."""
+        if not self.is_boundary():
+            self._unstepped += 1
+
+    def advance(self) -> int:
+        """End the running micro-batch.
+
+        Returns:
+            How many micro-batches have ended since the last call: one where `step()` follows every micro-batch, and all
+            of the update where it is called at boundaries only, as Accelerate does.
+        """
         boundary = self.is_boundary()
+        ended = 1 + self._unstepped if boundary else 1
         self._done = 0 if boundary else self._done + 1
-        return boundary
+        self._unstepped = 0
+        return ended
 
 
 class SyncWindow:

@@ -72,6 +72,7 @@ class Engine(WeightsMixin, EngineSwitches, EngineAccessors):
         divisor = self._divisor(scale_wrt_gas)
         self._losses.add(loss.detach() / divisor)
         boundary = parts.accumulation.is_boundary()
+        parts.accumulation.note_backward()
         parts.window.before_backward(boundary=boundary)
         for hook in parts.hooks:
             hook.before_backward(loss, boundary)
@@ -105,8 +106,7 @@ class Engine(WeightsMixin, EngineSwitches, EngineAccessors):
         self._applied = False
         if boundary:
             self._update(lr_kwargs or {})
-        parts.accumulation.advance()
-        self.counters.micro_steps += 1
+        self.counters.micro_steps += parts.accumulation.advance()
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         parts, counters = self._parts, self.counters

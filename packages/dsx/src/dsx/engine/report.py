@@ -14,7 +14,7 @@ import torch
 
 @dataclass
 class Counters:
-    """How far training is. Saved in checkpoints; only `micro_steps` counts calls that were no boundary."""
+    """How far training is. Saved in checkpoints; `micro_steps` counts micro-batches, the others updates."""
 
     global_steps: int = 0
     global_samples: int = 0
