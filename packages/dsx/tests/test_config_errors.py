@@ -36,7 +36,7 @@ CASES = {
     ),
     "text for a number": ({"gradient_clipping": "1.0"}, "gradient_clipping", "type", '"1.0"', "a number", "without quotes"),
     "text for a switch": ({"fp16": {"enabled": "true"}}, "fp16.enabled", "type", '"true"', "true or false", "without quotes"),
-    "number for a switch": ({"bf16": {"enabled": 1}}, "bf16.enabled", "type", "1", "true or false", ""),
+    "number for a switch": ({"bf16": {"enabled": 2}}, "bf16.enabled", "type", "2", "true or false", ""),
     "switch for a number": ({"steps_per_print": True}, "steps_per_print", "type", "true", "a whole number", ""),
     "fraction for a whole number": ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps", "type", "1.5", "a whole number", ""),
     "object for a number": ({"gradient_clipping": {"value": 1}}, "gradient_clipping", "type", "value", "a number", ""),
@@ -56,8 +56,8 @@ CASES = {
     "boolean communication type": ({"communication_data_type": True}, "communication_data_type", "value", "true", '"fp32"', ""),
     "fp16 with bf16": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled", "conflict", "fp16.enabled true", "one of", "off"),
     "fp16 with amp": ({"fp16": {"enabled": True}, "amp": {"enabled": True}}, "amp.enabled", "conflict", "amp.enabled true", "one of", "off"),
-    "bf16 with autocast": (
-        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "conflict", "", "one of", "off",
+    "fp16 with autocast to bf16": (
+        {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "conflict", "", "one of", "off",
     ),
     "apex level 2": ({"amp": {"enabled": True, "opt_level": "O2"}}, "amp.opt_level", "conflict", "O2", "O1", "fp16"),
     "bf16 reduced in fp16": (
@@ -84,9 +84,6 @@ CASES = {
     "optimizer offload to disk at stage 2": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
         "zero_optimization.offload_optimizer", "conflict", "stage 2", "stage 3", "stage",
-    ),
-    "prescale and predivide": (
-        {"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor", "conflict", "2", "1.0", "one",
     ),
     "unknown optimizer": ({"optimizer": {"type": "AdamX"}}, "optimizer.type", "value", '"AdamX"', "Adam", "did you mean"),
     "unknown optimizer argument": (

@@ -58,7 +58,7 @@ BROKEN = {
     "a brace is missing": ('{\n  "a": {"b": 1}\n', 3, 1, 'of line 1 is never closed'),
     "a bracket is missing": ('{"a": [1, 2', 1, 12, "never closed"),
     "no colon": ('{"a" 1}', 1, 6, '":"'),
-    "a key without quotes": ("{a: 1}", 1, 2, "double quotes"),
+    "text without quotes": ("{a: b}", 1, 5, "not a JSON value"),
     "single quotes": ("{\"a\": 'b'}", 1, 7, "single quotes"),
     "Python's True": ('{"a": True}', 1, 7, "True is Python"),
     "Python's None": ('{"a":\n None}', 2, 2, "None is Python"),
@@ -89,8 +89,10 @@ def test_broken_text_is_shown_with_line_column_and_caret(name, tmp_path):
     *_, shown, caret = problem.excerpt.split("\n")
     assert shown.lstrip().startswith(f"{line} |")
     written = (text.splitlines() or [""])[line - 1] if line <= len(text.splitlines()) else ""
-    assert shown.split("| ", 1)[1] == written
-    assert caret.index("^") - caret.index("| ") - 2 == column - 1
+    text = shown.split("| ", 1)[1]
+    at = caret.index("^") - caret.index("| ") - 2
+    assert text == written if len(written) <= 100 else text in written
+    assert text[at:] == written[column - 1 :][: len(text) - at]
 
 
 def test_a_key_given_twice_is_refused_with_both_places(tmp_path):

@@ -91,7 +91,7 @@ ILLEGAL = [
     {"master": "bf16"},
     {"grad_accum": "bf16"},
     {"params": "bf16", "compute": "bf16", "optimizer_state": "bf16"},
-    {"params": "bf16", "compute": "bf16", "autocast": True},
+    {"params": "bf16", "compute": "fp16", "autocast": True},
 ]
 
 
@@ -126,7 +126,7 @@ def test_the_record_travels_as_json():
     with pytest.raises(PrecisionError, match="unknown fields weights"):
         Precision.from_json({"weights": "fp32"})
     with pytest.raises(PrecisionError, match="autocast"):
-        Precision.from_json({**record.to_json(), "params": "bf16"})
+        Precision.from_json({**record.to_json(), "params": "fp16"})
 
 
 def test_names_and_dtypes():

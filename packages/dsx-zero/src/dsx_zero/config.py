@@ -23,6 +23,13 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _no_boolean(value: Any) -> Any:
+    """Refuse true and false, which Python takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("true or false is no stage; write 0, 1, 2 or 3")
+    return value
+
+
 Size = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Auto = Literal["auto"]
@@ -98,7 +105,7 @@ _SECOND_NAMES = {
 class ZeroConfig(_Section):
     """How optimizer states, gradients and parameters are divided among the ranks. Sizes are in elements."""
 
-    stage: Literal[0, 1, 2, 3] = Field(
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_boolean)] = Field(
         0, description="0: nothing; 1: optimizer states; 2: and gradients; 3: and parameters"
     )
     keep_full_gradients: bool = Field(

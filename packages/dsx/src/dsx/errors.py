@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["DsxConfigError", "DsxError", "LossScaleError", "PrecisionError", "Problem", "ScheduleError"]
+__all__ = ["DsxConfigError", "DsxError", "LossScaleError", "PrecisionError", "Problem", "ScheduleError", "shorten"]
 
 
 class DsxError(Exception):
@@ -45,7 +45,7 @@ class Problem:
     excerpt: str = ""
 
     def __str__(self) -> str:
-        head = f"{self.path}: {self.message}" if self.path else self.message
+        head = f"{shorten(self.path)}: {self.message}" if self.path else self.message
         if self.where:
             head += f" ({self.where})"
         lines = [head]
@@ -55,6 +55,11 @@ class Problem:
             if text:
                 lines.append(f"    {label + ':':<10}{text}")
         return "\n".join(lines)
+
+
+def shorten(text: str, width: int = 120) -> str:
+    """Return `text`, or its beginning and its length where it is longer than `width`: a message is to be read."""
+    return text if len(text) <= width else f"{text[: width - 20]}... ({len(text)} characters)"
 
 
 class DsxConfigError(DsxError, ValueError):

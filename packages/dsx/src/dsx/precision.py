@@ -138,9 +138,9 @@ def precision_problems(record: Precision) -> list[str]:
         found.append(
             f"parameters in {record.params} compute in {record.compute} only under autocast; use torch_autocast"
         )
-    if record.autocast and record.params != "fp32":
+    if record.autocast and record.params not in ("fp32", record.compute):
         found.append(
-            f"autocast keeps parameters in fp32, got {record.params}; use bf16 or fp16 without autocast instead"
+            f"autocast to {record.compute} over parameters in {record.params}; use fp32 parameters, or one type for both"
         )
     for role in ("grad_accum", "reduce", "master"):
         other = getattr(record, role)
@@ -185,19 +185,25 @@ def resolve_precision(root: Any) -> Precision:
             reduce=reduce or name,
             master=name if low_master else "fp32",
             optimizer_state=name if low_states else "fp32",
+            autocast=root.torch_autocast.enabled,
+            safe_modules=_safe_modules(root),
             cast_inputs=name == "fp16" and root.fp16.auto_cast,
             check_overflow=name == "fp16" or root.bf16.check_grad_overflow,
         )
     compute = _autocast_dtype(root)
-    modules = root.torch_autocast.lower_precision_safe_modules if root.torch_autocast.enabled else None
     return Precision(
         compute=compute or "fp32",
         grad_accum=asked or "fp32",
         reduce=reduce or "fp32",
         autocast=compute is not None,
-        safe_modules=None if modules is None else tuple(modules),
+        safe_modules=_safe_modules(root),
         check_overflow=compute == "fp16",
     )
+
+
+def _safe_modules(root: Any) -> tuple[str, ...] | None:
+    modules = root.torch_autocast.lower_precision_safe_modules if root.torch_autocast.enabled else None
+    return None if modules is None else tuple(modules)
 
 
 def _autocast_dtype(root: Any) -> str | None:

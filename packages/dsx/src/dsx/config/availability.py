@@ -87,6 +87,7 @@ MEANINGLESS: dict[str, str] = {
     "checkpoint.load_universal": "every checkpoint loads at every world size and stage",
     "checkpoint.writer": "there is one writer; each rank writes its own byte ranges",
     "compile": "it configures compile.deepcompile, which does not exist yet",
+    "cuda_visible_devices": "choose devices with `dsx launch --include` or the variable CUDA_VISIBLE_DEVICES",
     "disable_allgather": "nothing reads it upstream either",
     "flops_profiler.recompute_fwd_factor": "recomputation is counted as it runs",
     "optimizer.legacy_fusion": "there is one fp16 path",

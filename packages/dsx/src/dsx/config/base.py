@@ -1,7 +1,7 @@
 """What all sections share: a frozen, strict base model and the number types of JSON people write.
 
-Strict means: text is not a number, 1 is not ``true``, an unknown key is an error. The one liberty: a whole number may be
-written as ``5e8``, because every published configuration does.
+Strict means: text is not a number, an unknown key is an error. One liberty is taken here: a whole number may be written
+as ``5e8``, because every published configuration does. The others, such as 1 for ``true``, are in ``lenient.py``.
 
 Importing this module costs pydantic; only the code that loads a configuration imports it.
 """

@@ -38,12 +38,15 @@ class BatchSizes:
     derived: tuple[str, ...] = ()
 
 
-def resolve_batch(given: Mapping[str, int | None], world_size: int) -> BatchSizes | Problem:
+def resolve_batch(
+    given: Mapping[str, int | None], world_size: int, auto: frozenset[str] = frozenset()
+) -> BatchSizes | Problem:
     """Complete and check the batch sizes.
 
     Args:
         given: values of the three keys; None or absent means "compute it". Values are positive.
         world_size: number of data-parallel ranks, positive.
+        auto: which of the keys the document sets to "auto"; only the text of a problem depends on it.
 
     Returns:
         The completed sizes, or the problem that forbids them.
@@ -51,8 +54,7 @@ def resolve_batch(given: Mapping[str, int | None], world_size: int) -> BatchSize
     train, micro, steps = given.get(TRAIN), given.get(MICRO), given.get(ACCUMULATION)
     shown = _shown(given, world_size)
     if train is None and micro is None:
-        what = f"only {ACCUMULATION} is set" if steps is not None else "no batch size is set"
-        return Problem("missing", TRAIN, what, got=shown, expected=f"{TRAIN} or {MICRO}", fix=f'add "{MICRO}": 1')
+        return _no_size(steps, shown, auto)
     if train is None:
         steps = steps or 1
         train = (micro or 0) * steps * world_size
@@ -78,6 +80,18 @@ def resolve_batch(given: Mapping[str, int | None], world_size: int) -> BatchSize
         )
     derived = tuple(key for key in (TRAIN, MICRO, ACCUMULATION) if given.get(key) is None)
     return BatchSizes(train, micro, steps, world_size, derived)
+
+
+def _no_size(steps: int | None, shown: str, auto: frozenset[str]) -> Problem:
+    left_open = [key for key in (TRAIN, MICRO) if key in auto]
+    if left_open:
+        return Problem(
+            "missing", left_open[0], 'a batch size cannot be computed from "auto" alone', got=shown,
+            expected=f"a number for {TRAIN} or {MICRO}; then the other may be \"auto\"",
+            fix=f'set "{left_open[0]}" to a number; programs such as the Hugging Face Trainer do this before training',
+        )  # fmt: skip
+    what = f"only {ACCUMULATION} is set" if steps is not None else "no batch size is set"
+    return Problem("missing", TRAIN, what, got=shown, expected=f"{TRAIN} or {MICRO}", fix=f'add "{MICRO}": 1')
 
 
 def _indivisible(train: int, text: str, divisor: int, shown: str) -> Problem:

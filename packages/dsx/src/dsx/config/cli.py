@@ -1,7 +1,7 @@
 """``python -m dsx.config`` and ``dsx config``: look at a configuration without training.
 
 explain FILE [--world-size N] [--short]   every value in effect and where it came from
-check FILE [--world-size N]               nothing when it is right, all problems when it is not
+check FILE [--world-size N]               "ok" when it is right, all problems when it is not
 schema                                    JSON schema for editors
 reference                                 the page docs/config.md
 """
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 def _explain(arguments: argparse.Namespace) -> str:
     from .load import load_config  # late: `--help` needs no pydantic
 
-    config = load_config(arguments.file, world_size=arguments.world_size)
+    config = load_config(arguments.file, world_size=arguments.world_size, template=True)
     _warn(config)
     table = config.explain()
     if arguments.json:
@@ -69,8 +69,9 @@ def _explain(arguments: argparse.Namespace) -> str:
 def _check(arguments: argparse.Namespace) -> str:
     from .load import load_config  # late, as above
 
-    _warn(load_config(arguments.file, world_size=arguments.world_size))
-    return ""
+    config = load_config(arguments.file, world_size=arguments.world_size, template=True)
+    _warn(config)
+    return f"{config.source}: ok\n"
 
 
 def _warn(config: Config) -> None:

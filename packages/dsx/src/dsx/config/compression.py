@@ -51,7 +51,7 @@ class WeightQuantizationParams(Section):
 
     start_bits: Bits = Field(8, description="bits at the start")
     target_bits: Bits = Field(8, description="bits at the end")
-    quantization_period: Count = Field(1, description="steps per bit")
+    quantization_period: Size = Field(1, description="steps per bit; 0: from the first step at the target bits")
 
 
 class WeightQuantizationGroup(Section):

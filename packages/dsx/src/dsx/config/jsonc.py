@@ -1,11 +1,12 @@
 """A JSON reader for files written by people: comments, trailing commas, and the place of everything.
 
-Accepted beyond JSON: ``//`` and ``#`` line comments, ``/* */`` comments, a comma after the last item. Refused although
-Python's own reader takes it: a key given twice in one object (the first value would vanish silently), ``NaN`` and
-``Infinity``. Every key's line and column is kept, so that later messages can point into the file.
+Accepted beyond JSON: ``//`` and ``#`` line comments, ``/* */`` comments, a comma after the last item, and keys without
+quotes (``stage: 2``), which DeepSpeed's reader takes. Refused although Python's own reader takes it: a key given twice
+in one object (the first value would vanish silently), ``NaN`` and ``Infinity``. Every key's line and column is kept, so
+that later messages can point into the file. Messages quote at most a part of a line, whatever the file holds.
 
-Left out on purpose: unquoted keys, single quotes, hexadecimal numbers. A file that needs them is not JSON for any
-other tool either.
+Left out on purpose: text without quotes or in single quotes, hexadecimal numbers, lines without commas. A file that
+needs them is not JSON for any other tool either.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ from dataclasses import dataclass, field
 from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-defined]
 from typing import Any
 
-from ..errors import Problem
+from ..errors import Problem, shorten
 
 __all__ = ["JsonText", "JsonTextError", "parse"]
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 _WORD = re.compile(r"[A-Za-z_][\w.-]*")
+_BARE_KEY = re.compile(r"[A-Za-z_$][\w$-]*")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _LOOKALIKES = {"True": "true", "False": "false", "None": "null"}
 _MAX_DEPTH = 64
+_MAX_DIGITS = 400
+"""No finite float has more digits before its point; Python's own limit for reading an int is 4300."""
+_EXCERPT_WIDTH = 100
 
 Path = tuple[str | int, ...]
 
@@ -108,14 +113,12 @@ class _Reader:
                 self.at += 1
                 return result
             key_at = self.at
-            if self._peek() != '"':
-                raise self._error(*self._bad_key(start))
-            key = self._string()
+            key = self._key(start)
             if key in result:
                 first, _ = _line_and_column(self.text, self.offsets[(*path, key)])
-                dotted = ".".join(map(str, (*path, key)))
+                dotted = ".".join(map(str, (*path, shorten(key))))
                 raise self._error(
-                    f'the key "{key}" is given twice',
+                    f'the key "{shorten(key)}" is given twice',
                     f"one value (the first is in line {first})",
                     at=key_at,
                     kind="duplicate-key",
@@ -124,11 +127,20 @@ class _Reader:
             self.offsets[(*path, key)] = key_at
             self._skip()
             if self._peek() != ":":
-                raise self._error(f'there is no ":" after the key "{key}"', '":" and the value')
+                raise self._error(f'there is no ":" after the key "{shorten(key)}"', '":" and the value')
             self.at += 1
             self._skip()
             result[key] = self._value((*path, key))
             self._comma("}", start)
+
+    def _key(self, start: int) -> str:
+        if self._peek() == '"':
+            return self._string()
+        bare = _BARE_KEY.match(self.text, self.at)
+        if bare is None:
+            raise self._error(*self._bad_key(start))
+        self.at = bare.end()
+        return bare.group()
 
     def _array(self, path: Path) -> list[Any]:
         start = self.at
@@ -167,6 +179,8 @@ class _Reader:
         end = match.end()
         if end < len(self.text) and (self.text[end].isalnum() or self.text[end] in "._"):
             raise self._error("this is not a JSON number", "a number such as 1, 0.5 or 5e8")
+        if end - match.start() > _MAX_DIGITS:
+            raise self._error(f"this number has {end - match.start()} digits", f"at most {_MAX_DIGITS} digits")
         self.at = end
         fraction, exponent = match.groups()
         if not fraction and not exponent:
@@ -187,6 +201,7 @@ class _Reader:
             return _CONSTANTS[word]
         if word in _LOOKALIKES:
             raise self._error(f"{word} is Python, not JSON", _LOOKALIKES[word])
+        word = word if len(word) <= 40 else word[:37] + "..."
         if word == "'":
             raise self._error("text stands in single quotes", 'double quotes: "..."')
         raise self._error(f"{word!r} is not a JSON value", 'a number, "text", true, false, null, {...} or [...]')
@@ -218,7 +233,7 @@ class _Reader:
             return f'the "{{" of line {line} is never closed', '"}"'
         if self._peek() == ",":
             return "there is a comma with nothing before it", "a key or nothing"
-        return "a key must stand in double quotes", '"key": value'
+        return "there is no key here", '"key": value'
 
     def _error(
         self, message: str, expected: str, *, at: int | None = None, kind: str = "syntax", path: str = ""
@@ -245,9 +260,11 @@ def _line_and_column(text: str, offset: int) -> tuple[int, int]:
 
 def _excerpt(text: str, line: int, column: int) -> str:
     lines = text.splitlines() or [""]
+    # A file may be one long line: what is shown is a window around the caret.
+    start = 0 if column <= _EXCERPT_WIDTH else column - 1 - _EXCERPT_WIDTH // 2
     shown = []
     for number in range(max(1, line - 1), line + 1):
-        content = lines[number - 1] if number <= len(lines) else ""
-        shown.append(f"    {number:>4} | {content.expandtabs(1)}")
-    shown.append(f"    {'':>4} | {' ' * (column - 1)}^")
+        content = lines[number - 1].expandtabs(1) if number <= len(lines) else ""
+        shown.append(f"    {number:>4} | {content[start : start + _EXCERPT_WIDTH]}")
+    shown.append(f"    {'':>4} | {' ' * (column - 1 - start)}^")
     return "\n".join(shown)

@@ -18,23 +18,26 @@ from ..precision import Precision, resolve_precision
 from .availability import asks_for, meaningless, not_yet
 from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
 from .components import component_problems
+from .lenient import read_leniently
 from .model import Config
 from .normal import Normalised, normalise
 from .report import UsageTracker, leaves
-from .rules import conflicts
+from .rules import conflicts, notices
 from .schema import Root
 from .source import Document, read
-from .translate import problems_of
+from .translate import MOST_PROBLEMS, problems_of
 
 __all__ = ["load_config"]
 
 
-def load_config(source: Any, *, world_size: int) -> Config:
+def load_config(source: Any, *, world_size: int, template: bool = False) -> Config:
     """Load a configuration.
 
     Args:
-        source: dictionary, path of a JSON file (comments and trailing commas allowed), or base64 text of JSON.
+        source: dictionary, path of a JSON file (comments, trailing commas and bare keys allowed), or base64 text of JSON.
         world_size: number of data-parallel ranks; enters the batch arithmetic.
+        template: the document may leave all batch sizes to "auto", because another program fills them in before
+            training; the micro batch then counts as 1, and a warning says so.
 
     Raises:
         DsxConfigError: with every problem found.
@@ -44,16 +47,29 @@ def load_config(source: Any, *, world_size: int) -> Config:
         source = {key: value for key, value in source.to_dict().items() if key not in derived}
     document = read(source)
     ready = normalise(document.data)
+    read_leniently(ready.data, Root)
+    if template:
+        _fill_template(ready)
     where = _place_of(document, ready)
     root, broken, problems = _validate(ready, where)
     problems = [*ready.problems, *problems]
-    batch, precision = _complete(root, world_size, broken, problems, where)
+    batch, precision = _complete(root, world_size, broken, problems, where, frozenset(ready.auto))
     problems += [item for item in conflicts(root, world_size, where) if item.path not in broken]
     problems += [item for item in component_problems(root, where) if not _under(item.path, broken)]
     problems += [item for item in not_yet(root, where) if not _under(item.path, broken)]
     if problems or batch is None or precision is None:
         raise DsxConfigError(_without_repeats(problems), source=document.name)
     return _build(root, batch, precision, document, ready)
+
+
+def _fill_template(ready: Normalised) -> None:
+    """Let a document of which every batch size is "auto" be judged as if the micro batch were 1."""
+    if MICRO in ready.auto and not {TRAIN, MICRO} & set(ready.data):
+        ready.data[MICRO] = 1
+        ready.notes.append(
+            f'{MICRO} is "auto" and nothing else gives a batch size: it is taken as 1 here. Training needs a number; '
+            "programs such as the Hugging Face Trainer set it"
+        )
 
 
 def _validate(ready: Normalised, where: Callable[[str], str]) -> tuple[Any, set[str], list[Problem]]:
@@ -67,6 +83,8 @@ def _validate(ready: Normalised, where: Callable[[str], str]) -> tuple[Any, set[
         except ValidationError as error:
             found = problems_of(error, Root, lambda loc: where(".".join(map(str, loc))))
             problems += found
+            if error.error_count() > MOST_PROBLEMS:
+                break  # what is shown is enough; taking out so many keys one by one would take minutes
             for item in found:
                 broken.add(item.path)
                 if not _take_out(data, item.path):
@@ -92,7 +110,12 @@ def _take_out(data: dict[str, Any], path: str) -> bool:
 
 
 def _complete(
-    root: Any, world_size: int, broken: set[str], problems: list[Problem], where: Callable[[str], str]
+    root: Any,
+    world_size: int,
+    broken: set[str],
+    problems: list[Problem],
+    where: Callable[[str], str],
+    auto: frozenset[str],
 ) -> tuple[BatchSizes | None, Precision | None]:
     """Resolve batch sizes and data types; what cannot be resolved is added to ``problems``."""
     batch: BatchSizes | None = None
@@ -102,7 +125,7 @@ def _complete(
         )
     elif not broken & {TRAIN, MICRO, ACCUMULATION}:
         given = {TRAIN: root.train_batch_size, MICRO: root.train_micro_batch_size_per_gpu}
-        resolved = resolve_batch({**given, ACCUMULATION: root.gradient_accumulation_steps}, world_size)
+        resolved = resolve_batch({**given, ACCUMULATION: root.gradient_accumulation_steps}, world_size, auto)
         if isinstance(resolved, Problem):
             problems.append(resolved)
         else:
@@ -123,7 +146,7 @@ def _build(root: Any, batch: BatchSizes, precision: Precision, document: Documen
     origins = {path: origin for path, _ in leaves(ready.data)}
     origins.update({path: "auto" for path in ready.auto})
     origins.update({key: "auto" if key in ready.auto else "derived" for key in batch.derived})
-    warnings = list(ready.notes)
+    warnings = [*ready.notes, *notices(root)]
     ignored = meaningless(dict(leaves(ready.data)))
     if ignored:
         warnings.append("these keys are accepted and mean nothing here:\n  " + "\n  ".join(ignored))

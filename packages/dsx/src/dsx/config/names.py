@@ -12,6 +12,9 @@ from collections.abc import Iterable
 
 __all__ = ["edits", "nearest"]
 
+_LONGEST = 100
+"""No known name is nearly as long; comparing a longer one would cost its length times that of every known name."""
+
 
 def edits(left: str, right: str) -> int:
     """Return the number of single-character edits between two words (optimal string alignment distance)."""
@@ -30,6 +33,8 @@ def edits(left: str, right: str) -> int:
 
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
     """Return the known names nearest to ``name``, at most ``limit``, in alphabetical order; empty if none is near."""
+    if len(name) > _LONGEST:
+        return []
     names = sorted(set(known))
     lowered = name.lower()
     tolerated = max(2, len(name) // 3) if len(name) > 2 else 1

@@ -72,6 +72,8 @@ class Normalised:
 def normalise(data: dict[str, Any]) -> Normalised:
     """Apply all steps to ``data`` (which is changed)."""
     result = Normalised(data)
+    if isinstance(data.get("$schema"), str):
+        del data["$schema"]  # which schema an editor checks the file against
     for name in sorted(_SECTIONS_THAT_MAY_BE_NULL & set(data)):
         if data[name] is None:
             del data[name]

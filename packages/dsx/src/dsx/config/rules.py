@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import Problem
+from ..precision import name_of
 from .normal import is_one_bit
 
-__all__ = ["conflicts"]
+__all__ = ["conflicts", "notices"]
 
 _MODES = ("fp16", "bf16", "amp", "torch_autocast")
 
@@ -35,8 +36,20 @@ def conflicts(root: Any, world_size: int, where: Callable[[str], str]) -> Iterat
         yield from rule(root, where)
 
 
+def notices(root: Any) -> list[str]:
+    """Return a sentence for every key that has no effect beside another one."""
+    if root.prescale_gradients and root.gradient_predivide_factor != 1.0:
+        return [
+            f"gradient_predivide_factor {root.gradient_predivide_factor:g} has no effect beside prescale_gradients, which "
+            "divides by the number of ranks before the sum"
+        ]
+    return []
+
+
 def _one_precision_mode(root: Any, where: Any) -> Iterator[Problem]:
     on = [name for name in _MODES if getattr(root, name).enabled]
+    if on in (["fp16", "torch_autocast"], ["bf16", "torch_autocast"]) and name_of(root.torch_autocast.dtype) == on[0]:
+        return  # autocast over parameters of its own type: operations that want fp32 still run in fp32
     if len(on) > 1:
         both = " and ".join(on)
         yield Problem(
@@ -112,12 +125,6 @@ def _reduction(root: Any, where: Any) -> Iterator[Problem]:
     if root.gradient_allreduce_op == "sum" and stage == 3:
         yield Problem("conflict", "gradient_allreduce_op", "stage 3 averages gradients", got='"sum"', expected='"mean"',
                       where=where("gradient_allreduce_op"), fix="use another stage or scale the loss")  # fmt: skip
-    if root.prescale_gradients and root.gradient_predivide_factor != 1.0:
-        yield Problem(
-            "conflict", "gradient_predivide_factor", "prescale_gradients divides by the number of ranks before the sum",
-            got=f"{root.gradient_predivide_factor:g}", expected="1.0", where=where("gradient_predivide_factor"),
-            fix="set one of the two",
-        )  # fmt: skip
 
 
 def _curvature(root: Any, where: Any) -> Iterator[Problem]:

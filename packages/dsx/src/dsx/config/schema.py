@@ -111,6 +111,7 @@ class Root(Section):
     disable_python_gc: bool = Field(False, description="collect garbage only between steps")
     timers: Timers = nested(Timers, "timers of the engine")
     checkpoint: Checkpoint = nested(Checkpoint, "how checkpoints are written and read")
+    cuda_visible_devices: int | str | None = Field(None, description="devices of an older launcher's script")
     vocabulary_size: Count | None = Field(None, description="upstream parses it and never reads it")
     use_data_before_expert_parallelism: bool = Field(False, description="order of data and expert groups")
     graph_harvesting: bool = Field(False, description="replay the step as a device graph")

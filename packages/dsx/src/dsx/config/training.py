@@ -77,7 +77,9 @@ class Amp(Toggle):
 class TorchAutocast(Toggle):
     """torch.amp autocast around the forward pass: fp32 parameters, lower precision in safe operations."""
 
-    dtype: Literal["bfloat16", "float16", "bf16", "fp16"] = Field("bfloat16", description="data type inside autocast")
+    dtype: Literal["bfloat16", "float16", "bf16", "fp16", "torch.bfloat16", "torch.float16"] = Field(
+        "bfloat16", description="data type inside autocast"
+    )
     lower_precision_safe_modules: list[str] | None = Field(
         None,
         description="classes of modules whose gradients may be reduced in the lower precision; null: torch's own choice",
@@ -115,8 +117,8 @@ class CheckpointWriter(Section):
 class Checkpoint(Section):
     """How checkpoints are written and read."""
 
-    tag_validation: Literal["Ignore", "Warn", "Fail", "ignore", "warn", "fail"] = Field(
-        "Warn", description="what happens when ranks save under different tags"
+    tag_validation: Literal["Ignore", "Warn", "Fail"] = Field(
+        "Warn", description="what happens when ranks save under different tags; case does not matter"
     )
     load_universal: bool = Field(False, description="read a converted checkpoint at another world size")
     use_node_local_storage: bool = Field(False, description="no file system is shared between the nodes")

@@ -14,12 +14,21 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from ..errors import Problem
+from ..errors import Problem, shorten
 from .describe import type_text
 from .names import edits, nearest
 from .normal import SECOND_NAMES
 
-__all__ = ["all_paths", "known_names", "model_in", "named_model_in", "problems_of", "section_at", "show"]
+__all__ = [
+    "MOST_PROBLEMS",
+    "all_paths",
+    "known_names",
+    "model_in",
+    "named_model_in",
+    "problems_of",
+    "section_at",
+    "show",
+]
 
 _EXPECTED = {
     "bool_type": "true or false",
@@ -45,6 +54,10 @@ _BOUNDS = {
 }
 
 
+MOST_PROBLEMS = 100
+"""Problems that are worked out and shown; a file with more is no configuration, and each costs a search for its place."""
+
+
 def problems_of(
     error: ValidationError, model: type[BaseModel], where: Callable[[tuple[str | int, ...]], str]
 ) -> list[Problem]:
@@ -56,10 +69,16 @@ def problems_of(
         where: place in the file of a key path.
     """
     found: dict[str, Problem] = {}
-    for item in error.errors(include_url=False):
+    errors = error.errors(include_url=False)
+    for item in errors[:MOST_PROBLEMS]:
         problem = _problem(item, model, where)
         # A union reports one error per branch; the first branch is what the key is documented as.
         found.setdefault(problem.path, problem)
+    if len(errors) > MOST_PROBLEMS:
+        left = Problem(
+            "value", "", f"there are {len(errors) - MOST_PROBLEMS} more problems of this kind", fix="mend these first"
+        )
+        found.setdefault(left.path, left)
     return list(found.values())
 
 
@@ -91,6 +110,7 @@ def _problem(item: Any, model: type[BaseModel], where: Any) -> Problem:
 
 def _unknown(loc: tuple[str | int, ...], path: str, model: type[BaseModel], place: str) -> Problem:
     name = str(loc[-1])
+    shown = shorten(name)
     near = nearest(name, known_names(model, loc[:-1]))
     elsewhere = [other for other in all_paths(model) if other.rsplit(".", 1)[-1] == name]
     prefix = ".".join(map(str, loc[:-1])) + "." if len(loc) > 1 else ""
@@ -105,8 +125,9 @@ def _unknown(loc: tuple[str | int, ...], path: str, model: type[BaseModel], plac
         expected = f"one of {', '.join(names)}" if len(names) <= 20 else "a key of docs/config.md"
         fix = "remove it, or see docs/config.md for all keys"
     return Problem(
-        "unknown-key", path, f'unknown key "{name}"', got=f'"{name}"', expected=expected, fix=fix, where=place
-    )
+        "unknown-key", path, f'unknown key "{shown}"', got=f'"{shown}"',
+        expected=expected, fix=fix, where=place,
+    )  # fmt: skip
 
 
 def _not_among(path: str, value: Any, choices: str, place: str, expected: str) -> Problem:
