@@ -10,13 +10,7 @@ from torch import Tensor
 from .errors import TensorError
 from .spec import FLOATS
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as native/include/dsx_ops/kernels.h
 MASK32 = 0xFFFFFFFF
-
-
-def addresses(*tensors: Tensor | None) -> list[int]:
-    """Where the tensors lie, 0 for None; they must be kept until the kernel returns."""
-    return [0 if t is None else t.data_ptr() for t in tensors]
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 An operator is a schema, a function that runs it (which asks for the compiled kernel and falls back on its PyTorch reference), a fake
 that gives shapes and dtypes for tracing, and, where it is differentiable, the formula of its backward. What has one is differentiable once: the
 operators that compute gradients say so when they are differentiated themselves, instead of contributing nothing. With these `torch.library.opcheck`
-and `torch.compile` work. A kernel for one device is added with `implement(name, "CUDA", function)` and takes precedence there.
+and `torch.compile` work. A kernel for one device is added with `implement(name, "CUDA", function)` and takes precedence there. What an operator
+writes to, as its schema says (`Tensor(a!)`), gets a new version, whichever kernel did it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from .errors import TensorError
+from .versions import wrote
 
 NAMESPACE = "dsx_ops"
 _library = torch.library.Library(NAMESPACE, "DEF")  # the registrations live as long as this object
@@ -36,10 +38,34 @@ def operator(
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    if any(a.alias_info is not None and a.alias_info.is_write for a in _overload(name)._schema.arguments):
+        _library.impl(name, _counting_writes(name), "ADInplaceOrView", with_keyset=True)
     if gradient:
         backward = _refusal(name)
     if backward is not None:
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library)
+
+
+def _overload(name: str) -> Any:
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _counting_writes(name: str) -> Callable[..., Any]:
+    """Runs the operator below autograd, and tells autograd which arguments were written, as torch's own operators do."""
+    overload = _overload(name)
+    written = [
+        i for i, a in enumerate(overload._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    below: Any = torch._C._after_ADInplaceOrView_keyset  # pyright: ignore[reportAttributeAccessIssue]
+
+    def run(keyset: Any, *arguments: Any) -> Any:
+        # Writes by torch's operators inside are not counted a second time: the guard switches this key off in the thread.
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # pyright: ignore[reportAttributeAccessIssue]
+            found = overload.redispatch(keyset & below, *arguments)
+        wrote(arguments[i] for i in written)
+        return found
+
+    return run
 
 
 def _refusal(name: str) -> Callable[..., Any]:

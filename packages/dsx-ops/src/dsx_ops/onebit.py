@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from . import library, native
-from .checks import DTYPE_CODES, check
+from .checks import check
 from .errors import TensorError
 from .spec import FLOATS
+from .tables import DTYPE_CODES
 
 _PIECE = 1 << 22  # elements the reference works on at a time
 

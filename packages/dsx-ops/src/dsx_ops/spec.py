@@ -133,7 +133,7 @@ class Slot:
 
     `low_bits`: int16, completes a bf16 `param` to its fp32 master. `copy`: receives the new parameter in its own dtype.
     `scales`: one fp32 per 256 elements and moment, for 8-bit states. `offset`: index of the first element in the whole
-    buffer, which keys stochastic rounding. `is_shard`: the tensors are this rank's parts of distributed ones.
+    buffer, which keys stochastic rounding. `owner`: the slot of distributed tensors of which these are this rank's parts.
     """
 
     param: Tensor
@@ -144,7 +144,7 @@ class Slot:
     scales: tuple[Tensor, ...] = ()
     offset: int = 0
     name: str = "parameter"
-    is_shard: bool = False
+    owner: Slot | None = None
 
     def kind(self) -> tuple:
         """What slots must share to go into one call."""

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from .. import library, native
-from ..checks import DTYPE_CODES, MASK32, addresses, check
+from ..checks import MASK32, check
 from ..errors import HyperparameterError, TensorError
+from ..tables import DTYPE_CODES, addresses
 from . import reference
 from .quantize import Quantized, check_codes, empty_codes, format_of, run, run_back
 from .scheme import Scheme

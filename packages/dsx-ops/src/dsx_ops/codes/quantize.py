@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import library, native
-from ..checks import DTYPE_CODES, MASK32, addresses, check, name_of
+from ..checks import MASK32, check, name_of
 from ..errors import TensorError
 from ..spec import FLOATS
+from ..tables import DTYPE_CODES, addresses
 from . import reference
 from .scheme import Scheme, Swizzle
 

@@ -12,8 +12,8 @@ from .. import onebit
 from ..checks import MASK32
 from ..codes import exchange, quantize
 from ..codes.scheme import Scheme, Swizzle
+from ..tables import DTYPE_CODES, addresses
 from . import launch
-from .launch import addresses
 
 Codes = tuple[Tensor, Tensor, Tensor]
 
@@ -35,7 +35,7 @@ def run_quantize_out(module: Any, x: Tensor, *rest: Any) -> bool:
 
 
 def _start_quantize(module: Any, x: Tensor, scheme: Scheme, out: Sequence[Tensor]) -> None:
-    numbers = scheme.numbers(launch.DTYPES[x.dtype], x.numel())
+    numbers = scheme.numbers(DTYPE_CODES[x.dtype], x.numel())
     seed = scheme.seed & MASK32
     module.quantize(launch.place(x), True, addresses(x, *out), numbers, x.numel(), scheme.stochastic, seed)
 
@@ -74,7 +74,7 @@ def _start_dequantize(
     swizzle: Sequence[int],
     out: Tensor,
 ) -> None:
-    numbers = Scheme(format, group, swizzle=Swizzle(*swizzle)).numbers(launch.DTYPES[out.dtype], out.numel())
+    numbers = Scheme(format, group, swizzle=Swizzle(*swizzle)).numbers(DTYPE_CODES[out.dtype], out.numel())
     module.quantize(launch.place(codes), False, addresses(out, codes, scale, zero), numbers, out.numel(), False, 0)
 
 
@@ -129,7 +129,7 @@ def _start_reduce(
     made: Scheme | None,
     numel: int,
 ) -> None:
-    f32 = launch.DTYPES[torch.float32]
+    f32 = DTYPE_CODES[torch.float32]
     strides = [q[0].numel() // ranks, q[1].numel() // ranks]
     again = [] if made is None else made.numbers(f32, numel)
     rounding = (False, 0) if made is None else (made.stochastic, made.seed & MASK32)
@@ -143,7 +143,7 @@ def _start_reduce(
 def run_pack_signs(module: Any, x: Tensor) -> Tensor:
     """`pack_signs`."""
     packed = onebit._fake_pack(x)
-    module.pack_signs(launch.place(x), launch.DTYPES[x.dtype], x.data_ptr(), packed.data_ptr(), x.numel())
+    module.pack_signs(launch.place(x), DTYPE_CODES[x.dtype], x.data_ptr(), packed.data_ptr(), x.numel())
     return packed
 
 
@@ -158,7 +158,7 @@ def run_unpack_signs_out(module: Any, packed: Tensor, scale: Tensor, numel: int,
     """`unpack_signs_out`."""
     onebit._check_packed(packed, scale, numel, out)
     rows = 1 if packed.dim() == 1 else packed.shape[0]
-    addresses = packed.data_ptr(), scale.data_ptr(), launch.DTYPES[out.dtype], out.data_ptr()
+    addresses = packed.data_ptr(), scale.data_ptr(), DTYPE_CODES[out.dtype], out.data_ptr()
     module.unpack_signs(launch.place(packed), *addresses, rows, numel)
     return True
 
@@ -168,7 +168,7 @@ def run_compress_signs(module: Any, x: Tensor, error: Tensor) -> tuple[Tensor, T
     packed, scale = onebit._fake_compress(x, error)
     partials = torch.empty(module.chunks_of(x.numel()), dtype=torch.float64, device=x.device)
     addresses = (x.data_ptr(), error.data_ptr(), packed.data_ptr(), scale.data_ptr(), partials.data_ptr())
-    module.compress_signs(launch.place(x), launch.DTYPES[x.dtype], *addresses, x.numel())
+    module.compress_signs(launch.place(x), DTYPE_CODES[x.dtype], *addresses, x.numel())
     return packed, scale
 
 

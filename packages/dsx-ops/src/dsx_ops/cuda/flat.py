@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tables import flat_table
+from ..versions import wrote
 from . import launch
 
 
@@ -17,7 +19,7 @@ def squares(module: Any, tensors: list[Tensor]) -> Tensor:
     device = launch.one_device(tensors)
     out = torch.zeros(len(tensors), dtype=torch.float64, device=device)
     partials = torch.empty(sum(module.chunks_of(t.numel()) for t in tensors), dtype=torch.float64, device=device)
-    module.squares(launch.place(out), launch.flat_table(tensors), out.data_ptr(), partials.data_ptr())
+    module.squares(launch.place(out), flat_table(tensors), out.data_ptr(), partials.data_ptr())
     return out
 
 
@@ -25,7 +27,8 @@ def scale(module: Any, tensors: list[Tensor], factor: float | Tensor) -> None:
     """Multiply in place; `factor` may be a number on the device (float32 or float64)."""
     if tensors:
         device = launch.one_device(tensors)
-        module.scale(launch.place(tensors[0]), launch.flat_table(tensors), launch.scalar(factor, device))
+        module.scale(launch.place(tensors[0]), flat_table(tensors), launch.scalar(factor, device))
+        wrote(tensors)
 
 
 def clip(module: Any, grads: list[Tensor], max_norm: float) -> Tensor:

@@ -1,17 +1,15 @@
-"""From tensors to what the CUDA module takes: a place (device, stream), dtype codes, tables of addresses, numbers on the device."""
+"""From tensors to what the CUDA module takes beside tables: a place (device, stream), vectors, numbers on the device."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import TensorError
+from ..tables import DTYPE_CODES
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, None: 4, torch.uint8: 4}
-SPLIT = 3
 _SCALARS = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
 
 Place = tuple[int, int]
@@ -39,19 +37,9 @@ def one_device(tensors: Sequence[Tensor]) -> torch.device:
     return device
 
 
-def address(tensor: Tensor | None) -> int:
-    """Device address, 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def addresses(*tensors: Tensor | None) -> list[int]:
-    """Device addresses, 0 for None."""
-    return [address(t) for t in tensors]
-
-
 def vector(tensor: Tensor | None) -> Vector:
     """(address, dtype) of a vector along the columns."""
-    return (0, 0) if tensor is None else (tensor.data_ptr(), DTYPES[tensor.dtype])
+    return (0, 0) if tensor is None else (tensor.data_ptr(), DTYPE_CODES[tensor.dtype])
 
 
 def lies_on(value: object, device: torch.device) -> bool:
@@ -68,11 +56,3 @@ def scalar(value: float | Tensor, device: torch.device) -> Scalar:
             f"got a {value.dtype} number on {device}, expected float32, float64 or int64; convert it with .float()"
         )
     return (0.0, value.data_ptr(), _SCALARS[value.dtype])
-
-
-def flat_table(tensors: Sequence[Tensor]) -> array[int]:
-    """Rows of (address, numel, dtype)."""
-    numbers = array("q")
-    for t in tensors:
-        numbers.extend((t.data_ptr(), t.numel(), DTYPES[t.dtype]))
-    return numbers

@@ -5,41 +5,18 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..spec import Algorithm, Batch, Lowered
+from ..spec import Batch, Lowered
+from ..tables import addresses, update_dtypes, update_table
+from ..versions import wrote_slots
 from . import launch
 
 LAMB_UPDATE, LAMB_APPLY = 5, 6  # native/include/dsx_ops/kernels.h
-_UNSCALE = 1
-
-
-def table_of(batch: Batch) -> array[int]:
-    """One row of ten numbers per slot; the order is that of the native `Row`."""
-    numbers = array("q")
-    for s in batch.slots:
-        first, second = (*s.states, None, None)[:2]
-        scale0, scale1 = (*s.scales, None, None)[:2]
-        tensors = (s.param, s.grad, first, second, s.low_bits, s.copy, scale0, scale1)
-        numbers.extend(launch.address(t) for t in tensors)
-        numbers.extend((s.param.numel(), s.offset))
-    return numbers
-
-
-def dtypes_of(batch: Batch) -> list[int]:
-    """Codes of parameter, gradient, state and copy."""
-    s = batch.slots[0]
-    return [
-        launch.SPLIT if s.low_bits is not None else launch.DTYPES[s.param.dtype],
-        launch.DTYPES[s.grad.dtype],
-        launch.DTYPES[s.states[0].dtype] if s.states else 0,
-        launch.DTYPES[s.copy.dtype if s.copy is not None else None],
-    ]
 
 
 class Factors:
@@ -82,6 +59,7 @@ class Factors:
 def run(module: Any, batch: Batch) -> None:
     """Apply the batch's update. Not for Lamb."""
     _start(module, batch, int(batch.algorithm), Factors(module, batch))
+    wrote_slots(batch.slots)
 
 
 def _start(
@@ -93,9 +71,9 @@ def _start(
     partials: Tensor | None = None,
     coefficients: Tensor | None = None,
 ) -> None:
-    extra = [launch.address(t) for t in (factors.device, squares, partials, coefficients)]
+    extra = addresses(factors.device, squares, partials, coefficients)
     place = launch.place(batch.slots[0].param)
-    module.step(place, algorithm, table_of(batch), dtypes_of(batch), *factors.arguments(), extra)
+    module.step(place, algorithm, update_table(batch), update_dtypes(batch), *factors.arguments(), extra)
 
 
 def lamb_update(module: Any, batch: Batch) -> Tensor:
@@ -105,6 +83,7 @@ def lamb_update(module: Any, batch: Batch) -> Tensor:
     chunks = sum(module.chunks_of(s.param.numel()) for s in batch.slots)
     partials = torch.empty(2 * chunks, dtype=torch.float64, device=device)
     _start(module, batch, LAMB_UPDATE, Factors(module, batch), squares, partials)
+    wrote_slots(batch.slots, params=False)
     return squares
 
 
@@ -118,6 +97,4 @@ def lamb_apply(module: Any, batch: Batch, coefficients: Tensor) -> None:
         Factors(module, replace(batch, hyper=known)),
         coefficients=coefficients.contiguous(),
     )
-
-
-__all__ = ["Algorithm", "Factors", "lamb_apply", "lamb_update", "run"]
+    wrote_slots(batch.slots, states=False)

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..checks import MASK32
 from ..functional import dropout as drop
 from ..functional import gelu, layer_norm, softmax
+from ..tables import DTYPE_CODES, addresses
 from . import launch
-from .launch import addresses as _addresses
 
 Rows = tuple[int, int, int]
 
@@ -22,7 +22,7 @@ Rows = tuple[int, int, int]
 def _rows(x: Tensor) -> Rows:
     """(dtype, rows, columns)."""
     cols = x.shape[-1] if x.dim() else 1
-    return (launch.DTYPES[x.dtype], x.numel() // cols if cols else 0, cols)
+    return (DTYPE_CODES[x.dtype], x.numel() // cols if cols else 0, cols)
 
 
 def _partials(module: Any, x: Tensor, vectors: int = 1) -> Tensor:
@@ -39,8 +39,8 @@ def run_layer_norm(
 ) -> tuple[Tensor, ...]:
     """`layer_norm`."""
     y, mean, rstd = layer_norm._fake_layer_norm(x, weight, bias, eps, from_output)
-    addresses = _addresses(x, None, None, y, mean, rstd)
-    module.layer_norm(launch.place(x), _rows(x), addresses, launch.vector(weight), launch.vector(bias), eps)
+    given = addresses(x, None, None, y, mean, rstd)
+    module.layer_norm(launch.place(x), _rows(x), given, launch.vector(weight), launch.vector(bias), eps)
     return y, mean, rstd
 
 
@@ -49,8 +49,8 @@ def run_add_layer_norm(
 ) -> tuple[Tensor, ...]:
     """`add_layer_norm`."""
     y, total, mean, rstd = layer_norm._fake_add_layer_norm(x, residual, weight, bias, eps)
-    addresses = _addresses(x, residual, total, y, mean, rstd)
-    module.layer_norm(launch.place(x), _rows(x), addresses, launch.vector(weight), launch.vector(bias), eps)
+    given = addresses(x, residual, total, y, mean, rstd)
+    module.layer_norm(launch.place(x), _rows(x), given, launch.vector(weight), launch.vector(bias), eps)
     return y, total, mean, rstd
 
 
@@ -70,9 +70,9 @@ def run_layer_norm_backward(
         return None
     dx, dweight, dbias = layer_norm._fake_backward(grad, saved, mean, rstd, weight, bias, extra, from_output)
     partials = _partials(module, saved, 2)
-    addresses = _addresses(grad, saved, mean, rstd, extra, dx, dweight, dbias, partials)
+    given = addresses(grad, saved, mean, rstd, extra, dx, dweight, dbias, partials)
     vectors = launch.vector(weight), launch.vector(bias)
-    module.layer_norm_backward(launch.place(saved), _rows(saved), addresses, *vectors, from_output)
+    module.layer_norm_backward(launch.place(saved), _rows(saved), given, *vectors, from_output)
     return dx, dweight, dbias
 
 
@@ -82,7 +82,7 @@ def run_layer_norm_backward(
 def run_bias_gelu(module: Any, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     """`bias_gelu`."""
     y = gelu._fake(x, bias, tanh)
-    module.bias_gelu(launch.place(x), _rows(x), _addresses(x, y), launch.vector(bias), tanh)
+    module.bias_gelu(launch.place(x), _rows(x), addresses(x, y), launch.vector(bias), tanh)
     return y
 
 
@@ -93,7 +93,7 @@ def run_bias_gelu_backward(
     dx, dbias = gelu._fake_backward(grad, x, bias, tanh)
     sums, partials = (None, None) if bias is None else (dbias, _partials(module, x))
     module.bias_gelu_backward(
-        launch.place(x), _rows(x), _addresses(grad, x, dx, sums, partials), launch.vector(bias), tanh
+        launch.place(x), _rows(x), addresses(grad, x, dx, sums, partials), launch.vector(bias), tanh
     )
     return dx, dbias
 
@@ -109,7 +109,7 @@ def run_dropout(module: Any, x: Tensor, p: float, seed: int, offset: int) -> Ten
     """`dropout`."""
     y = drop._fake_dropout(x, p, seed, offset)
     numbers = _mask_numbers(p, seed, offset)
-    module.dropout(launch.place(x), _rows(x), _addresses(x, None, y), launch.vector(None), numbers)
+    module.dropout(launch.place(x), _rows(x), addresses(x, None, y), launch.vector(None), numbers)
     return y
 
 
@@ -119,7 +119,7 @@ def run_bias_dropout_residual(
     """`bias_dropout_residual`."""
     y = drop._fake_residual(x, bias, residual, p, seed, offset)
     numbers = _mask_numbers(p, seed, offset)
-    module.dropout(launch.place(x), _rows(x), _addresses(x, residual, y), launch.vector(bias), numbers)
+    module.dropout(launch.place(x), _rows(x), addresses(x, residual, y), launch.vector(bias), numbers)
     return y
 
 
@@ -130,7 +130,7 @@ def run_bias_grad(
     drop._check(grad, None, None, p, seed, offset)
     dx, dbias = drop._fake_bias_grad(grad, dtype, p, seed, offset)
     partials, numbers = _partials(module, grad), _mask_numbers(p, seed, offset)
-    module.bias_grad(launch.place(grad), _rows(grad), _addresses(grad, dx, partials), launch.vector(dbias), numbers)
+    module.bias_grad(launch.place(grad), _rows(grad), addresses(grad, dx, partials), launch.vector(dbias), numbers)
     return dx, dbias
 
 
@@ -148,7 +148,7 @@ def _mask_view(module: Any, x: Tensor, mask: Tensor | None) -> tuple | None:
     wide = mask.expand(x.shape)
     strides = [s if n > 1 else 0 for n, s in zip(ahead, wide.stride())]
     padding = dims - len(ahead)
-    kind, dtype = (2, 0) if mask.dtype is torch.bool else (1, launch.DTYPES[mask.dtype])
+    kind, dtype = (2, 0) if mask.dtype is torch.bool else (1, DTYPE_CODES[mask.dtype])
     return (kind, dtype, mask.data_ptr(), [1] * padding + ahead, [0] * padding + strides, wide.stride(-1))
 
 
@@ -158,12 +158,12 @@ def run_masked_softmax(module: Any, x: Tensor, mask: Tensor | None, scale: float
     view = _mask_view(module, x, mask)
     if view is None:
         return None
-    module.masked_softmax(launch.place(x), _rows(x), _addresses(x, y), view, scale)
+    module.masked_softmax(launch.place(x), _rows(x), addresses(x, y), view, scale)
     return y
 
 
 def run_softmax_backward(module: Any, grad: Tensor, y: Tensor, scale: float) -> Tensor:
     """`softmax_backward`."""
     dx = softmax._fake_backward(grad, y, scale)
-    module.softmax_backward(launch.place(y), _rows(y), _addresses(grad, y, dx), scale)
+    module.softmax_backward(launch.place(y), _rows(y), addresses(grad, y, dx), scale)
     return dx

@@ -7,13 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from .. import tokens
+from ..tables import addresses
 from . import launch
 
 
 def _move(module: Any, gather: bool, full: Tensor, part: Tensor, indices: Tensor, batch_first: bool) -> None:
     batch, kept = indices.shape
     sizes = [batch, kept, full.shape[1 if batch_first else 0], full.shape[2] * full.element_size()]
-    module.move_rows(launch.place(full), gather, launch.addresses(full, part, indices), sizes, batch_first)
+    module.move_rows(launch.place(full), gather, addresses(full, part, indices), sizes, batch_first)
 
 
 def run_token_gather(module: Any, x: Tensor, indices: Tensor, batch_first: bool) -> Tensor:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from .. import library, native, reference
-from ..checks import DTYPE_CODES, MASK32, addresses, check, check_seed, rows_of
+from ..checks import MASK32, check, check_seed, rows_of
 from ..errors import TensorError
+from ..tables import DTYPE_CODES, addresses
 
 _BITS = 24
 

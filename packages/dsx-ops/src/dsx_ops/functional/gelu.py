@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import library, native
-from ..checks import DTYPE_CODES, addresses, check, rows_of
+from ..checks import check, rows_of
 from ..errors import TensorError
+from ..tables import DTYPE_CODES, addresses
 
 _A = math.sqrt(2.0 / math.pi)
 _B = 0.044715

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from .. import library, native
-from ..checks import DTYPE_CODES, addresses, check
+from ..checks import check
 from ..errors import TensorError
+from ..tables import DTYPE_CODES, addresses
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, from_output: bool = False) -> Tensor:

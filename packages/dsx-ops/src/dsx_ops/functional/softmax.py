@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import library, native
-from ..checks import DTYPE_CODES, addresses, check, name_of, rows_of
+from ..checks import check, name_of, rows_of
 from ..errors import TensorError
 from ..spec import FLOATS
+from ..tables import DTYPE_CODES, addresses
 
 
 def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:

@@ -13,18 +13,16 @@ from __future__ import annotations
 from array import array
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .. import native
+from .. import native, tables
 from ..backends import native_cpu
-from ..spec import Algorithm, Batch, Lowered, Slot
-
-if TYPE_CHECKING:
-    from ._base import FusedOptimizer
+from ..spec import Algorithm, Batch, Hyper, Lowered, Slot
+from ..versions import wrote
 
 _PLAIN = (Tensor, Parameter)
 # DLPack's type codes and bits.
@@ -33,18 +31,29 @@ _KINDS = {
 }  # fmt: skip
 
 
+class Stepping(Protocol):
+    """What a repeated step asks of its optimizer."""
+
+    state: Any
+    param_groups: list[dict[str, Any]]
+
+    def _hyper(self, group: dict[str, Any], step: int, grad_scale: float | Tensor) -> Hyper: ...
+
+
 class _Ledger:
     """One batch: its table, and who fills it."""
 
-    def __init__(self, batch: Batch, optimizer: FusedOptimizer, places: dict[int, int]) -> None:
+    def __init__(self, batch: Batch, optimizer: Stepping, places: dict[int, int]) -> None:
         """`places`: where each parameter (by id) comes among those with a state."""
         self.group, self.algorithm, self.step = batch.group, batch.algorithm, batch.hyper.step
-        self.table, self.dtypes = native_cpu.table(batch), native_cpu.dtypes(batch)
+        self.table, self.dtypes = tables.update_table(batch), tables.update_dtypes(batch)
         self.params = [s.param for s in batch.slots]
         self._places = [places[id(p)] for p in self.params]
+        columns = _columns(batch.slots[0], optimizer.state[self.params[0]])
+        self._state_keys = [key for _, key, _, _ in columns if key is not None]
         self._reader = native.module().Ledger(
             Tensor.__dlpack_c_exchange_api__,  # type: ignore[attr-defined]
-            _columns(batch.slots[0], optimizer.state[self.params[0]]),
+            columns,
             array("q", chain.from_iterable(map(_sizes, batch.slots))),
         )
 
@@ -56,24 +65,32 @@ class _Ledger:
         """Read all addresses anew. False when this is no repetition."""
         return self._reader.read(self.params, states, self.step, self.table)
 
+    def run(self, module: Any, states: list[Any], numbers: Lowered) -> None:
+        """Make the step, and count it."""
+        native_cpu.step(module, self.algorithm, self.table, self.dtypes, numbers)
+        self.step += 1
+        for state in states:
+            state["step"] = self.step
+        wrote(chain(self.params, *([state[key] for state in states] for key in self._state_keys)))
+
 
 def _columns(slot: Slot, state: dict[str, Any]) -> list[tuple[int, str | None, int, int]]:
     """Of each column of the table that is used: index, where in a state its tensors are, type code and bits."""
-    used = [(i, t) for i, t in enumerate(native_cpu.columns(slot)) if t is not None]
+    used = [(i, t) for i, t in enumerate(tables.tensor_columns(slot)) if t is not None]
     keys = {id(t): key for key, t in state.items()}
     return [(i, keys.get(id(t)), *_KINDS[t.dtype]) for i, t in used]
 
 
 def _sizes(slot: Slot) -> list[int]:
     """A row like the table's: how many elements each tensor has."""
-    found = [0 if t is None else t.numel() for t in native_cpu.columns(slot)]
-    return found + [0] * (native_cpu.WIDTH - len(found))
+    found = [0 if t is None else t.numel() for t in tables.tensor_columns(slot)]
+    return found + [0] * (tables.COLUMNS - len(found))
 
 
 class Repeat:
     """The batches of one step, to be gone over again."""
 
-    def __init__(self, optimizer: FusedOptimizer, batches: list[Batch]) -> None:
+    def __init__(self, optimizer: Stepping, batches: list[Batch]) -> None:
         self._stated = list(optimizer.state)
         places = {id(p): i for i, p in enumerate(self._stated)}
         self._ledgers = [_Ledger(b, optimizer, places) for b in batches]
@@ -82,7 +99,7 @@ class Repeat:
         self._idle = [p for p in self._params if id(p) not in busy]
 
     @classmethod
-    def of(cls, optimizer: FusedOptimizer, batches: list[Batch]) -> Repeat | None:
+    def of(cls, optimizer: Stepping, batches: list[Batch]) -> Repeat | None:
         """For a step just made; None when its like cannot be gone over again."""
         fit = (
             native.module() is not None
@@ -91,7 +108,7 @@ class Repeat:
         )
         return cls(optimizer, batches) if fit else None
 
-    def run(self, optimizer: FusedOptimizer, scale: float | Tensor) -> bool:
+    def run(self, optimizer: Stepping, scale: float | Tensor) -> bool:
         """Make the step, and count it; False, and nothing done, when this is no repetition."""
         module = native.module()
         if module is None or not self._same_params(optimizer):
@@ -102,13 +119,10 @@ class Repeat:
             return False
         numbers = [self._numbers(optimizer, ledger, scale) for ledger in self._ledgers]
         for ledger, mine, lowered in zip(self._ledgers, states, numbers):
-            native_cpu.step(module, ledger.algorithm, ledger.table, ledger.dtypes, lowered)
-            ledger.step += 1
-            for state in mine:
-                state["step"] = ledger.step
+            ledger.run(module, mine, lowered)
         return True
 
-    def _same_params(self, optimizer: FusedOptimizer) -> bool:
+    def _same_params(self, optimizer: Stepping) -> bool:
         params = list(chain.from_iterable(g["params"] for g in optimizer.param_groups))
         return (
             len(params) == len(self._params)
@@ -118,11 +132,11 @@ class Repeat:
             and all(p.grad is None for p in self._idle)
         )
 
-    def _numbers(self, optimizer: FusedOptimizer, ledger: _Ledger, scale: float | Tensor) -> Lowered:
+    def _numbers(self, optimizer: Stepping, ledger: _Ledger, scale: float | Tensor) -> Lowered:
         group = optimizer.param_groups[ledger.group]
         return optimizer._hyper(group, ledger.step + 1, scale).lowered(ledger.algorithm)
 
 
 def _fits(slot: Slot) -> bool:
     plain = type(slot.param) in _PLAIN and type(slot.grad) in _PLAIN
-    return plain and slot.param.is_cpu and slot.copy is None and not slot.is_shard
+    return plain and slot.param.is_cpu and slot.copy is None and slot.owner is None

@@ -47,7 +47,7 @@ def local_slot(slot: Slot, elementwise: bool) -> Slot:
         states=tuple(map(_local, slot.states)),
         low_bits=None if slot.low_bits is None else _local(slot.low_bits),
         copy=None if slot.copy is None else _local(slot.copy),
-        is_shard=True,
+        owner=slot,
     )
 
 
