@@ -277,4 +277,4 @@ def test_explain_on_the_command_line(tmp_path, capsys):
     rows = {row["path"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["train_batch_size"]["value"] == 8
     assert main(["schema"]) == 0
-    assert json.loads(capsys.readouterr().out)["title"] == "Root"
+    assert json.loads(capsys.readouterr().out)["title"] == "Configuration of dsx"

@@ -80,9 +80,9 @@ def _warn(config: Config) -> None:
 
 
 def _schema(arguments: argparse.Namespace) -> str:
-    from .schema import Root  # late, as above
+    from .json_schema import json_schema  # late, as above
 
-    return json.dumps(Root.model_json_schema(), indent=2) + "\n"
+    return json.dumps(json_schema(), indent=2) + "\n"
 
 
 def _reference(arguments: argparse.Namespace) -> str:

@@ -1,7 +1,7 @@
 """Checks of ``optimizer`` and ``scheduler``: known type, known and sensible arguments, available today.
 
-The arguments of our own optimizers are a table, so that a configuration is judged without importing torch; for any
-other class of ``torch.optim`` the constructor's signature is asked. A schedule of our own is simply built on a stand-in
+The arguments of our own optimizers are a table; those of the optimizers that average in one bit, and of any class of
+``torch.optim``, are those of the constructor. A schedule of our own is simply built on a stand-in
 with one parameter group: what its constructor refuses is a problem of the configuration.
 """
 
@@ -12,20 +12,18 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dsx_comm.onebit import rules as one_bit
+
 from ..errors import Problem, ScheduleError
 from .availability import OPTIMIZERS_NOT_YET
 from .names import nearest
 from .translate import show
 
-__all__ = ["OPTIMIZER_ARGUMENTS", "canonical_optimizer", "component_problems"]
+__all__ = ["OPTIMIZER_ARGUMENTS", "argument_schema", "canonical_optimizer", "component_problems", "torch_classes"]
 
 _TORCH_SWITCHES = ("maximize", "foreach", "capturable", "differentiable", "fused")
 _ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "adam_w_mode", "torch_adam",
          "fp32_optimizer_states", "set_grad_none", *_TORCH_SWITCHES)  # fmt: skip
-
-# of the optimizers that communicate in one bit
-_ONE_BIT = ("lr", "betas", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt", "amsgrad", "cuda_aware",
-            "comm_backend_name", "compression", "scale", "variance_floor")  # fmt: skip
 
 OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Adam": _ADAM,
@@ -36,10 +34,7 @@ OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Adagrad": ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "amsgrad", "fp32_optimizer_states",
                 *_TORCH_SWITCHES),
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", *_TORCH_SWITCHES),
-    "OneBitAdam": ("freeze_step", "variance_window", *_ONE_BIT),
-    "ZeroOneAdam": ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper", *_ONE_BIT),
-    "OneBitLamb": ("freeze_step", "variance_window", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min",
-                   "factor_threshold", *_ONE_BIT),
+    **{name: one_bit.config_arguments(cls) for name, cls in one_bit.OPTIMIZERS.items()},
 }  # fmt: skip
 
 _SWITCHES = frozenset(
@@ -64,6 +59,36 @@ def canonical_optimizer(name: str) -> str | None:
     """Return the name of one of our own optimizers in its documented spelling; None for any other name."""
     spelled = {known.lower(): known for known in OPTIMIZER_ARGUMENTS}
     return spelled.get(name.lower())
+
+
+def argument_schema(name: str) -> dict[str, Any]:
+    """Return the JSON schema of an optimizer's argument; empty for one whose type is not known by its name."""
+    if name in _SWITCHES:
+        return {"anyOf": [{"type": "boolean"}, {"const": "auto"}]}
+    if name in _NUMBERS:
+        return {"anyOf": [{"type": "number", "minimum": 0}, {"const": "auto"}]}
+    if name in _COUNTS:
+        return {"anyOf": [{"type": "integer", "minimum": _COUNTS[name]}, {"const": "auto"}]}
+    if name in _CHOICES:
+        return {"enum": [*dict.fromkeys((*_CHOICES[name], "auto"))]}
+    if name == "betas":
+        beta = {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
+        return {"anyOf": [{"type": "array", "items": beta, "minItems": 2, "maxItems": 2}, {"const": "auto"}]}
+    return {}
+
+
+def torch_classes(module: str) -> dict[str, type]:
+    """Return the public classes of `torch.optim` or `torch.optim.lr_scheduler` that can be named in a configuration."""
+    import importlib  # late with torch: a configuration that names only our own classes is judged without it
+
+    return {
+        name: value
+        for name, value in vars(importlib.import_module(module)).items()
+        if isinstance(value, type)
+        and value.__module__.startswith(module)  # not what the module itself imports
+        and not name.startswith("_")
+        and name not in ("Optimizer", "LRScheduler")
+    }
 
 
 def component_problems(root: Any, where: Callable[[str], str]) -> Iterator[Problem]:
@@ -182,13 +207,7 @@ def _required_problems(
 def _torch_problems(
     key: str, module: str, section: Any, ours: list[str], skip: tuple[str, ...], where: Any
 ) -> Iterator[Problem]:
-    import importlib  # late with torch: a configuration that names only our own classes is judged without it
-
-    classes = {
-        name: value
-        for name, value in vars(importlib.import_module(module)).items()
-        if isinstance(value, type) and not name.startswith("_") and name not in ("Optimizer", "LRScheduler")
-    }
+    classes = torch_classes(module)
     chosen = classes.get(section.type) or {name.lower(): value for name, value in classes.items()}.get(
         section.type.lower()
     )

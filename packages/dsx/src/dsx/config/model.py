@@ -117,7 +117,9 @@ class Config:
 
     def json_schema(self) -> dict[str, Any]:
         """Return the JSON schema of a configuration, for editors."""
-        return type(self.root).model_json_schema()
+        from .json_schema import json_schema  # late: it imports torch for the names of its optimizers
+
+        return json_schema()
 
     def __str__(self) -> str:
         return json.dumps(self.to_dict(), indent=2)

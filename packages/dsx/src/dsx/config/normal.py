@@ -2,7 +2,7 @@
 
 ``"auto"`` means "you decide". The key is taken out, so that the value is the documented default or is computed from
 other keys, and the path is remembered for the report. Where nothing can be decided (a required value without default)
-validation says so.
+validation says so. Keys that have a value of their own called "auto" (`MEANS_AUTO`) keep it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import Problem
 
-__all__ = ["SECOND_NAMES", "Normalised", "is_one_bit", "normalise"]
+__all__ = ["SECOND_NAMES", "SECTIONS_THAT_MAY_BE_NULL", "Normalised", "normalise"]
 
 # second name -> the name the documentation uses
 SECOND_NAMES: dict[str, str] = {
@@ -38,7 +38,7 @@ SECOND_NAMES: dict[str, str] = {
     },
 }
 
-_SECTIONS_THAT_MAY_BE_NULL = frozenset(
+SECTIONS_THAT_MAY_BE_NULL = frozenset(
     {
         "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger", "compile",
         "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency", "data_types", "eigenvalue",
@@ -46,6 +46,9 @@ _SECTIONS_THAT_MAY_BE_NULL = frozenset(
         "quantize_training", "tensor_parallel", "tensorboard", "timers", "torch_autocast", "wandb", "zero_optimization",
     }
 )  # fmt: skip
+
+MEANS_AUTO = frozenset({"optimizer.params.compression"})
+"""Paths at which "auto" is a value like any other: `compression` of an optimizer that averages in one bit measures then."""
 
 _TEXT_BOOLEANS = {"true": True, "false": False}
 
@@ -74,35 +77,14 @@ def normalise(data: dict[str, Any]) -> Normalised:
     result = Normalised(data)
     if isinstance(data.get("$schema"), str):
         del data["$schema"]  # which schema an editor checks the file against
-    for name in sorted(_SECTIONS_THAT_MAY_BE_NULL & set(data)):
+    for name in sorted(SECTIONS_THAT_MAY_BE_NULL & set(data)):
         if data[name] is None:
             del data[name]
     for second, first in SECOND_NAMES.items():
         _rename(result, second, first)
     _short_forms(result)
     _take_out_auto(result, data, "")
-    _clipping_of_one_bit(result)
     return result
-
-
-ONE_BIT = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
-"""Optimizers that average in one bit, in lower case."""
-
-
-def is_one_bit(name: Any) -> bool:
-    """Whether `optimizer.type` names an optimizer that averages in one bit."""
-    return isinstance(name, str) and name.lower() in ONE_BIT
-
-
-def _clipping_of_one_bit(result: Normalised) -> None:
-    """The default, clipping to 1.0, is not for optimizers that work on local gradients."""
-    section = result.data.get("optimizer")
-    if isinstance(section, dict) and is_one_bit(section.get("type")) and "gradient_clipping" not in result.data:
-        result.data["gradient_clipping"] = 0.0
-        result.notes.append(
-            f"gradient_clipping is 0, not the default 1.0: {section['type']} works on local gradients, and no rank knows the norm "
-            "of their mean"
-        )
 
 
 def _rename(result: Normalised, second: str, first: str) -> None:
@@ -142,7 +124,7 @@ def _short_forms(result: Normalised) -> None:
 def _take_out_auto(result: Normalised, owner: dict[str, Any], prefix: str) -> None:
     for key in list(owner):
         path = f"{prefix}{key}"
-        if owner[key] == "auto":
+        if owner[key] == "auto" and path not in MEANS_AUTO:
             del owner[key]
             result.auto.append(path)
         elif isinstance(owner[key], dict):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dsx_comm.onebit import rules as one_bit
+
 from ..errors import Problem
 from ..precision import name_of
-from .normal import is_one_bit
 
 __all__ = ["conflicts", "notices"]
 
@@ -37,7 +38,18 @@ def conflicts(root: Any, world_size: int, where: Callable[[str], str]) -> Iterat
 
 
 def notices(root: Any) -> list[str]:
-    """Return a sentence for every key that has no effect beside another one."""
+    """Return a sentence for every key that has no effect, or another one, beside another key."""
+    return [*_predivide_notice(root), *_clipping_notice(root)]
+
+
+def _clipping_notice(root: Any) -> list[str]:
+    section = root.optimizer
+    if section is None or one_bit.find_optimizer(section.type) is None or not root.gradient_clipping:
+        return []
+    return [one_bit.clipping_note(section.type, root.gradient_clipping)]
+
+
+def _predivide_notice(root: Any) -> list[str]:
     if root.prescale_gradients and root.gradient_predivide_factor != 1.0:
         return [
             f"gradient_predivide_factor {root.gradient_predivide_factor:g} has no effect beside prescale_gradients, which "
@@ -136,23 +148,10 @@ def _curvature(root: Any, where: Any) -> Iterator[Problem]:
 
 
 def _one_bit(root: Any, where: Any) -> Iterator[Problem]:
-    if root.optimizer is None or not is_one_bit(root.optimizer.type):
+    section = root.optimizer
+    if section is None or one_bit.find_optimizer(section.type) is None:
         return
-    name, stage = root.optimizer.type, root.zero_optimization.stage
-    if stage:
-        yield Problem(
-            "conflict", "optimizer.type", f"{name} does not work with ZeRO", got=f"zero_optimization.stage {stage}",
-            expected="zero_optimization.stage 0 (it averages whole momenta in one bit, and a rank would hold slices)",
-            where=where("optimizer.type"), fix='set "stage" to 0, or use Adam or Lamb',
-        )  # fmt: skip
-    if root.gradient_clipping:
-        yield Problem(
-            "conflict", "gradient_clipping", f"{name} works on local gradients, and no rank knows the norm of their mean",
-            got=f"{root.gradient_clipping:g}", expected="0", where=where("gradient_clipping"),
-            fix="remove it (then it is 0) or set it to 0",
-        )  # fmt: skip
-    if root.gradient_allreduce_op == "sum":
-        yield Problem(
-            "conflict", "gradient_allreduce_op", f"{name} averages momenta", got='"sum"', expected='"mean"',
-            where=where("gradient_allreduce_op"), fix="remove it or scale the loss",
-        )  # fmt: skip
+    stage, op = root.zero_optimization.stage, root.gradient_allreduce_op
+    for found in one_bit.conflicts(section.type, zero_stage=stage, gradient_allreduce_op=op):
+        yield Problem("conflict", found.key, found.reason, got=found.got, expected=found.expected, where=where(found.key),
+                      fix=found.fix)  # fmt: skip
