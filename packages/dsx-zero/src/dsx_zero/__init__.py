@@ -46,6 +46,7 @@ from .leaves import (
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
+from .loading import SliceLoad
 from .optimizer import StepOutcome, ZeroOptimizer
 from .order import ScheduleDivergence
 from .partitioned import PartitionedParameter, PartitionedParameterError
@@ -78,6 +79,7 @@ __all__ = [
     "Precision",
     "Reader",
     "Reduction",
+    "SliceLoad",
     "StepOutcome",
     "ZeroConfigError",
     "ZeroError",

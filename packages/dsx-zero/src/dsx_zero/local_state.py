@@ -72,6 +72,11 @@ class _LocalReader:
 
 def load_local(optimizer: ZeroOptimizer, state: dict[str, Any]) -> None:
     """See `ZeroOptimizer.load_state_dict`."""
+    if not isinstance(state, dict) or not {"slices", "param_groups"} <= set(state):
+        raise ZeroStateError(
+            "the state dict is none of a ZeroOptimizer: expected the keys slices and param_groups; a plain optimizer's state "
+            "can be loaded into it before dsx_zero.shard"
+        )
     slices, groups = state["slices"], state["param_groups"]
     mine: Iterable[ParamSlice] = list(optimizer.held_slices())
     wrong = [p.name for p in mine if p.name not in slices or tuple(slices[p.name]["shape"]) != tuple(p.shape)]
@@ -81,7 +86,8 @@ def load_local(optimizer: ZeroOptimizer, state: dict[str, Any]) -> None:
         )
     if len(groups) != len(optimizer.param_groups):
         raise ZeroStateError(f"got {len(groups)} parameter groups, expected {len(optimizer.param_groups)}")
-    optimizer.load_slices(_LocalReader(slices))
+    load = optimizer.read_slices(_LocalReader(slices))  # everything is checked before the first value changes
+    load.install()
     for group, saved in zip(optimizer.param_groups, groups):
         group.update(saved)
 

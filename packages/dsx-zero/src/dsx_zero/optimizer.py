@@ -25,9 +25,10 @@ from .frozen import Frozen
 from .gradients import Gradients
 from .groups import LentGroups
 from .local_state import count_bytes, load_local, save_local
+from .loading import SliceLoad, read_slices
 from .masters import Master, copy_targets, refresh_master, write_parameters
 from .norm import CLIP_EPSILON, global_norm
-from .slices import ParamSlice, Reader, iter_slices, load_slices
+from .slices import ParamSlice, Reader, iter_slices
 from .units import ParameterInfo
 
 __all__ = ["Residency", "Runtime", "StepOutcome", "ZeroOptimizer"]
@@ -319,7 +320,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def load_slices(self, reader: Reader) -> None:
         """Fill parameters, masters and optimizer states from ranges of named tensors (collective). See `dsx_zero.Reader`."""
-        load_slices(self._runtime, self._by_name, self.inner, reader, from_masters=self._runtime.load_masters)
+        self.read_slices(reader).install()
+
+    def read_slices(self, reader: Reader) -> SliceLoad:
+        """Read everything this rank holds from ranges of named tensors and check it; nothing is changed before `install()`.
+
+        Not collective, unlike `install()`: ranks can agree that all of them have read well before one of them changes its model.
+
+        Raises:
+            ZeroStateError: optimizer states are incomplete, or do not fit the optimizer.
+        """
+        return read_slices(self._runtime, self._by_name, self.inner, reader, from_masters=self._runtime.load_masters)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's slices by parameter name, and the settings of the parameter groups. Tensors are not copied."""

@@ -91,10 +91,10 @@ class Arena:
         at = start + first - low if last > first else 0
         return first, last, feedback.server[at : at + last - first]
 
-    def load(
+    def read(
         self, parameter: torch.Tensor, keys: Sequence[str], read: Callable[[str, int, int], torch.Tensor | None]
-    ) -> None:
-        """Take a parameter's errors from a checkpoint that any number of ranks has written.
+    ) -> Callable[[], None]:
+        """Read a parameter's errors from a checkpoint that any number of ranks has written; returns what puts them in place.
 
         The same number of ranks: every rank gets its own error back. Another: every rank gets the mean of all, which
         leaves the mean over the workers, all that ever reaches the parameters, as it was. Servers' errors belong to
@@ -102,17 +102,23 @@ class Arena:
         """
         feedback = self.feedback
         if feedback is None:
-            return
+            return lambda: None
         _, numel = self._places[id(parameter)]
         workers = [key for key in keys if key.startswith(WORKER)]
         own = f"{WORKER}{feedback.rank}"
         if len(workers) == self.layout.world_size and own in workers:
             workers = [own]
-        target = self._cut(feedback.worker, parameter).zero_()
+        target = self._cut(feedback.worker, parameter)
+        mean = torch.zeros_like(target)
         for key in workers:
             values = read(key, 0, numel)
             if values is not None:
-                target.add_(values.to(target).view(-1), alpha=1.0 / len(workers))
+                mean.add_(values.to(target).view(-1), alpha=1.0 / len(workers))
         first, last, view = self._served(parameter, feedback)
-        values = read(SERVER, first, last) if SERVER in keys and last > first else None
-        view.zero_() if values is None else view.copy_(values.view(-1))
+        served = read(SERVER, first, last) if SERVER in keys and last > first else None
+
+        def install() -> None:
+            target.copy_(mean)
+            view.zero_() if served is None else view.copy_(served.view(-1))
+
+        return install

@@ -335,15 +335,29 @@ class CompressedOptimizer(torch.optim.Optimizer):
         arena = self._arena_of.get(id(parameter))
         return [] if arena is None else list(arena.ranges(parameter))
 
+    def read_state_ranges(
+        self, parameter: torch.Tensor, keys: Sequence[str], read: Callable[[str, int, int], torch.Tensor | None]
+    ) -> Callable[[], None]:
+        """Read what `state_ranges` gave on any number of ranks; the function returned puts it in place (see `Arena.read`).
+
+        Nothing that a step uses is changed before that function is called. Without keys errors start at zero.
+        """
+        self._lay_out()
+        arena = self._arena_of.get(id(parameter))
+        install = None if arena is None else arena.read(parameter, keys, read)
+
+        def put() -> None:
+            self._masks = None
+            if install is not None:
+                install()
+
+        return put
+
     def load_state_ranges(
         self, parameter: torch.Tensor, keys: Sequence[str], read: Callable[[str, int, int], torch.Tensor | None]
     ) -> None:
-        """Take what `state_ranges` gave on any number of ranks; see `Arena.load`. Without keys errors start at zero."""
-        self._lay_out()
-        self._masks = None
-        arena = self._arena_of.get(id(parameter))
-        if arena is not None:
-            arena.load(parameter, keys, read)
+        """Take what `state_ranges` gave on any number of ranks, at once; see `read_state_ranges`."""
+        self.read_state_ranges(parameter, keys, read)()
 
     def states_loaded(self) -> None:
         """States were put into `state` from outside: take the clock from them."""
