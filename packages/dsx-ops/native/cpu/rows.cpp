@@ -126,53 +126,61 @@ template <DType T> void layer_norm_back_of(const NormBackRows& n, int64_t begin,
 
 // ---- softmax --------------------------------------------------------------------------------------------------------------
 
-DSX_INLINE F load_bool(const char* mask, int64_t i, int64_t count) {  // 0 or -inf
+constexpr uint32_t LOWEST = 0xff800000u;  // -inf
+
+DSX_INLINE U hidden(const char* mask, int64_t i, int64_t count) {
     char raw[16] = {};
     __builtin_memcpy(raw, mask + i, count < LANES ? count : LANES);
-    return floats(splatu(0xff800000u) & equalu(load8(raw), splatu(0)));
+    return equalu(load8(raw), splatu(0));
 }
 
 struct Mask {
     MaskKind kind;
     const char* at;
-    int64_t step;
-    F one;  // of a mask that does not change along the row
+    F one;           // an added mask that does not change along the row
+    bool hides_row;  // a boolean mask that does not change along the row
 
-    template <MaskKind KIND> DSX_INLINE F load(int64_t c, int64_t count) const {
+    // A boolean mask replaces scores instead of adding to them: what lies in a hidden position may be NaN or infinite.
+    template <MaskKind KIND> DSX_INLINE F masked(F score, int64_t c, int64_t count) const {
         switch (KIND) {
-            case MASK_F32: return Padded<F32>::load(at, c, count);
-            case MASK_BF16: return Padded<BF16>::load(at, c, count);
-            case MASK_F16: return Padded<F16>::load(at, c, count);
-            case MASK_BOOL: return load_bool(at, c, count);
-            default: return one;
+            case MASK_F32: return score + Padded<F32>::load(at, c, count);
+            case MASK_BF16: return score + Padded<BF16>::load(at, c, count);
+            case MASK_F16: return score + Padded<F16>::load(at, c, count);
+            case MASK_BOOL: return select(hidden(at, c, count), floats(splatu(LOWEST)), score);
+            default: return score + one;
         }
     }
     DSX_INLINE F first() const {
+        const F zero = splat(0.0f);
         switch (kind) {
-            case MASK_F32: return load<MASK_F32>(0, 1);
-            case MASK_BF16: return load<MASK_BF16>(0, 1);
-            case MASK_F16: return load<MASK_F16>(0, 1);
-            default: return load<MASK_BOOL>(0, 1);
+            case MASK_F32: return masked<MASK_F32>(zero, 0, 1);
+            case MASK_BF16: return masked<MASK_BF16>(zero, 0, 1);
+            default: return masked<MASK_F16>(zero, 0, 1);
         }
     }
-    DSX_INLINE Mask(const SoftmaxRows& s, int64_t row) : kind(s.mask_kind), at(s.mask), step(s.column_step), one(splat(0.0f)) {
+    DSX_INLINE Mask(const SoftmaxRows& s, int64_t row) : kind(s.mask_kind), at(s.mask), one(splat(0.0f)), hides_row(false) {
         if (kind == MASK_NONE) return;
         at += s.mask_start[row] * (kind == MASK_F32 ? 4 : kind == MASK_BOOL ? 1 : 2);
-        if (step) return;
-        const F lanes = first();
-        float value;
-        __builtin_memcpy(&value, &lanes, 4);
-        one = splat(value);
+        if (s.column_step) return;
+        if (kind == MASK_BOOL) {
+            hides_row = *at == 0;
+        } else {
+            const F lanes = first();
+            float value;
+            __builtin_memcpy(&value, &lanes, 4);
+            one = splat(value);
+        }
         kind = MASK_NONE;
     }
 };
 
 // The row's scores into scratch; returns the largest.
-template <DType T, MaskKind KIND> DSX_INLINE F scores_with(const SoftmaxRows& s, const Mask& mask, const char* x, float* scratch) {
-    const F scale = splat(s.scale), lowest = floats(splatu(0xff800000u));
+template <DType T, MaskKind KIND>
+DSX_INLINE F scores_with(const SoftmaxRows& s, const Mask& mask, const char* x, float* scratch) {
+    const F scale = splat(s.scale), lowest = floats(splatu(LOWEST));
     F top = lowest;
     columns(s.cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
-        F score = Padded<T>::load(x, c, count) * scale + mask.load<KIND>(c, count);
+        F score = mask.masked<KIND>(Padded<T>::load(x, c, count) * scale, c, count);
         if (count < LANES) score = select(present(count), score, lowest);
         top = larger(top, score);  // a NaN shows in the sum
         store32(scratch + c, score);
@@ -193,8 +201,14 @@ template <DType T> void softmax_of(const SoftmaxRows& s, int64_t begin, int64_t 
     const int64_t padded = (s.cols + LANES - 1) / LANES * LANES;
     for (int64_t row = begin; row < end; ++row) {
         const char* x = s.x + row * s.cols * Access<T>::SIZE;
-        F top = row_scores<T>(s, Mask(s, row), x, scratch);
-        const U none = equalu(bits(top), splatu(0xff800000u));
+        char* out = s.out + row * s.cols * Access<T>::SIZE;
+        const Mask mask(s, row);
+        if (mask.hides_row) {
+            __builtin_memset(out, 0, (size_t)(s.cols * Access<T>::SIZE));
+            continue;
+        }
+        F top = row_scores<T>(s, mask, x, scratch);
+        const U none = equalu(bits(top), splatu(LOWEST));
         top = select(none, splat(0.0f), top);
         const float total = row_sum(padded, [&](int64_t c, int64_t) DSX_LAMBDA {
             ask_for_next<T>(x, s.cols, c);
@@ -203,7 +217,6 @@ template <DType T> void softmax_of(const SoftmaxRows& s, int64_t begin, int64_t 
             return w;
         });
         const F share = splat(total == 0.0f ? 0.0f : 1.0f / total);
-        char* out = s.out + row * s.cols * Access<T>::SIZE;
         const bool stream = s.stream && on_line(out);
         columns(s.cols, [&](int64_t c, int64_t count) DSX_LAMBDA { put<T>(out, c, count, load32(scratch + c) * share, stream); });
     }
