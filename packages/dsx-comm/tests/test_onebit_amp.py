@@ -62,3 +62,35 @@ def all_exact(rank, n):
 def test_groups_that_are_never_frozen_may_be_all_there_is():
     first, second = run_ranks(all_exact, 2)
     assert first == second < 1.0
+
+
+def without(rank, world, name, everywhere):
+    """Steps in which one rank, or every rank, has no gradient at all: zeros, as in a plain loop."""
+    param, plain = (torch.nn.Parameter(torch.linspace(-1, 1, 40)) for _ in range(2))
+    other = torch.nn.Parameter(torch.ones(3))  # what the loss of such a step depends on; it has an optimizer of its own
+    optimizer, oracle, second = MAKERS[name]([param]), MAKERS[name]([plain]), torch.optim.SGD([other], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(7):
+        param.grad = plain.grad = None
+        if step in (1, 5) and (everywhere or rank == 1):
+            scaler.scale(other.sum()).backward()
+        else:
+            scaler.scale((param * gradient(step, rank)).sum() + other.sum()).backward()
+            plain.grad = gradient(step, rank)
+        scaler.step(optimizer)
+        scaler.step(second)
+        scaler.update()
+        oracle.step()
+    assert optimizer.clock.step == 7
+    assert torch.equal(param, plain) and param.isfinite().all()
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_without_any_gradient(name, everywhere):
+    run_ranks(without, 2, name, everywhere, timeout=30)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_without_any_gradient_on_one_rank_alone(name):
+    without(0, 1, name, True)

@@ -294,6 +294,34 @@ def test_groups_that_are_never_frozen_masks_and_untouched_elements():
     run_ranks(apart, 2)
 
 
+def masked(rank, world, name, flat):
+    """A mask that is flattened, as BERT's scripts do, says the same as one in the parameter's shape."""
+    ours, theirs = start(), start()
+    mask = torch.ones(64, 3)
+    mask[40:, 1] = 0
+    given = torch.flatten(mask) if flat else [mask]
+    settings = {"var_freeze_step": 2} if name == "ZeroOneAdam" else {"freeze_step": 2}
+    optimizers = []
+    for params, one in ((ours, mask), (theirs, given)):
+        groups = [{"params": params[:3]}, {"params": params[3:], "exp_avg_mask": one}]
+        optimizers.append(getattr(dsx_comm, name)(groups, lr=0.01, **settings))
+    for step in range(6):
+        for optimizer, params in zip(optimizers, (ours, theirs)):
+            optimizer.zero_grad()
+            losses(params, step, rank).backward()
+            optimizer.step()
+    assert all(map(torch.equal, ours, theirs))
+    kept = optimizers[1].state[theirs[3]]["exp_avg_mask"]
+    assert kept.shape == (64, 3) and torch.equal(kept, mask)
+
+
+@pytest.mark.parametrize(
+    ("name", "flat"), [("OneBitAdam", True), ("OneBitLamb", True), ("ZeroOneAdam", True), ("OneBitAdam", False)]
+)
+def test_a_flattened_mask(name, flat):
+    run_ranks(masked, 2, name, flat)
+
+
 def ends(rank, world):
     params = start()
     optimizer = dsx_comm.ZeroOneAdam(
@@ -412,5 +440,11 @@ def test_groups_that_cannot_be():
         dsx_comm.CommArgumentError, match=r"exp_avg_mask: got shape \(3,\) for a parameter of shape \(2,\)"
     ):
         dsx_comm.OneBitAdam([{"params": [p], "exp_avg_mask": torch.ones(3)}])
+    matrix = torch.nn.Parameter(torch.ones(2, 3))
+    for wrong in (torch.ones(5), torch.ones(6, 1), torch.ones(3, 2)):
+        with pytest.raises(dsx_comm.CommArgumentError, match=r"broadcasts to it, or \(6,\), the parameter flattened"):
+            dsx_comm.OneBitAdam([{"params": [matrix], "exp_avg_mask": wrong}])
+    with pytest.raises(dsx_comm.CommArgumentError, match="exp_avg_mask: got float, expected a tensor"):
+        dsx_comm.OneBitAdam([{"params": [matrix], "exp_avg_mask": 1.0}])
     with pytest.raises(dsx_comm.CommArgumentError, match=r"parameter of torch\.complex64, expected"):
         dsx_comm.OneBitAdam([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))])

@@ -107,7 +107,8 @@ def test_the_estimate_is_arithmetic():
 def gated(rank, world, rate, wish):
     import dsx_comm.onebit.gate as gate
 
-    gate.measure = lambda *a: Link(latency=1e-5, rate=rate, codec=1e-9)
+    measurements = []
+    gate.measure = lambda *a: measurements.append(a) or Link(latency=1e-5, rate=rate, codec=1e-9)
     params = [torch.nn.Parameter(torch.ones(100_000))]
     optimizer = dsx_comm.OneBitAdam(params, freeze_step=1, compression=wish)
     local = []
@@ -121,6 +122,7 @@ def gated(rank, world, rate, wish):
         traffic.calls("compressed_all_reduce"),
         optimizer.last_traffic.gain_seconds,
         optimizer.clock.variance_steps,
+        len(measurements),
     )
 
 
@@ -129,10 +131,11 @@ def gated(rank, world, rate, wish):
     [(1e6, "auto", True), (1e13, "auto", False), (1e13, "on", True), (1e6, "off", False)],
 )
 def test_auto_compresses_where_it_pays(rate, wish, compresses):
-    for local, calls, gain, variance_steps in run_ranks(gated, 2, rate, wish):
+    for local, calls, gain, variance_steps, measurements in run_ranks(gated, 2, rate, wish):
         assert local == [False, compresses, compresses]
         assert calls == (2 if compresses else 0) and variance_steps == (1 if compresses else 3)
-        assert (gain is None) if wish == "off" else (gain > 0) == (compresses and rate < 1e9)
+        assert measurements == (wish == "auto"), "the link is measured where the answer depends on it, and only there"
+        assert (gain is None) if wish != "auto" else (gain > 0) == (compresses and rate < 1e9)
 
 
 def measured(rank, world):

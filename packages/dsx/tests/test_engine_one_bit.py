@@ -20,13 +20,13 @@ PARAMS = {
 }
 
 
-def config(name, precision="fp32", **more):
+def config(name, precision="fp32", params=None, **more):
     sections = {} if precision == "fp32" else {precision: {"enabled": True}}
     if precision == "fp16":
         sections["fp16"]["initial_scale_power"] = 4
     return {
         "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
-        "optimizer": {"type": name, "params": PARAMS[name]}, **sections, **more,
+        "optimizer": {"type": name, "params": {**PARAMS[name], **(params or {})}}, **sections, **more,
     }  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def test_training_by_configuration(name, precision):
 
 def agrees(rank, world, name):
     """The engine, with accumulation, does what the optimizer does alone in a plain loop."""
-    engine = build(name)
+    engine = build(name, gradient_clipping=0)
     train(engine, rank, 9)
     engine.optimizer.synchronize()
     torch.manual_seed(0)
@@ -228,7 +228,6 @@ def test_a_checkpoint_of_adam_is_the_warm_up(tmp_path):
     ("more", "text"),
     [
         ({"zero_optimization": {"stage": 1}}, "OneBitAdam does not work with ZeRO"),
-        ({"gradient_clipping": 1.0}, "no rank knows the norm of their mean"),
         ({"gradient_allreduce_op": "sum"}, "OneBitAdam averages momenta"),
     ],
 )
@@ -258,38 +257,168 @@ def test_arguments_are_judged_before_anything_is_built(params, path):
     assert [problem.path for problem in caught.value.problems] == [path]
 
 
-def test_without_a_word_about_clipping_it_is_off_and_said():
+@pytest.mark.parametrize(("more", "norm"), [({}, 1), ({"gradient_clipping": 0.5}, 0.5), ({"gradient_clipping": 0}, 0)])
+def test_one_line_says_what_clipping_means(more, norm):
     from dsx.config import load_config
 
-    loaded = load_config(config("OneBitAdam"), world_size=1)
-    assert loaded.gradient_clipping == 0 and any("OneBitAdam works on local gradients" in w for w in loaded.warnings)
+    loaded = load_config(config("OneBitAdam", **more), world_size=1)
+    assert loaded.gradient_clipping == norm
+    said = [w for w in loaded.warnings if "clip" in w]
+    assert len(said) == (norm > 0)
+    if norm:
+        assert said[0].startswith(
+            f"gradient_clipping {norm:g} with OneBitAdam: exact steps are clipped by the norm of the mean gradient"
+        )
+        assert "each rank clips its own gradient by its own norm" in said[0] and "\n" not in said[0]
+
+
+def test_published_configurations_are_accepted():
+    """What recipes for BERT and SQuAD write: 16-bit training, clipping to 1.0, either backend name, either spelling."""
+    from dsx.config import load_config
+
+    lamb = {
+        "max_coeff": 0.3,
+        "min_coeff": 0.01,
+        "coeff_beta": 0.9,
+        "factor_max": 4.0,
+        "factor_min": 0.5,
+        "factor_threshold": 0.1,
+    }
+    of_each = {
+        "OneBitAdam": {"freeze_step": 23000}, "OnebitAdam": {"freeze_step": 400},
+        "ZeroOneAdam": {"var_freeze_step": 12500, "var_update_scaler": 16, "local_step_scaler": 32678, "local_step_clipper": 16},
+        "OneBitLamb": {"freeze_step": 1000, **lamb},
+    }  # fmt: skip
+    for name, params in of_each.items():
+        for backend in (
+            {"cuda_aware": False, "comm_backend_name": "nccl"},
+            {"cuda_aware": True, "comm_backend_name": "mpi"},
+            {},
+        ):
+            common = {"lr": 4e-4, "weight_decay": 0.01, "bias_correction": False}
+            loaded = load_config(
+                {
+                    "train_batch_size": 4096, "train_micro_batch_size_per_gpu": 16, "steps_per_print": 100,
+                    "prescale_gradients": False, "optimizer": {"type": name, "params": {**common, **params, **backend}},
+                    "gradient_clipping": 1.0, "wall_clock_breakdown": False,
+                    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+                },
+                world_size=8,
+            )  # fmt: skip
+            assert loaded.gradient_clipping == 1.0
+
+
+def clips(rank, world, name, precision):
+    """Exact steps are clipped by the norm of the mean gradient, the others by each rank's own: against a plain loop."""
+    engine = build(name, precision, gradient_clipping=0.2)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)
+    )
+    cls = {"OneBitAdam": dsx_comm.OneBitAdam, "zerooneadam": dsx_comm.ZeroOneAdam, "OnebitLamb": dsx_comm.OneBitLamb}[
+        name
+    ]
+    optimizer, clipped = cls(model.parameters(), **PARAMS[name]), set()
+    for step in range(9):
+        train(engine, rank, 1, step)
+        optimizer.zero_grad()
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+            x = torch.randn(4, 6, generator=generator)
+            ((model(x) - x.sum(1, keepdim=True)).square().mean() / 2).backward()
+        local = optimizer.takes_local_gradients
+        if not local:
+            for p in model.parameters():
+                dsx_comm.all_reduce(p.grad, dsx_comm.ReduceOp.AVG)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        if norm > 0.2:
+            clipped.add(local)
+        assert engine.get_global_grad_norm() == (None if local else pytest.approx(norm.item(), rel=1e-4))
+        optimizer.step()
+    optimizer.synchronize()
+    engine.optimizer.synchronize()
+    assert clipped == {True, False}, "clipping was to be seen in both kinds of step"
+    plain = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    torch.testing.assert_close(weights(engine), plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_clipping_by_the_mean_gradients_norm_then_by_each_ranks_own(name):
+    run_ranks(clips, 2, name, "fp32")
+
+
+def clips_in_16_bits(rank, world):
+    """With a loss scale: an overflow on one rank still skips the step on all, and clipping sees unscaled gradients."""
+    engine = build("OneBitAdam", "fp16", gradient_clipping=0.2)
+    train(engine, rank, 7)
+    before = weights(engine)
+    for _ in range(2):
+        loss = engine(torch.ones(4, 6, dtype=torch.float16)).float().sum() * (float("inf") if rank == 1 else 1.0)
+        engine.backward(loss)
+        engine.step()
+    assert engine.skipped_steps == 1 and torch.equal(weights(engine), before)
+    train(engine, rank, 2, 7)
+    mine = weights(engine)
+    everyone = [torch.empty_like(mine) for _ in range(world)]
+    dsx_comm.all_gather(everyone, mine)
+    assert mine.isfinite().all() and all(torch.equal(one, mine) for one in everyone)
+    assert not torch.equal(mine, before)
+
+
+def scales(rank, world):
+    import dsx_zero
+
+    results = []
+    for scale in (1.0, 64.0):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 4)
+        model, optimizer = dsx_zero.shard(
+            model, dsx_comm.OneBitAdam(model.parameters(), lr=0.01, freeze_step=3), stage=0
+        )
+        for step in range(6):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            (model(x).square().sum() * scale).backward()
+            optimizer.step(grad_scale=scale, max_norm=0.2)
+            optimizer.zero_grad()
+        results.append(model.weight.detach().clone())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_under_a_loss_scale():
+    run_ranks(clips_in_16_bits, 2)
+    run_ranks(scales, 2)
 
 
 def client(rank, world):
-    """An optimizer object of the caller's: clipping is refused where it was asked for, and ZeRO always."""
-    import dsx_zero
-    from dsx.engine.errors import EngineArgumentError
+    """An optimizer object of the caller's: clipped as one that the configuration names, and refused with ZeRO."""
+    import logging
 
-    model = torch.nn.Linear(3, 1)
+    import dsx_zero
+
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("dsx_zero").addHandler(handler)
     base = {"train_micro_batch_size_per_gpu": 4}
-    with pytest.raises(EngineArgumentError, match=r"gradient_clipping: got 0\.5 with OneBitAdam, expected 0"):
-        dsx.initialize(
-            model=model, optimizer=dsx_comm.OneBitAdam(model.parameters()), config={**base, "gradient_clipping": 0.5}
-        )
     model = torch.nn.Linear(3, 1)
-    engine, *_ = dsx.initialize(model=model, optimizer=dsx_comm.OneBitAdam(model.parameters()), config=base)
-    assert engine.gradient_clipping() == 0
+    mine = dsx_comm.OneBitAdam(model.parameters(), freeze_step=1)
+    engine, *_ = dsx.initialize(model=model, optimizer=mine, config={**base, "gradient_clipping": 0.5})
+    assert engine.gradient_clipping() == 0.5 and not heard
+    for _ in range(4):
+        engine.backward(engine(torch.ones(4, 3)).square().mean())
+        engine.step()
+    # when local gradients come, rank 0 says once what happens with them
+    assert len(heard) == (rank == 0) and all("each rank clips its own gradient" in line for line in heard)
     model = torch.nn.Linear(3, 1)
     with pytest.raises(dsx_zero.ZeroOptimizerError, match="OneBitAdam cannot be used at stage 2"):
         dsx_zero.shard(model, dsx_comm.OneBitAdam(model.parameters()), stage=2)
+    with pytest.raises(dsx_zero.ZeroConfigError, match="OneBitAdam averages momenta"):
+        dsx_zero.shard(model, dsx_comm.OneBitAdam(model.parameters()), stage=0, reduction=dsx_zero.Reduction(op="sum"))
     model = torch.nn.Linear(3, 1)
     model, optimizer = dsx_zero.shard(model, dsx_comm.OneBitAdam(model.parameters(), freeze_step=1), stage=0)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    model(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(dsx_zero.ZeroOptimizerError, match="step without max_norm"):
+    for _ in range(3):
+        model(torch.ones(2, 3)).sum().backward()
         optimizer.step(max_norm=1.0)
-    optimizer.step()
     saved = optimizer.state_dict()
     optimizer.load_state_dict(saved)
 
@@ -298,15 +427,17 @@ def test_optimizer_objects_of_the_caller():
     run_ranks(client, 2)
 
 
-def lines(rank, world):
-    """With steps_per_print, rank 0 says what was sent and what that saved."""
-    engine = build("OneBitAdam", steps_per_print=3)
+def lines(rank, world, compression):
+    """With steps_per_print, rank 0 says what was sent and, where the optimizer has measured, what that saved."""
+    engine = build("OneBitAdam", params={"compression": compression}, steps_per_print=3)
     train(engine, rank, 6)
 
 
-def test_the_log_says_what_was_sent(capfd):
-    run_ranks(lines, 2)
+@pytest.mark.parametrize("compression", ["on", "auto"])
+def test_the_log_says_what_was_sent(capfd, compression):
+    run_ranks(lines, 2, compression)
     text = capfd.readouterr()
     found = [line for line in (text.out + text.err).splitlines() if "compression: " in line]
-    assert len(found) == 2 and "compression: exact, sent" in found[0] and "compression: one_bit, sent" in found[1]
-    assert "estimated gain" in found[1]
+    assert len(found) == 2 and "compression: exact, sent" in found[0], text
+    assert "estimated gain" in found[1] if compression == "auto" else "compression: one_bit, sent" in found[1]
+    assert ("estimated gain" in found[1]) == (compression == "auto")

@@ -17,7 +17,7 @@ from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
 from .flat import FlatGroup, Unit
 from .gather import Gathering, Replicated
 from .gradients import LocalGradients, ReducedGradients, ReduceOrder
-from .groups import LentGroups
+from .groups import LentGroups, join_launched_ranks
 from .init import InitParameter
 from .leaves import fine_modules, named_leaves
 from .masters import check_optimizer, make_masters, place_masters, replace_parameters
@@ -28,6 +28,8 @@ from .partitioned import PartitionedParameter
 from .precision import Precision
 from .reduce_executor import ReduceExecutor
 from .reduction import LocalReducer, Reducer, Reduction
+from .resharding import release_model
+from .restored import current_parameter, restore_model
 from .units import ParameterInfo, Persistence, UnitPlan, find_parameters, plan_units
 from .unused import IgnoreUnused, UnusedParameters
 
@@ -66,14 +68,16 @@ def shard(
     """Divide a model's states among the ranks of a process group (collective).
 
     The model stays the same object with the same parameters; rank 0's parameters and buffers become everybody's. Train as before:
-    `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
+    `loss.backward(); optimizer.step(); optimizer.zero_grad()`. A model that is sharded already is sharded anew: its optimizer is
+    released with a warning (`release_model`).
 
     Args:
         model: any module; its parameters are materialised and of any dtypes.
         optimizer: an element-wise `torch.optim.Optimizer` over the model's parameters, or a callable that makes one of them; None for
             a model that is not trained. Parameters it does not hold are treated as frozen.
         stage: 0 nothing is divided, 1 optimizer states, 2 and gradients, 3 and parameters. Default: the configuration's.
-        process_group: the ranks to divide among; default: all, or this process alone without an initialised group.
+        process_group: the ranks to divide among; default: all. Where there is no process group yet, the ranks that a launcher started
+            make one; without a launcher this process is alone.
         config: the `zero_optimization` section.
         precision: dtypes of gradients, messages and masters.
         reduction: mean or sum, and where the division happens.
@@ -88,11 +92,17 @@ def shard(
     """
     settings = _settings(stage, config)
     precision, reduction = precision or Precision(), reduction or Reduction()
+    _check_given(optimizer, stage=settings.stage)
+    if process_group is None:
+        join_launched_ranks()
     rank, world_size = _place(process_group)
+    release_model(model)
+    if settings.stage < 3 or world_size == 1:
+        restore_model(model)
     inner: Any = _NoOptimizer() if optimizer is None else _inner(model, optimizer, stage=settings.stage)
     held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
     infos = find_parameters(model, held)
-    _check_model(model, infos, stage=settings.stage)
+    _check_model(model, infos)
     plans = plan_units(
         model,
         infos,
@@ -104,7 +114,7 @@ def shard(
         ),
         leaves=_leaves(model, settings),
     )
-    averaging = averaging_of(inner, reduction)
+    averaging = averaging_of(inner, reduction, stage=settings.stage, rank=rank)
     build = _Build(model, settings, precision, reduction, process_group, rank, world_size, infos, plans, averaging)
     runtime = build.partitioned(inner) if settings.stage == 3 and world_size > 1 else build.resident()
     for notice in settings.notices():
@@ -167,15 +177,22 @@ def _place(process_group: Any) -> tuple[int, int]:
     return dsx_comm.get_rank(process_group), dsx_comm.get_world_size(process_group)
 
 
-def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optimizer:
+def _check_given(optimizer: OptimizerLike, *, stage: int) -> None:
+    """Refuse an optimizer that cannot be used, before anything is changed."""
     if isinstance(optimizer, ZeroOptimizer):
         raise ZeroOptimizerError("the optimizer is sharded already; give dsx_zero.shard the plain one")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_optimizer(optimizer, stage=stage)
+
+
+def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optimizer:
     made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_trainable(model))
     if not hasattr(made, "param_groups") or not hasattr(made, "step"):
         raise ZeroOptimizerError(
             f"the optimizer callable returned {type(made).__name__}, expected a torch.optim.Optimizer"
         )
     check_optimizer(made, stage=stage)
+    replace_parameters(made, current_parameter)
     known = {id(p) for p in model.parameters()}
     for index, group in enumerate(made.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -191,7 +208,7 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _check_model(model: nn.Module, infos: Sequence[ParameterInfo], *, stage: int) -> None:
+def _check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
     for info in infos:
         if info.device.type == "meta":
             raise ZeroModelError(
@@ -205,18 +222,12 @@ def _check_model(model: nn.Module, infos: Sequence[ParameterInfo], *, stage: int
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
             raise ZeroModelError(f"{name}: is a DTensor; a model that is divided by DTensors cannot be sharded again")
-        if not isinstance(parameter, PartitionedParameter) and _is_taken(parameter, trainable[name]):
+        partitioned = isinstance(parameter, PartitionedParameter) and not isinstance(parameter.source, InitParameter)
+        if partitioned or _is_taken(parameter, trainable[name]):
             raise ZeroModelError(
-                f"{name}: is sharded already, by an optimizer that is in use; a model can be sharded once. Give all its optimizer's groups at once, or "
-                "call release() of that optimizer (destroy() of an engine) before"
+                f"{name}: is sharded already, as part of another model whose optimizer is in use; two optimizers cannot share a parameter. Give one "
+                "optimizer all groups at once, or call release() of the other one (destroy() of its engine) before"
             )
-        if isinstance(parameter, PartitionedParameter):
-            if not isinstance(parameter.source, InitParameter):
-                raise ZeroModelError(f"{name}: is partitioned already; a model can be sharded once")
-            if stage != 3:
-                raise ZeroModelError(
-                    f"{name}: was partitioned by Init, which needs stage 3, got stage {stage}; build the model without Init"
-                )
 
 
 def _is_taken(parameter: torch.Tensor, trainable: bool) -> bool:
@@ -286,7 +297,7 @@ class _Build:
         )
         ranks = Ranks.of(self.process_group, self.rank, self.world_size, self.groups)
         stage, plain_of = build_stage3(self.model, self.infos, self.plans, ranks=ranks, limits=limits)
-        replace_parameters(inner, plain_of)
+        replace_parameters(inner, lambda old: plain_of.get(id(old), old))
         self._broadcast([])
         runtime = self._runtime(stage.units, 3, stage, order=stage, on_complete=stage.gradients_complete)
         stage.connect(self.model, runtime.gradients)

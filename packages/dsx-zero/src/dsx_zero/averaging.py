@@ -1,19 +1,24 @@
 """Who averages the gradients of a step: dsx-zero, or an optimizer that communicates by itself.
 
 `dsx_comm.OneBitAdam` and its kin exchange momenta, not gradients: in some of their steps every rank's own gradients must stay as they
-are. What dsx-zero has to ask such an optimizer is asked here, so that the rest knows an `Averaging` and no optimizer's methods.
+are. What dsx-zero has to ask such an optimizer is asked here, so that the rest knows an `Averaging` and no optimizer's methods. What such
+an optimizer cannot work with is decided in `dsx_comm.onebit.rules`, for configurations too.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
+from dsx_comm.onebit import rules
 
 from .errors import ZeroConfigError, ZeroOptimizerError
 from .reduction import Reduction
 
 __all__ = ["Averaging", "AveragesItself", "ByOptimizer", "ByReduction", "averages_itself", "averaging_of"]
+
+_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -46,8 +51,8 @@ class Averaging(Protocol):
         """Do the coming step's gradients stay each rank's own?"""
         ...
 
-    def check_norm(self, max_norm: float | None) -> None:
-        """Raises ZeroOptimizerError where no rank knows the norm to clip by."""
+    def announce_clipping(self, max_norm: float | None) -> None:
+        """The coming step clips to `max_norm`: say once what that means, where it does not mean the norm of the mean gradient."""
         ...
 
     def announce(self, wire_dtype: torch.dtype | None) -> None:
@@ -66,8 +71,8 @@ class ByReduction:
         """Never."""
         return False
 
-    def check_norm(self, max_norm: float | None) -> None:
-        """Every norm is known."""
+    def announce_clipping(self, max_norm: float | None) -> None:
+        """Nothing to say: every norm is that of the mean gradient."""
 
     def announce(self, wire_dtype: torch.dtype | None) -> None:
         """Nobody has to know."""
@@ -80,20 +85,20 @@ class ByReduction:
 class ByOptimizer:
     """`optimizer` averages in the steps it says."""
 
-    def __init__(self, optimizer: AveragesItself) -> None:
+    def __init__(self, optimizer: AveragesItself, rank: int) -> None:
         self._optimizer = optimizer
+        self._silent = rank != 0
 
     def local(self) -> bool:
         """In the steps that the optimizer says."""
         return self._optimizer.takes_local_gradients
 
-    def check_norm(self, max_norm: float | None) -> None:
-        """See `Averaging.check_norm`."""
-        if max_norm and self.local():
-            raise ZeroOptimizerError(
-                f"step(max_norm={max_norm}): {type(self._optimizer).__name__} works on local gradients, and no rank knows the norm of "
-                "their mean; step without max_norm"
-            )
+    def announce_clipping(self, max_norm: float | None) -> None:
+        """See `Averaging.announce_clipping`: one line, on rank 0, before the first step with local gradients."""
+        if not max_norm or self._silent or not self.local():
+            return
+        self._silent = True
+        _log.warning(rules.clipping_note(type(self._optimizer).__name__, max_norm))
 
     def announce(self, wire_dtype: torch.dtype | None) -> None:
         """See `Averaging.announce`."""
@@ -105,15 +110,22 @@ class ByOptimizer:
         return True
 
 
-def averaging_of(optimizer: Any, reduction: Reduction) -> Averaging:
+def averaging_of(optimizer: Any, reduction: Reduction, *, stage: int, rank: int) -> Averaging:
     """Who averages for this optimizer.
 
-    Raises ZeroConfigError where it averages by itself and a sum is asked for.
+    Raises:
+        ZeroOptimizerError: it averages by itself and the stage is not 0.
+        ZeroConfigError: it averages by itself and a sum is asked for.
     """
     if not averages_itself(optimizer):
         return ByReduction()
-    if reduction.op != "mean":
-        raise ZeroConfigError(
-            "gradient_allreduce_op", f'got "{reduction.op}", but {type(optimizer).__name__} averages; expected "mean"'
+    name = type(optimizer).__name__
+    for conflict in rules.conflicts(name, zero_stage=stage, gradient_allreduce_op=reduction.op):
+        if conflict.key == "gradient_allreduce_op":
+            raise ZeroConfigError(
+                conflict.key, f"got {conflict.got}, but {conflict.reason}; expected {conflict.expected}"
+            )
+        raise ZeroOptimizerError(
+            f"{name} cannot be used at stage {stage}: {conflict.reason}; use stage {conflict.expected}"
         )
-    return ByOptimizer(optimizer)
+    return ByOptimizer(optimizer, rank)

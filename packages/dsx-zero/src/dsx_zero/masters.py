@@ -6,14 +6,13 @@ At stage 0 every rank steps everything, so the tensors keep their logical shapes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .averaging import averages_itself
 from .errors import ZeroOptimizerError
 from .flat import FlatGroup, Unit
 from .layout import LocalSlice
@@ -57,11 +56,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, stage: int) -> None:
     Raises:
         ZeroOptimizerError: for an optimizer that needs whole tensors, at stage 1 or above.
     """
-    if stage >= 1 and averages_itself(optimizer):
-        raise ZeroOptimizerError(
-            f"{type(optimizer).__name__} cannot be used at stage {stage}: it averages whole momenta over the ranks in one bit, and a "
-            "rank holds slices; use stage 0"
-        )
     for kind in type(optimizer).__mro__:
         if stage >= 1 and kind.__name__ in _WHOLE:
             raise ZeroOptimizerError(
@@ -95,13 +89,13 @@ def _of_group(group: FlatGroup, *, whole: bool) -> Iterator[tuple[nn.Parameter, 
         yield parameter, Master(name, group, place, nn.Parameter(view.detach(), requires_grad=view.is_floating_point()))
 
 
-def replace_parameters(optimizer: Any, plain_of: Mapping[int, nn.Parameter]) -> None:
-    """Stage 3 gives the model other parameters: put them (by the `id` of the old ones) into `param_groups` and `state`."""
+def replace_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The model has other parameters now: put `current(old)` for every old one into `param_groups` and `state`."""
     for group in optimizer.param_groups:
         for old in group["params"]:
-            if id(old) in plain_of and old in optimizer.state:
-                optimizer.state[plain_of[id(old)]] = optimizer.state.pop(old)
-        group["params"] = [plain_of.get(id(old), old) for old in group["params"]]
+            if (new := current(old)) is not old and old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
+        group["params"] = [current(old) for old in group["params"]]
 
 
 def place_masters(optimizer: torch.optim.Optimizer, masters: Sequence[tuple[nn.Parameter, Master | None]]) -> None:

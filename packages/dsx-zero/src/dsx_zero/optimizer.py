@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import dsx_comm
 import torch
 
 from .averaging import Averaging
@@ -24,8 +25,8 @@ from .flat import FlatGroup, Unit
 from .frozen import Frozen
 from .gradients import Gradients
 from .groups import LentGroups
-from .local_state import count_bytes, load_local, save_local
 from .loading import SliceLoad, read_slices
+from .local_state import count_bytes, load_local, save_local
 from .masters import Master, copy_targets, refresh_master, write_parameters
 from .norm import CLIP_EPSILON, global_norm
 from .slices import ParamSlice, Reader, iter_slices
@@ -233,7 +234,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             closure: called once, before anything else, with gradients enabled; does forward and backward.
             grad_scale: the gradients are this many times too large (loss scaling).
-            max_norm: clip so that the global norm is at most this; None or 0 does not clip.
+            max_norm: clip so that the global norm is at most this; None or 0 does not clip. In steps of an optimizer that works on local
+                gradients each rank clips its own by its own norm, which is said once.
 
         Raises:
             ZeroStateError: a parameter was unfrozen that was frozen when the model was sharded; or, with
@@ -246,12 +248,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         run = self._runtime
         self._frozen.check()
         self._unused.check()
-        run.averaging.check_norm(max_norm)
+        run.averaging.announce_clipping(max_norm)
         local = run.averaging.local()
         run.gradients.finish()
-        norm = self._norm(grad_scale, local=local)
-        if run.checks_overflow and not torch.isfinite(norm).item():
-            return self._note(StepOutcome(True, norm, loss))
+        norm = self._norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local)
+        if run.checks_overflow:
+            everywhere = self._sum_over_ranks(norm) if local else norm
+            if not torch.isfinite(everywhere).item():
+                return self._note(StepOutcome(True, everywhere, loss))
         factor = self._factor(norm, grad_scale, max_norm)
         self._edits.take_over()
         self._step_inner(factor)
@@ -318,10 +322,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._edits.take_over()
         return iter_slices(self._runtime, self._by_name, self.inner, held=True)
 
-    def load_slices(self, reader: Reader) -> None:
-        """Fill parameters, masters and optimizer states from ranges of named tensors (collective). See `dsx_zero.Reader`."""
-        self.read_slices(reader).install()
-
     def read_slices(self, reader: Reader) -> SliceLoad:
         """Read everything this rank holds from ranges of named tensors and check it; nothing is changed before `install()`.
 
@@ -331,6 +331,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ZeroStateError: optimizer states are incomplete, or do not fit the optimizer.
         """
         return read_slices(self._runtime, self._by_name, self.inner, reader, from_masters=self._runtime.load_masters)
+
+    def load_slices(self, reader: Reader) -> None:
+        """Fill parameters, masters and optimizer states from ranges of named tensors (collective). See `dsx_zero.Reader`."""
+        self.read_slices(reader).install()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's slices by parameter name, and the settings of the parameter groups. Tensors are not copied."""
@@ -381,13 +385,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Resident bytes on this rank, each storage counted once: params, grads, master, optimizer, and idle message buffers."""
         return count_bytes(self._runtime, self._masters, self.inner)
 
-    def _norm(self, grad_scale: float, *, local: bool) -> torch.Tensor:
+    def _norm(self, grad_scale: float, *, needed: bool) -> torch.Tensor:
+        """L2 norm of the unscaled gradients that the ranks hold together; at stage 0 of what this rank holds, which is everything."""
         run = self._runtime
-        if local and not run.checks_overflow:
-            return torch.zeros(())  # nobody asks
-        shared = run.world_size > 1 and (local or not run.whole)
+        if not needed:
+            return torch.zeros(())
+        shared = run.world_size > 1 and not run.whole
         norm = global_norm(run.gradients.blocks(), device=self._device, group=run.process_group, shared=shared)
         return norm if grad_scale == 1.0 else norm / grad_scale
+
+    def _sum_over_ranks(self, norm: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' own norms: not finite where one of them is not (collective)."""
+        total = norm.clone()
+        if self._runtime.world_size > 1:
+            dsx_comm.all_reduce(total, op=dsx_comm.ReduceOp.SUM, group=self._runtime.process_group)
+        return total
 
     def _factor(self, norm: torch.Tensor, grad_scale: float, max_norm: float | None) -> float | torch.Tensor:
         """What gradients are multiplied with. A number on the host's device, a tensor elsewhere (no waiting)."""

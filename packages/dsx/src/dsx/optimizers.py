@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dsx_comm.onebit import rules as one_bit
 
 from .errors import DsxConfigError, Problem
 
@@ -29,7 +30,6 @@ _LATER = {
     "musgd": "width-aware parameter groups (the mup package)",
 }
 _OURS = {"lamb": "FusedLamb", "lion": "FusedLion"}
-_ONE_BIT = {"onebitadam": "OneBitAdam", "zerooneadam": "ZeroOneAdam", "onebitlamb": "OneBitLamb"}
 _FUSED_EVERYWHERE = ("Adam", "AdamW", "SGD")  # torch's fused Adagrad exists on the CPU only
 _ONLY_TORCH = {"amsgrad", "capturable", "differentiable", "foreach", "fused"}
 
@@ -84,8 +84,9 @@ def choose_optimizer(
     _agree_on_states(arguments, masters, states)
     if key in ("adam", "adamw"):
         return _adam(type_name, arguments, reference, wide)
-    if key in _ONE_BIT:
-        return _one_bit(type_name, arguments)
+    averaging_in_one_bit = one_bit.find_optimizer(type_name)
+    if averaging_in_one_bit is not None:
+        return _one_bit(type_name, averaging_in_one_bit, arguments)
     if key in _OURS:
         return _only_ops(type_name, arguments, wide)
     if key == "adagrad":
@@ -165,11 +166,10 @@ def _drop_upstreams(arguments: dict[str, Any]) -> None:
         arguments.pop(name, None)
 
 
-def _one_bit(type_name: str, arguments: dict[str, Any]) -> OptimizerChoice:
+def _one_bit(type_name: str, cls: Any, arguments: dict[str, Any]) -> OptimizerChoice:
     """An optimizer of dsx_comm that averages in one bit."""
-    import dsx_comm  # late: only an engine that builds its own optimizer needs the package
+    import dsx_comm  # late, as every sibling
 
-    cls = getattr(dsx_comm, _ONE_BIT[type_name.lower()])
     _check_arguments(cls, arguments, type_name)
 
     def build(parameters: Any, *, process_group: Any = None) -> torch.optim.Optimizer:

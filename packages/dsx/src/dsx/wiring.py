@@ -230,7 +230,7 @@ def _parts(
     trains = request.optimizer is not None or choice is not None
     scaler = build_loss_scale(config.precision, config.fp16, config.amp)
     optimizer.follow_loss_scale(lambda: scaler.scale)
-    clipping = _clipping(config, optimizer)
+    clipping = config.use("gradient_clipping")
     scheduler, driver = _scheduler(config, request, optimizer if trains else None)
     counters, stage, accumulation = Counters(), config.zero.stage, Accumulation(config.use("batch").accumulation)
     watched = Watched(
@@ -272,20 +272,6 @@ def _parts(
         observers=tuple(watch.observers),
         monitor=watch.monitor,
     )
-
-
-def _clipping(config: Config, optimizer: Any) -> float:
-    """The greatest norm; 0 for an optimizer of the caller's that works on local gradients, unless the config sets it."""
-    clipping, inner = config.use("gradient_clipping"), getattr(optimizer, "inner", None)
-    if not clipping or not part("dsx_zero").averages_itself(inner):
-        return clipping
-    if "gradient_clipping" in config.origins:
-        raise EngineArgumentError(
-            f"gradient_clipping: got {clipping:g} with {type(inner).__name__}, expected 0; it works on local gradients, and no rank "
-            "knows the norm of their mean"
-        )
-    logger.warning("gradients are not clipped: %s works on local gradients", type(inner).__name__)
-    return 0.0
 
 
 def _settings(config: Config, optimizer: Any, clipping: float) -> EngineSettings:

@@ -132,17 +132,23 @@ class CompressedOptimizer(torch.optim.Optimizer):
         found = getattr(self, "found_inf", None)
         if found is None:
             return False
-        flag = found.detach().to(torch.float32).reshape(1).clone()
+        # a plain 0 where the scaler found no gradient at all on this rank
+        flag = torch.as_tensor(found, dtype=torch.float32, device=self._device_of_flags()).detach().reshape(1).clone()
         if self._world_size() > 1:
             all_reduce(flag, ReduceOp.MAX, self._process_group)
         return bool(flag)
+
+    def _device_of_flags(self) -> torch.device:
+        """Where numbers that ranks reduce lie: beside the parameters."""
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
 
     def _unscale(self) -> None:
         """Divide this rank's gradients by the loss scale, which may differ between ranks."""
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, 1.0 / float(scale))  # pyright: ignore[reportPrivateImportUsage]
+            if gradients:
+                torch._foreach_mul_(gradients, 1.0 / float(scale))  # pyright: ignore[reportPrivateImportUsage]
 
     def _advance(self) -> StepKind:
         """Count the step that begins now."""

@@ -15,22 +15,38 @@ BACKENDS = ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx")
 
 
 def masks_of(group: dict[str, Any]) -> list[torch.Tensor | None]:
-    """One mask (or None) per parameter of a group."""
+    """One mask (or None) per parameter of a group, each of a shape that broadcasts to the parameter's.
+
+    A flattened mask, of as many elements as the parameter, gets the parameter's shape: scripts for BERT flatten theirs.
+
+    Raises:
+        CommArgumentError: there is not one mask per parameter, or a mask fits in neither way.
+    """
     given, count = group.get("exp_avg_mask"), len(group["params"])
     masks = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(masks) != count:
         raise CommArgumentError(f"exp_avg_mask: got {len(masks)} masks for a group of {count} parameters")
-    for mask, parameter in zip(masks, group["params"]):
-        try:
-            fits = mask is None or torch.broadcast_shapes(mask.shape, parameter.shape) == parameter.shape
-        except RuntimeError:
-            fits = False
-        if mask is not None and not fits:
-            raise CommArgumentError(
-                f"exp_avg_mask: got shape {tuple(mask.shape)} for a parameter of shape {tuple(parameter.shape)}; "
-                "expected a shape that broadcasts to it"
-            )
-    return masks
+    return [_fitted(mask, parameter) for mask, parameter in zip(masks, group["params"])]
+
+
+def _fitted(mask: Any, parameter: torch.Tensor) -> torch.Tensor | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor):
+        raise CommArgumentError(
+            f"exp_avg_mask: got {type(mask).__name__}, expected a tensor, a list of tensors, or None"
+        )
+    try:
+        if torch.broadcast_shapes(mask.shape, parameter.shape) == parameter.shape:
+            return mask
+    except RuntimeError:
+        pass  # the shapes do not broadcast; it may be flattened
+    if mask.dim() == 1 and mask.numel() == parameter.numel():
+        return mask.reshape(parameter.shape)
+    raise CommArgumentError(
+        f"exp_avg_mask: got shape {tuple(mask.shape)} for a parameter of shape {tuple(parameter.shape)}; expected a shape that "
+        f"broadcasts to it, or ({parameter.numel()},), the parameter flattened"
+    )
 
 
 def check_group(group: dict[str, Any], index: int, may_skip_freezing: bool) -> None:

@@ -1,14 +1,14 @@
 """The benefit gate: does compression save time on this link, with these parameters?
 
-At the first step every rank measures the link (the latency and the rate of an exact all-reduce and of the compressed one's
-messages) and the codec (seconds per element to compress and decompress). From these follow two estimates:
+With `compression="auto"` every rank measures, at the first step, the link (the latency and the rate of an all-reduce) and the codec
+(seconds per element to compress and decompress). From these follow two estimates:
 
     exact       a + bytes / r                     a: latency, r: bytes per second of all-reduces
     compressed  2 a + bytes' / r + c elements     c: codec's seconds per element, over worker, server and result
 
-With "auto", compression is off where the second is not below the first; the ranks agree on the slowest rank's numbers.
-"on" and "off" do what they say and the numbers are there to look at. The exact time does not count what an engine hides
-behind backward: where it hides everything, compression saves nothing.
+Compression is off where the second is not below the first; the ranks agree on the slowest rank's numbers. With "on" and "off" the
+answer is known, so nothing is measured. The exact time does not count what an engine hides behind backward: where it hides
+everything, compression saves nothing.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _wait(device: torch.device) -> None:
 
 
 class Gate:
-    """Whether a compressed optimizer compresses; decided once, at its first step."""
+    """Whether a compressed optimizer compresses. "auto" is decided once, at its first step; until then it counts as on."""
 
     def __init__(self, wish: Compression) -> None:
         self.wish = wish
@@ -183,12 +183,11 @@ class Gate:
         self.estimate: Estimate | None = None
 
     def decide(self, numel: int, itemsize: int, arena: Arena, group: Any) -> None:
-        """Measure and, with "auto", decide (collective). Later calls do nothing."""
-        if self.estimate is not None or self.wish == "off":
+        """With "auto", measure and decide (collective) at the first call; every other call does nothing."""
+        if self.estimate is not None or self.wish != "auto":
             return
         self.link = measure(arena.flat.device, group, max(1, min(_SAMPLES[-1], numel)))
         self.estimate = estimate(self.link, numel, itemsize, arena.layout)
-        if self.wish == "auto":
-            self.active = self.estimate.pays
+        self.active = self.estimate.pays
         if get_rank(group) == 0:
             _log.info("1-bit compression is %s: %s", "on" if self.active else "off", self.estimate)

@@ -17,7 +17,7 @@ class StepTraffic:
         kind: what was done.
         sent: bytes this rank sent for gradients and momenta, in an engine's reduction too.
         uncompressed: bytes that an exact step sends.
-        estimate: what the gate has measured; None before its first decision and in a world of one.
+        estimate: what `compression="auto"` has measured; None with "on" and "off", and in a world of one.
     """
 
     step: int

@@ -1,7 +1,7 @@
 """The line that says what an optimizer which averages in one bit sends, and what it saves.
 
-Bytes are this rank's, summed since the line before; the gain is the optimizer's estimate from what it measured at its first
-step (`dsx_comm.StepTraffic`), None without a measurement.
+Bytes are this rank's, summed since the line before. The gain is the optimizer's estimate from what it measured at its first
+step (`dsx_comm.StepTraffic`), which it does with `compression: "auto"` only; without a measurement no gain is shown.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ class CompressionLine:
             self._gain += traffic.gain_seconds or 0.0
         if traffic is None or report.global_step % self._every:
             return
+        measured = traffic.gain_seconds is not None
+        gain = f", estimated gain {self._gain * 1e3 / self._every:.1f} ms per step" if measured else ""
         logger.info(
-            "compression: %s, sent %.4g MB in %d steps, uncompressed %.4g MB, estimated gain %.1f ms per step",
-            traffic.kind.value, self._sent / 1e6, self._every, self._uncompressed / 1e6, self._gain * 1e3 / self._every,
+            "compression: %s, sent %.4g MB in %d steps, uncompressed %.4g MB%s",
+            traffic.kind.value, self._sent / 1e6, self._every, self._uncompressed / 1e6, gain,
         )  # fmt: skip
         self._sent = self._uncompressed = self._gain = 0.0
