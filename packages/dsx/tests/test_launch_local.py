@@ -223,10 +223,50 @@ def test_dry_run_of_one_machine(tmp_path):
     assert second.endswith("train.py --local_rank=1 'a b'")
 
 
-def test_num_gpus_without_devices_points_to_num_procs(tmp_path):
-    done = launch("--num_gpus", "2", "train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2
-    assert "--num_procs 2" in done.stderr
+def test_num_gpus_without_devices_counts_processes_and_says_so(tmp_path):
+    script = write(tmp_path, "import os; print('world', os.environ['WORLD_SIZE'])")
+    done = launch("--num_gpus", "2", "--no_local_rank", script, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == ["world 2"] * 2
+    assert "this machine offers no device, so 2 process(es) without a device" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--num_procs", "1", "--master_addr", "no.such.host.invalid"), 2, "--master_addr no.such.host.invalid: this name"),
+        (("--num_procs", "99999999999"), 2, "--num_procs: got a larger number"),
+        (("--num_gpus", "99999999999"), 2, "--num_gpus: got a larger number"),
+        (("--num_procs", "1", "--bind_core_list", "0-99999999999"), 2, "expected at most 65536"),
+        (("--num_procs", "1", "--enable_each_rank_log", "/dev/null"), 1, "--enable_each_rank_log /dev/null: the folder"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_started_is_refused_at_once(arguments, code, words, tmp_path):
+    script = write(tmp_path, "")
+    done = launch(*arguments, script, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == code and words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("mode", [None, 0o644], ids=["missing", "not executable"])
+def test_a_program_that_cannot_be_run_is_named(mode, tmp_path):
+    if mode is not None:
+        (tmp_path / "program").write_text("#!/bin/true")
+        (tmp_path / "program").chmod(mode)
+    done = launch("--num_procs", "1", "--no_python", "./program", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "the program of --no_python: './program'" in done.stderr
+
+
+def test_folders_of_killed_launchers_are_removed_by_the_next(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left, kept = tmp_path / f"dsx_launch_{dead.pid}_x", tmp_path / f"dsx_launch_{os.getpid()}_x"
+    left.mkdir()
+    kept.mkdir()
+    script = write(tmp_path, "")
+    assert launch("--num_procs", "1", script, cwd=tmp_path, TMPDIR=str(tmp_path)).returncode == 0
+    assert not left.exists() and kept.exists()
 
 
 def test_a_process_may_end_between_two_questions():

@@ -26,8 +26,10 @@ def test_hostfile_keeps_the_order_and_skips_comments():
     ("lines", "words"),
     [
         (["a slots=2", "a slots=4"], ["line 2", "'a'", "line 1"]),
-        (["a slots=2", "b slots=two"], ["line 2", "slots=two"]),
-        (["a slots=0"], ["line 1", "slots=0"]),
+        (["a slots=2", "b slots=two"], ["line 2", "got two"]),
+        (["a slots=0"], ["line 1", "got 0"]),
+        (["a slots=99999999999"], ["line 1", "got 99999999999"]),
+        (["a slots=" + "9" * 5000], ["line 1", "got 99999"]),
         (["a slots=-1"], ["line 1"]),
         (["", "a 4"], ["line 2", "'a 4'"]),
         (["a slots=2 b slots=3"], ["line 1"]),
@@ -47,6 +49,7 @@ def test_bad_hostfile_lines_are_named(lines, words):
         ("", "", POOL),
         ("worker-0@worker-1:0", "", {"worker-0": ("0", "1", "2", "3"), "worker-1": ("0",)}),
         ("worker-1:1,0", "", {"worker-1": ("0", "1")}),
+        ("worker-0:1,1", "", {"worker-0": ("1",)}),
         ("worker-1@worker-0:3", "", {"worker-0": ("3",), "worker-1": ("0", "1")}),
         ("", "worker-1:0", {"worker-0": ("0", "1", "2", "3"), "worker-1": ("1",)}),
         ("", "worker-0", {"worker-1": ("0", "1")}),
@@ -65,7 +68,6 @@ def test_filters(include, exclude, expected):
         ("worker-9", "", "worker-9"),
         ("worker-1:2", "", "slot 2"),
         ("worker-1:", "", "empty slot"),
-        ("worker-1:0,0", "", "twice"),
         ("worker-0@worker-0:1", "", "twice"),
         ("@worker-0", "", "no host name"),
         ("", "worker-0@worker-1", "no slot"),
@@ -118,7 +120,7 @@ def test_slots_select_among_the_devices_a_host_may_use():
 def test_cores():
     assert parse_core_list("0-3,8") == (0, 1, 2, 3, 8)
     assert split_cores((0, 1, 2, 3, 8), 2) == ((0, 1), (2, 3))
-    for bad in ("3-1", "a", "0-", "1,1", ""):
+    for bad in ("3-1", "a", "0-", "1,1", "", "0-99999999999", "9" * 5000):
         with pytest.raises(ResourceError, match="--bind_core_list"):
             parse_core_list(bad)
     with pytest.raises(ResourceError, match="only 1 core"):

@@ -99,7 +99,7 @@ def run_recorded(spec: dict, target: str, args: list) -> None:
 def run(kind: str, target: str, args: list) -> None:
     """Run the program: ``script`` (a path), ``module`` (as ``python -m``) or ``program`` (any executable)."""
     if kind == "program":
-        os.execvp(target, [target, *args])
+        run_program(target, args)
     sys.argv = [target, *args]
     if kind == "module":
         add_to_path(os.getcwd())
@@ -108,6 +108,14 @@ def run(kind: str, target: str, args: list) -> None:
         runpy.run_path(target, run_name="__main__")
     else:
         run_script(target)
+
+
+def run_program(target: str, args: list) -> None:
+    """Become another program; the reason why that is impossible names it."""
+    try:
+        os.execvp(target, [target, *args])
+    except OSError as error:
+        raise type(error)(error.errno, f"{error.strerror}: the program of --no_python", target) from None
 
 
 def run_script(path: str) -> None:
@@ -138,7 +146,7 @@ def record(folder: str, error: BaseException) -> None:
         "pid": os.getpid(),
         "time": time.time(),
         "type": type(error).__name__,
-        "message": str(error),
+        "message": text_of(error),
         "traceback": describe(error),
     }
     path = os.path.join(folder, f"rank{env['RANK']}.json")
@@ -148,6 +156,14 @@ def record(folder: str, error: BaseException) -> None:
         os.replace(path + ".part", path)
     except OSError:
         sys.stderr.write(failure["traceback"])
+
+
+def text_of(error: BaseException) -> str:
+    """The error's message; an error that cannot even be shown still has to be reported."""
+    try:
+        return str(error)
+    except Exception as second:  # noqa: BLE001 - the user's __str__ may raise anything
+        return f"<its message cannot be shown: __str__ raised {type(second).__name__}>"
 
 
 def describe(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from .errors import ResourceError
+from .resources import MOST_SLOTS
 
 
 def parse_core_list(text: str) -> tuple[int, ...]:
@@ -17,13 +18,21 @@ def parse_core_list(text: str) -> tuple[int, ...]:
             raise ResourceError(
                 f"--bind_core_list {text!r}: got {part.strip()!r}, expected a core or a range such as 0-3,8"
             )
-        first, last = int(low), int(high or low)
+        first, last = (_core(number, text) for number in (low, high or low))
         if last < first:
             raise ResourceError(f"--bind_core_list {text!r}: range {part.strip()} runs backwards; write {last}-{first}")
         cores.extend(range(first, last + 1))
     if len(set(cores)) != len(cores):
         raise ResourceError(f"--bind_core_list {text!r}: a core is listed twice")
     return tuple(cores)
+
+
+def _core(number: str, text: str) -> int:
+    """A core's number; checked before a range is written out, which for a slip of the keyboard fills the memory."""
+    if len(number) > len(str(MOST_SLOTS)) or int(number) > MOST_SLOTS:
+        shown = number if len(number) <= 20 else f"{number[:17]}..."
+        raise ResourceError(f"--bind_core_list {text[:80]!r}: got core {shown}, expected at most {MOST_SLOTS}")
+    return int(number)
 
 
 def split_cores(cores: Sequence[int], processes: int) -> tuple[tuple[int, ...], ...]:

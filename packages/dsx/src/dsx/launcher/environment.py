@@ -33,6 +33,8 @@ def parse_env_file(lines: Sequence[str], *, name: str) -> dict[str, str]:
         key, equals, value = line.removeprefix("export ").partition("=")
         if not equals or not _NAME.match(key.strip()):
             raise ResourceError(f"{name}, line {number}: got {line!r}, expected KEY=VALUE")
+        if "\0" in value:
+            raise ResourceError(f"{name}, line {number}: {key.strip()} holds a NUL byte, which no variable can hold")
         values[key.strip()] = _unquoted(value.strip())
     return values
 

@@ -14,7 +14,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+# Whatever transport notices a dead peer, its error is a consequence. The names of dsx-comm's own errors belong here too:
+# they are raised at once, often before the agent has seen the dead process (test_launch_first_cause.py).
 _PEER_GONE = re.compile(
+    r"^(PeerLostError|CommAbortedError|CollectiveTimeoutError|HangError)\b|"
     r"connection (closed|reset|refused|was (reset|closed))|broken pipe|remote process exited|peer closed|socket timeout"
     r"|failed to recv, got 0 bytes|connectFullMesh|DistBackendError|DistNetworkError|gloo.*(timed out|timeout)|watchdog caught",
     re.IGNORECASE,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from .errors import LaunchError
 from .failures import RankFailure, first_cause, read_records, render, shell_code, signal_name
-from .processes import adopt_orphans, kill_descendants
+from .processes import adopt_orphans, kill_descendants, lives
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -30,6 +31,7 @@ log = logging.getLogger("dsx.launcher")
 
 WORKER = Path(__file__).with_name("_worker.py")
 WORKER_SPEC_VARIABLE = "DSX_WORKER"
+_FOLDER = "dsx_launch_"
 NEWS_WAIT_S = 1.5  # how long a failed host waits for the others' side of the story
 
 
@@ -74,9 +76,29 @@ def check_program(program: Program) -> None:
 def run_host(job: HostJob) -> int:
     """Start the ranks of this host, wait for the end of the job, report the first failure, leave nothing behind. Returns the exit code."""
     check_program(job.program)
+    check_log_dir(job.log_dir)
     adopt_orphans()
-    with tempfile.TemporaryDirectory(prefix="dsx_launch_") as folder:
+    remove_leftovers()
+    with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}_") as folder:
         return _run_in(job, Path(folder))
+
+
+def check_log_dir(path: str) -> None:
+    """Make the folder for the ranks' logs, if one is asked for. Raises `LaunchError` where that is impossible."""
+    if not path:
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--enable_each_rank_log {path}: the folder cannot be made: {error.strerror}") from error
+
+
+def remove_leftovers() -> None:
+    """Remove the temporary folders of launchers that were killed: their names hold the process id of a dead process."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*_*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("_")[0]
+        if pid.isdecimal() and not lives(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_in(job: HostJob, folder: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -75,6 +76,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "dsx launch") -> int:
         options = parse(sys.argv[1:] if argv is None else argv, prog=prog)
         configure_logging("error" if options.quiet else options.log_level)
         return launch(options)
+    except KeyboardInterrupt:  # while torch is imported: nothing has been started yet
+        return 128 + signal.SIGINT
     except ResourceError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2

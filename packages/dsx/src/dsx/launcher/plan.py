@@ -6,6 +6,7 @@ commands of a `HostsPlan`.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import shlex
@@ -24,9 +25,11 @@ from .errors import ResourceError
 from .host import HostJob, Program
 from .host_rank import host_rank_from
 from .options import DEFAULT_HOSTFILE, LaunchOptions
-from .resources import Pool, apply_filters, encode_world, limit, read_hostfile, with_procs
+from .resources import Pool, apply_filters, encode_world, limit, read_hostfile, slot_count, with_procs
 from .runners import BUILDERS, PROGRAMS, Command, Remote
 from .runners.slurm import expand_nodelist
+
+log = logging.getLogger("dsx.launcher")
 
 LOCALHOST = "localhost"
 DEFAULT_PORT = 29500  # only where hosts are started by hand and nothing can be agreed beforehand
@@ -71,6 +74,7 @@ def _pool(options: LaunchOptions, environ: Mapping[str, str]) -> Pool | None:
     if options.launcher == "slurm":
         hosts = expand_nodelist(environ.get("SLURM_JOB_NODELIST", ""))
         count = options.num_procs or options.num_gpus or _number(environ.get("SLURM_GPUS_ON_NODE")) or 1
+        count = slot_count(count, option="--num_procs" if options.num_procs else "--num_gpus")
         return {host: tuple(map(str, range(count))) for host in hosts}
     if os.path.isfile(DEFAULT_HOSTFILE):
         return read_hostfile(DEFAULT_HOSTFILE)
@@ -107,12 +111,14 @@ def _log_dir(options: LaunchOptions) -> str:
 def _slots_here(options: LaunchOptions, environ: Mapping[str, str]) -> tuple[tuple[str, ...], bool]:
     """The slots of this machine and whether they are devices."""
     if options.num_procs is not None:
-        return tuple(map(str, range(options.num_procs))), False
+        return tuple(map(str, range(slot_count(options.num_procs, option="--num_procs")))), False
     devices = local_devices(environ)
     if not devices and options.num_gpus is not None:
-        raise ResourceError(
-            f"--num_gpus {options.num_gpus}: this machine offers no device; for CPU processes use --num_procs {options.num_gpus}"
+        count = slot_count(options.num_gpus, option="--num_gpus")
+        log.warning(
+            "--num_gpus %d: this machine offers no device, so %d process(es) without a device are started", count, count
         )
+        return tuple(map(str, range(count))), False
     return (devices, True) if devices else (("0",), False)
 
 
@@ -142,6 +148,10 @@ def _devices(slots: tuple[str, ...], environ: Mapping[str, str], *, wanted: bool
 
 
 def _job(options: LaunchOptions, *, procs: int, devices: tuple[str, ...] | None) -> HostJob:
+    if options.master_addr and not _resolves(options.master_addr):
+        raise ResourceError(
+            f"--master_addr {options.master_addr}: this name has no address; a job on one machine needs no --master_addr"
+        )
     return HostJob(
         program=program_of(options),
         procs=procs,

@@ -18,6 +18,9 @@ from .errors import ResourceError
 Slots = tuple[str, ...]
 Pool = dict[str, Slots]
 
+MOST_SLOTS = 65_536
+"""Slots of one host. No machine has as many; a larger number is a slip, and would be built in memory slot by slot."""
+
 _LINE = re.compile(r"^(?P<host>[A-Za-z0-9_][A-Za-z0-9_.:-]*)(?:\s+slots\s*=\s*(?P<slots>\S+))?$")
 
 
@@ -37,19 +40,26 @@ def parse_hostfile(lines: Sequence[str], *, name: str = "hostfile") -> Pool:
         if match is None:
             raise ResourceError(f"{name}, line {number}: got {line!r}, expected 'host slots=N'")
         host, slots = match["host"], match["slots"] or "1"
-        if not slots.isdecimal() or int(slots) < 1:
-            raise ResourceError(
-                f"{name}, line {number}: slots={slots} of host {host!r}: expected a whole number of at least 1"
-            )
+        count = slot_count(slots, option=f"{name}, line {number}: slots of host {host!r}")
         if host in pool:
             raise ResourceError(
                 f"{name}, line {number}: host {host!r} is already on line {first_line[host]}; list it once"
             )
-        pool[host] = tuple(str(slot) for slot in range(int(slots)))
+        pool[host] = tuple(str(slot) for slot in range(count))
         first_line[host] = number
     if not pool:
         raise ResourceError(f"{name} lists no host; expected at least one line 'host slots=N'")
     return pool
+
+
+def slot_count(given: str | int, *, option: str) -> int:
+    """A number of slots or processes of one host, checked before anything of that size is made. Raises `ResourceError`."""
+    text = str(given) if isinstance(given, str) or abs(given) <= MOST_SLOTS else "a larger number"
+    # The length is looked at first: Python refuses to read numbers of thousands of digits.
+    if not text.isdecimal() or len(text) > len(str(MOST_SLOTS)) or not 1 <= int(text) <= MOST_SLOTS:
+        shown = text if len(text) <= 20 else f"{text[:17]}..."
+        raise ResourceError(f"{option}: got {shown}, expected a whole number from 1 to {MOST_SLOTS}")
+    return int(text)
 
 
 def read_hostfile(path: str | Path) -> Pool:
@@ -78,9 +88,7 @@ def parse_filter(text: str, *, option: str) -> dict[str, Slots | None]:
         slots = tuple(slot.strip() for slot in listed.split(","))
         if not all(slots):
             raise ResourceError(f"{option} {text!r}: host {host!r} has an empty slot; expected '{host}:0,1'")
-        if len(set(slots)) != len(slots):
-            raise ResourceError(f"{option} {text!r}: host {host!r} lists a slot twice")
-        chosen[host] = slots
+        chosen[host] = tuple(dict.fromkeys(slots))  # a slot that is listed twice is one slot
     return chosen
 
 
@@ -136,9 +144,8 @@ def limit(pool: Mapping[str, Slots], *, nodes: int | None = None, per_host: int 
 
 def with_procs(pool: Mapping[str, Slots], procs: int) -> Pool:
     """``procs`` numbered slots on every host, whatever the hostfile says (processes that own no device)."""
-    if procs < 1:
-        raise ResourceError(f"--num_procs {procs}: expected at least 1")
-    return {host: tuple(str(slot) for slot in range(procs)) for host in pool}
+    count = slot_count(procs, option="--num_procs")
+    return {host: tuple(str(slot) for slot in range(count)) for host in pool}
 
 
 def encode_world(pool: Mapping[str, Slots]) -> str:
