@@ -86,7 +86,7 @@ from .log import (
 )
 from .mpu import Mpu, MpuGroups, read_mpu
 from .objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
-from .onebit import OneBitAdam, OneBitLamb, StepKind, StepTraffic, ZeroOneAdam
+from .onebit import OneBitAdam, OneBitLamb, OnebitAdam, OnebitLamb, StepKind, StepTraffic, ZeroOneAdam
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .registry import AxisGroup, GroupRegistry
 from .shm.native import native_status
@@ -131,6 +131,8 @@ __all__ = [
     "OneBitAdam",
     "OneBitLamb",
     "OneBitLayout",
+    "OnebitAdam",
+    "OnebitLamb",
     "P2POp",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",

@@ -4,7 +4,9 @@ schedule, volume   what each step sends                    (arithmetic)
 arithmetic         moments, roots, directions              (lists of tensors)
 arena              the flat buffer and its errors          (parameters)
 base, checks       clock, gradients, masks, saving; arguments
+amp, engine_switch what a GradScaler and an engine with a flag have to do with a step
 adam, zero_one, lamb
+rules              what they ask of a configuration or an engine around them
 gate, report       does it pay?
 """
 
@@ -16,11 +18,16 @@ from .schedule import StepKind, ZeroOnePolicy
 from .volume import Rounds, onebit_rounds, zero_one_rounds
 from .zero_one import ZeroOneAdam
 
+OnebitAdam, OnebitLamb = OneBitAdam, OneBitLamb
+"""The names that DeepSpeed's classes have; configurations write `OneBitAdam` and `OneBitLamb`."""
+
 __all__ = [
     "Estimate",
     "Link",
     "OneBitAdam",
     "OneBitLamb",
+    "OnebitAdam",
+    "OnebitLamb",
     "Rounds",
     "StepKind",
     "StepTraffic",

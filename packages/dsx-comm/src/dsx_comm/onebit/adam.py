@@ -6,7 +6,7 @@ and all ranks take the same step:
 
     m = b1 m + (1 - b1) g_local;  m = compressed mean(m) * mask;  p = p - lr (m / (sqrt(v) + eps) + weight_decay p)
 
-Left out: gradient clipping (no rank knows the norm of the mean gradient), ZeRO stages (a rank needs whole momenta).
+Left out: clipping (an engine clips before the step; see `rules.clipping_note`), ZeRO stages (a rank needs whole momenta).
 """
 
 from __future__ import annotations
@@ -61,17 +61,21 @@ class FreezingOptimizer(CompressedOptimizer):
 
 
 class OneBitAdam(FreezingOptimizer):
-    """See the module's text; config name `OneBitAdam`.
+    """See the module's text; config name `OneBitAdam`, other name `OnebitAdam`.
 
     Args:
         params: parameters or groups. A group may have `exp_avg_mask` (a tensor, or one per parameter: positions with 0 keep
-            zero momentum) and `non_freeze: True` (ordinary Adam with exactly averaged gradients for ever).
+            zero momentum; flattened or in the parameter's shape) and `non_freeze: True` (ordinary Adam with exactly averaged
+            gradients for ever).
+        deepspeed: an engine that reduces gradients during backward unless its `enable_backward_allreduce` is false, which the
+            optimizer then sets; None in a plain loop and with `dsx.initialize`.
         freeze_step: number of exact steps before compression begins.
         bias_correction: correct the bias of the moments as Adam does. Upstream's default is True and does nothing; the
             published algorithm has none.
         eps_inside_sqrt: divide by sqrt(v + eps).
         max_grad_norm, amsgrad: refused unless 0 and False.
-        cuda_aware, comm_backend_name: accepted and checked; the process group decides.
+        cuda_aware, comm_backend_name: checked; the process group's backend carries the messages whatever they say, and one line tells
+            where they say something else.
         process_group: who takes part; None: all ranks.
         compression: "on", "off" (exact steps for ever) or "auto" (off where it costs time; see `gate`).
         gradient_dtype: dtype in which gradients of exact steps travel; None: their own.
@@ -91,6 +95,7 @@ class OneBitAdam(FreezingOptimizer):
     def __init__(
         self,
         params: Any,
+        deepspeed: Any = None,
         lr: float = 1e-3,
         freeze_step: int = 100_000,
         bias_correction: bool = False,
@@ -118,7 +123,7 @@ class OneBitAdam(FreezingOptimizer):
         super().__init__(
             params, defaults, freeze_step, variance_window, process_group=process_group, compression=compression,
             gradient_dtype=gradient_dtype, scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name,
-            cuda_aware=cuda_aware,
+            cuda_aware=cuda_aware, deepspeed=deepspeed,
         )  # fmt: skip
 
     def _apply(self, kind: StepKind) -> None:

@@ -21,14 +21,15 @@ from typing import Any
 
 import torch
 
-from ..collectives import ReduceOp, all_reduce
 from ..compressed.signs import Measure, check_measure
 from ..errors import CommArgumentError, CommError
 from ..groups import get_world_size, is_initialized
+from .amp import found_overflow, unscale
 from .arena import Arena
 from .arithmetic import Hyper, descend, raised, roots
 from .average import average_exactly, exact_bytes
-from .checks import check_backend, check_floor, check_group, masks_of
+from .checks import check_backend, check_floor, check_group, masks_of, say_unused_backend
+from .engine_switch import EngineSwitch
 from .gate import Compression, Gate, check_compression
 from .report import StepTraffic
 from .schedule import StepKind
@@ -57,6 +58,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         variance_floor: float,
         comm_backend_name: str | None,
         cuda_aware: bool,
+        deepspeed: Any,
     ) -> None:
         self._process_group = process_group
         self._scale: Measure = check_measure(scale)
@@ -73,7 +75,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.clock: Any = self.clock_type()
         self.last_traffic: StepTraffic | None = None
         check_backend(comm_backend_name, cuda_aware)
+        self._backend_name = comm_backend_name
+        self._engine = None if deepspeed is None else EngineSwitch(deepspeed)
         super().__init__(params, defaults)
+        if self._engine is not None:
+            self.expect_averaged_gradients()
+            self._tell_engine()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters must come while the variance still moves."""
@@ -97,6 +104,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Make parameters and states equal on all ranks, where they differ between two steps (0/1 Adam). Collective."""
 
+    def _tell_engine(self) -> None:
+        """Before the next backward: an engine given as `deepspeed` must know whether to reduce its gradients."""
+        if self._engine is not None:
+            self._engine.reduce_gradients(not self.takes_local_gradients)
+
     def _coming(self) -> StepKind:
         """What the next step will be, if compression is on."""
         raise NotImplementedError
@@ -113,9 +125,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._overflowed():
+        parameters = list(self.parameters())
+        if found_overflow(self, parameters, self._process_group, self._world_size()):
             return loss
-        self._unscale()
+        unscale(self, parameters)
         self._prepare()
         if self._world_size() > 1 and self._arenas:
             self._gate.decide(self._compressed_numel(), self._exact_itemsize(), self._arenas[0], self._process_group)
@@ -125,30 +138,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._apply(kind)
         self._save_clock()
         self._account(kind)
+        self._tell_engine()
         return loss
-
-    def _overflowed(self) -> bool:
-        """Whether torch.amp.GradScaler, which leaves its word on the optimizer, found an overflow on any rank (then collective)."""
-        found = getattr(self, "found_inf", None)
-        if found is None:
-            return False
-        # a plain 0 where the scaler found no gradient at all on this rank
-        flag = torch.as_tensor(found, dtype=torch.float32, device=self._device_of_flags()).detach().reshape(1).clone()
-        if self._world_size() > 1:
-            all_reduce(flag, ReduceOp.MAX, self._process_group)
-        return bool(flag)
-
-    def _device_of_flags(self) -> torch.device:
-        """Where numbers that ranks reduce lie: beside the parameters."""
-        return next((p.device for p in self.parameters()), torch.device("cpu"))
-
-    def _unscale(self) -> None:
-        """Divide this rank's gradients by the loss scale, which may differ between ranks."""
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, 1.0 / float(scale))  # pyright: ignore[reportPrivateImportUsage]
 
     def _advance(self) -> StepKind:
         """Count the step that begins now."""
@@ -167,12 +158,18 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """All parameters, group by group."""
         return (p for group in self.param_groups for p in group["params"])
 
+    def _device_type(self) -> str:
+        return next((p.device.type for p in self.parameters()), "cpu")
+
     def _compressed(self) -> list[torch.Tensor]:
         """Those whose communication is compressed."""
         return [p for group in self.param_groups if not group.get("non_freeze") for p in group["params"]]
 
     def _prepare(self) -> None:
         """Make buffers and states for the parameters there are now; find the clock in states that came from a file."""
+        if self._backend_name is not None:
+            say_unused_backend(self._backend_name, self._process_group, self._device_type())
+            self._backend_name = None
         self._lay_out()
         fresh = [p for p in self.parameters() if "exp_avg_sq" not in self.state[p]]
         self._read_clock()
@@ -369,6 +366,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """States were put into `state` from outside: take the clock from them."""
         self.clock, self._masks = self.clock_type(), None
         self._read_clock()
+        self._tell_engine()
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state_dict plus this rank's errors under "error_feedback": ranks have different ones."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import CommArgumentError
+from ..groups import get_rank, get_world_size, is_initialized, member
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +40,8 @@ def _fitted(mask: Any, parameter: torch.Tensor) -> torch.Tensor | None:
     try:
         if torch.broadcast_shapes(mask.shape, parameter.shape) == parameter.shape:
             return mask
-    except RuntimeError:
-        pass  # the shapes do not broadcast; it may be flattened
+    except RuntimeError:  # the shapes do not broadcast; it may be flattened
+        pass
     if mask.dim() == 1 and mask.numel() == parameter.numel():
         return mask.reshape(parameter.shape)
     raise CommArgumentError(
@@ -71,8 +72,8 @@ def check_group(group: dict[str, Any], index: int, may_skip_freezing: bool) -> N
         )
     if group.get("max_grad_norm"):
         raise CommArgumentError(
-            f"{where}.max_grad_norm: got {group['max_grad_norm']!r}, expected 0: with local gradients no rank knows the norm "
-            "of the mean; clip activations or lower lr instead"
+            f"{where}.max_grad_norm: got {group['max_grad_norm']!r}, expected 0: the optimizer does not clip; with dsx set "
+            "gradient_clipping in the configuration, in a plain loop clip each rank's gradients before step()"
         )
     if group.get("non_freeze") and not may_skip_freezing:
         raise CommArgumentError(f"{where}.non_freeze: only OneBitAdam has groups that are never frozen")
@@ -122,3 +123,14 @@ def check_backend(name: str | None, cuda_aware: bool) -> None:
         )
     if cuda_aware:
         _log.warning("cuda_aware means nothing here: tensors go to the process group's backend as they are")
+
+
+def say_unused_backend(name: str, group: Any, device_type: str) -> None:
+    """One line where `comm_backend_name` is not the backend that the process group has for tensors of a device."""
+    if not is_initialized() or get_world_size(group) == 1:
+        return
+    backend = member(group).backends.get(device_type)
+    if name not in (backend, "compressed") and get_rank(group) == 0:  # "compressed" means any backend
+        _log.warning(
+            "comm_backend_name %r is not used: messages go over the process group's backend, %s", name, backend
+        )

@@ -27,7 +27,7 @@ from .schedule import StepKind
 
 
 class OneBitLamb(FreezingOptimizer):
-    """See the module's text; config name `OneBitLamb`. Arguments that are not listed: as in `OneBitAdam`.
+    """See the module's text; config name `OneBitLamb`, other name `OnebitLamb`. Arguments that are not listed: as in `OneBitAdam`.
 
     Args:
         bias_correction: multiply lr by sqrt(1 - b2^s) / (1 - b1^t), as LAMB implementations do.
@@ -42,6 +42,7 @@ class OneBitLamb(FreezingOptimizer):
     def __init__(
         self,
         params: Any,
+        deepspeed: Any = None,
         lr: float = 1e-3,
         freeze_step: int = 100_000,
         bias_correction: bool = False,
@@ -77,7 +78,7 @@ class OneBitLamb(FreezingOptimizer):
         super().__init__(
             params, defaults, freeze_step, variance_window, process_group=process_group, compression=compression,
             gradient_dtype=gradient_dtype, scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name,
-            cuda_aware=cuda_aware,
+            cuda_aware=cuda_aware, deepspeed=deepspeed,
         )  # fmt: skip
 
     def get_lamb_coeffs(self) -> list[float]:

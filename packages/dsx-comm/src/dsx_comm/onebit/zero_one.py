@@ -11,7 +11,7 @@ u = compressed mean(u D); m = -u / (sum of lr); p = p_begin + u / D; u = 0. When
 two SYNCs they differ: `synchronize()` ends the window early, for evaluation or saving.
 
 Upstream skips momentum on one rank and drops intervals and errors on load; here one rank does the same steps with exact
-means, and everything is saved. Left out: ZeRO stages and clipping, as in 1-bit Adam.
+means, and everything is saved. Left out: clipping and ZeRO stages, as in 1-bit Adam.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class ZeroOneAdam(CompressedOptimizer):
     def __init__(
         self,
         params: Any,
+        deepspeed: Any = None,
         lr: float = 1e-3,
         bias_correction: bool = False,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -72,7 +73,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self._in_window = False
         super().__init__(
             params, defaults, process_group=process_group, compression=compression, gradient_dtype=gradient_dtype,
-            scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name, cuda_aware=cuda_aware,
+            scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name, cuda_aware=cuda_aware, deepspeed=deepspeed,
         )  # fmt: skip
 
     def state_template(self, parameter: torch.Tensor) -> dict[str, Any]:
