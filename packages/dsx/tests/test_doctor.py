@@ -17,6 +17,7 @@ def test_json_report_of_this_machine(capsys):
     assert (
         ("limits", "/dev/shm") in findings
         and ("disk", "io_uring") in findings
+        and ("communication", "dsx (shared memory)") in findings
         and ("native code", "dsx-ops") in findings
         and ("sparse attention", "native") in findings
     )
@@ -81,3 +82,26 @@ def test_every_package_that_dsx_needs_is_looked_at():
 
     needed = {line.split("==")[0] for line in requires("dsx") or () if line.startswith("dsx-")}
     assert {finding.name for finding in doctor.packages()} == {"dsx", *needed}
+
+
+def test_the_native_part_of_every_package_is_told_with_the_reason_why_it_is_missing(monkeypatch):
+    import dsx_nvme
+
+    names = ["dsx-ops", "dsx-comm", "dsx-nvme", "dsx-sparse-attn"]
+    assert [one.name for one in doctor.native_code()][:4] == names
+    gone = {"native": False, "reason": "no compiler was found", "engines": {"io_uring": "not built", "threads": ""}}
+    monkeypatch.setattr(dsx_nvme, "native_status", lambda: gone)
+    found = {one.name: one for one in doctor.native_code()}
+    assert "no compiler was found" in found["dsx-nvme"].value and found["dsx-nvme"].status == WARNING
+    engines = {one.name: one.value for one in doctor.disk_engines()}
+    assert engines == {"io_uring": "no: not built", "threads": "yes"}
+
+
+def test_the_shared_memory_group_is_told_with_the_reason_why_it_is_missing(monkeypatch):
+    import dsx_comm
+
+    monkeypatch.setattr(dsx_comm, "native_status", lambda: {"native": False, "reason": "built without native code"})
+    monkeypatch.setattr(dsx_comm, "codec_status", lambda: {"native": False, "reason": "no dsx-ops"})
+    shared, kernels = doctor.transports()
+    assert "built without native code" in shared.value and shared.status == WARNING and "gloo" in shared.hint
+    assert "no dsx-ops" in kernels.value and kernels.status == WARNING

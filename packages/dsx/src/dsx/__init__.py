@@ -40,6 +40,19 @@ _ATTRIBUTES = {
 }
 _MODULES = ("checkpoint", "comm", "config", "data", "lr_schedules", "monitor", "nvme", "ops", "utils", "zero")
 
+_NOT_YET = {
+    "autotuning": "the autotuner of dsx",
+    "checkpointing": "activation checkpointing in depth (dsx-zero); torch.utils.checkpoint works today",
+    "compression": "dsx-compress",
+    "elasticity": "elastic batch sizes of dsx",
+    "init_inference": "no plan: dsx trains; use an inference engine for serving",
+    "moe": "dsx-moe",
+    "pipe": "dsx-pipe",
+    "PipelineModule": "dsx-pipe",
+    "sequence": "sequence parallelism; no date",
+    "tp_model_init": "tensor slicing (dsx-pipe)",
+}
+
 __all__ = [
     "DsxConfigError",
     "Engine",
@@ -66,12 +79,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _ATTRIBUTES:
-        return getattr(importlib.import_module(f"{__name__}.{_ATTRIBUTES[name]}"), name)
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker that saw this would let every misspelt name pass
+
+    def __getattr__(name: str) -> Any:
+        if name in _ATTRIBUTES:
+            return getattr(importlib.import_module(f"{__name__}.{_ATTRIBUTES[name]}"), name)
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name in _NOT_YET:
+            raise AttributeError(f"dsx.{name} is not available yet; it comes with {_NOT_YET[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

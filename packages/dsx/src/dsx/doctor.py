@@ -10,7 +10,7 @@ Left out: benchmarks, and anything about other hosts.
 from __future__ import annotations
 
 import argparse
-import ctypes
+import importlib
 import json
 import os
 import platform
@@ -24,7 +24,6 @@ from importlib import metadata
 OK, WARNING, BROKEN = "ok", "warning", "broken"
 SMALL_SHM_BYTES = 512 * 2**20
 PACKAGES = ("dsx", "dsx-zero", "dsx-comm", "dsx-ops", "dsx-nvme", "dsx-sparse-attn", "dsx-monitor")
-_IO_URING_SETUP = {"x86_64": 425, "aarch64": 425}
 
 
 @dataclass(frozen=True)
@@ -147,26 +146,64 @@ def _backend_checks(dist: object) -> list[tuple[str, Callable[[], bool]]]:
     return [(name, check) for name, check in checks if check is not None]
 
 
+def transports() -> list[Finding]:
+    """What dsx-comm adds to torch's backends: its shared-memory group, and the kernels of its compressed collectives."""
+    import dsx_comm
+
+    status, codec = dsx_comm.native_status(), dsx_comm.codec_status()
+    shared = (
+        Finding("communication", "dsx (shared memory)", "yes; the default between CPU processes of one machine")
+        if status["native"]
+        else Finding(
+            "communication", "dsx (shared memory)", f"no: {status['reason']}", WARNING, "gloo serves instead, slower"
+        )
+    )
+    kernels = Finding(
+        "communication",
+        "compression",
+        "kernels of dsx-ops" if codec["native"] else f"plain torch: {codec['reason']}",
+        OK if codec["native"] else WARNING,
+        "" if codec["native"] else "everything works, compressed collectives are slower",
+    )
+    return [shared, kernels]
+
+
+_SLOWER_WITHOUT = {
+    "dsx_ops": "optimizers on the CPU are slower",
+    "dsx_comm": "collectives between processes of one machine are slower",
+    "dsx_nvme": "tensor I/O to disk is slower",
+    "dsx_sparse_attn": "attention on the CPU is several times slower",
+}
+
+
 def native_code() -> list[Finding]:
-    """Is the compiled part of dsx-ops there, for which instruction set, and if not, why."""
+    """Is the compiled part of every package there, for which instruction set, and if not, why."""
+    found = []
+    for module, slower in _SLOWER_WITHOUT.items():
+        status = importlib.import_module(module).native_status()
+        name = module.replace("_", "-")
+        if not status["native"]:
+            found.append(
+                Finding("native code", name, f"not in use: {status['reason']}", WARNING, f"everything works, {slower}")
+            )
+            continue
+        isas = f"{status['isa']} in use; this CPU runs {', '.join(status['isas'])}" if "isa" in status else "in use"
+        found.append(Finding("native code", name, isas))
     import dsx_ops
 
-    status = dsx_ops.native_status()
-    if not status["native"]:
-        return [
-            Finding(
-                "native code",
-                "dsx-ops",
-                "not in use",
-                WARNING,
-                f"{status['reason']}; everything works, optimizers on the CPU are slower",
-            )
-        ]
-    return [
-        Finding("native code", "dsx-ops", f"{status['isa']} in use; this CPU runs {', '.join(status['isas'])}"),
-        Finding("native code", "threads", f"{status['threads']['count']} ({status['threads']['backend']})"),
-        Finding("native code", "CUDA tensors", str(status["cuda"])),
-    ]
+    threads = dsx_ops.native_status().get("threads")
+    if threads:
+        found.append(Finding("native code", "threads", f"{threads['count']} ({threads['backend']})"))
+    found.append(Finding("native code", "CUDA tensors", str(dsx_ops.native_status().get("cuda", "no"))))
+    return found
+
+
+def disk_engines() -> list[Finding]:
+    """Which engines dsx-nvme can use here, best first, and why the others cannot run."""
+    import dsx_nvme
+
+    engines = dsx_nvme.native_status()["engines"]
+    return [Finding("disk", name, f"no: {reason}" if reason else "yes") for name, reason in engines.items()]
 
 
 def sparse_attention() -> list[Finding]:
@@ -244,23 +281,6 @@ def compilers() -> list[Finding]:
     return found
 
 
-def io_uring() -> list[Finding]:
-    """Ask the kernel for an impossible ring: the kind of refusal tells whether the call exists and is allowed."""
-    number = _IO_URING_SETUP.get(platform.machine())
-    if not sys.platform.startswith("linux") or number is None:
-        return [Finding("disk", "io_uring", "not on this platform")]
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall(ctypes.c_long(number), ctypes.c_uint(0), None)
-    code = ctypes.get_errno()
-    if code in (22, 14):  # EINVAL, EFAULT: the call looked at its arguments
-        return [Finding("disk", "io_uring", "available")]
-    return [
-        Finding(
-            "disk", "io_uring", f"refused by the kernel ({os.strerror(code)}); plain reads and writes serve instead"
-        )
-    ]
-
-
 def launching() -> list[Finding]:
     """What can start processes on other hosts."""
     there = [name for name in ("ssh", "pdsh", "mpirun", "srun") if shutil.which(name)]
@@ -273,12 +293,13 @@ PROBES: tuple[Callable[[], list[Finding]], ...] = (
     torch_and_devices,
     driver,
     backends,
+    transports,
     native_code,
     sparse_attention,
     shared_memory,
     limits,
     compilers,
-    io_uring,
+    disk_engines,
     launching,
 )
 _VITAL = (packages, torch_and_devices, backends)
@@ -310,7 +331,8 @@ def render(findings: Sequence[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    # A pipe or a file has no width; 80 columns would fold every value at half of that.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     colours = {OK: "", WARNING: "yellow", BROKEN: "red"}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     for column in ("topic", "name"):

@@ -7,7 +7,7 @@ rank says the same and none is left waiting for another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -15,7 +15,48 @@ from torch import nn
 from .engine.errors import EngineArgumentError
 from .engine.request import Request
 
+if TYPE_CHECKING:
+    from dsx_zero import ZeroOptimizer
 
+    from .data import TrainingLoader
+    from .engine import Engine
+
+# Two signatures, so that an editor knows whether there is a loader to iterate over. The optimizer is typed as what every
+# training has; it is None only where neither the configuration nor the caller names one.
+
+
+@overload
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, ZeroOptimizer, None, Any]: ...
+@overload
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = ...,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, ZeroOptimizer, TrainingLoader, Any]: ...
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -30,7 +71,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[Engine, ZeroOptimizer, TrainingLoader | None, Any]:
     """Build an engine around `model`. Every rank must call it with equal arguments.
 
     Args:

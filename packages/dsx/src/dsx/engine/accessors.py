@@ -72,7 +72,7 @@ class EngineAccessors:
 
     @property
     def micro_steps(self) -> int:
-        """Calls of `step()` so far."""
+        """Micro-batches so far."""
         return self.counters.micro_steps
 
     @property
@@ -211,16 +211,18 @@ class EngineAccessors:
             return tensor.device
         return torch.device("cpu")
 
-    def __getattr__(self, name: str) -> Any:
-        # Only called for what the engine does not have: `engine.generate(...)` reaches the module's own method.
-        if name.startswith("_") or "_parts" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        try:
-            return getattr(self.__dict__["_parts"].module, name)
-        except AttributeError:
-            raise AttributeError(
-                f"neither the engine nor its module ({type(self.module).__name__}) has an attribute {name!r}"
-            ) from None
+    if not TYPE_CHECKING:  # a type checker that saw this would let every misspelt method pass
+
+        def __getattr__(self, name: str) -> Any:
+            # Only called for what the engine does not have: `engine.generate(...)` reaches the module's own method.
+            if name.startswith("_") or "_parts" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            try:
+                return getattr(self.__dict__["_parts"].module, name)
+            except AttributeError:
+                raise AttributeError(
+                    f"neither the engine nor its module ({type(self.module).__name__}) has an attribute {name!r}"
+                ) from None
 
     def describe(self) -> str:
         """What the engine is made of, as lines of text; what `dump_state` logs."""
