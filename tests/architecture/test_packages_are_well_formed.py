@@ -1,5 +1,6 @@
 """Every package has the shape that the workspace promises: parts that install and work alone."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -75,3 +76,22 @@ def test_hatch_environments_know_every_package_and_what_its_tests_need():
     (matrix,) = hatch["solo"]["matrix"]
     assert set(matrix["package"]) == set(PACKAGES)
     assert set(hatch["solo"]["sources"]) == set(PACKAGES) - {"dsx"}
+
+
+@pytest.mark.parametrize("package", PACKAGES.values(), ids=list(PACKAGES))
+def test_what_a_package_index_shows_is_complete(package):
+    project = read_toml(package.path / "pyproject.toml")["project"]
+    assert project["authors"] and project["keywords"] and project["license-files"] == ["LICENSE"]
+    assert set(project["urls"]) == {"Homepage", "Documentation", "Repository", "Issues", "Changelog"}
+    found = " ".join(project["classifiers"])
+    for part in ("Development Status", "Operating System", "Python :: 3.10", "Topic", "Typing :: Typed"):
+        assert part in found
+    torch = [r for r in project["dependencies"] if requirement_name(r) == "torch"]
+    assert all("<" in r for r in torch), "torch needs an upper bound: private names of newer releases are not tested"
+    assert "END OF TERMS AND CONDITIONS" in (package.path / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize("package", PACKAGES.values(), ids=list(PACKAGES))
+def test_links_of_a_readme_work_outside_the_repository(package):
+    links = re.findall(r"\]\(([^)\s]+)\)", (package.path / "README.md").read_text())
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []

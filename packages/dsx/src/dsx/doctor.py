@@ -50,7 +50,7 @@ def _usable_cores() -> int:
 
 
 def packages() -> list[Finding]:
-    """Our distributions and their versions; versions that differ from dsx's own do not belong together."""
+    """Our distributions and their versions; only a fix (the last number) may differ from dsx's own version."""
     found = []
     wanted = metadata.version("dsx")
     for name in PACKAGES:
@@ -59,14 +59,14 @@ def packages() -> list[Finding]:
         except metadata.PackageNotFoundError:
             found.append(Finding("packages", name, "not installed", BROKEN, f"pip install {name}=={wanted}"))
             continue
-        fits = version == wanted
+        fits = version.split(".")[:2] == wanted.split(".")[:2]
         found.append(
             Finding(
                 "packages",
                 name,
                 version,
                 OK if fits else WARNING,
-                "" if fits else f"dsx is {wanted}: install the same version of both",
+                "" if fits else f"dsx is {wanted}: install versions that begin alike",
             )
         )
     return found
