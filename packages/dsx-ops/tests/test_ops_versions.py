@@ -4,7 +4,6 @@ import dsx_ops
 import pytest
 import torch
 from dsx_ops import onebit, update
-from dsx_ops.cuda import flat as cuda_flat
 from dsx_ops.cuda import optimizers as cuda_optimizers
 from torch import nn
 
@@ -228,8 +227,9 @@ def test_a_step_by_the_cuda_kernels_counts(name, on_emulator):
         score.backward()
 
 
-def test_scaling_and_clipping_by_the_cuda_kernels_count(emulator):
-    for write in (lambda t: cuda_flat.scale(emulator, [t], 0.5), lambda t: cuda_flat.clip(emulator, [t], 1e-3)):
+def test_scaling_and_clipping_by_the_cuda_kernels_count(emulator, monkeypatch):
+    monkeypatch.setattr(update, "_cuda_module", lambda tensors: emulator)
+    for write in (WRITES["scale_"], WRITES["clip_grad_norm_"]):
         x, weight = torch.ones(8), torch.ones(8, requires_grad=True)
         score = (weight * x).sum()
         write(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .errors import TensorError
-from .spec import FLOATS
+from .spec import FLOATS, name_of
 
 MASK32 = 0xFFFFFFFF
 
@@ -17,11 +17,6 @@ def rows_of(tensor: Tensor) -> tuple[int, int]:
     """(rows, columns) of a tensor seen as a matrix along its last dimension."""
     cols = tensor.shape[-1] if tensor.dim() else 1
     return (tensor.numel() // cols if cols else 0), cols
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def check(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import HyperparameterError
+from .layouts import readable
 from .update import clip_, clip_coefficient, scale_, squared_norms
 
 
@@ -51,7 +52,7 @@ def get_global_norm(norm_list: Iterable[float | Tensor]) -> float:
 def get_grad_zeros(parameters: Tensor | Iterable[Tensor], mpu: object | None = None) -> int:
     """How many gradient elements are exactly 0."""
     _refuse(mpu)
-    return sum(g.numel() - int(torch.count_nonzero(g)) for g in _grads(parameters))
+    return sum(g.numel() - int(torch.count_nonzero(readable(g))) for g in _grads(parameters))
 
 
 class CheckOverflow:
@@ -92,5 +93,5 @@ def _norm(tensors: list[Tensor], norm_type: float, mpu: object | None) -> Tensor
         return squared_norms(tensors).sum().sqrt()
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    parts = torch.stack([torch.linalg.vector_norm(t.double(), p).to(tensors[0].device) for t in tensors])
+    parts = torch.stack([torch.linalg.vector_norm(readable(t).double(), p).to(tensors[0].device) for t in tensors])
     return parts.amax() if math.isinf(p) else torch.linalg.vector_norm(parts, p)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .layouts import flat
 from .spec import BLOCK8, Algorithm, Batch, Lowered, Slot
 
 PIECE = 1 << 22  # elements at a time; a multiple of BLOCK8
@@ -54,7 +55,7 @@ def pieces(slot: Slot) -> Iterator[Slot]:
         count = min(PIECE, total - at)
 
         def cut(t: Tensor, at: int = at, count: int = count) -> Tensor:
-            return t.detach().view(-1).narrow(0, at, count)
+            return flat(t).narrow(0, at, count)
 
         first = at // BLOCK8
         yield replace(
@@ -353,7 +354,7 @@ def squares(tensors: list[Tensor]) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
     totals = []
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        parts = [flat[at : at + PIECE].double().square_().sum() for at in range(0, flat.numel(), PIECE)]
-        totals.append(torch.stack(parts).sum() if parts else flat.new_zeros((), dtype=torch.float64))
+        whole = flat(tensor)
+        parts = [whole[at : at + PIECE].double().square_().sum() for at in range(0, whole.numel(), PIECE)]
+        totals.append(torch.stack(parts).sum() if parts else whole.new_zeros((), dtype=torch.float64))
     return torch.stack([t.to(tensors[0].device) for t in totals])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import TensorError
+from .layouts import WorkingCopy
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK8 = 256  # elements per scale of 8-bit states; same as in native/include/dsx_ops/kernels.h
@@ -129,11 +130,14 @@ class Hyper:
 
 @dataclass
 class Slot:
-    """One tensor of an update, with everything that belongs to it. All are contiguous and of the same numel.
+    """One tensor of an update, with everything that belongs to it, all of the same numel.
+
+    Kernels take slots whose tensors are dense and lie in memory in one order (`optim.arrange.working_slot`).
 
     `low_bits`: int16, completes a bf16 `param` to its fp32 master. `copy`: receives the new parameter in its own dtype.
     `scales`: one fp32 per 256 elements and moment, for 8-bit states. `offset`: index of the first element in the whole
-    buffer, which keys stochastic rounding. `owner`: the slot of distributed tensors of which these are this rank's parts.
+    buffer, which keys stochastic rounding. `owner`: the slot that this one was made
+    from, of distributed tensors or of tensors in another order. `copies`: what to put back there when the update is done.
     """
 
     param: Tensor
@@ -145,6 +149,12 @@ class Slot:
     offset: int = 0
     name: str = "parameter"
     owner: Slot | None = None
+    copies: tuple[WorkingCopy, ...] = ()
+
+    @property
+    def given(self) -> Slot:
+        """The slot with the tensors that the optimizer was given."""
+        return self if self.owner is None else self.owner.given
 
     def kind(self) -> tuple:
         """What slots must share to go into one call."""
@@ -184,12 +194,15 @@ def check_slot(slot: Slot, algorithm: Algorithm) -> None:
     """Raise `TensorError` unless every tensor of the slot fits; called for all slots before anything is written."""
     param = slot.param
     _check(param, "parameter", slot.name, FLOATS, param)
-    if slot.grad.layout != torch.strided:
+    if slot.grad.layout is torch.sparse_coo and algorithm is Algorithm.ADAGRAD:
+        _check_sparse(slot)
+    elif slot.grad.layout is not torch.strided:
         raise TensorError(
             f"{slot.name}: got a {str(slot.grad.layout).removeprefix('torch.')} gradient, expected a dense one; "
-            "use sparse=False in the embedding, or torch.optim.SparseAdam"
+            "use sparse=False in the embedding, CPUAdagrad (sparse_coo), or torch.optim.SparseAdam"
         )
-    _check(slot.grad, "gradient", slot.name, FLOATS, param)
+    else:
+        _check(slot.grad, "gradient", slot.name, FLOATS, param)
     codes = algorithm is Algorithm.ADAM8
     if codes and slot.offset % BLOCK8:
         raise TensorError(f"{slot.name}: got offset {slot.offset}, expected a multiple of {BLOCK8} for 8-bit states")
@@ -207,24 +220,33 @@ def check_slot(slot: Slot, algorithm: Algorithm) -> None:
         _check(slot.copy, "copy", slot.name, FLOATS, param)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _check(tensor: Tensor, role: str, name: str, dtypes: Sequence[torch.dtype], param: Tensor) -> None:
     if (
         tensor.dtype in dtypes
         and tensor.numel() == param.numel()
         and tensor.device == param.device
         and tensor.layout is torch.strided
-        and tensor.is_contiguous()
     ):
         return
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        raise TensorError(f"{name}: the {role} is not contiguous (strides {_strides(tensor)}); pass .contiguous()")
+    if tensor.layout is not torch.strided:
+        raise TensorError(f"{name}: got a {tensor.layout} tensor as {role}, expected a dense one; pass .to_dense()")
     if tensor.dtype not in dtypes:
-        wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise TensorError(f"{name}: got a {str(tensor.dtype).removeprefix('torch.')} {role}, expected {wanted}")
+        wanted = ", ".join(map(name_of, dtypes))
+        raise TensorError(f"{name}: got a {name_of(tensor.dtype)} {role}, expected {wanted}")
     if tensor.device != param.device:
         raise TensorError(f"{name}: the {role} is on {tensor.device}, expected {param.device} where the parameter is")
     raise TensorError(f"{name}: got a {role} of {tensor.numel()} elements, expected {param.numel()}")
 
 
-def _strides(tensor: Tensor) -> str:
-    return str(tuple(tensor.stride())) if tensor.layout is torch.strided else str(tensor.layout)
+def _check_sparse(slot: Slot) -> None:
+    grad, param = slot.grad, slot.param
+    if grad.dtype not in FLOATS or grad.device != param.device or grad.shape != param.shape:
+        raise TensorError(
+            f"{slot.name}: got a sparse gradient {name_of(grad.dtype)} {tuple(grad.shape)} on {grad.device}, expected "
+            f"float32, bfloat16 or float16 of shape {tuple(param.shape)} on {param.device}"
+        )

@@ -20,6 +20,7 @@ from .cuda import flat as cuda_flat
 from .cuda import loader as cuda_loader
 from .cuda import optimizers as cuda_optimizers
 from .errors import TensorError
+from .layouts import put_back, readable, writable
 from .spec import FLOATS, Batch
 
 _PLAIN = (Tensor, Parameter)
@@ -90,7 +91,10 @@ def squared_norms(tensors: Iterable[Tensor]) -> Tensor:
     One pass in a fixed order: the same for every thread count and instruction set. An entry is finite exactly when all of
     its tensor's elements are (squares of finite fp32 numbers cannot overflow fp64). Raises `TensorError`.
     """
-    found = _checked(tensors)
+    return _squares([readable(t) for t in _checked(tensors)])
+
+
+def _squares(found: list[Tensor]) -> Tensor:
     on_cuda = _cuda_module(found)
     if on_cuda is not None:
         return cuda_flat.squares(on_cuda, found)
@@ -105,19 +109,25 @@ def norm(tensors: Iterable[Tensor]) -> Norm:
 
 
 def scale_(tensors: Iterable[Tensor], factor: float) -> None:
-    """Multiply every tensor by `factor` in place, in fp32, rounding once. Raises `TensorError`."""
-    found = _checked(tensors)
-    on_cuda = _cuda_module(found)
+    """Multiply every tensor by `factor` in place, in fp32, rounding once. Raises `TensorError` before anything is written."""
+    _scale(_checked(tensors), factor)
+
+
+def _scale(found: list[Tensor], factor: float | Tensor) -> None:
+    """`factor` may lie on the device that has kernels of ours."""
+    places = [writable(t, f"tensor {i}") for i, t in enumerate(found)]
+    dense = [t for t, _ in places]
+    on_cuda = _cuda_module(dense)
+    module = native.module() if all(t.device.type == "cpu" for t in dense) else None
     if on_cuda is not None:
-        cuda_flat.scale(on_cuda, found, factor)
-        return
-    module = native.module() if all(t.device.type == "cpu" for t in found) else None
-    if module is not None:
-        native_cpu.scale(module, found, factor)
-        return
-    with torch.no_grad():
-        for t in found:
-            t.copy_(t.float() * factor) if t.dtype != torch.float32 else t.mul_(factor)
+        cuda_flat.scale(on_cuda, dense, factor)
+    elif module is not None:
+        native_cpu.scale(module, dense, float(factor))
+    else:
+        with torch.no_grad():
+            for t in dense:
+                t.copy_(t.float() * factor) if t.dtype != torch.float32 else t.mul_(factor)
+    put_back(copy for _, copies in places for copy in copies)
 
 
 def clip_(tensors: Iterable[Tensor], max_norm: float) -> Tensor:
@@ -126,13 +136,13 @@ def clip_(tensors: Iterable[Tensor], max_norm: float) -> Tensor:
     Coefficient min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_.
     """
     found = _checked(tensors)
-    on_cuda = _cuda_module(found)
-    if on_cuda is not None:
-        return cuda_flat.clip(on_cuda, found, max_norm)
-    total = squared_norms(found).sum().sqrt()
+    total = _squares([readable(t) for t in found]).sum().sqrt()
+    if _cuda_module(found) is not None:
+        _scale(found, cuda_flat.clip_factor(total, max_norm))
+        return total
     coefficient = clip_coefficient(float(total), max_norm)
     if coefficient < 1.0:
-        scale_(found, coefficient)
+        _scale(found, coefficient)
     return total
 
 
@@ -157,8 +167,10 @@ def _checked(tensors: Iterable[Tensor]) -> list[Tensor]:
                 f"tensor {i} is a {type(t).__name__}, of which a rank has a part; expected plain tensors: give .to_local() and add the "
                 "squared norms up over the ranks, or clip with torch.nn.utils.clip_grad_norm_"
             )
-        if t.layout is not torch.strided or not t.is_contiguous():
-            raise TensorError(f"tensor {i} is not contiguous; pass .contiguous()")
+        if t.layout not in (torch.strided, torch.sparse_coo):
+            raise TensorError(
+                f"tensor {i} is a {t.layout} tensor, expected a dense one or sparse_coo; pass .to_dense()"
+            )
         if t.dtype not in FLOATS:
             raise TensorError(f"tensor {i} is {t.dtype}, expected float32, bfloat16 or float16")
     return [t.detach() for t in found]

@@ -30,7 +30,7 @@ def wrote_slots(slots: Iterable[Slot], *, params: bool = True, states: bool = Tr
 def _with_owner(slot: Slot) -> Iterator[Slot]:
     yield slot
     if slot.owner is not None:
-        yield slot.owner
+        yield from _with_owner(slot.owner)
 
 
 def _written(slot: Slot, params: bool, states: bool) -> Iterator[Tensor]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import library, native
-from ..checks import MASK32, check, name_of
+from ..checks import MASK32, check
 from ..errors import TensorError
-from ..spec import FLOATS
+from ..spec import FLOATS, name_of
 from ..tables import DTYPE_CODES, addresses
 from . import reference
 from .scheme import Scheme, Swizzle

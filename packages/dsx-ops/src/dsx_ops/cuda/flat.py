@@ -1,4 +1,4 @@
-"""Norm with overflow check, scaling and clipping of CUDA tensors; one launch per 128 tensors, no waiting for the device."""
+"""Norm with overflow check and scaling of CUDA tensors; one launch per 128 tensors, no waiting for the device."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ def scale(module: Any, tensors: list[Tensor], factor: float | Tensor) -> None:
         wrote(tensors)
 
 
-def clip(module: Any, grads: list[Tensor], max_norm: float) -> Tensor:
-    """Scale `grads` so that their norm is at most `max_norm`; returns the norm before, fp64 on the device. Never waits."""
-    total = squares(module, grads).sum().sqrt()
-    coefficient = max_norm / (total + 1e-6)
-    scale(
-        module, grads, torch.where(coefficient < 1.0, coefficient, torch.ones_like(coefficient))
-    )  # a NaN changes nothing
-    return total
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What to scale gradients by so that their norm is at most `max_norm`, on the device of `norm`. Never waits."""
+    factor = max_norm / (norm + 1e-6)
+    return torch.where(factor < 1.0, factor, torch.ones_like(factor))  # a NaN changes nothing

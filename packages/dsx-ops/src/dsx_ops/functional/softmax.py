@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import library, native
-from ..checks import check, name_of, rows_of
+from ..checks import check, rows_of
 from ..errors import TensorError
-from ..spec import FLOATS
+from ..spec import FLOATS, name_of
 from ..tables import DTYPE_CODES, addresses
 
 

@@ -8,7 +8,7 @@ State: tensors under torch's names, and `step` as a Python number. State dicts g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from .. import update
 from ..errors import HyperparameterError, TensorError
+from ..layouts import is_dense, put_back
 from ..spec import Algorithm, Batch, Hyper, Slot, check_slot
+from .arrange import working_slot
 from .repeat import Repeat
 from .shards import local_slot
 from .skips import SkipCounter
@@ -48,6 +50,8 @@ class FusedOptimizer(Optimizer):
     own_options: tuple[str, ...] = ()
     # Whether a shard can be updated without knowing of the others.
     elementwise = True
+    # Whether the rule depends on the index of an element, so that its states lie in row-major order whatever the parameter's strides.
+    row_major = False
     # torch.amp.GradScaler looks for this, and sets `grad_scale` and `found_inf` on the instance around `step`; it must find no such names before.
     _step_supports_amp_scaling = True
 
@@ -74,8 +78,16 @@ class FusedOptimizer(Optimizer):
         dtype = self._state_dtype(param, group)
         state: dict[str, Any] = {"step": 0}
         for name in self.state_names:
-            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+            state[name] = self._zeros(param, dtype)
         return state
+
+    def _zeros(self, param: Tensor, dtype: torch.dtype) -> Tensor:
+        """A new state, in the order in which it will be walked through."""
+        return torch.zeros_like(param, dtype=dtype, memory_format=self._memory_format(param))
+
+    def _memory_format(self, param: Tensor) -> torch.memory_format:
+        keep = is_dense(param) and not self.row_major
+        return torch.preserve_format if keep else torch.contiguous_format
 
     def _slot(self, param: Tensor, grad: Tensor, state: dict[str, Any], name: str) -> Slot:
         return Slot(
@@ -152,8 +164,7 @@ class FusedOptimizer(Optimizer):
                         state.update(self._new_state(param, group))
                     slot = self._slot(param, param.grad, state, f"parameter {i} of group {number}")
                     slot.copy = copy_out.get(param)
-                    slot = local_slot(slot, self.elementwise)
-                    check_slot(slot, self.algorithm)
+                    slot = self._checked(local_slot(slot, self.elementwise), group)
                     key = (number, state["step"], slot.kind())
                     if key not in found:
                         hyper = self._hyper(group, state["step"] + 1, scale)
@@ -166,7 +177,16 @@ class FusedOptimizer(Optimizer):
             raise
         return list(found.values()), touched
 
-    def _apply(self, batches: Iterable[Batch]) -> None:
+    def _checked(self, slot: Slot, group: dict[str, Any]) -> Slot:
+        """The slot as kernels take it. Raises `TensorError` and `HyperparameterError`."""
+        check_slot(slot, self.algorithm)
+        return working_slot(slot, row_major=self.row_major)
+
+    def _apply(self, batches: Sequence[Batch]) -> None:
+        self._update(batches)
+        put_back(copy for batch in batches for slot in batch.slots for copy in slot.copies)
+
+    def _update(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
             update.apply(batch)
 
@@ -197,7 +217,7 @@ class FusedOptimizer(Optimizer):
         _check_scale(grad_scale)
         slot = self._slot(param, grad, state, "flat buffer")
         slot.copy, slot.offset = copy_out, offset
-        check_slot(slot, self.algorithm)
+        slot = self._checked(slot, self.param_groups[group])
         hyper = self._hyper(self.param_groups[group], state["step"] + 1, grad_scale)
         self._apply([Batch(self.algorithm, hyper, [slot])])
         state["step"] += 1
@@ -254,7 +274,14 @@ class FusedOptimizer(Optimizer):
             for key, value in saved.items():
                 if isinstance(value, Tensor) and key != "step":
                     dtype = self._loaded_dtype(key, value, param, group_of[param])
-                    self.state[param][key] = value.detach().to(param.device, dtype).clone().contiguous()
+                    self.state[param][key] = self._own_copy(value, param, dtype)
+
+    def _own_copy(self, value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+        """A loaded state as `_new_state` would lay it out."""
+        kept = value.detach().to(param.device, dtype).clone().contiguous()
+        if value.shape != param.shape or param.is_contiguous():
+            return kept
+        return torch.empty_like(param, dtype=dtype, memory_format=self._memory_format(param)).copy_(kept)
 
     def _loaded_dtype(self, key: str, value: Tensor, param: Tensor, group: dict[str, Any]) -> torch.dtype:
         if key in self.special_dtypes:

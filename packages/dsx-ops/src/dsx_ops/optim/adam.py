@@ -91,7 +91,7 @@ class FusedAdam(FusedOptimizer):
         if group["split_master"]:
             if param.dtype != torch.bfloat16:
                 raise TensorError(f"split_master: got a {param.dtype} parameter, expected bfloat16")
-            state["low_bits"] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.contiguous_format)
+            state["low_bits"] = self._zeros(param, torch.int16)
         return state
 
 
@@ -141,6 +141,7 @@ class Adam8bit(FusedAdam):
     algorithm = Algorithm.ADAM8
     own_options = ("set_grad_none", "seed")
     elementwise = False
+    row_major = True
     special_dtypes = {
         "low_bits": torch.int16,
         "exp_avg": torch.uint8,
@@ -184,7 +185,7 @@ class Adam8bit(FusedAdam):
         state = super()._new_state(param, group)
         blocks = -(-param.numel() // BLOCK8)
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(param, dtype=torch.uint8, memory_format=torch.contiguous_format)
+            state[name] = self._zeros(param, torch.uint8)
         for name in ("scale_avg", "scale_avg_sq"):
             state[name] = torch.zeros(blocks, dtype=torch.float32, device=param.device)
         return state

@@ -115,13 +115,13 @@ class FusedLamb(FusedOptimizer):
         for batch in batches:
             batch.hyper = replace(batch.hyper, grad_scale=scales[batch.group])
 
-    def _apply(self, batches: Iterable[Batch]) -> None:
-        found = list(batches)
+    def _update(self, batches: Sequence[Batch]) -> None:
+        found = batches
         limits = {p: (g["min_coeff"], g["max_coeff"]) for g in self.param_groups for p in g["params"]}
         default = (self.defaults["min_coeff"], self.defaults["max_coeff"])
         position = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         squares = [update.lamb_update(b) for b in found]
-        params = [s.param for b in found for s in b.slots]
+        params = [s.given.param for b in found for s in b.slots]
         order = sorted(range(len(params)), key=lambda i: position.get(params[i], i))
         local = _concatenate(squares)
         total = local

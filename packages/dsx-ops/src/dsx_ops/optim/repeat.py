@@ -50,6 +50,7 @@ class _Ledger:
         self.params = [s.param for s in batch.slots]
         self._places = [places[id(p)] for p in self.params]
         columns = _columns(batch.slots[0], optimizer.state[self.params[0]])
+        self.has_states = bool(batch.slots[0].states)
         self._state_keys = [key for _, key, _, _ in columns if key is not None]
         self._reader = native.module().Ledger(
             Tensor.__dlpack_c_exchange_api__,  # type: ignore[attr-defined]
@@ -118,6 +119,8 @@ class Repeat:
         if not all(ledger.renew(mine) for ledger, mine in zip(self._ledgers, states)):
             return False
         numbers = [self._numbers(optimizer, ledger, scale) for ledger in self._ledgers]
+        if any(n.momentum and not ledger.has_states for n, ledger in zip(numbers, self._ledgers)):
+            return False  # SGD's momentum was switched on: the buffers are still to be made
         for ledger, mine, lowered in zip(self._ledgers, states, numbers):
             ledger.run(module, mine, lowered)
         return True
@@ -139,4 +142,5 @@ class Repeat:
 
 def _fits(slot: Slot) -> bool:
     plain = type(slot.param) in _PLAIN and type(slot.grad) in _PLAIN
-    return plain and slot.param.is_cpu and slot.copy is None and slot.owner is None
+    row_major = slot.param.is_contiguous() and slot.grad.is_contiguous()
+    return plain and row_major and slot.param.is_cpu and slot.copy is None and slot.owner is None

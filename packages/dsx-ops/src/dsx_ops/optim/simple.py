@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import HyperparameterError
-from ..spec import Algorithm, Hyper
-from ._base import FusedOptimizer
+from ..errors import HyperparameterError, TensorError
+from ..spec import Algorithm, Batch, Hyper, Slot
+from ._base import CopyOut, FusedOptimizer
 
 
 def _state_dtype(fp32: bool) -> torch.dtype | None:
@@ -19,7 +19,8 @@ def _state_dtype(fp32: bool) -> torch.dtype | None:
 class CPUAdagrad(FusedOptimizer):
     """Adagrad (F79): sum += g^2;  p -= lr * g / (sqrt(sum) + eps), with wd*p added to g in both places.
 
-    As torch.optim.Adagrad without lr_decay; state dicts exchange with it. Gradients are left as they are. Sparse gradients are refused.
+    As torch.optim.Adagrad without lr_decay; state dicts exchange with it. Gradients are left as they are. Of a sparse gradient (sparse_coo, as
+    torch.nn.Embedding(sparse=True) makes) the elements that it names are updated; weight decay is refused with it, as by torch.
     """
 
     algorithm = Algorithm.ADAGRAD
@@ -57,6 +58,14 @@ class CPUAdagrad(FusedOptimizer):
         state = super()._new_state(param, group)
         state["sum"].fill_(group["initial_accumulator_value"])
         return state
+
+    def _checked(self, slot: Slot, group: dict[str, Any]) -> Slot:
+        if slot.grad.layout is torch.sparse_coo and group["weight_decay"] != 0:
+            raise HyperparameterError(
+                f"{slot.name}: got a sparse gradient and weight_decay {group['weight_decay']}, expected 0: the decay of rows that the "
+                "gradient does not name would be left out; put such parameters into a group with weight_decay=0"
+            )
+        return super()._checked(slot, group)
 
     def _hyper(self, group: dict[str, Any], step: int, grad_scale: float | Tensor) -> Hyper:
         if group.get("lr_decay"):
@@ -180,6 +189,31 @@ class SGD(FusedOptimizer):
             maximize=group["maximize"],
             grad_scale=grad_scale,
         )
+
+    def _collect(self, scale: float | Tensor, copy_out: CopyOut) -> tuple[list[Batch], list[dict[str, Any]]]:
+        begun = self._begin_momentum()
+        try:
+            return super()._collect(scale, copy_out)
+        except (TensorError, HyperparameterError):
+            for state, step in begun:
+                del state["momentum_buffer"]
+                state["step"] = step
+            raise
+
+    def _begin_momentum(self) -> list[tuple[dict[str, Any], int]]:
+        """Buffers of parameters whose group has momentum only since steps without it; returns their states and old counts.
+
+        A buffer begins as the first gradient that it sees, so `step` counts from there: of SGD's numbers only that one depends on it.
+        """
+        begun: list[tuple[dict[str, Any], int]] = []
+        for group in self.param_groups:
+            for param in group["params"] if group["momentum"] else ():
+                state = self.state[param] if param.grad is not None and param in self.state else {}
+                if state and "momentum_buffer" not in state:
+                    self._skips.settle()  # a skipped step must not be taken off the new count
+                    begun.append((state, state["step"]))
+                    state.update(self._new_state(param, group))
+        return begun
 
     def _unsaid_step(self, state: dict[str, Any], group: dict[str, Any]) -> int:
         # torch's SGD counts no steps: a buffer means that the first step is over.
