@@ -132,6 +132,25 @@ def _adam(p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Lowered) -> None:
     p.sub_((m / _root(v).mul_(h.inv_denom).add_(h.eps)).mul_(h.step_size))
 
 
+def adam_rollback(slot: Slot, h: Lowered) -> None:
+    """Undo the Adam update that was made with the numbers `h`, to rounding: parameter and moments as they were before it.
+
+    The parameter comes first, since its step is a function of the moments after the update; with L2 decay the gradient needs the old
+    parameter:  p = (p' + step m' / (sqrt(v') inv + eps)) / decay;  m = (m' - (1-b1) g) / b1;  v = max((v' - (1-b2) g^2) / b2, 0).
+    """
+    for piece in pieces(slot):
+        p, (m, v) = load_param(piece), (s.float() for s in piece.states)
+        p = p + (m / _root(v).mul_(h.inv_denom).add_(h.eps)).mul_(h.step_size)
+        if h.decoupled:
+            p = p / h.decay
+        g = _gradient(piece.grad, h)
+        if h.use_l2:
+            g = g + p * h.l2
+        piece.states[0].copy_((m - g * h.one_minus_beta1) / h.beta1)
+        piece.states[1].copy_(((v - (g * h.one_minus_beta2) * g) / h.beta2).clamp_(min=0.0))
+        store_param(piece, p)
+
+
 def _adagrad(p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Lowered) -> None:
     (total,) = states
     if h.use_l2:

@@ -8,6 +8,7 @@ State: tensors under torch's names, and `step` as a Python number. State dicts g
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -267,6 +268,9 @@ class FusedOptimizer(Optimizer):
         ours = [p for g in self.param_groups for p in g["params"]]
         theirs = [i for g in state_dict["param_groups"] for i in g["params"]]
         group_of = {p: g for g in self.param_groups for p in g["params"]}
+        for key, saved in state_dict["state"].items():
+            if key not in theirs:  # kept under a key of its own (CPUAdam's subgroups): torch passes the very tensors on
+                self.state[key] = copy.deepcopy(saved)
         for param, index in zip(ours, theirs):
             saved = state_dict["state"].get(index)
             if not saved:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..errors import HyperparameterError, TensorError
+from ..layouts import put_back
 from ..spec import BLOCK8, Algorithm, Hyper, Slot
 from ._base import FusedOptimizer
 
@@ -94,11 +97,63 @@ class FusedAdam(FusedOptimizer):
             state["low_bits"] = self._zeros(param, torch.int16)
         return state
 
+    @torch.no_grad()
+    def rollback_flat(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        *,
+        group: int = 0,
+        grad_scale: float | Tensor = 1.0,
+    ) -> None:
+        """Undo the last update of a flat buffer: `step_flat` backwards, with the same gradient and the same numbers.
+
+        Parameter and moments become what they were, to the rounding of their dtypes (a bf16 parameter comes back to its last bit
+        or so; with split masters it is the fp32 master that does), and `state["step"]` is counted down. For a step that was taken
+        before it was known whether the gradients are finite or must be clipped. Raises `HyperparameterError` where nothing can be undone,
+        and `TensorError`, before anything is written.
+        """
+        numbers = self._hyper(self.param_groups[group], state.get("step", 0), grad_scale)
+        _check_rollback(self.algorithm, state, numbers)
+        slot = self._checked(self._slot(param, grad, state, "flat buffer"), self.param_groups[group])
+        reference.adam_rollback(slot, numbers.lowered(self.algorithm))
+        put_back(slot.copies)
+        state["step"] -= 1
+
+
+def _check_rollback(algorithm: Algorithm, state: dict[str, Any], numbers: Hyper) -> None:
+    if algorithm is not Algorithm.ADAM:
+        raise HyperparameterError(
+            "rollback: got 8-bit moments, which do not say what they were; keep a copy of the state"
+        )
+    if not state.get("step", 0) > 0:
+        raise HyperparameterError(
+            f"rollback: got a state of {state.get('step', 0)} steps, expected at least one to undo"
+        )
+    decay = numbers.lowered(algorithm).decay if numbers.decoupled else 1.0
+    for name, value in (
+        ("betas[0]", numbers.betas[0]),
+        ("betas[1]", numbers.betas[1]),
+        ("1 - lr * weight_decay", decay),
+    ):
+        if value == 0.0:
+            raise HyperparameterError(
+                f"rollback: got {name} = 0, expected another number: such a step keeps nothing of what was before it"
+            )
+
+
+def _subgroup_key(number: int) -> Any:
+    """Where `state` keeps a subgroup. Not the number itself: state dicts number the parameters."""
+    return f"subgroup {number}"
+
 
 class CPUAdam(FusedAdam):
     """Adam(W) for parameters in host memory (F78): moments in fp32 whatever the parameter's dtype.
 
     `fp32_optimizer_states=False` keeps them in the parameter's dtype. Numbers and rule as `FusedAdam`.
+    `step_subgroup` and `rollback_subgroup` are for callers that put the buffers of an offloaded model into `param_groups` one
+    after another: what belongs to a buffer is kept by the number of its subgroup, and is part of the state dict.
     """
 
     def __init__(
@@ -127,6 +182,41 @@ class CPUAdam(FusedAdam):
             state_dtype=torch.float32 if fp32_optimizer_states else None,
             split_master=split_master,
         )
+
+    def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the one parameter that has a gradient, with the state of subgroup `subgroup_id`; returns the closure's loss.
+
+        Raises `TensorError` when no parameter or several have a gradient.
+        """
+        loss, group, param, grad = self._subgroup_buffer("step_subgroup", closure)
+        key = _subgroup_key(subgroup_id)
+        state = self.state.get(key) or self.new_flat_state(param, group=group)
+        self.step_flat(param, grad, state, group=group)
+        self.state[key] = state
+        return loss
+
+    def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Undo the last `step_subgroup` of `sub_group_id`, whose parameter and gradient are still there; see `rollback_flat`.
+
+        Raises `HyperparameterError` when there was none.
+        """
+        loss, group, param, grad = self._subgroup_buffer("rollback_subgroup", closure)
+        self.rollback_flat(param, grad, self.state.get(_subgroup_key(sub_group_id)) or {}, group=group)
+        return loss
+
+    def _subgroup_buffer(self, what: str, closure: Callable[[], Any] | None) -> tuple[Any, int, Tensor, Tensor]:
+        """(the closure's loss, number of the parameter group, parameter, gradient)"""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = [(i, p, p.grad) for i, g in enumerate(self.param_groups) for p in g["params"] if p.grad is not None]
+        if len(found) != 1:
+            raise TensorError(
+                f"{what}: got {len(found)} parameters with a gradient, expected one: the buffer of that subgroup; "
+                "for all parameters at once use step()"
+            )
+        return loss, *found[0]
 
 
 class Adam8bit(FusedAdam):
