@@ -115,7 +115,7 @@ def sizes(rank, world):
         world,
         1,
     )
-    assert engine.zero_optimization_stage() == 1 and engine.gradient_clipping() == 1.0 and engine.loss_scale == 1.0
+    assert engine.zero_optimization_stage() == 1 and engine.gradient_clipping() == 1.0 and engine.loss_scale() == 1.0
     assert engine.get_global_grad_norm() is None and not engine.was_step_applied()
     for _ in range(3):
         step(engine)
@@ -146,7 +146,7 @@ def test_switches_answer_from_the_configuration():
     plain = build()
     assert not plain.fp16_enabled() and not plain.bfloat16_enabled() and not plain.dynamic_loss_scale()
     assert not plain.zero_optimization() and plain.scheduler_name() is None and plain.steps_per_print() is None
-    assert plain.optimizer.loss_scale == plain.loss_scale == 1.0
+    assert plain.optimizer.loss_scale == plain.loss_scale() == 1.0 and not plain.optimizer.dynamic_loss_scale
     scaled = build(
         config=config(
             fp16={"enabled": True, "initial_scale_power": 4},
@@ -165,7 +165,7 @@ def test_switches_answer_from_the_configuration():
     loss = scaled(torch.ones(2, 6, dtype=torch.float16)).float().sum() * float("inf")
     scaled.backward(loss)
     scaled.step()  # an overflow; hysteresis keeps the scale once
-    assert scaled.optimizer.overflow and scaled.optimizer.loss_scale == scaled.loss_scale == 16.0
+    assert scaled.optimizer.overflow and scaled.optimizer.loss_scale == scaled.loss_scale() == 16.0 and scaled.optimizer.dynamic_loss_scale
     assert build(config=config(bf16={"enabled": True})).bfloat16_enabled()
 
 

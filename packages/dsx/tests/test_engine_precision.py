@@ -42,7 +42,7 @@ def trained(rank, world, settings, poison=()):
         if (step, rank) in poison:
             loss = loss * math.inf
         before = engine.module_state_dict()
-        scale, lr = engine.loss_scale, engine.get_lr()[0]
+        scale, lr = engine.loss_scale(), engine.get_lr()[0]
         engine.backward(loss)
         engine.step()
         after = engine.module_state_dict()

@@ -27,6 +27,9 @@ class Replicated:
         with torch.no_grad():
             group.parameters[index].copy_(whole)
 
+    def free_gathered(self) -> None:
+        """Nothing to free: parameters are always whole."""
+
     def tensors(self) -> list[torch.Tensor]:
         """None."""
         return []

@@ -84,6 +84,10 @@ class Residency(Protocol):
         """Buffers held beside the groups' own."""
         ...
 
+    def free_gathered(self) -> None:
+        """Free parameters that are gathered only for a while."""
+        ...
+
     def remove_hooks(self) -> None:
         """Take hooks of its own off the model."""
         ...
@@ -155,7 +159,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._latest: StepOutcome | None = None
         self.released = False
         """Whether the model may be sharded anew."""
+        self._on_release: list[Callable[[], object]] = []
         self._loss_scale: Callable[[], float] = lambda: 1.0
+        self._dynamic_loss_scale = False
         self._connect_norms()
 
     # The surface of torch.optim.Optimizer -----------------------------------------------------------------------------
@@ -205,6 +211,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate; legal in all stages."""
+        self._check_in_use()
         return self._runtime.gradients.no_sync()
 
     def gradient_parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -216,12 +223,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def release(self) -> None:
         """Take every hook off the model, which then trains no more through this optimizer, and hand its process groups back. At stage 3 its
-        parameters stay partitioned. To be called on every rank, or on none."""
+        parameters stay partitioned. To be called on every rank, or on none. Calling it again does nothing."""
+        if self.released:
+            return
+        self.released = True
         self._runtime.gradients.remove_hooks()
         self._unused.remove_hooks()
         self._runtime.residency.remove_hooks()
         self._runtime.groups.give_back()
-        self.released = True
+        for callback in self._on_release:
+            callback()
+
+    def call_on_release(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when this optimizer is released: by `release`, or because its model is sharded anew."""
+        self._on_release.append(callback)
+
+    def _check_in_use(self) -> None:
+        if self.released:
+            raise ZeroStateError(
+                "this optimizer was released: release() was called (or destroy() of its engine), or its model was sharded anew; use the "
+                "optimizer that dsx_zero.shard returned last"
+            )
 
     # The step ---------------------------------------------------------------------------------------------------------
 
@@ -238,9 +260,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 gradients each rank clips its own by its own norm, which is said once.
 
         Raises:
-            ZeroStateError: a parameter was unfrozen that was frozen when the model was sharded; or, with
+            ZeroStateError: the optimizer was released; a parameter was unfrozen that was frozen when the model was sharded; or, with
                 `ignore_unused_parameters: false`, one got no gradient.
         """
+        self._check_in_use()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -299,9 +322,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     cur_scale = loss_scale
 
-    def follow_loss_scale(self, scale: Callable[[], float]) -> None:
-        """Let `loss_scale` show the factor that the owner of the scaler uses; what is done with gradients does not change."""
-        self._loss_scale = scale
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows; False without a loss scale."""
+        return self._dynamic_loss_scale
+
+    def follow_loss_scale(self, scale: Callable[[], float], *, dynamic: bool = False) -> None:
+        """Let `loss_scale` and `dynamic_loss_scale` show what the owner of the scaler uses; gradients stay as they are."""
+        self._loss_scale, self._dynamic_loss_scale = scale, dynamic
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer, which steps the masters; the same object as `inner`."""
+        return self.inner
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Reduce over the ranks what backwards have accumulated so far, `no_sync` or not. Collective; `step` does it too."""
+        self._check_in_use()
+        self._runtime.gradients.finish()
+
+    def free_gathered(self) -> None:
+        """Stage 3: free every gathered parameter, read ahead or kept for reuse; outside of forward and backward.
+
+        Every rank must call it. At other stages parameters are always whole, and nothing happens.
+        """
+        self._check_in_use()
+        self._runtime.residency.free_gathered()
 
     @torch.no_grad()
     def refresh_fp32_params(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import dsx_comm
 import torch
 
+from .errors import ZeroStateError
 from .executor import GatherExecutor, GatherLimits
 from .order import Order
 from .partitioned_unit import Lender, PartitionedUnit, UnitState
@@ -262,6 +263,13 @@ class Residency(Lender):
         self._order.join()
         self._executor.settle()
         self._executor.sweep()
+
+    def free_gathered(self) -> None:
+        """Free every unit that is gathered; refused while a forward or backward may be using one."""
+        if self._depth or self._task is not None:
+            raise ZeroStateError("gathered parameters cannot be freed inside a forward or backward; call it between them")
+        for index in self._units:
+            self._executor.free(index)
 
     def parameters_changed(self) -> None:
         """The shards have new values (an optimizer step, a load): what is still gathered is stale."""

@@ -30,6 +30,7 @@ from .partitioned import PartitionedParameter, PartitionedParameterError
 from .partitioned_unit import PartitionedUnit, UnitState
 from .registry import remember
 from .residency import GatherExecutor, GatherLimits, Residency
+from .restored import restore_parameter
 from .units import ParameterInfo, UnitPlan
 
 __all__ = ["Ranks", "Stage3", "Stage3Limits", "build_stage3"]
@@ -97,6 +98,7 @@ class Stage3:
         self.order: Order
         self.executor: GatherExecutor
         self.hooks: UnitHooks
+        self.gradients: Any
         self.pending: list[tuple[nn.Module, int]] = []
         self.unit_of_original: dict[int, int] = {}
 
@@ -149,6 +151,10 @@ class Stage3:
         with self.residency.gathered([unit.index] if unit.index in self._units else []):
             yield
 
+    def free_gathered(self) -> None:
+        """See ``optimizer.Residency``."""
+        self.residency.free_gathered()
+
     def tensors(self) -> list[torch.Tensor]:
         """What is gathered at the moment."""
         return [
@@ -158,6 +164,15 @@ class Stage3:
     def remove_hooks(self) -> None:
         """Take the hooks off the model's modules."""
         self.hooks.remove()
+
+    def end(self) -> None:
+        """Take all hooks off and leave the modules with partitioned parameters: the model is about to be sharded anew.
+
+        Needed where the optimizer was dropped without `release`: the hooks keep this object, and it keeps the gradients.
+        """
+        self.gradients.remove_hooks()
+        self.hooks.remove()
+        self.executor.free_all()
 
     # The order, as the gradients see it: backward ends once, for gathers and reduces.
 
@@ -173,12 +188,17 @@ class Stage3:
         """See ``gradients.ReduceOrder``."""
         self.order.boundary(pending)
 
+    def complete(self, pending: Any) -> None:
+        """See ``gradients.ReduceOrder``."""
+        self.order.complete(pending)
+
     def gradients_complete(self, unit: int) -> None:
         """See ``Residency.gradients_complete``."""
         self.residency.gradients_complete(unit)
 
     def connect(self, model: nn.Module, gradients: Any) -> None:
         """Complete the circle with the gradients and put the hooks on."""
+        self.gradients = gradients
         self.executor.bind(gradients.run_reduce)
         self.residency.begin_backward = gradients.begin_backward
         self.hooks = UnitHooks(model, self.partitioned, self.residency, keeps=self)
@@ -205,12 +225,13 @@ def build_stage3(
     """
     _guard_optimizers()
     by_name = {info.name: info for info in infos}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     resident, partitioned, plain_of = [], [], {}
     pending, unit_of_original = take_pending(model), {}
     for plan in plans:
         if plan.resident:
-            resident.append(_resident(plan, parameters, ranks))
+            unit, originals = _resident(plan, model, by_name, ranks)
+            plain_of.update(originals)
+            resident.append(unit)
             continue
         unit = PartitionedUnit(
             plan, rank=ranks.rank, process_group=ranks.process_group, memory=memory_of(ranks.gathers)
@@ -240,22 +261,25 @@ def build_stage3(
     return stage, plain_of
 
 
-def _resident(plan: UnitPlan, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> Unit:
-    groups = []
+def _resident(
+    plan: UnitPlan, model: nn.Module, infos: Mapping[str, ParameterInfo], ranks: Ranks
+) -> tuple[Unit, dict[int, nn.Parameter]]:
+    """A unit that stays whole, and the whole parameters that took the places of partitioned ones (by the ``id`` of those)."""
+    groups, replaced = [], {}
     for group in plan.groups:
-        own = [_plain(parameters[name]) for name in group.layout.names]
+        own = []
+        for name in group.layout.names:
+            parameter = model.get_parameter(name)
+            if isinstance(parameter, PartitionedParameter):
+                whole = restore_parameter(model, (name, *infos[name].aliases), parameter)
+                replaced[id(parameter)] = parameter = whole
+            own.append(parameter)
         flat = FlatGroup.resident(group, own, rank=ranks.rank, memory=memory_of(ranks.process_group))
         if flat.full.numel():
             source = dsx_comm.get_global_rank(ranks.process_group, 0)
             dsx_comm.broadcast(flat.full, source, group=ranks.process_group)
         groups.append(flat)
-    return Unit(plan, tuple(groups))
-
-
-def _plain(parameter: nn.Parameter) -> nn.Parameter:
-    if isinstance(parameter, PartitionedParameter):
-        return nn.Parameter(parameter.full_tensor(), requires_grad=parameter.requires_grad)
-    return parameter
+    return Unit(plan, tuple(groups)), replaced
 
 
 def _reuse(units: Sequence[PartitionedUnit], limits: Stage3Limits) -> ReuseLimits:

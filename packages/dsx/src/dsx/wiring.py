@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from types import ModuleType
@@ -21,6 +22,7 @@ from ._version import __version__
 from .config import Config, load_config
 from .data import LoaderOptions
 from .engine.accumulation import Accumulation, SyncWindow
+from .engine.checkpointing import Checkpointer
 from .engine.engine import Engine
 from .engine.errors import EngineArgumentError
 from .engine.inputs import CastInputs, PassInputs
@@ -34,6 +36,7 @@ from .errors import DsxError
 from .loss_scaler import build_loss_scale
 from .lr_schedules import build_schedule
 from .optimizers import OptimizerChoice, choose_optimizer
+from .placement import place
 from .precision import Precision
 from .utils.logging import enable_console, logger, set_log_level_from_string
 from .watching import Watched, build_watch, no_watch
@@ -77,10 +80,22 @@ def build_engine(source: Any, request: Request) -> Engine:
     model = _placed(_sparsified(request.model, config), config, topology)
     sharded, optimizer = _sharded(model, config, request, topology, choice)
     engine = Engine(_parts(config, request, topology, sharded, optimizer, choice))
+    _destroy_on_release(engine, optimizer)
     if request.training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(request.training_data, collate_fn=request.collate_fn)
     _announce(engine, config, choice)
     return engine
+
+
+def _destroy_on_release(engine: Engine, optimizer: Any) -> None:
+    """An engine ends where its model is given to another one; a dropped engine is not kept for that."""
+    known = weakref.ref(engine)
+
+    def destroy() -> None:
+        if (found := known()) is not None:
+            found.destroy()
+
+    optimizer.call_on_release(destroy)
 
 
 # - The configuration and the processes
@@ -160,14 +175,19 @@ def _sparsified(model: nn.Module, config: Config) -> nn.Module:
 
 
 def _placed(model: nn.Module, config: Config, topology: Topology) -> nn.Module:
-    """The model on this process' device and in the parameters' dtype; parameter objects stay the same."""
+    """The model on this process' device and in the dtypes of the configuration; parameter objects stay the same."""
+    part("dsx_zero").release_model(model)  # an earlier engine's model cannot be converted while it is divided
     precision: Precision = config.use("precision")
+    device = None
     if torch.cuda.is_available() and _uses_cuda(topology):
         device = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        model.to(device)
-    if precision.params != "fp32":
-        model.to(precision.dtype("params"))
+    place(
+        model,
+        device=device,
+        parameters=None if precision.params == "fp32" else precision.dtype("params"),
+        buffers=precision.buffer_dtype,
+    )
     return model
 
 
@@ -229,7 +249,7 @@ def _parts(
 ) -> EngineParts:
     trains = request.optimizer is not None or choice is not None
     scaler = build_loss_scale(config.precision, config.fp16, config.amp)
-    optimizer.follow_loss_scale(lambda: scaler.scale)
+    optimizer.follow_loss_scale(lambda: scaler.scale, dynamic=scaler.state_dict()["kind"] == "dynamic")
     clipping = config.use("gradient_clipping")
     scheduler, driver = _scheduler(config, request, optimizer if trains else None)
     counters, stage, accumulation = Counters(), config.zero.stage, Accumulation(config.use("batch").accumulation)
@@ -247,6 +267,18 @@ def _parts(
         module=model,
         optimizer=optimizer if trains else None,
         shards=optimizer,
+        checkpointer=Checkpointer(
+            module=model,
+            shards=optimizer,
+            optimizer=optimizer if trains else None,
+            counters=counters,
+            schedule=driver,
+            scaler=scaler,
+            scheduled=scheduler is not None,
+            precision=config.precision.to_json(),
+            tag_validation=config.use("checkpoint").tag_validation,
+            rank=topology.rank,
+        ),
         stepper=ShardedStepper(optimizer, scaler, clipping or None) if trains else NoStepper(),
         scaler=scaler,
         schedule=driver,
@@ -282,7 +314,6 @@ def _settings(config: Config, optimizer: Any, clipping: float) -> EngineSettings
         gradient_clipping=clipping,
         optimizer_name=type(inner).__name__ if inner is not None else "",
         gather_weights_on_save=config.zero.stage < 3 or config.zero.stage3_gather_16bit_weights_on_model_save,
-        tag_validation=config.use("checkpoint").tag_validation,
     )
 
 

@@ -101,7 +101,6 @@ class EngineAccessors:
         """The learning-rate scheduler, stepped by the engine; None without one."""
         return self._parts.lr_scheduler
 
-    @property
     def loss_scale(self) -> float:
         """Factor on the loss of the next backward; 1.0 without loss scaling."""
         return self._parts.scaler.scale
@@ -145,6 +144,10 @@ class EngineAccessors:
     def local_rank(self) -> int:
         """Rank of this process on its machine."""
         return self._parts.topology.local_rank
+
+    def get_data_parallel_rank(self) -> int:
+        """Rank of this process among those over which gradients are averaged."""
+        return self._parts.topology.dp_rank
 
     @property
     def world_size(self) -> int:

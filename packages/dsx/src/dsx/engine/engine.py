@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from ..data import TrainingLoader
-from . import checkpointing
 from .accessors import EngineAccessors
+from .by_hand import EngineByHand
+from .checkpointing import Wanted
 from .errors import EngineArgumentError, EngineError
 from .parts import EngineParts
 from .report import LossSum, StepReport
@@ -31,7 +32,7 @@ from .switches import EngineSwitches
 _ROUTES = ("train", "eval", "predict")
 
 
-class Engine(WeightsMixin, EngineSwitches, EngineAccessors):
+class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors):
     """Trains `module`; built by `dsx.initialize`. Attributes it does not have are looked up in the module."""
 
     def __init__(self, parts: EngineParts) -> None:
@@ -243,15 +244,22 @@ class Engine(WeightsMixin, EngineSwitches, EngineAccessors):
 
         Args:
             tag: name of the checkpoint; None: `global_step<N>`.
-            client_state: a structure of numbers, text, lists, dicts and tensors that `load_checkpoint` gives back.
+            client_state: a dictionary that `load_checkpoint` gives back: numbers, text, lists, tuples, dicts, tensors, numpy values,
+                `argparse.Namespace`, dtypes and devices. Rank 0's is kept.
             save_latest: make it the one that `load_checkpoint` finds without a tag.
             exclude_frozen_parameters: leave out parameters that are not trained.
 
         Returns:
             The folder that was written.
         """
-        self._living()
-        return checkpointing.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        return self._living().checkpointer.save(
+            save_dir,
+            tag,
+            {} if client_state is None else client_state,
+            loader=self.training_dataloader,
+            latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
 
     store_checkpoint = save_checkpoint
 
@@ -276,14 +284,17 @@ class Engine(WeightsMixin, EngineSwitches, EngineAccessors):
         Returns:
             Folder and client state, or `(None, {})` if there is no checkpoint.
         """
-        self._living()
-        what = checkpointing.Wanted(load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        checkpointer = self._living().checkpointer
         if custom_load_fn is not None:
             raise EngineArgumentError(
                 "load_checkpoint(custom_load_fn=...): not available yet; load with load_module_strict=False, or read single "
                 "tensors with dsx.checkpoint.open_checkpoint"
             )
-        return checkpointing.load(self, load_dir, tag, load_module_strict, what)
+        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        path, client_state = checkpointer.load(load_dir, tag, wanted, loader=self.training_dataloader)
+        if path is not None:
+            self.forget_micro_batches()
+        return path, client_state
 
     # - Life
 

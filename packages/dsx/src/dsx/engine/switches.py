@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from .parts import EngineParts
 
 
@@ -57,6 +59,19 @@ class EngineSwitches:
     def wall_clock_breakdown(self) -> bool:
         """Whether the parts of a step are timed."""
         return self._parts.config.wall_clock_breakdown
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Data types of the parameters and of gradient accumulation."""
+        precision = self._parts.config.precision
+        return precision.dtype("params"), precision.dtype("grad_accum")
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a part of the module was compiled with `torch.compile`, in place (`module.compile()`) or wrapped."""
+        return any(
+            getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+            for module in self._parts.module.modules()
+        )
 
     @property
     def data_parallel_group(self) -> Any:

@@ -178,7 +178,7 @@ class _Run:
         self._agree()
 
     def _one_step(self, step: int) -> None:
-        gas, scale, oracle = self.engine.gradient_accumulation_steps(), self.engine.loss_scale, self.oracle
+        gas, scale, oracle = self.engine.gradient_accumulation_steps(), self.engine.loss_scale(), self.oracle
         if oracle is not None:
             oracle.zero_grad()
         for micro in range(gas):

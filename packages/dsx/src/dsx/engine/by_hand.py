@@ -1,0 +1,109 @@
+"""What a training loop may do by hand that the engine otherwise does by itself: reduce now, free now, load weights.
+
+Programs that drive the engine from outside (Accelerate, Lightning, RL loops) call these by the names that DeepSpeed gave
+them. A loop of `engine.backward` and `engine.step` needs none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import EngineArgumentError, EngineError
+
+if TYPE_CHECKING:
+    from .parts import EngineParts
+
+
+class EngineByHand:
+    """The calls; mixed into `Engine`."""
+
+    _parts: EngineParts
+
+    def _living(self) -> EngineParts:
+        raise NotImplementedError  # the engine's own
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Average over the ranks what backwards have accumulated so far. Collective.
+
+        `step()` does this by itself; call it to look at reduced gradients before the step.
+
+        Args:
+            bucket_size: must be None: `zero_optimization.reduce_bucket_size` holds.
+
+        Raises:
+            EngineArgumentError: a bucket size is given.
+            EngineError: the engine has no optimizer.
+        """
+        if bucket_size is not None:
+            raise EngineArgumentError(
+                f"allreduce_gradients(bucket_size={bucket_size}): got a size, expected None; "
+                "set zero_optimization.reduce_bucket_size in the configuration"
+            )
+        self._with_optimizer("allreduce_gradients").reduce_gradients()
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backwards of one micro-batch, reduced once: inside they only accumulate, on leaving they are reduced.
+
+        Legal in every ZeRO stage; in stages 2 and 3 the whole local gradients are kept meanwhile. An error inside leaves
+        the gradients unreduced and is passed on.
+        """
+        optimizer = self._with_optimizer("coalesce_grad_reduction")
+        with self._living().window.hold():
+            yield
+        optimizer.reduce_gradients()
+
+    def empty_partition_cache(self) -> None:
+        """Stage 3: free every parameter that is gathered, kept for reuse or read ahead; nothing at other stages.
+
+        Call it on every rank, between forwards and backwards: after evaluation, or before something else needs the memory.
+        """
+        self._with_optimizer("empty_partition_cache").free_gathered()
+
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> Any:
+        """Load whole weights into the module, and into the optimizer's masters where it has some. Every rank must call it.
+
+        Args:
+            state_dict: whole tensors by the module's names, the same on every rank.
+            strict: names that do not fit are an error.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of `module.load_state_dict`.
+            fetch_z3_params: gather all parameters first, for a `custom_load_fn` that writes them; writes of rank 0 count.
+
+        Returns:
+            What `module.load_state_dict` returns: missing and unexpected names.
+        """
+        parts = self._living()
+        if custom_load_fn is None:
+            result = parts.module.load_state_dict(state_dict, strict=strict)
+        else:
+            result = self._load_by(custom_load_fn, state_dict, fetch_z3_params)
+        if parts.optimizer is not None:
+            parts.optimizer.refresh_fp32_params()
+        return result
+
+    def _load_by(self, load: Callable[..., Any], state_dict: Mapping[str, Any], gather: bool) -> Any:
+        parts = self._living()
+        if not gather:
+            return load(src=state_dict, dst=parts.module)
+        from dsx_zero import GatheredParameters  # late: only this way needs it
+
+        with GatheredParameters(list(parts.module.parameters()), modifier_rank=0), torch.no_grad():
+            return load(src=state_dict, dst=parts.module)
+
+    def _with_optimizer(self, call: str) -> Any:
+        optimizer = self._living().optimizer
+        if optimizer is None:
+            raise EngineError(
+                f"{call}(): this engine has no optimizer; pass one to dsx.initialize or name one in the config"
+            )
+        return optimizer
