@@ -162,7 +162,7 @@ void convert(int from, int64_t in, int to, int64_t out, int64_t numel, int threa
 PYBIND11_MODULE(_C, m) {
     using namespace dsx;
     m.doc() = "CPU kernels of dsx-ops. Takes addresses; dsx_ops.native checks tensors before calling.";
-    m.attr("ABI") = 5;
+    m.attr("ABI") = 6;
     m.def("isa", [] { return std::string(kernels().name); });
     m.def("isas", [] { return chosen().isa.names(); });
     m.def("set_isa", [](const std::string& name) { chosen().isa.use(name); });
@@ -186,5 +186,6 @@ PYBIND11_MODULE(_C, m) {
     bind_codes(m);
     bind_ledger(m);
     bind_rows(m);
+    bind_sign_runs(m);
     bind_tokens(m);
 }

@@ -28,6 +28,7 @@ const Tables& tables();   // the instruction set in use; throws when DSX_ISA nam
 void bind_codes(py::module_& m);
 void bind_ledger(py::module_& m);
 void bind_rows(py::module_& m);
+void bind_sign_runs(py::module_& m);
 void bind_tokens(py::module_& m);
 
 constexpr size_t STEP_COLUMNS = 10;  // of the table of a step

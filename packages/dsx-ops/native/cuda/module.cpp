@@ -161,6 +161,29 @@ void define_signs(py::module_& m) {
     });
 }
 
+// table: SignPiece, `count` of them; starts: the first piece of each run and the end. a: x, error, bits, scales, partials.
+void define_sign_runs(py::module_& m) {
+    m.attr("SIGN_PIECE") = SIGN_PIECE;
+    m.def("compress_sign_runs",
+          [](const Place& place, int64_t table, int64_t count, int64_t starts, int64_t runs, const std::vector<int64_t>& a) {
+              check_count(a.size(), 5, "addresses");
+              compress_sign_runs(where_of(place), {pointer<const SignPiece>(table), count}, pointer<const int64_t>(starts), runs,
+                                 pointer<const float>(a[0]), pointer<float>(a[1]), pointer<char>(a[2]), pointer<float>(a[3]),
+                                 pointer<double>(a[4]));
+          });
+    m.def("unpack_sign_runs", [](const Place& place, int64_t table, int64_t count, int64_t bits, int64_t scales, int64_t out) {
+        unpack_sign_runs(where_of(place), {pointer<const SignPiece>(table), count}, pointer<const char>(bits), pointer<const float>(scales),
+                         pointer<float>(out));
+    });
+    m.def("mean_of_sign_runs", [](const Place& place, int64_t table, int64_t count, int64_t bits, int64_t scales,
+                                  const std::vector<int64_t>& strides, int64_t ranks, int64_t out) {
+        check_count(strides.size(), 2, "strides");
+        if (ranks < 1) throw std::invalid_argument("expected at least one rank");
+        mean_of_sign_runs(where_of(place), {pointer<const SignPiece>(table), count}, pointer<const char>(bits), strides[0],
+                          pointer<const float>(scales), strides[1], ranks, pointer<float>(out));
+    });
+}
+
 // ---- rows: (dtype, rows, cols), and vectors as (address or 0, dtype) --------------------------------------------------------
 
 using RowsArgument = std::tuple<int, int64_t, int64_t>;
@@ -231,7 +254,7 @@ void define_rows(py::module_& m) {
 PYBIND11_MODULE(_cuda, m) {
     using namespace dsx::cuda;
     m.doc() = "CUDA kernels of dsx-ops. Takes device addresses and a stream; dsx_ops.cuda checks tensors before calling.";
-    m.attr("ABI") = 2;
+    m.attr("ABI") = 3;
     m.attr("SLABS") = SLABS;
     m.attr("MAX_COLUMNS") = MAX_COLUMNS;
     m.attr("MASK_DIMS") = MASK_DIMS;
@@ -245,6 +268,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("quantize", &run_quantize);
     m.def("reduce_codes", &run_reduce);
     define_signs(m);
+    define_sign_runs(m);
     define_rows(m);
 #ifdef DSX_CUDA_EMULATED
     m.attr("EMULATED") = true;

@@ -8,7 +8,7 @@
 The optimizers are ordinary `torch.optim.Optimizer`s. `python -m dsx_ops` reports what is built and what runs.
 """
 
-from . import onebit, op_builder
+from . import onebit, op_builder, sign_runs
 from ._version import __version__
 from .codes.exchange import (
     LocoQuantizer,
@@ -30,7 +30,7 @@ from .native import reference_only
 from .optim.adam import Adam8bit, CPUAdam, FusedAdam
 from .optim.lamb import FusedLamb
 from .optim.simple import SGD, CPUAdagrad, CPULion, FusedLion
-from .status import native_status
+from .status import missing_kernels, native_status
 from .tokens import (
     mask_gather_bert,
     mask_gather_gpt,
@@ -97,6 +97,7 @@ __all__ = [
     "mask_gather_bert",
     "mask_gather_gpt",
     "masked_softmax",
+    "missing_kernels",
     "native_status",
     "norm",
     "onebit",
@@ -107,6 +108,7 @@ __all__ = [
     "reduce_quantize",
     "reference_only",
     "scale_",
+    "sign_runs",
     "squared_norms",
     "swizzle_quantize",
     "token_gather",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-ABI = 5
+ABI = 6
 WARN_ABOVE = 1 << 20
 HINT = (
     "install a C++ compiler (g++ or clang++) and reinstall: pip install --no-cache-dir --force-reinstall dsx-ops "

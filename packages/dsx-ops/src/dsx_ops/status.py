@@ -10,6 +10,14 @@ from . import native
 from .cuda import loader
 
 
+def missing_kernels(device: torch.device | str) -> str:
+    """Why the operators of this package run in plain PyTorch on a device; "" where compiled kernels serve it."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return native.why_not()
+    return loader.reason() if kind == "cuda" else f"there are no kernels for {kind} tensors"
+
+
 def native_status() -> dict[str, Any]:
     """What is built and what runs.
 

@@ -77,6 +77,19 @@ void unpack_signs(const Where& where, const char* bits, const float* scale, DTyp
 void compress_signs(const Where& where, DType dtype, const char* x, float* error, char* bits, float* scale, double* partials, int64_t numel);
 void mean_of_signs(const Where& where, const char* bits, const float* scales, int64_t ranks, float* out, int64_t numel);
 
+// Runs of a flat fp32 buffer, in pieces; the table of pieces lies on the device.
+struct SignPieces {
+    const SignPiece* at;
+    int64_t count;
+};
+// The pieces of run r are first[r] to first[r + 1], on the device; partials: fp64, one per piece. The values are left as they are.
+void compress_sign_runs(const Where& where, const SignPieces& p, const int64_t* first, int64_t runs, const float* x, float* error,
+                        char* bits, float* scales, double* partials);
+void unpack_sign_runs(const Where& where, const SignPieces& p, const char* bits, const float* scales, float* out);
+// Strides: bytes of bits and number of scales from one rank's message to the next.
+void mean_of_sign_runs(const Where& where, const SignPieces& p, const char* bits, int64_t bit_stride, const float* scales,
+                       int64_t scale_stride, int64_t ranks, float* out);
+
 // ---- rows: a tensor seen as [rows, cols], cols being the last dimension -------------------------------------------------
 
 constexpr int64_t SLABS = 256;         // column sums go over this many groups of rows, then over the groups

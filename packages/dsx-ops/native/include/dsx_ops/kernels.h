@@ -101,6 +101,14 @@ struct SignKernels {
     void (*mean)(const char* bits, int64_t stride, const float* scales, int64_t ranks, float factor, char* out, int64_t begin, int64_t end);
 };
 
+// A part of a run of a flat fp32 buffer whose signs share one scale: elements [begin, end), at most SIGN_PIECE of them, `begin` a multiple
+// of 8; their bits begin at byte `byte` of what is sent, their scale is number `scale`. The pieces of a run begin SIGN_PIECE apart or where
+// its bits go to another place.
+constexpr int64_t SIGN_PIECE = 4 * CHUNK;
+struct SignPiece {
+    int64_t begin, end, byte, scale;
+};
+
 // Layer norm of rows of `cols` elements; weight and bias in fp32.
 struct NormRows {
     DType dtype;

@@ -178,3 +178,39 @@ def run_mean_of_signs(module: Any, packed: Tensor, scales: Tensor, numel: int, o
     addresses = packed.data_ptr(), scales.data_ptr(), packed.shape[0], out.data_ptr()
     module.mean_of_signs(launch.place(packed), *addresses, numel)
     return True
+
+
+# ---- signs of many runs of one buffer; `sign_runs` has checked the tensors --------------------------------------------------
+
+
+def run_compress_sign_runs(
+    module: Any, x: Tensor, error: Tensor, pieces: Tensor, first: Tensor, bits: Tensor, scales: Tensor
+) -> bool:
+    """`compress_sign_runs`; the scales stay on the device."""
+    partials = torch.empty(pieces.shape[0], dtype=torch.float64, device=x.device)
+    table = pieces.data_ptr(), pieces.shape[0], first.data_ptr(), first.numel() - 1
+    module.compress_sign_runs(launch.place(x), *table, addresses(x, error, bits, scales, partials))
+    return True
+
+
+def run_unpack_sign_runs(module: Any, bits: Tensor, scales: Tensor, pieces: Tensor, out: Tensor) -> bool:
+    """`unpack_sign_runs`."""
+    table = pieces.data_ptr(), pieces.shape[0]
+    module.unpack_sign_runs(launch.place(out), *table, *addresses(bits, scales, out))
+    return True
+
+
+def run_mean_of_sign_runs(
+    module: Any,
+    bits: Tensor,
+    scales: Tensor,
+    pieces: Tensor,
+    ranks: int,
+    bit_stride: int,
+    scale_stride: int,
+    out: Tensor,
+) -> bool:
+    """`mean_of_sign_runs`."""
+    messages = *addresses(bits, scales), [bit_stride, scale_stride], ranks
+    module.mean_of_sign_runs(launch.place(out), pieces.data_ptr(), pieces.shape[0], *messages, out.data_ptr())
+    return True

@@ -14,7 +14,7 @@ import torch
 
 from .. import native
 
-ABI = 2
+ABI = 3
 HINT = "install the CUDA toolkit (nvcc) and reinstall: DSX_BUILD_CUDA=1 pip install --no-cache-dir --force-reinstall dsx-ops"
 FALLBACK = "torch's fused Adam and SGD where all dtypes match, plain torch operations elsewhere"
 

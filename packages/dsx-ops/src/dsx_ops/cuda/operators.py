@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import library, onebit
+from .. import library, onebit, sign_runs
 from .. import tokens as token_functions
 from ..codes import exchange, quantize
 from ..functional import dropout as drop
@@ -58,6 +58,9 @@ KERNELS = {
     "unpack_signs_out": Kernel(codes.run_unpack_signs_out, onebit._run_unpack_out, void=True),
     "compress_signs": Kernel(codes.run_compress_signs, onebit._run_compress),
     "mean_of_signs": Kernel(codes.run_mean_of_signs, onebit._run_mean, void=True),
+    "compress_sign_runs": Kernel(codes.run_compress_sign_runs, sign_runs._run_compress, void=True),
+    "unpack_sign_runs": Kernel(codes.run_unpack_sign_runs, sign_runs._run_unpack, void=True),
+    "mean_of_sign_runs": Kernel(codes.run_mean_of_sign_runs, sign_runs._run_mean, void=True),
     "token_gather": Kernel(tokens.run_token_gather, token_functions._run_gather),
     "token_scatter": Kernel(tokens.run_token_scatter, token_functions._run_scatter),
     "token_scatter_": Kernel(tokens.run_token_scatter_, token_functions._run_scatter_, void=True),
