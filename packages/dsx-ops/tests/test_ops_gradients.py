@@ -5,7 +5,6 @@ import math
 import dsx_ops
 import pytest
 import torch
-from dsx_ops import op_builder
 
 
 def parameters(*sizes, dtype=torch.float32):
@@ -96,16 +95,3 @@ def test_fake_quantisation_in_place(bits, asym):
     with pytest.raises(dsx_ops.TensorError, match="groups: got 7"):
         dsx_ops.ds_quantizer(x, groups=7)
     assert torch.equal(x, wanted)
-
-
-def test_every_builder_loads_what_it_names():
-    assert {"CPUAdam", "FusedLamb", "Quantizer", "RandomLTD", "Utils"} <= set(op_builder.ALL_OPS)
-    for name, builder in op_builder.ALL_OPS.items():
-        found = builder().load(verbose=False)
-        assert vars(found) and all(callable(v) for v in vars(found).values()), name
-        assert getattr(op_builder, f"{name}Builder") is builder
-        assert builder().is_compatible() == dsx_ops.native_status()["native"]
-        assert bool(builder().why_not()) != builder().is_compatible()
-    flat = op_builder.UtilsBuilder().load().flatten([torch.ones(2), torch.zeros(1)])
-    assert flat.tolist() == [1, 1, 0]
-    assert op_builder.CPUAdamBuilder().load().CPUAdam is dsx_ops.DeepSpeedCPUAdam

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .errors import TensorError
+from .errors import HyperparameterError, TensorError
 from .layouts import WorkingCopy
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,6 +91,18 @@ class Hyper:
     maximize: bool = False
     grad_scale: float | Tensor = 1.0
     seed: int = 0
+
+    def check_reversible(self) -> None:
+        """Raise `HyperparameterError` when a step of Adam with these numbers keeps nothing of what was before it."""
+        if self.step < 1:
+            raise HyperparameterError(f"rollback: got a state of {self.step} steps, expected at least one to undo")
+        decay = self.lowered(Algorithm.ADAM).decay if self.decoupled else 1.0
+        factors = (("betas[0]", self.betas[0]), ("betas[1]", self.betas[1]), ("1 - lr * weight_decay", decay))
+        for name, value in factors:
+            if value == 0.0:
+                raise HyperparameterError(
+                    f"rollback: got {name} = 0, expected another number: such a step keeps nothing of what was before it"
+                )
 
     def lowered(self, algorithm: Algorithm) -> Lowered:
         """The factors; formulas of F77-F81 and of torch.optim."""

@@ -114,33 +114,16 @@ class FusedAdam(FusedOptimizer):
         before it was known whether the gradients are finite or must be clipped. Raises `HyperparameterError` where nothing can be undone,
         and `TensorError`, before anything is written.
         """
+        if self.algorithm is not Algorithm.ADAM:
+            raise HyperparameterError(
+                "rollback: got 8-bit moments, which do not say what they were; keep a copy of parameter and state"
+            )
         numbers = self._hyper(self.param_groups[group], state.get("step", 0), grad_scale)
-        _check_rollback(self.algorithm, state, numbers)
+        numbers.check_reversible()
         slot = self._checked(self._slot(param, grad, state, "flat buffer"), self.param_groups[group])
         reference.adam_rollback(slot, numbers.lowered(self.algorithm))
         put_back(slot.copies)
         state["step"] -= 1
-
-
-def _check_rollback(algorithm: Algorithm, state: dict[str, Any], numbers: Hyper) -> None:
-    if algorithm is not Algorithm.ADAM:
-        raise HyperparameterError(
-            "rollback: got 8-bit moments, which do not say what they were; keep a copy of the state"
-        )
-    if not state.get("step", 0) > 0:
-        raise HyperparameterError(
-            f"rollback: got a state of {state.get('step', 0)} steps, expected at least one to undo"
-        )
-    decay = numbers.lowered(algorithm).decay if numbers.decoupled else 1.0
-    for name, value in (
-        ("betas[0]", numbers.betas[0]),
-        ("betas[1]", numbers.betas[1]),
-        ("1 - lr * weight_decay", decay),
-    ):
-        if value == 0.0:
-            raise HyperparameterError(
-                f"rollback: got {name} = 0, expected another number: such a step keeps nothing of what was before it"
-            )
 
 
 def _subgroup_key(number: int) -> Any:

@@ -1,0 +1,179 @@
+"""The operators by the builder names scripts know: `CPUAdamBuilder().load()`, `.is_compatible()` (F88).
+
+Nothing is built here: native code is compiled when the package is installed, and without it the PyTorch reference serves. So every
+builder of this package loads, and `is_compatible` says whether it runs in compiled code. `load` returns a namespace with the functions and
+classes of this package, and with the functions that scripts call on such a handle (`quantizer`, `adam`).
+Builders of what lives in another package, or is not part of dsx, are there too: their `load` raises and names the way.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+from ..errors import OpsError
+from ..status import native_status
+from .adam import CPUAdamHandle
+
+
+class OpBuilder:
+    """One group of operators. `members`: name in the namespace -> `module:attribute` below `dsx_ops`."""
+
+    NAME = ""
+    members: dict[str, str] = {}
+
+    def load(self, verbose: bool = False) -> SimpleNamespace:
+        """The group's functions and classes. `verbose` is accepted; there is nothing to report, since nothing is built."""
+        found = {}
+        for name, place in self.members.items():
+            module, attribute = place.split(":")
+            found[name] = getattr(importlib.import_module(f"dsx_ops.{module}"), attribute)
+        return SimpleNamespace(**found)
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the group runs in compiled code here; `why_not` says why it does not."""
+        return bool(native_status()["native"])
+
+    def why_not(self) -> str:
+        """Why there is no compiled code; "" when there is."""
+        return str(native_status()["reason"])
+
+    def absolute_name(self) -> str:
+        """Where the group lives."""
+        return f"dsx_ops.{self.NAME}"
+
+
+class CPUAdamOpBuilder(OpBuilder):
+    """CPU Adam, and its raw functions: `create_adam`, `adam_update`, `adam_rollback`, `destroy_adam`."""
+
+    def load(self, verbose: bool = False) -> SimpleNamespace:
+        """The classes, and the functions of a fresh handle."""
+        found, handle = super().load(verbose), CPUAdamHandle()
+        for name in ("create_adam", "destroy_adam", "adam_update", "adam_rollback"):
+            setattr(found, name, getattr(handle, name))
+        return found
+
+
+class ElsewhereBuilder(OpBuilder):
+    """A group that this package has not; `way` says where it is or what serves instead."""
+
+    way = ""
+
+    def load(self, verbose: bool = False) -> SimpleNamespace:
+        """Raises `OpsError`."""
+        raise OpsError(f"{self.NAME}Builder: {self.why_not()}")
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """False."""
+        return False
+
+    def why_not(self) -> str:
+        """The way to what the builder stands for."""
+        return f"not in dsx-ops; {self.way}"
+
+
+_QUANTIZER_FUNCTIONS = (
+    *("quantize", "dequantize", "dequantize_fp32", "swizzle_quant", "quantized_reduction"),
+    *("loco_swizzle_quant", "loco_quantized_reduction", "QuantizationType", "Symmetric", "Asymmetric"),
+    *("ds_quantize_fp32", "ds_quantize_fp16", "ds_sr_quantize_fp32", "ds_sr_quantize_fp16"),
+    *("ds_quantize_asym_fp32", "ds_quantize_asym_fp16", "ds_sr_quantize_asym_fp32", "ds_sr_quantize_asym_fp16"),
+    *("dequantize_int4_to_half_experimental", "dequantize_int8_to_half_experimental"),
+)
+_TRANSFORMER = {
+    "TransformerLayer": "transformer.layer:TransformerLayer",
+    "TransformerConfig": "transformer.config:TransformerConfig",
+}
+_GROUPS: dict[str, dict[str, str]] = {
+    "CPUAdam": {"CPUAdam": "optim.adam:CPUAdam", "Adam8bit": "optim.adam:Adam8bit"},
+    "CPUAdagrad": {"CPUAdagrad": "optim.simple:CPUAdagrad"},
+    "CPULion": {"CPULion": "optim.simple:CPULion"},
+    "FusedAdam": {"FusedAdam": "optim.adam:FusedAdam"},
+    "FusedLamb": {"FusedLamb": "optim.lamb:FusedLamb"},
+    "FusedLion": {"FusedLion": "optim.simple:FusedLion"},
+    "Quantizer": {
+        "ds_quantizer": "codes.quantize:ds_quantizer",
+        "LocoQuantizer": "codes.exchange:LocoQuantizer",
+        **{name: f"op_builder.quantizer:{name}" for name in _QUANTIZER_FUNCTIONS},
+    },
+    "FPQuantizer": {
+        "quantize": "codes.quantize:quantize_fp8",
+        "dequantize": "codes.quantize:dequantize_fp8",
+    },
+    "RandomLTD": {
+        name: f"tokens:{name}"
+        for name in ("token_sort_", "token_gather", "token_scatter_", "mask_gather_bert", "mask_gather_gpt")
+    },
+    "Transformer": _TRANSFORMER,
+    "StochasticTransformer": _TRANSFORMER,
+    "Utils": {name: f"flat:{name}" for name in ("flatten", "unflatten", "cast_to_byte_tensor")},
+}
+
+
+_INFERENCE = "inference kernels are not part of dsx; use torch.compile, or an inference engine such as vLLM"
+_ELSEWHERE = {
+    "AsyncIO": "asynchronous file I/O is dsx_nvme.AsyncIOBuilder (pip install dsx-nvme)",
+    "GDS": "GPUDirect storage is dsx_nvme.GDSBuilder (pip install dsx-nvme)",
+    "SparseAttn": "sparse attention is the package dsx_sparse_attn (pip install dsx-sparse-attn)",
+    "ShareMemComm": "collectives over shared memory are dsx_comm's process group (pip install dsx-comm)",
+    "CCLComm": "oneCCL is not used; dsx_comm's process groups serve CPU ranks (pip install dsx-comm)",
+    "PinMemory": "pin with torch's Tensor.pin_memory(), or allocate with dsx_nvme.empty(..., pin=True)",
+    "DeepCompile": "there are no compiler passes of our own; use torch.compile on the modules of the model",
+    "EvoformerAttn": "torch.nn.functional.scaled_dot_product_attention takes the pair bias as attn_mask, with gradients",
+    "Inference": _INFERENCE,
+    "InferenceCore": _INFERENCE,
+    "InferenceCutlass": _INFERENCE,
+    "RaggedOps": _INFERENCE,
+    "RaggedUtils": _INFERENCE,
+    "SpatialInference": _INFERENCE,
+}
+
+
+def _builder(name: str, base: type[OpBuilder] = OpBuilder) -> type[OpBuilder]:
+    return type(f"{name}Builder", (base,), {"NAME": name, "members": _GROUPS[name], "__doc__": f"{name}."})
+
+
+def _elsewhere(name: str) -> type[OpBuilder]:
+    return type(
+        f"{name}Builder", (ElsewhereBuilder,), {"NAME": name, "way": _ELSEWHERE[name], "__doc__": f"{name}: elsewhere."}
+    )
+
+
+CPUAdamBuilder = _builder("CPUAdam", CPUAdamOpBuilder)
+CPUAdagradBuilder = _builder("CPUAdagrad")
+CPULionBuilder = _builder("CPULion")
+FusedAdamBuilder = _builder("FusedAdam")
+FusedLambBuilder = _builder("FusedLamb")
+FusedLionBuilder = _builder("FusedLion")
+QuantizerBuilder = _builder("Quantizer")
+FPQuantizerBuilder = _builder("FPQuantizer")
+RandomLTDBuilder = _builder("RandomLTD")
+TransformerBuilder = _builder("Transformer")
+StochasticTransformerBuilder = _builder("StochasticTransformer")
+UtilsBuilder = _builder("Utils")
+
+AsyncIOBuilder = _elsewhere("AsyncIO")
+CCLCommBuilder = _elsewhere("CCLComm")
+DeepCompileBuilder = _elsewhere("DeepCompile")
+EvoformerAttnBuilder = _elsewhere("EvoformerAttn")
+GDSBuilder = _elsewhere("GDS")
+InferenceBuilder = _elsewhere("Inference")
+InferenceCoreBuilder = _elsewhere("InferenceCore")
+InferenceCutlassBuilder = _elsewhere("InferenceCutlass")
+PinMemoryBuilder = _elsewhere("PinMemory")
+RaggedOpsBuilder = _elsewhere("RaggedOps")
+RaggedUtilsBuilder = _elsewhere("RaggedUtils")
+ShareMemCommBuilder = _elsewhere("ShareMemComm")
+SparseAttnBuilder = _elsewhere("SparseAttn")
+SpatialInferenceBuilder = _elsewhere("SpatialInference")
+
+ALL_OPS: dict[str, type[OpBuilder]] = {
+    builder.NAME: builder
+    for builder in (
+        *(CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder, FusedAdamBuilder, FusedLambBuilder, FusedLionBuilder),
+        *(QuantizerBuilder, FPQuantizerBuilder, RandomLTDBuilder, UtilsBuilder),
+        *(TransformerBuilder, StochasticTransformerBuilder),
+        *(AsyncIOBuilder, GDSBuilder, SparseAttnBuilder, ShareMemCommBuilder, CCLCommBuilder, PinMemoryBuilder),
+        *(DeepCompileBuilder, EvoformerAttnBuilder, InferenceBuilder, InferenceCoreBuilder, InferenceCutlassBuilder),
+        *(RaggedOpsBuilder, RaggedUtilsBuilder, SpatialInferenceBuilder),
+    )
+}
