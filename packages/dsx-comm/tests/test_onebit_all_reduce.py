@@ -6,6 +6,8 @@ import dsx_comm
 import pytest
 import torch
 from dsx_comm.compressed import ErrorFeedback, OneBitLayout, compressed_all_reduce, signs
+from dsx_comm.compressed.codec import rows_of
+from dsx_comm.compressed.layout import Range
 from dsx_testkit import run_ranks
 
 
@@ -265,26 +267,36 @@ def test_the_shared_memory_backend_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("length", [8, 1000, 100_003])
-def test_kernels_and_torch_compress_alike(length):
-    from dsx_comm.compressed.codec import TorchCodec, codec_for
-    from dsx_comm.compressed.layout import Range
+@pytest.mark.parametrize("chunk", [None, 8 * 12600])
+def test_kernels_and_torch_compress_alike(length, chunk):
+    from dsx_comm.compressed.codec import KernelCodec, TorchCodec, codec_for
 
     if not dsx_comm.codec_status()["native"]:
         pytest.skip(dsx_comm.codec_status()["reason"])
-    layout = OneBitLayout.of((length, 5, length), 2)
-    torch.manual_seed(length)
+    layout = OneBitLayout((length, 5, 0, length), 2, chunk)
     found = []
-    for codec in (TorchCodec("rms"), codec_for(torch.device("cpu"), "rms")):
-        torch.manual_seed(1)
+    kernels = codec_for(layout, 1, torch.device("cpu"), "rms")
+    assert isinstance(kernels, KernelCodec)
+    for codec in (TorchCodec(layout, 1, "rms"), kernels):
+        torch.manual_seed(length)
         where, values, error = Range.whole(layout), torch.zeros(layout.numel), torch.zeros(layout.numel)
         for view in (*where.views(values), *where.views(error)):
             view.normal_()
-        bits = torch.zeros(layout.numel // 8, dtype=torch.uint8)
-        scales = codec.compress(values, error, where, bits)
-        chunk, rows = Range.chunk(layout, 1), bits.view(2, -1)
-        mean, out = torch.zeros(layout.chunk), torch.zeros(layout.numel)
-        codec.mean(rows, torch.rand(2, layout.scales, generator=torch.Generator().manual_seed(0)), chunk, mean)
-        codec.decompress(bits, scales, where, out)
-        found.append((scales, error, mean, out))
-    for torch_made, kernel_made in zip(*found):
+        messages = torch.zeros(2 * layout.message_bytes, dtype=torch.uint8)
+        codec.compress(values, error, messages)
+        mean, kept = torch.zeros(layout.chunk), torch.zeros(layout.chunk)
+        codec.mean(messages, mean)
+        message, arrived, out = (
+            torch.zeros(layout.message_bytes, dtype=torch.uint8),
+            mean.clone(),
+            torch.zeros(layout.numel),
+        )
+        codec.compress_chunk(mean.clone(), kept, message)
+        codec.decompress(messages, out)
+        scales, signs_ = rows_of(messages, layout)
+        found.append((scales.clone(), error, arrived, kept, out, signs_))
+    *numbers, _ = zip(*found)
+    for torch_made, kernel_made in numbers:
         torch.testing.assert_close(torch_made, kernel_made, rtol=1e-5, atol=1e-6)
+    for run in layout.runs:  # the signs of elements; of padding they mean nothing
+        assert torch.equal(found[0][4][run.start : run.stop] > 0, found[1][4][run.start : run.stop] > 0)

@@ -175,7 +175,7 @@ def _one_bit(type_name: str, cls: Any, arguments: dict[str, Any]) -> OptimizerCh
     def build(parameters: Any, *, process_group: Any = None) -> torch.optim.Optimizer:
         return cls(parameters, process_group=process_group, **arguments)
 
-    kernels = dsx_comm.codec_status()
+    kernels = dsx_comm.codec_status("cuda" if torch.cuda.is_available() else "cpu")
     how = "dsx-ops' kernels" if kernels["native"] else f"plain torch, because {kernels['reason']}"
     return OptimizerChoice(type_name, build, f"dsx_comm.{cls.__name__}, compressing with {how}", communicates=True)
 

@@ -2,7 +2,7 @@
 
 layout     where elements, scales and bits of a 1-bit message lie     (arithmetic)
 signs      packing signs, measuring scales                            (one tensor)
-codec      compressing a range, in torch or by kernels                (one rank)
+codec      compressing messages, in torch or by kernels               (one rank)
 feedback   the errors                                                 (one rank)
 onebit     the 1-bit all-reduce                                       (all ranks)
 blocks     int8 and int4 by blocks                                    (one tensor)

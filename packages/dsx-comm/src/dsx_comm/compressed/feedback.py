@@ -36,14 +36,42 @@ class ErrorFeedback:
         scale: Measure = "rms",
     ) -> None:
         to = member(group)
-        self.layout = OneBitLayout.of(lengths, to.size)
-        self.rank = to.rank
-        self.scale = check_measure(scale)
-        self.codec: Codec = codec_for(torch.device(device), self.scale)
-        self.worker = torch.zeros(self.layout.numel, device=device)
-        self.server = torch.zeros(self.layout.chunk, device=device)
-        self.everything = Range.whole(self.layout)
-        self.chunks = tuple(Range.chunk(self.layout, rank) for rank in range(to.size))
+        layout = OneBitLayout.of(lengths, to.size)
+        self._begin(layout, to.rank, check_measure(scale), torch.zeros(layout.numel, device=device),
+                    torch.zeros(layout.chunk, device=device))  # fmt: skip
+
+    @classmethod
+    def around(cls, worker: torch.Tensor, server: torch.Tensor, group: object = None) -> ErrorFeedback:
+        """The memory in tensors that the caller keeps: one segment as long as `worker`, in chunks as long as `server`.
+
+        Args:
+            worker, server: float32, 1-D, contiguous, on one device; `worker` as long as the group's `server`s together.
+
+        Raises:
+            CommArgumentError: lengths, dtypes or devices do not fit.
+        """
+        to = member(group)
+        for role, error in (("worker", worker), ("server", server)):
+            if error.dtype != torch.float32 or not error.is_contiguous() or error.device != worker.device:
+                raise CommArgumentError(
+                    f"{role} error: got {error.dtype} on {error.device}, expected contiguous float32 on {worker.device}"
+                )
+        if worker.numel() != to.size * server.numel() or server.numel() % BYTE:
+            raise CommArgumentError(
+                f"got a worker error of {worker.numel()} elements and a server error of {server.numel()}, expected {to.size} (ranks) "
+                f"times the server error's, and that a multiple of {BYTE}"
+            )
+        layout = OneBitLayout((worker.numel(),), to.size, server.numel())
+        found = cls.__new__(cls)
+        found._begin(layout, to.rank, "rms", worker.view(-1), server.view(-1))
+        return found
+
+    def _begin(
+        self, layout: OneBitLayout, rank: int, scale: Measure, worker: torch.Tensor, server: torch.Tensor
+    ) -> None:
+        self.layout, self.rank, self.scale = layout, rank, scale
+        self.worker, self.server = worker, server
+        self.codec: Codec = codec_for(layout, rank, worker.device, scale)
 
     def reset(self) -> None:
         """Forget both errors: the next message has nothing to make up for."""
@@ -67,13 +95,6 @@ class ErrorFeedback:
 
     def server_ranges(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(segment, first element in it, this rank's server errors there): what this rank keeps of a global tensor."""
-        chunk = self.chunks[self.rank]
+        chunk = Range.chunk(self.layout, self.rank)
         for run, view in zip(chunk.runs, chunk.views(self.server)):
             yield run.segment, run.start - self.layout.offsets[run.segment], view
-
-
-def chunk_rows(buffer: torch.Tensor, layout: OneBitLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales (P x K float32) and signs (P x chunk/8 uint8) in a buffer of P messages, sharing its memory."""
-    rows = buffer.view(layout.world_size, layout.message_bytes)
-    cut = rows.shape[1] - layout.chunk // BYTE
-    return rows[:, :cut].view(torch.float32), rows[:, cut:]

@@ -6,7 +6,7 @@ that rank averages as a server. A *run* is what a segment and a chunk have in co
 
 One message, of the same length for every pair of ranks and both phases:
 
-    [scales: fp32 x most runs of any chunk][signs: 1 bit x elements of a chunk, element i of a byte in bit i]
+    [scales: fp32 x most runs of any chunk][signs: 1 bit x elements of a chunk, element i of a byte in bit i][padding to 4 bytes]
 """
 
 from __future__ import annotations
@@ -38,15 +38,24 @@ class Run:
 
 @dataclass(frozen=True)
 class OneBitLayout:
-    """The layout for segments of `lengths` elements among `world_size` ranks."""
+    """The layout for segments of `lengths` elements among `world_size` ranks.
+
+    `given_chunk`: elements of a chunk, for callers whose buffers have a length already; None chooses the least that fits.
+    """
 
     lengths: tuple[int, ...]
     world_size: int
+    given_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or any(length < 0 for length in self.lengths):
             raise CommArgumentError(
                 f"got segments {self.lengths} among {self.world_size} ranks, expected lengths >= 0 and at least one rank"
+            )
+        given = self.given_chunk
+        if given is not None and (given % BYTE or given * self.world_size < self._end):
+            raise CommArgumentError(
+                f"got chunks of {given} elements among {self.world_size} ranks, expected a multiple of {BYTE} that holds {self._end} elements"
             )
 
     @classmethod
@@ -60,11 +69,16 @@ class OneBitLayout:
         padded = [-(-length // BYTE) * BYTE for length in self.lengths]
         return tuple(accumulate(padded, initial=0))[:-1]
 
+    @property
+    def _end(self) -> int:
+        return self.offsets[-1] + self.lengths[-1] if self.lengths else 0
+
     @cached_property
     def chunk(self) -> int:
         """Elements of one chunk, padding included; 0 without any element."""
-        end = self.offsets[-1] + self.lengths[-1] if self.lengths else 0
-        per_rank = -(-end // self.world_size)
+        if self.given_chunk is not None:
+            return self.given_chunk
+        per_rank = -(-self._end // self.world_size)
         return -(-per_rank // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
     @property
@@ -78,11 +92,19 @@ class OneBitLayout:
         pairs = enumerate(zip(self.offsets, self.lengths))
         return tuple(Run(start, start + length, index) for index, (start, length) in pairs if length)
 
+    @cached_property
+    def runs_of_chunks(self) -> tuple[tuple[Run, ...], ...]:
+        """What of the segments lies in each rank's chunk, in coordinates of the flat buffer."""
+        found: list[list[Run]] = [[] for _ in range(self.world_size)]
+        for run in self.runs:
+            for rank in range(run.start // self.chunk, (run.stop - 1) // self.chunk + 1):
+                low, high = rank * self.chunk, (rank + 1) * self.chunk
+                found[rank].append(Run(max(run.start, low), min(run.stop, high), run.segment))
+        return tuple(map(tuple, found))
+
     def chunk_runs(self, rank: int) -> tuple[Run, ...]:
         """What of the segments lies in a rank's chunk, in coordinates of the flat buffer."""
-        low, high = rank * self.chunk, (rank + 1) * self.chunk
-        cut = (Run(max(r.start, low), min(r.stop, high), r.segment) for r in self.runs)
-        return tuple(run for run in cut if run.start < run.stop)
+        return self.runs_of_chunks[rank]
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -93,12 +115,17 @@ class OneBitLayout:
     @cached_property
     def scales(self) -> int:
         """Scales per message: the most runs that any chunk has."""
-        return max((len(self.chunk_runs(rank)) for rank in range(self.world_size)), default=0)
+        return max(map(len, self.runs_of_chunks), default=0)
+
+    @property
+    def signs_at(self) -> int:
+        """The byte of a message at which the signs begin."""
+        return self.scales * SCALE_BYTES
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of one message."""
-        return self.scales * SCALE_BYTES + self.chunk // BYTE
+        """Bytes of one message, a multiple of 4."""
+        return self.signs_at + -(-self.chunk // (BYTE * SCALE_BYTES)) * SCALE_BYTES
 
     @property
     def sent_bytes(self) -> int:

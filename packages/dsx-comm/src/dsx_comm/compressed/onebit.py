@@ -25,7 +25,7 @@ from ..errors import CommArgumentError
 from ..exchange import start_all_to_all
 from ..groups import Membership, member
 from ..works import Done, Handle, TwoPhase
-from .feedback import ErrorFeedback, chunk_rows
+from .feedback import ErrorFeedback
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -108,41 +108,26 @@ class _Exchange:
 
     def __init__(self, flat: torch.Tensor, feedback: ErrorFeedback, to: Membership) -> None:
         self._flat, self._feedback, self._to = flat, feedback, to
-        layout = feedback.layout
-        self._received = torch.empty(to.size * layout.message_bytes, dtype=torch.uint8, device=flat.device)
+        size = to.size * feedback.layout.message_bytes
+        self._received = torch.empty(size, dtype=torch.uint8, device=flat.device)
 
     def start(self) -> Handle:
         """Compress and send; the rest happens while the handle is waited for."""
-        feedback, layout = self._feedback, self._feedback.layout
-        bits = torch.empty(layout.numel // 8, dtype=torch.uint8, device=self._flat.device)
-        scales = feedback.codec.compress(self._flat, feedback.worker, feedback.everything, bits)
+        feedback = self._feedback
         messages = torch.zeros_like(self._received)
-        scale_rows, sign_rows = chunk_rows(messages, layout)
-        sign_rows.copy_(bits.view(layout.world_size, -1))
-        number = {run.segment: place for place, run in enumerate(layout.runs)}
-        for rank, chunk in enumerate(feedback.chunks):
-            first = number[chunk.runs[0].segment] if chunk.runs else 0  # the runs of a chunk follow one another
-            scale_rows[rank, : len(chunk.runs)] = scales[first : first + len(chunk.runs)]
+        feedback.codec.compress(self._flat, feedback.worker, messages)
         first_phase = start_all_to_all(self._received, messages, self._to)
         return TwoPhase(Handle([first_phase], pollable=True), self._serve)
 
     def _serve(self) -> Handle:
         """Average the chunk of this rank, compress the mean and gather."""
-        feedback, layout = self._feedback, self._feedback.layout
-        chunk = feedback.chunks[feedback.rank]
-        scale_rows, sign_rows = chunk_rows(self._received, layout)
+        feedback = self._feedback
         mean = torch.zeros_like(feedback.server)
-        feedback.codec.mean(sign_rows, scale_rows, chunk, mean)
-        message = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=mean.device)
-        bits = message[layout.message_bytes - layout.chunk // 8 :]
-        scales = feedback.codec.compress(mean, feedback.server, chunk, bits)
-        message[: scales.numel() * 4].view(torch.float32).copy_(scales)
+        feedback.codec.mean(self._received, mean)
+        message = torch.zeros(feedback.layout.message_bytes, dtype=torch.uint8, device=mean.device)
+        feedback.codec.compress_chunk(mean, feedback.server, message)
         gathered = start_all_gather(self._received, message, self._to)
         return Handle([gathered], self._reconstruct, pollable=True)
 
     def _reconstruct(self) -> None:
-        layout = self._feedback.layout
-        scale_rows, sign_rows = chunk_rows(self._received, layout)
-        for chunk, scales, bits in zip(self._feedback.chunks, scale_rows, sign_rows):
-            out = self._flat[chunk.start : chunk.start + layout.chunk]
-            self._feedback.codec.decompress(bits, scales, chunk, out)
+        self._feedback.codec.decompress(self._received, self._flat)

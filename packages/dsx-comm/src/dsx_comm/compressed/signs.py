@@ -6,7 +6,7 @@ A run of n values x is sent as sign(x) and one scale s. Two scales are known (`M
     mean  s = ||x||_1 / n         the s that minimises ||x - s sign(x)||_2 (Karimireddy et al., arXiv:1901.09847)
 
 sign(0) counts as +1, whatever the sign of the zero; NaN as -1, and its scale is NaN, so that it shows. Bits lie in a byte
-from the lowest up. `dsx_ops` has kernels for the same; `kernels()` says whether they are in use and, if not, why.
+from the lowest up. `dsx_ops` has kernels for the same; `codec_status` says whether they are in use and, if not, why.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import torch
 
 from ..collectives import ReduceOp, reduce_everywhere
 from ..compressed.codec import codec_for
-from ..compressed.layout import OneBitLayout, Range
+from ..compressed.layout import OneBitLayout
 from ..errors import CommArgumentError
 from ..exchange import barrier
 from ..groups import get_rank, get_world_size
@@ -140,17 +140,17 @@ def _time_all_reduce(numel: int, device: torch.device, group: Any) -> float:
 
 def _measure_codec(device: torch.device, size: int, rank: int) -> float:
     layout = OneBitLayout.of(1 << 18, size)
-    whole, chunk = Range.whole(layout), Range.chunk(layout, rank)
+    codec = codec_for(layout, rank, device, "rms")
     values, error = torch.randn(layout.numel, device=device), torch.zeros(layout.numel, device=device)
-    bits = torch.empty(layout.numel // 8, dtype=torch.uint8, device=device)
-    rows, codec = bits.view(size, -1), codec_for(device, "rms")
     part, kept = torch.empty(layout.chunk, device=device), torch.zeros(layout.chunk, device=device)
+    messages = torch.zeros(size * layout.message_bytes, dtype=torch.uint8, device=device)
+    own = messages.view(size, -1)[rank]
 
     def once() -> None:
-        scales = codec.compress(values, error, whole, bits)
-        codec.mean(rows, scales.expand(size, 1), chunk, part)
-        codec.compress(part, kept, chunk, rows[rank])
-        codec.decompress(bits, scales, whole, values)
+        codec.compress(values, error, messages)
+        codec.mean(messages, part)
+        codec.compress_chunk(part, kept, own)
+        codec.decompress(messages, values)
 
     return _best(once, device, lambda: None) / (1 << 18)
 
