@@ -195,10 +195,10 @@ def test_interruptions_and_partial_results_are_mended(name, start, tmp_path):
         part = data[start:]
         engine.write(part, tmp_path / "t").wait()
         native_engine = engine._state.engines[name]
-        native_engine.plant(trouble)
+        native_engine.inject_results(trouble)
         engine.write(part, tmp_path / "t").wait()
         assert (tmp_path / "t").read_bytes() == bytes(part.tolist())
-        native_engine.plant(trouble)
+        native_engine.inject_results(trouble)
         back = torch.zeros_like(part)
         engine.read(back, tmp_path / "t").wait()
         assert torch.equal(back, part)
@@ -215,7 +215,7 @@ def test_a_failing_block_fails_its_transfer_and_no_other(name, number, tmp_path)
     data = torch.ones(1 << 20, dtype=torch.uint8)
     with dsx_nvme.Engine(name, block_size=1 << 16, queue_depth=2) as engine:
         engine.write(data, tmp_path / "a").wait()
-        engine._state.engines[name].plant([0, 0, -number])
+        engine._state.engines[name].inject_results([0, 0, -number])
         bad = engine.write(data, tmp_path / "a")
         with pytest.raises(OSError) as caught:
             bad.wait()
@@ -232,7 +232,7 @@ def test_a_failing_block_fails_its_transfer_and_no_other(name, number, tmp_path)
 def test_endless_interruption_is_an_error_in_the_end(name, tmp_path):
     with dsx_nvme.Engine(name, queue_depth=1) as engine:
         engine.write(torch.zeros(4096), tmp_path / "t").wait()
-        engine._state.engines[name].plant([-errno.EAGAIN] * 3000)
+        engine._state.engines[name].inject_results([-errno.EAGAIN] * 3000)
         with pytest.raises(OSError) as caught:
             engine.write(torch.zeros(4096), tmp_path / "t").wait()
         assert caught.value.errno == errno.EAGAIN

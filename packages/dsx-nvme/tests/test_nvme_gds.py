@@ -1,9 +1,15 @@
-"""`gds_handle` over a stand-in for cuFile that moves host memory and keeps a record: pinning, splitting, short counts, errors, and the way without it."""
+"""`gds_handle` over a stand-in for cuFile that moves host memory and keeps a record.
 
+Pinning, splitting, many transfers at once, devices, registration of files, short counts, errors, and the way without it.
+"""
+
+import contextlib
 import ctypes
 import errno
+import os
 import shutil
 import subprocess
+import threading
 
 import dsx_nvme
 import pytest
@@ -23,21 +29,26 @@ struct Error { int code, cuda; };
 struct Descriptor { int type; union { int fd; void* pointer; } handle; const void* operations; };
 static std::mutex lock;
 static std::set<void*> files; static std::set<const void*> buffers;
-static long moves, most = 1 << 30, fail_code, driver_code;
+static long moves, registered, most = 1 << 30, fail_code, driver_code;
 extern "C" {
-void fake_set(long at_most, long code, long driver) { most = at_most; fail_code = code; driver_code = driver; moves = 0; }
+void fake_set(long at_most, long code, long driver) { most = at_most; fail_code = code; driver_code = driver; moves = registered = 0; }
 long fake_moves() { return moves; }
 long fake_files() { return (long)files.size(); }
+long fake_registered() { return registered; }
 long fake_buffers() { return (long)buffers.size(); }
 Error cuFileDriverOpen() { return {(int)driver_code, 0}; }
 Error cuFileHandleRegister(void** out, Descriptor* d) {
     std::lock_guard<std::mutex> g(lock);
     if (d->type != 1 || d->handle.fd < 0) return {5001, 0};
-    int* f = new int(d->handle.fd); files.insert(f); *out = f; return {0, 0};
+    int* f = new int(d->handle.fd); files.insert(f); *out = f; ++registered; return {0, 0};
 }
 void cuFileHandleDeregister(void* f) { std::lock_guard<std::mutex> g(lock); files.erase(f); delete (int*)f; }
-Error cuFileBufRegister(const void* p, size_t n, int) { std::lock_guard<std::mutex> g(lock); buffers.insert(p); return {n ? 0 : 5002, 0}; }
-Error cuFileBufDeregister(const void* p) { std::lock_guard<std::mutex> g(lock); return {buffers.erase(p) ? 0 : 5003, 0}; }
+Error cuFileBufRegister(const void* p, size_t n, int) {
+    std::lock_guard<std::mutex> g(lock); buffers.insert(p); return {n ? 0 : 5002, 0};
+}
+Error cuFileBufDeregister(const void* p) {
+    std::lock_guard<std::mutex> g(lock); return {buffers.erase(p) ? 0 : 5003, 0};
+}
 static ssize_t moved(ssize_t n) { std::lock_guard<std::mutex> g(lock); ++moves; return n; }
 static bool failing(ssize_t* r) {
     if (fail_code > 0) { *r = -fail_code; return true; }
@@ -107,6 +118,101 @@ def test_bytes_arrive_whatever_the_library_splits(fake, threads, most, tmp_path)
         assert (tmp_path / "t").stat().st_size == 50_001 * 4
 
 
+@pytest.mark.parametrize("transfers, threads", [(8, 2), (20, 4), (20, 1)])
+def test_many_transfers_at_once_come_to_their_end(fake, transfers, threads, tmp_path):
+    """Transfers of several parts each, more of them than the pool has threads."""
+    tensors = [torch.full((9000,), float(i)) for i in range(transfers)]
+    backs = [torch.zeros(9000) for _ in range(transfers)]
+    counts = []
+
+    def work():
+        with handle(threads) as h:
+            for i, t in enumerate(tensors):
+                h.async_pwrite(t, str(tmp_path / f"{i}"))
+            counts.append(h.wait())
+            for i, back in enumerate(backs):
+                h.async_pread(back, str(tmp_path / f"{i}"))
+            counts.append(h.wait())
+
+    runner = threading.Thread(target=work, daemon=True)
+    runner.start()
+    runner.join(60)
+    assert counts == [transfers, transfers], "the transfers stand still"
+    assert all(map(torch.equal, tensors, backs))
+
+
+def test_every_call_of_the_library_is_made_on_the_tensors_device(fake, tmp_path, monkeypatch):
+    """Threads begin on device 0. Here host memory plays a tensor of `cpu`; what counts is which thread set it, and when."""
+    current, seen = threading.local(), []
+
+    @contextlib.contextmanager
+    def guard(device):
+        current.device = device
+        yield
+        del current.device
+
+    monkeypatch.setattr(staging, "device_guard", guard)
+    for name in ("transfer", "pin", "unpin"):
+        real = getattr(cufile.CuFile, name)
+
+        def noted(self, *args, real=real, name=name):
+            seen.append((name, threading.get_ident(), getattr(current, "device", None)))
+            return real(self, *args)
+
+        monkeypatch.setattr(cufile.CuFile, name, noted)
+    with handle(3) as h:
+        t = torch.ones(50_000)
+        h.pin_device_tensor(t)
+        h.sync_pwrite(t, str(tmp_path / "t"))
+        h.sync_pread(t, str(tmp_path / "t"))
+    names = [name for name, _, _ in seen]
+    assert names.count("transfer") == 6 and "pin" in names and "unpin" in names
+    assert all(device == torch.device("cpu") for _, _, device in seen)
+    assert threading.get_ident() not in {thread for name, thread, _ in seen if name == "transfer"}
+
+
+def test_the_guard_sets_the_device_that_the_tensor_lies_on(monkeypatch):
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(entered.append(device)))
+    with staging.device_guard(torch.device("cuda", 1)), staging.device_guard(torch.device("cpu")):
+        pass
+    assert entered == [torch.device("cuda", 1)]
+
+
+def test_a_file_is_registered_once_for_as_long_as_it_is_open(fake, tmp_path):
+    with handle(2) as h:
+        t = torch.arange(50_000, dtype=torch.float32)
+        file = h.engine.open(tmp_path / "t", write=True)
+        for start in range(0, 50_000, 5000):
+            h.async_pwrite(t[start : start + 5000], file, start * 4)
+        h.wait()
+        back = torch.zeros(50_000)
+        h.sync_pread(back, file)
+        assert torch.equal(back, t) and fake.fake_registered() == fake.fake_files() == 1
+        h.engine.close_file(file)
+        assert fake.fake_files() == 0
+        h.async_pread(back, str(tmp_path / "t"))
+        h.async_pread(torch.zeros(10), str(tmp_path / "t"))  # the same file, while it is open
+        h.wait()
+        assert fake.fake_registered() <= 3 and fake.fake_files() == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_use_its_parents_library(fake, tmp_path):
+    torch.set_num_threads(1)
+    with handle() as h:
+        h.sync_pwrite(torch.ones(10), str(tmp_path / "t"))
+        child = os.fork()
+        if child == 0:
+            try:
+                h.sync_pwrite(torch.ones(10), str(tmp_path / "t"))
+            except dsx_nvme.ForkError:
+                os._exit(0)
+            finally:
+                os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_pinning(fake):
     with handle() as h:
         t = (
@@ -139,8 +245,10 @@ def test_errors_of_the_library_are_os_errors(fake, tmp_path):
             assert caught.value.errno == number and caught.value.filename == str(tmp_path / "t")
             assert code < 0 or "code 5027" in str(caught.value)
         fake.fake_set(1 << 30, 0, 0)
-        with pytest.raises(dsx_nvme.EndOfFileError):
+        with pytest.raises(dsx_nvme.EndOfFileError, match="the file ends at 20000, "):
             h.sync_pread(torch.zeros(9000), str(tmp_path / "t"))
+        with pytest.raises(dsx_nvme.EndOfFileError, match="the file ends at 20000, "):
+            h.sync_pread(torch.zeros(10), str(tmp_path / "t"), 10**12)
 
 
 def test_a_driver_that_does_not_open_means_host_buffers(fake, tmp_path):

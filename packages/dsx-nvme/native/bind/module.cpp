@@ -1,4 +1,5 @@
-// The only file that knows Python: converts arguments, releases the GIL, and keeps a forked child away from the parent's threads.
+// The only file that knows Python: converts arguments, releases the GIL, and keeps a forked child away from the
+// parent's threads. A std::system_error becomes an OSError with its errno.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -25,8 +26,8 @@ Kind kind_of(const std::string& name) {
 
 char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
 
-// An engine that remembers its process. In a forked child its threads do not exist and its locks may be held for ever: there
-// every call is refused, and the destructor leaves everything as it is.
+// An engine that remembers its process. In a forked child its threads do not exist and its locks may be held for
+// ever: there every call is refused, and the destructor leaves everything as it is.
 class OwnedEngine {
   public:
     explicit OwnedEngine(const Options& o) : engine_(std::make_unique<Engine>(o)), owner_(getpid()) {}
@@ -102,7 +103,7 @@ py::object wait(OwnedEngine& owned, uint64_t id, double seconds) {
         o = e.wait(id, seconds);
     }
     if (!o.finished) return py::none();
-    return py::make_tuple(o.moved, o.error, o.error_offset);
+    return py::make_tuple(o.moved, o.error, o.error_offset, o.lost);
 }
 
 const char* sanitizer() {
@@ -118,7 +119,14 @@ const char* sanitizer() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-    m.attr("ABI") = 1;
+    py::register_local_exception_translator([](std::exception_ptr p) {
+        try {
+            if (p) std::rethrow_exception(p);
+        } catch (const std::system_error& e) {
+            PyErr_SetObject(PyExc_OSError, py::make_tuple(e.code().value(), e.what()).ptr());
+        }
+    });
+    m.attr("ABI") = 2;
     m.attr("END_OF_FILE") = kEndOfFile;
     m.def("sanitizer", &sanitizer);
     m.def("probe", [](const std::string& name) {
@@ -128,6 +136,7 @@ PYBIND11_MODULE(_C, m) {
     });
     m.def("direct_alignment", &direct_alignment);
     m.def("reserve", &reserve, py::call_guard<py::gil_scoped_release>());
+    m.def("punch", &punch, py::call_guard<py::gil_scoped_release>());
     m.def("crc32", [](uint32_t seed, uintptr_t p, size_t n) {
         py::gil_scoped_release unlocked;
         return crc32(seed, pointer(p), n);
@@ -135,7 +144,13 @@ PYBIND11_MODULE(_C, m) {
     py::class_<OwnedEngine>(m, "Engine")
         .def(py::init([](const std::string& kind, uint64_t block_size, unsigned queue_depth, unsigned workers,
                          bool single_submit, bool overlap) {
-            const Options o{kind_of(kind), block_size, queue_depth, workers, single_submit, overlap};
+            Options o;
+            o.kind = kind_of(kind);
+            o.block_size = block_size;
+            o.queue_depth = queue_depth;
+            o.workers = workers;
+            o.single_submit = single_submit;
+            o.overlap = overlap;
             py::gil_scoped_release unlocked;
             return std::make_unique<OwnedEngine>(o);
         }))
@@ -146,7 +161,8 @@ PYBIND11_MODULE(_C, m) {
         .def("drop_buffer", [](OwnedEngine& e, int slot) { e.get().drop_buffer(slot); })
         .def("add_file", [](OwnedEngine& e, int fd) { return e.get().add_file(fd); })
         .def("drop_file", [](OwnedEngine& e, int slot) { e.get().drop_file(slot); })
-        .def("plant", [](OwnedEngine& e, const std::vector<int64_t>& r) { e.get().plant(r); })
+        .def("inject_results", [](OwnedEngine& e, const std::vector<int64_t>& r) { e.get().inject_results(r); })
+        .def("inject_failure", [](OwnedEngine& e, int error, double s) { e.get().inject_failure(error, s); })
         .def("statistics", &statistics)
         .def("close", &OwnedEngine::close);
 }

@@ -62,7 +62,7 @@ uint64_t Engine::submit(const Transfer& transfer) {
     request->cursor = request->span_count ? request->spans[0].begin : 0;
     request->outcome.finished = request->span_count == 0;
     std::lock_guard<std::mutex> lock(mutex_);
-    if (broken_ != 0) throw std::system_error(broken_, std::generic_category(), "the I/O engine has failed");
+    if (broken_ != 0) throw std::system_error(broken_, std::generic_category(), "the I/O engine failed earlier");
     const uint64_t id = next_id_++;
     ++statistics_.requests;
     if (!request->outcome.finished) {
@@ -90,6 +90,7 @@ bool Engine::claim(Chunk& c, bool may_bounce) {
     if (bounced && !may_bounce) return false;
     c = Chunk{};
     c.request = &r;
+    c.stage = Stage::claimed;
     c.user = user;
     c.io = bounced ? nullptr : user;
     c.offset = r.cursor;
@@ -117,7 +118,8 @@ void Engine::finish(std::vector<Chunk*>& chunks) {
     }
 }
 
-// Under the lock: a request is finished when nothing is left to hand out and nothing is out. A failed one hands out no more.
+// Under the lock: a request is finished when nothing is left to hand out and nothing is out. A failed one hands out
+// no more.
 void Engine::settle(Request& r) {
     if (r.outcome.error != 0 && r.span != r.span_count) {
         queue_.erase(std::remove(queue_.begin(), queue_.end(), &r), queue_.end());
@@ -129,18 +131,42 @@ void Engine::settle(Request& r) {
     }
 }
 
-// A worker cannot go on. What the kernel holds comes to an end by itself; nobody may wait for it for ever.
-void Engine::fail_everything(int error) {
+// A worker's ring has failed. Requests with blocks left to hand out fail; blocks that are out come back first,
+// because the kernel may be writing to their memory (test_nvme_engine_failure.py).
+void Engine::stop_handing_out(int error) {
     std::lock_guard<std::mutex> lock(mutex_);
     broken_ = error ? error : EIO;
     queue_.clear();
     for (auto& [id, r] : requests_) {
-        if (r->outcome.finished) continue;
-        if (r->outcome.error == 0) r->outcome.error = broken_;
+        if (r->span == r->span_count) continue;
+        if (r->outcome.error == 0) {
+            r->outcome.error = broken_;
+            r->outcome.error_offset = r->cursor;
+        }
         r->span = r->span_count;
-        r->outcome.finished = true;
+        settle(*r);
     }
-    done_.notify_all();
+}
+
+// Under the lock: a block did not arrive whole. The error nearest to the beginning of the file is the one that is told.
+void Engine::fail_block(const Chunk& c, int error) {
+    Outcome& outcome = c.request->outcome;
+    if (outcome.error != 0 && c.offset + c.done >= outcome.error_offset) return;
+    outcome.error = error;
+    outcome.error_offset = c.offset + c.done;
+}
+
+// Blocks that the kernel did not give back in time. Their requests end, and say that their memory may still be
+// written to.
+void Engine::lose(const std::vector<Chunk*>& chunks, int error) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (Chunk* c : chunks) {
+        Request& r = *c->request;
+        fail_block(*c, error);
+        r.outcome.lost = true;
+        --r.outstanding;
+        settle(r);
+    }
 }
 
 Outcome Engine::wait(uint64_t id, double seconds) {
@@ -152,8 +178,7 @@ Outcome Engine::wait(uint64_t id, double seconds) {
     if (seconds < 0) done_.wait(lock, finished);
     else done_.wait_for(lock, std::chrono::duration<double>(seconds), finished);
     const Outcome outcome = r.outcome;
-    // After a failure of the engine blocks may still point at the request: it stays until the end.
-    if (outcome.finished && r.outstanding == 0) requests_.erase(id);
+    if (outcome.finished) requests_.erase(id);
     return outcome;
 }
 
@@ -190,18 +215,25 @@ void Engine::drop_buffer(int slot) { vacate(buffers_, slot); }
 int Engine::add_file(int fd) { return options_.kind == Kind::uring ? occupy(files_, Region{nullptr, 0, fd, 0}) : -1; }
 void Engine::drop_file(int slot) { vacate(files_, slot); }
 
-void Engine::plant(const std::vector<int64_t>& results) {
+void Engine::inject_results(const std::vector<int64_t>& results) {
     std::lock_guard<std::mutex> lock(mutex_);
-    planted_.assign(results.begin(), results.end());
-    has_planted_.store(!planted_.empty(), std::memory_order_release);
+    injected_.assign(results.begin(), results.end());
+    has_injected_.store(!injected_.empty(), std::memory_order_release);
 }
 
-int64_t Engine::planted(int64_t result) {
+void Engine::inject_failure(int error, double drain_seconds) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (planted_.empty()) return result;
-    const int64_t plan = planted_.front();
-    planted_.pop_front();
-    has_planted_.store(!planted_.empty(), std::memory_order_release);
+    options_.drain_seconds = drain_seconds;
+    injected_failure_.store(error, std::memory_order_release);
+    wake_all();
+}
+
+int64_t Engine::injected(int64_t result) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (injected_.empty()) return result;
+    const int64_t plan = injected_.front();
+    injected_.pop_front();
+    has_injected_.store(!injected_.empty(), std::memory_order_release);
     return plan == 0 ? result : plan < 0 ? plan : std::min(plan, result);
 }
 
@@ -219,7 +251,8 @@ std::string probe(Kind kind) {
         if (kind == Kind::libaio) make_libaio(2, wake);
     } catch (const std::system_error& e) {
         reason = e.what();
-        if (e.code().value() == EPERM) reason += " (forbidden by the container's seccomp profile or kernel.io_uring_disabled)";
+        if (e.code().value() == EPERM)
+            reason += " (forbidden by the container's seccomp profile or kernel.io_uring_disabled)";
         if (e.code().value() == EAGAIN) reason += " (fs.aio-max-nr is used up)";
     }
     close(wake);

@@ -1,8 +1,10 @@
-// Native Linux aio by system calls (what libaio wraps), and the backend that does without: pread and pwrite in the worker.
+// Native Linux aio by system calls (what libaio wraps), and the backend that does without: pread and pwrite in the
+// worker.
 #include <poll.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <ctime>
 #include <system_error>
 
@@ -62,7 +64,29 @@ class Libaio final : public Backend {
                 refuse(done, errno);
             }
         }
-        if (least > 0 && done.size() < least && with_kernel_ > 0) reap(least - static_cast<unsigned>(done.size()), done);
+        if (least > 0 && done.size() < least && with_kernel_ > 0)
+            reap(least - static_cast<unsigned>(done.size()), done);
+    }
+
+    void drain(double seconds, std::vector<Completion>& done) override {
+        for (Iocb* b : pending_) {
+            if (b->data != 0) done.push_back({reinterpret_cast<Chunk*>(b->data), -ECANCELED});
+            else armed_ = false;
+        }
+        pending_.clear();
+        const auto limit = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+        while (with_kernel_ > (armed_ ? 1u : 0u)) {
+            timespec slice{0, 1000000};
+            const int count = io_getevents(context_, 1, static_cast<long>(events_.size()), events_.data(), &slice);
+            if (count < 0 && errno != EINTR) return;
+            for (int i = 0; i < count; ++i) {
+                --with_kernel_;
+                const IoEvent& e = events_[static_cast<size_t>(i)];
+                if (e.data == 0) armed_ = false;
+                else done.push_back({reinterpret_cast<Chunk*>(e.data), e.result});
+            }
+            if (std::chrono::steady_clock::now() >= limit) return;
+        }
     }
 
     int set_buffer(unsigned, char*, uint64_t) override { return EOPNOTSUPP; }
@@ -80,7 +104,7 @@ class Libaio final : public Backend {
         armed_ = true;
     }
 
-    // The first queued control block was turned down; the others are none the worse for it.
+    // The kernel refused the first queued control block. It may still take the others.
     void refuse(std::vector<Completion>& done, int error) {
         Iocb* b = pending_.front();
         pending_.erase(pending_.begin());
@@ -135,6 +159,10 @@ class Sync final : public Backend {
     void submit(unsigned, std::vector<Completion>& done) override {
         if (chunk_ == nullptr) return;
         done.push_back({chunk_, transfer_now(*chunk_)});
+        chunk_ = nullptr;
+    }
+    void drain(double, std::vector<Completion>& done) override {
+        if (chunk_ != nullptr) done.push_back({chunk_, -ECANCELED});
         chunk_ = nullptr;
     }
     int set_buffer(unsigned, char*, uint64_t) override { return EOPNOTSUPP; }

@@ -34,6 +34,15 @@ int reserve(int fd, uint64_t offset, uint64_t nbytes) {
     return result < 0 ? errno : 0;
 }
 
+int punch(int fd, uint64_t offset, uint64_t nbytes) {
+    const int mode = 0x02 /* FALLOC_FL_PUNCH_HOLE */ | 0x01 /* FALLOC_FL_KEEP_SIZE */;
+    int result;
+    do {
+        result = fallocate(fd, mode, static_cast<off_t>(offset), static_cast<off_t>(nbytes));
+    } while (result < 0 && errno == EINTR);
+    return result < 0 ? errno : 0;
+}
+
 namespace {
 
 // Eight tables of 256: eight bytes per step without special instructions.
@@ -66,7 +75,8 @@ uint32_t crc_tables(uint32_t crc, const unsigned char* p, size_t n) {
 
 #ifdef DSX_X86
 // Folding by carry-less multiplication: Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
-// Instruction", Intel, 2009; constants of the bit-reflected polynomial 0xEDB88320. `n` is a multiple of 16, at least 64.
+// Instruction", Intel, 2009; constants of the bit-reflected polynomial 0xEDB88320. `n` is a multiple of 16, at least
+// 64.
 __attribute__((target("pclmul,sse4.1"))) uint32_t crc_folded(uint32_t crc, const unsigned char* p, size_t n) {
     const __m128i by64 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4), by16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
     auto at = [&p](size_t i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + i); };

@@ -1,12 +1,15 @@
-// io_uring by system calls. Each ring belongs to one thread; with new kernels completions are gathered only when it asks.
+// io_uring by system calls. Each ring belongs to one thread; with new kernels completions are gathered only when it
+// asks.
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <system_error>
+#include <thread>
 
 #include "dsx_nvme/abi.h"
 #include "dsx_nvme/backend.h"
@@ -40,6 +43,7 @@ class Uring final : public Backend {
     void prepare(Chunk& c) override {
         const bool fixed = c.buffer_slot >= 0 && buffers_ok_;
         Sqe& sqe = next();
+        ++chunks_;
         sqe.opcode = c.write ? (fixed ? kOpWriteFixed : kOpWrite) : (fixed ? kOpReadFixed : kOpRead);
         sqe.address = reinterpret_cast<uint64_t>(c.io + c.done);
         sqe.length = c.length - c.done;
@@ -69,6 +73,25 @@ class Uring final : public Backend {
             if (pending_ == 0 && (least == 0 || !done.empty() || woken_)) break;
         }
         woken_ = false;
+    }
+
+    void drain(double seconds, std::vector<Completion>& done) override {
+        draining_ = true;
+        for (; pending_ > 0; --pending_) {  // the kernel takes entries in order: the last ones are still ours
+            const Sqe& sqe = static_cast<Sqe*>(sqes_)[(*sq_tail_ - pending_) & sq_mask_];
+            if (sqe.user_data == 0) continue;
+            done.push_back({reinterpret_cast<Chunk*>(sqe.user_data), -ECANCELED});
+            --chunks_;
+        }
+        const auto limit = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+        while (true) {
+            // The call gathers completions (with DEFER_TASKRUN none appears without it). It may fail as the one did
+            // that brought us here; the entries that the kernel posts by itself are seen all the same.
+            uring_enter(fd_, 0, 0, kEnterGetEvents);
+            reap(done);
+            if (chunks_ == 0 || std::chrono::steady_clock::now() >= limit) return;
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
     }
 
     int set_buffer(unsigned slot, char* memory, uint64_t nbytes) override {
@@ -160,8 +183,10 @@ class Uring final : public Backend {
             const Cqe& cqe = cqes_[head & cq_mask_];
             if (cqe.user_data != 0) {
                 done.push_back({reinterpret_cast<Chunk*>(cqe.user_data), cqe.result});
+                --chunks_;
                 continue;
             }
+            if (draining_) continue;
             uint64_t ignored;
             if (read(wake_, &ignored, sizeof(ignored)) < 0 && errno != EAGAIN) fail(errno, "reading the wake-up");
             armed_ = false;
@@ -179,8 +204,9 @@ class Uring final : public Backend {
     uint32_t *sq_tail_ = nullptr, *sq_array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
     uint32_t sq_mask_ = 0, cq_mask_ = 0;
     Cqe* cqes_ = nullptr;
-    unsigned pending_ = 0;
-    bool armed_ = false, woken_ = false, buffers_ok_ = false, files_ok_ = false;
+    unsigned pending_ = 0;  // entries that the kernel has not taken yet
+    unsigned chunks_ = 0;   // chunks whose completion has not been seen
+    bool armed_ = false, woken_ = false, draining_ = false, buffers_ok_ = false, files_ok_ = false;
 };
 
 }  // namespace

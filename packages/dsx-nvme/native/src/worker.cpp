@@ -76,13 +76,45 @@ void Worker::run(std::atomic<int>& started) {
         return;
     }
     started.store(0, std::memory_order_release);
+    bool kernel_holds_memory = false;
     try {
         while (gather()) issue();
     } catch (const std::system_error& e) {
-        engine_.fail_everything(e.code().value());
+        kernel_holds_memory = wind_up(e.code().value());
     }
     backend_.reset();  // the ring goes before the memory it may know
-    if (bounce_ != nullptr) munmap(bounce_, bounce_bytes_);
+    // Closing a ring does not wait for its requests: bounce buffers that the kernel still has are never unmapped.
+    if (bounce_ != nullptr && !kernel_holds_memory) munmap(bounce_, bounce_bytes_);
+}
+
+// The backend failed. What the kernel gives back within the engine's time limit is taken in as usual; requests of the
+// other blocks end as lost. True: there are such blocks.
+bool Worker::wind_up(int error) {
+    engine_.stop_handing_out(error);
+    double seconds;
+    {
+        std::lock_guard<std::mutex> lock(engine_.mutex_);
+        seconds = engine_.options_.drain_seconds;
+    }
+    backend_->drain(seconds, done_);
+    for (const Completion& completion : done_) {
+        Chunk& c = *completion.chunk;
+        c.stage = Stage::claimed;
+        if (completion.result > 0) c.done += static_cast<uint32_t>(completion.result);
+    }
+    std::vector<Chunk*> lost;
+    for (Chunk& c : chunks_) {
+        if (c.stage == Stage::with_backend) lost.push_back(&c);
+        if (c.stage != Stage::claimed) continue;
+        if (c.done < c.length) {
+            std::lock_guard<std::mutex> lock(engine_.mutex_);
+            engine_.fail_block(c, error);
+        }
+        retire(c);
+    }
+    engine_.finish(finished_);
+    engine_.lose(lost, error);
+    return !lost.empty();
 }
 
 // Claims what there is room for; sleeps when there is nothing to do. False: the engine stops and all is done.
@@ -132,6 +164,7 @@ void Worker::issue() {
         if (c->file_slot >= 0 && files_[static_cast<size_t>(c->file_slot)].generation == 0) c->file_slot = -1;
         if (c->direct && (c->buffer_slot >= 0 || c->file_slot >= 0)) ++engine_.statistics_.fixed_submissions;
         backend_->prepare(*c);
+        c->stage = Stage::with_backend;
         ++in_flight_;
         ++engine_.statistics_.submissions;
         // A copied block goes out at once, so that the device works while the next one is copied.
@@ -140,6 +173,8 @@ void Worker::issue() {
     ready_.clear();
     const bool batch = !engine_.options_.overlap && free_.empty();
     backend_->submit(batch ? std::max(1u, std::min(depth_ / 4, in_flight_)) : 1, done_);
+    if (const int error = engine_.injected_failure_.exchange(0, std::memory_order_acq_rel))
+        throw std::system_error(error, std::generic_category(), "injected by a test");
     // A chunk that is prepared again is with the backend again: completions are dealt with one list at a time.
     std::vector<Completion> done;
     done.swap(done_);
@@ -155,8 +190,8 @@ void Worker::issue() {
 void Worker::complete(const Completion& completion) {
     Chunk& c = *completion.chunk;
     int64_t result = completion.result;
-    if (engine_.has_planted_.load(std::memory_order_acquire)) result = engine_.planted(result);
-    if (again(c, result)) {
+    if (engine_.has_injected_.load(std::memory_order_acquire)) result = engine_.injected(result);
+    if (needs_resubmit(c, result)) {
         backend_->prepare(c);
         ++engine_.statistics_.submissions;
         return;
@@ -166,15 +201,11 @@ void Worker::complete(const Completion& completion) {
 }
 
 // Takes a result in. True: there is more to do for this chunk, and it is ready to be prepared again.
-bool Worker::again(Chunk& c, int64_t result) {
+bool Worker::needs_resubmit(Chunk& c, int64_t result) {
     Statistics& stats = engine_.statistics_;
-    Outcome& outcome = c.request->outcome;
     auto give_up = [&](int error) {
         std::lock_guard<std::mutex> lock(engine_.mutex_);
-        if (outcome.error == 0 || c.offset + c.done < outcome.error_offset) {
-            outcome.error = error;
-            outcome.error_offset = c.offset + c.done;
-        }
+        engine_.fail_block(c, error);
         return false;
     };
     if (result == -EINTR || result == -EAGAIN) {
@@ -185,7 +216,7 @@ bool Worker::again(Chunk& c, int64_t result) {
     }
     if ((result == -EINVAL || result == -EOPNOTSUPP) && c.direct) {
         ++stats.direct_refused;  // the file system promised direct I/O and does not do it
-        over_plain(c);
+        fall_back_to_buffered(c);
         return true;
     }
     if (result < 0) return give_up(static_cast<int>(-result));
@@ -197,11 +228,11 @@ bool Worker::again(Chunk& c, int64_t result) {
     if (c.done >= c.length) return false;
     ++stats.partial;
     // What is left no longer begins on a boundary: it goes through the page cache.
-    if (c.direct && c.done % c.request->transfer.offset_align != 0) over_plain(c);
+    if (c.direct && c.done % c.request->transfer.offset_align != 0) fall_back_to_buffered(c);
     return true;
 }
 
-void Worker::over_plain(Chunk& c) {
+void Worker::fall_back_to_buffered(Chunk& c) {
     c.direct = false;
     c.fd = c.request->transfer.plain_fd;
     c.file_slot = -1;
@@ -213,6 +244,7 @@ void Worker::retire(Chunk& c) {
         bounce_free_.push_back(c.bounce);
         c.bounce = -1;
     }
+    c.stage = Stage::idle;
     finished_.push_back(&c);
     free_.push_back(&c);
 }

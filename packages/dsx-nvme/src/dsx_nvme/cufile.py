@@ -1,6 +1,7 @@
 """NVIDIA's cuFile (GPUDirect Storage), found and loaded at run time, through the few functions needed here.
 
-Without nvidia-fs cuFile itself goes through host memory. The declarations follow NVIDIA's cuFile API reference; no header of theirs is used.
+Without nvidia-fs cuFile itself goes through host memory. The declarations follow NVIDIA's cuFile API reference; no
+header of theirs is used. The calls use the calling thread's current CUDA device; `gds.py` sets it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ import ctypes
 import errno
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from .errors import EndOfFileError, NvmeError, TransferError
 
 LIBRARY_VARIABLE = "DSX_CUFILE_LIBRARY"
 OPAQUE_FD = 1
-FIRST_CUFILE_CODE = 5000  # codes of cuFile's own begin here
 
 
 class _Error(ctypes.Structure):
@@ -67,15 +68,21 @@ class CuFile:
         """Undo `pin`."""
         self._check(self._unpin(address), "cuFileBufDeregister")
 
-    def transfer(self, op: str, handle: int, base: int, start: int, nbytes: int, offset: int, path: str) -> int:
-        """Move `nbytes` between device memory at base + start and the file at `offset`; returns nbytes, or raises TransferError."""
+    def transfer(
+        self, op: str, handle: int, base: int, start: int, nbytes: int, offset: int, path: str,
+        end_before: Callable[[int], int],
+    ) -> int:  # fmt: skip
+        """Move `nbytes` between device memory at base + start and the file at `offset`.
+
+        Returns nbytes, or raises TransferError. `end_before` gives the file's end for the error at an offset.
+        """
         done = 0
         while done < nbytes:
             count = self._move[op](handle, base, nbytes - done, offset + done, start + done)
             about = {"op": op, "offset": offset + done, "nbytes": nbytes}
             if count == 0 and op == "read":
-                text = f"the file ends at {offset + done}, {nbytes - done} bytes more were to be read"
-                raise EndOfFileError(errno.ENODATA, text, path, **about)
+                where = offset + done
+                raise EndOfFileError.at(end_before(where), path, offset=offset, where=where, nbytes=nbytes)
             if count == 0:
                 raise TransferError.of(errno.ENOSPC, path, **about)
             if count == -1:
@@ -98,7 +105,7 @@ class CuFile:
             )
 
 
-def _declare(library: ctypes.CDLL, name: str, result: type | None, arguments: list) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+def _declare(library: ctypes.CDLL, name: str, result: type | None, arguments: list) -> Any:
     function = getattr(library, name)
     function.restype, function.argtypes = result, arguments
     return function

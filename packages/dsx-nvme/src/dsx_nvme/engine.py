@@ -1,13 +1,15 @@
 """Starts transfers between tensors and files, and keeps account of what is in flight.
 
-One `Engine` serves any number of files on any file systems: for each it picks the native engine (see `files.py`) and makes it when it
-is first needed. It keeps tensors and descriptors alive while the kernel works on them, refuses a transfer that would race
-with another one, waits for everything before it goes, and starts afresh in a forked child.
+One `Engine` serves any number of files on any file systems: for each it picks the native engine (see `files.py`) and
+makes it when it is first needed. It keeps tensors and descriptors alive while the kernel works on them, refuses a
+transfer that would race with another one, waits for everything before it goes, and starts afresh in a forked child.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
+import operator
 import os
 import threading
 import weakref
@@ -18,13 +20,15 @@ from typing import Any
 import torch
 
 from . import fallback, files, native, staging
-from .errors import DataRaceError, OptionError, TensorError
+from .errors import DataRaceError, OptionError, TensorError, TransferError
 from .files import OpenFile
 from .ticket import Description, EngineJob, FutureJob, Guard, Job, Ticket
 
 MAX_THREADS = 8  # of the engines that block in system calls, when only a queue depth is given
 THREADS = "dsx-nvme"  # how the names of all threads of this package begin
 PRUNE_ABOVE = 64  # tickets; how many may lie around finished before they are cleared away
+MAX_OPTION = (1 << 31) - 1
+MAX_OFFSET = (1 << 63) - 1  # what the kernel can address
 Begin = Callable[[str, torch.Tensor, OpenFile, int], Job]  # (op, tensor, file, offset)
 
 
@@ -44,15 +48,19 @@ class Options:
         files.check_engine(self.engine)
         for name in ("block_size", "queue_depth", "threads"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name}={value!r}: expected a whole number of at least 1")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_OPTION:
+                raise OptionError(f"{name}={value!r}: expected a whole number from 1 to {MAX_OPTION}")
+
+    @property
+    def blocking_threads(self) -> int:
+        """Threads of an engine whose threads block in calls, so that each has one submission in flight."""
+        return max(self.threads, min(self.queue_depth, MAX_THREADS))
 
     def make(self, kind: str) -> Any:
         """A native engine of this kind (or the Python one)."""
-        blocking = max(self.threads, min(self.queue_depth, MAX_THREADS))
         if kind == "python":
-            return fallback.PythonEngine(self.block_size, blocking)
-        workers = blocking if kind == "threads" else self.threads
+            return fallback.PythonEngine(self.block_size, self.blocking_threads)
+        workers = self.blocking_threads if kind == "threads" else self.threads
         return native.module().Engine(
             kind, self.block_size, self.queue_depth, workers, self.single_submit, self.overlap_events
         )
@@ -136,9 +144,9 @@ class Engine:
     """Asynchronous transfers between tensors and files.
 
     `block_size`: bytes per submission; `queue_depth`: submissions in flight per ring; `threads`: rings;
-    `single_submit`: one system call per submission; `overlap_events`: take each completion as it comes instead of several at a time;
-    `engine`: "auto" (by file), "io_uring", "libaio", "threads" or "python" (the environment's DSX_NVME_ENGINE comes first);
-    `direct`: whether to go past the page cache where that is possible. Raises OptionError.
+    `single_submit`: one system call per submission; `overlap_events`: take each completion as it comes instead of
+    several at a time; `engine`: "auto" (by file), "io_uring", "libaio", "threads" or "python" (the environment's
+    DSX_NVME_ENGINE comes first); `direct`: whether to go past the page cache where that is possible. Raises OptionError.
     """
 
     def __init__(
@@ -152,7 +160,7 @@ class Engine:
 
     @classmethod
     def _over(cls, state: _State) -> Engine:
-        """Another object on a state that somebody else ends: the staging thread has work left when the caller lets go of the first one."""
+        """Another object on a state that the first one ends: the staging thread works on when the caller drops it."""
         made = cls.__new__(cls)
         made.options, made._state = state.options, state
         return made
@@ -164,7 +172,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Wait for everything in flight and end the threads. Errors of tickets nobody waited for are not raised here."""
+        """Wait for everything in flight and end the threads. Does not raise errors of tickets without a `wait`."""
         self._finalizer()
 
     def open(self, path: str | os.PathLike | int, *, write: bool) -> OpenFile:
@@ -213,8 +221,9 @@ class Engine:
     ) -> Ticket:  # fmt: skip
         """Start writing a tensor's bytes to `file`, at `offset` bytes.
 
-        `offset=None` says that the tensor is the whole file: it begins at 0, and what an older, longer file has beyond it is cut off. The
-        tensor must not be written to before `wait`. `after` runs once, in the waiting thread, after success.
+        `offset=None` says that the tensor is the whole file: it begins at 0, and what an older, longer file has beyond
+        it is cut off; when such a write fails half-way, the file is left empty. The tensor must not be written to before
+        `wait`. `after` runs once, in the waiting thread, after success.
         """
         return self.start("write", tensor, file, offset, after=after)
 
@@ -228,7 +237,7 @@ class Engine:
     def wait_all(self) -> int:
         """Wait for everything that is in flight; returns how many transfers that were.
 
-        Raises the first error of those, or of an earlier transfer whose ticket nobody waited for.
+        Raises the first error of those, or of an earlier transfer whose ticket was never waited for.
         """
         state = self._state
         tickets = list(state.tickets.values())
@@ -259,10 +268,13 @@ class Engine:
         self, op: str, tensor: torch.Tensor, target: Any, offset: int | None, *, begin: Begin | None = None,
         after: Callable[[], None] | None = None,
     ) -> Ticket:  # fmt: skip
-        """What `read` and `write` do, for another way of moving the bytes: `begin(op, tensor, file, offset)` starts it and returns its job."""
+        """What `read` and `write` do, for another way of moving the bytes.
+
+        `begin(op, tensor, file, offset)` starts it and returns its job.
+        """
         staging.check(tensor)
-        if offset is not None and offset < 0:
-            raise OptionError(f"offset={offset}: expected at least 0")
+        if offset is not None:
+            offset = _checked_offset(offset, tensor)
         state = self._state
         if len(state.tickets) > state.prune_at:
             state.prune()
@@ -271,43 +283,56 @@ class Engine:
         self._refuse_race(op, guard)
         file = self._acquire(target, op == "write")
         what = Description(op, file.path, offset or 0, guard.end - guard.start)
+        undo: Callable[[], None] | None = None
         try:
             if op == "write":
-                files.reserve(file, what.offset, what.nbytes, exact=offset is None)
+                exact = offset is None
+                size = files.reserve(file, what.offset, what.nbytes, exact=exact)
+                undo = functools.partial(files.undo_growth, file, what.offset, what.nbytes, exact=exact, size=size)
             if begin is None:
                 begin = self._begin_staged if staging.needed(tensor) else self._begin_plain
-            return self._keep(begin, what, guard, file, after)
+            return self._keep(begin, what, guard, file, after, undo)
         except BaseException:
             state.over(-1, file)
             raise
 
-    def _keep(self, begin: Begin, what: Description, guard: Guard, file: OpenFile, after: Any) -> Ticket:
+    def _keep(
+        self, begin: Begin, what: Description, guard: Guard, file: OpenFile, after: Any, undo: Callable[[], None] | None
+    ) -> Ticket:
         state = self._state
         with state.lock:
             job = begin(what.op, guard.tensor, file, what.offset)
-            if isinstance(job, FutureJob) and what.op == "read":
+            if isinstance(job, FutureJob) and job.through_torch and what.op == "read":
                 guard.version = None  # delivering the pieces raises it
             state.next_ticket += 1
             number = state.next_ticket
             steps = (after,) if after is not None else ()
             ticket = Ticket(job, what, guard, over=lambda: state.over(number, file), after=steps)
+            ticket.end_before = file.end_before
+            if undo is not None:
+                ticket.failed_write = undo
             state.tickets[number] = ticket
         return ticket
 
     def _begin_plain(self, op: str, tensor: torch.Tensor, file: OpenFile, offset: int) -> Job:
         access, state = file.access, self._state
         engine, slot = state.engine(access.engine), file.slots.get((state.pid, access.engine), -1)
-        number = engine.submit(
-            op == "write", file.direct_fd, file.plain_fd, slot, tensor.data_ptr(),
-            tensor.numel() * tensor.element_size(), offset, access.memory_align, access.offset_align,
-        )  # fmt: skip
+        nbytes = tensor.numel() * tensor.element_size()
+        try:
+            number = engine.submit(
+                op == "write", file.direct_fd, file.plain_fd, slot, tensor.data_ptr(),
+                nbytes, offset, access.memory_align, access.offset_align,
+            )  # fmt: skip
+        except OSError as error:  # of the compiled engine, when its ring has failed
+            text = f"{error.strerror}; close this Engine and make a new one"
+            raise TransferError(error.errno or 0, text, file.path, op=op, offset=offset, nbytes=nbytes) from error
         return EngineJob(engine, number)
 
     def _begin_staged(self, op: str, tensor: torch.Tensor, file: OpenFile, offset: int) -> Job:
         state = self._state
         if state.stager is None:
             state.stager = staging.Stager(Engine._over(state))
-        return FutureJob(state.stager.start(op, tensor, file, offset))
+        return FutureJob([state.stager.start(op, tensor, file, offset)], through_torch=True)
 
     def _refuse_race(self, op: str, guard: Guard) -> None:
         """Two transfers of the same memory are a race unless both only read the memory (that is: write files)."""
@@ -335,7 +360,7 @@ class Engine:
         key = (target if isinstance(target, int) else os.fspath(target), write)
         with state.lock:
             known = state.files.get(key)
-            if known is not None and _same(known, known.path):
+            if known is not None and known.is_named(known.path):
                 known.users += 1
                 return known
         while True:
@@ -353,10 +378,14 @@ class Engine:
         return file
 
 
-def _same(file: OpenFile, path: str) -> bool:
-    """Whether the path still names the file that is open."""
+def _checked_offset(offset: object, tensor: torch.Tensor) -> int:
+    """`offset` as an int; raises OptionError for what is no whole number, or is out of what a file can have."""
     try:
-        info = os.stat(path)
-    except OSError:
-        return False
-    return file.identity == (info.st_dev, info.st_ino)
+        value = operator.index(offset)  # type: ignore[arg-type]
+    except TypeError:
+        raise OptionError(f"offset={offset!r}: expected a whole number of bytes") from None
+    if value < 0:
+        raise OptionError(f"offset={value}: expected at least 0")
+    if value + tensor.numel() * tensor.element_size() > MAX_OFFSET:
+        raise OptionError(f"offset={value}: expected an end of the transfer within {MAX_OFFSET} bytes")
+    return value

@@ -1,7 +1,7 @@
 """The errors of dsx-nvme: each says what it got, what it expected and what to do.
 
-What a file system or the kernel refuses is a `TransferError`, which is an `OSError` with errno and file name; what the caller got
-wrong is a `ValueError`; what went wrong between threads is a `RuntimeError`.
+What a file system or the kernel refuses is a `TransferError`, which is an `OSError` with errno and file name; what the
+caller got wrong is a `ValueError`; what went wrong between threads is a `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FormatError(ValueError):
 
 
 class TransferError(OSError):
-    """A transfer failed. `filename`, `errno`; `op` is "read" or "write"; `offset` is where in the file; `nbytes` was asked for."""
+    """A transfer failed: `filename`, `errno`; `op` ("read" or "write"); `offset` of the failure; `nbytes` asked for."""
 
     def __init__(self, number: int, text: str, path: str, *, op: str, offset: int, nbytes: int) -> None:
         super().__init__(number, text, path)
@@ -61,6 +61,12 @@ class TransferError(OSError):
 
 class EndOfFileError(TransferError):
     """A file ends before the bytes that were to be read from it."""
+
+    @classmethod
+    def at(cls, end: int, path: str, *, offset: int, where: int, nbytes: int) -> EndOfFileError:
+        """The error for a read of `nbytes` from `offset` in a file of `end` bytes. `where`: the first missing byte."""
+        text = f"the file ends at {end}, {nbytes} bytes were to be read from offset {offset}"
+        return cls(errno.ENODATA, text, path, op="read", offset=where, nbytes=nbytes)
 
 
 class ChecksumError(TransferError):

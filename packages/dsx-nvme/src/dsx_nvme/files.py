@@ -1,16 +1,19 @@
 """Opens a file for transfers and decides how: which engine, past the page cache or through it, with which alignment.
 
-A file is opened twice where the file system offers direct I/O: once with O_DIRECT for the aligned body of transfers, once without
-for heads and tails. The decision is a record (`Access`) that says its reasons; `explain(path)` prints it.
+A file is opened twice where the file system offers direct I/O: once with O_DIRECT for the aligned body of transfers,
+once without for heads and tails. The decision is a record (`Access`) that says its reasons; `explain(path)` prints it.
+Pipes and sockets are refused: they have no offsets, and opening a pipe blocks until another process opens it too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import stat
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from . import native
 from .errors import OptionError, TransferError
@@ -34,6 +37,18 @@ class Access:
     reasons: tuple[str, ...]
 
 
+class Registrar(Protocol):
+    """A library that knows open files by handles of its own (cuFile)."""
+
+    def register_file(self, fd: int) -> int:
+        """A handle for an open file."""
+        ...
+
+    def deregister_file(self, handle: int) -> None:
+        """Give a handle back."""
+        ...
+
+
 @dataclass
 class OpenFile:
     """Open descriptors of one file. Several transfers may share it; the last one to `release` closes it."""
@@ -46,17 +61,43 @@ class OpenFile:
     identity: tuple[int, int]  # device and inode
     # Registered with engines, by process and name: a forked child's engines know nothing of its parent's numbers.
     slots: dict[tuple[int, str], int] = field(default_factory=dict)
+    # Handles of libraries, by process and library; each library is asked once per open file.
+    handles: dict[tuple[int, Registrar], int] = field(default_factory=dict)
     users: int = 1
 
     def fileno(self) -> int:
         """The descriptor that goes through the page cache."""
         return self.plain_fd
 
+    def handle_of(self, library: Registrar) -> int:
+        """This file's handle in `library`; registered at the first call, given back when the file is closed."""
+        key = (os.getpid(), library)
+        if key not in self.handles:
+            self.handles[key] = library.register_file(self.direct_fd if self.direct_fd >= 0 else self.plain_fd)
+        return self.handles[key]
+
+    def end_before(self, where: int) -> int:
+        """The file's size, or `where` if that is smaller or the file is a device: where a read found no more bytes."""
+        info = os.fstat(self.plain_fd)
+        return min(where, info.st_size) if stat.S_ISREG(info.st_mode) else where
+
+    def is_named(self, path: str | os.PathLike) -> bool:
+        """Whether `path` still names this file."""
+        try:
+            info = os.stat(path)
+        except OSError:
+            return False
+        return self.identity == (info.st_dev, info.st_ino)
+
     def release(self) -> bool:
         """One user less; True when that closed the file."""
         self.users -= 1
         if self.users > 0:
             return False
+        for (pid, library), handle in self.handles.items():
+            if pid == os.getpid():
+                library.deregister_file(handle)
+        self.handles.clear()
         for fd in (self.plain_fd, self.direct_fd):
             if fd >= 0:
                 os.close(fd)
@@ -90,18 +131,22 @@ def file_system(device: int) -> str:
 def open_file(path: str | os.PathLike | int, *, write: bool, engine: str = "auto", direct: bool = True) -> OpenFile:
     """Open `path` (or a descriptor, which stays the caller's) and decide how to reach it.
 
-    A file opened for writing is made when it is missing; its content stays. Raises OSError.
+    A file opened for writing is made when it is missing; its content stays. Raises OSError (TransferError for a folder,
+    a pipe, a socket, or a descriptor that was opened for the other direction).
     """
     flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
     flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     if isinstance(path, int):
-        name, plain_fd = _name_of(path), _twin(path)
+        name, plain_fd = _name_of(path), _twin(path, write)
     else:
         name = os.fspath(path)
+        with contextlib.suppress(FileNotFoundError):
+            _refuse_stream(name, os.stat(name))  # before opening: opening a pipe blocks
         plain_fd = os.open(name, flags, 0o666)
     direct_fd = -1
     try:
         info = os.fstat(plain_fd)
+        _refuse_stream(name, info)
         if stat.S_ISDIR(info.st_mode):
             raise TransferError(errno.EISDIR, os.strerror(errno.EISDIR), name, op="open", offset=0, nbytes=0)
         reasons: list[str] = []
@@ -118,24 +163,37 @@ def open_file(path: str | os.PathLike | int, *, write: bool, engine: str = "auto
     return OpenFile(name, write, access, plain_fd, direct_fd, (info.st_dev, info.st_ino))
 
 
-def _twin(fd: int) -> int:
+def _refuse_stream(name: str, info: os.stat_result) -> None:
+    if stat.S_ISFIFO(info.st_mode) or stat.S_ISSOCK(info.st_mode):
+        text = "a pipe or socket has no offsets; tensors are transferred to and from files and block devices"
+        raise TransferError(errno.ESPIPE, text, name, op="open", offset=0, nbytes=0)
+
+
+def _twin(fd: int, write: bool) -> int:
     """A descriptor of our own for the same file.
 
-    A duplicate shares the flags of the original. One that was opened with O_DIRECT would refuse unaligned heads and tails, one with O_APPEND would
-    write at the end whatever the offset: such a file is opened once more. Raises OptionError where that is not possible.
+    A duplicate shares the flags of the original. One that was opened with O_DIRECT would refuse unaligned heads and
+    tails, one with O_APPEND would write at the end whatever the offset: such a file is opened once more. Raises
+    OptionError where that is not possible, TransferError when the descriptor is not open for this direction.
     """
     try:
         import fcntl  # not of every platform
     except ImportError:
         return os.dup(fd)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    missing = os.O_RDONLY if write else os.O_WRONLY
+    if flags & os.O_ACCMODE == missing:
+        has, wanted = ("reading", "O_RDWR") if write else ("writing", "O_RDWR or O_RDONLY")
+        text = f"descriptor {fd} is open for {has} only; open it with {wanted}"
+        raise TransferError(errno.EBADF, text, _name_of(fd), op="write" if write else "read", offset=0, nbytes=0)
     if not flags & (O_DIRECT | os.O_APPEND):
         return os.dup(fd)
     try:
         return os.open(f"/proc/self/fd/{fd}", (flags & os.O_ACCMODE) | os.O_CLOEXEC)
     except OSError as error:
         raise OptionError(
-            f"descriptor {fd} was opened with O_DIRECT or O_APPEND and cannot be opened again without ({error}); pass the file's name"
+            f"descriptor {fd} was opened with O_DIRECT or O_APPEND and cannot be opened again without ({error}); "
+            "pass the file's name"
         ) from error
 
 
@@ -213,24 +271,49 @@ def _engine(asked: str, direct: bool, reasons: list[str]) -> str:
     raise OptionError("no engine runs here")  # threads need nothing that could be refused
 
 
-def reserve(file: OpenFile, offset: int, nbytes: int, *, exact: bool) -> None:
-    """Make the file ready to receive bytes [offset, offset + nbytes).
+def reserve(file: OpenFile, offset: int, nbytes: int, *, exact: bool) -> int:
+    """Make the file ready to receive bytes [offset, offset + nbytes). Returns the size that it had before.
 
-    Blocks of a file that grows are reserved at once, so that a full disk shows now and blocks can be written in any order.
-    `exact`: the transfer is the whole file; what an older, longer file has beyond it goes. Raises TransferError.
+    Blocks of a file that grows are reserved at once, so that a full disk shows now and blocks can be written in any
+    order. `exact`: the transfer is the whole file; what an older, longer file has beyond it goes. Raises TransferError;
+    then the file is as it was.
     """
     info = os.fstat(file.plain_fd)
+    size, end = info.st_size, offset + nbytes
     if not stat.S_ISREG(info.st_mode):
-        return
-    end = offset + nbytes
-    if exact and info.st_size > end:
+        return size
+    if exact and size > end:
         os.ftruncate(file.plain_fd, end)
-    if nbytes == 0 or end <= info.st_size or not file.access.direct:
-        return
-    start = max(offset, info.st_size)
+    if nbytes == 0 or end <= size or not file.access.direct:
+        return size
+    start = max(offset, size)
     error = native.module().reserve(file.plain_fd, start, end - start)
     if error and error not in _CANNOT_RESERVE:
+        _give_back(file, start, end, size if exact else None)
         raise TransferError.of(error, file.path, op="write", offset=start, nbytes=nbytes)
+    return size
+
+
+def undo_growth(file: OpenFile, offset: int, nbytes: int, *, exact: bool, size: int) -> None:
+    """After a failed write: give the disk space back that it took, so that a full disk does not stay full.
+
+    `exact` (the tensor was to be the whole file): the file becomes empty, since its content is of no use. Else the
+    blocks that the write added behind `size`, the size before it, are freed and read as zeros; bytes of other writers of
+    the same file are never touched, and the file keeps its length.
+    """
+    if stat.S_ISREG(os.fstat(file.plain_fd).st_mode):
+        _give_back(file, max(offset, size), offset + nbytes, 0 if exact else None)
+
+
+def _give_back(file: OpenFile, start: int, end: int, length: int | None) -> None:
+    """Cut the file to `length`, or free the blocks of [start, end) where the file system can do that."""
+    if length is not None:
+        with contextlib.suppress(OSError):  # the error of the write itself is the one to tell
+            os.ftruncate(file.plain_fd, length)
+    elif end > start and native.module() is not None:
+        native.module().punch(
+            file.plain_fd, start, end - start
+        )  # a refusal (not every file system can) changes nothing
 
 
 def sync_folder(path: str | os.PathLike) -> None:

@@ -1,15 +1,22 @@
-"""`gds_handle`: transfers straight between disk and GPU memory where cuFile is there; through host buffers, with the same results, where not."""
+"""`gds_handle`: transfers straight between disk and GPU memory where cuFile is there.
+
+Where it is not, they go through host buffers, with the same results. cuFile's calls block, so a pool of threads makes
+them. A transfer is cut into its parts when it is started, in the caller's thread: a pool whose jobs wait for other jobs
+of the same pool stands still as soon as all its threads wait (test_nvme_gds.py).
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
 
 from . import cufile, staging
-from .errors import TensorError
+from .errors import ForkError, TensorError
 from .files import OpenFile
 from .handle import PathOrFd, aio_handle
 from .ticket import FutureJob, Job, Ticket
@@ -20,7 +27,9 @@ PAGE = 4096
 class gds_handle(aio_handle):
     """`aio_handle` with a direct way for device tensors. Host tensors go as there.
 
-    `mode` is "cufile" or "bounce"; `reason` says why not cuFile. `intra_op_parallelism` threads share one transfer.
+    `mode` is "cufile" or "bounce"; `reason` says why not cuFile. `intra_op_parallelism` threads share one transfer. A file
+    that is opened once (`handle.engine.open(path, write=True)`) and passed in the place of its name is registered with
+    cuFile once.
     """
 
     def __init__(
@@ -29,7 +38,9 @@ class gds_handle(aio_handle):
     ) -> None:  # fmt: skip
         super().__init__(block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism, engine=engine)
         self._cufile, self.reason = cufile.load()
-        self._pool = ThreadPoolExecutor(max_workers=intra_op_parallelism + 1, thread_name_prefix="dsx-nvme-gds")
+        threads = self.engine.options.blocking_threads
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="dsx-nvme-gds")
+        self._pid = os.getpid()
         self._pinned: dict[int, torch.Tensor] = {}
 
     @property
@@ -45,7 +56,10 @@ class gds_handle(aio_handle):
             self.unpin_device_tensor(tensor)
 
     def new_pinned_device_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A pinned 1-D tensor of the example's dtype on its device (for an example on the CPU: the current GPU, or host memory without one)."""
+        """A pinned 1-D tensor of the example's dtype on its device.
+
+        For an example on the CPU it lies on the current GPU, or in host memory where there is none.
+        """
         device = example_tensor.device
         if not staging.on_device(example_tensor):
             if not torch.cuda.is_available():
@@ -56,11 +70,17 @@ class gds_handle(aio_handle):
         return tensor
 
     def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Unpin a tensor of `new_pinned_device_tensor`; its memory goes with the last reference. False when it is none of this handle's."""
+        """Unpin a tensor of `new_pinned_device_tensor`; its memory goes with the last reference.
+
+        Returns False when it is not one of this handle's tensors.
+        """
         return self.unpin_device_tensor(tensor) or self.free_cpu_locked_tensor(tensor)
 
     def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Register a device tensor's memory; returns True. Raises TensorError for a host tensor, NvmeError when cuFile refuses."""
+        """Register a device tensor's memory; returns True.
+
+        Raises TensorError for a host tensor, NvmeError when cuFile refuses.
+        """
         if not staging.on_device(tensor):
             raise TensorError(
                 "got a tensor in host memory, expected one on a GPU; new_cpu_locked_tensor makes pinned host tensors"
@@ -68,7 +88,8 @@ class gds_handle(aio_handle):
         address = tensor.data_ptr()
         if address not in self._pinned:
             if self._cufile is not None and tensor.numel():
-                self._cufile.pin(address, tensor.numel() * tensor.element_size())
+                with staging.device_guard(tensor.device):
+                    self._cufile.pin(address, tensor.numel() * tensor.element_size())
             self._pinned[address] = tensor
         return True
 
@@ -80,7 +101,8 @@ class gds_handle(aio_handle):
             ticket.exception()
         del self._pinned[tensor.data_ptr()]
         if self._cufile is not None and tensor.numel():
-            self._cufile.unpin(tensor.data_ptr())
+            with staging.device_guard(tensor.device):
+                self._cufile.unpin(tensor.data_ptr())
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -95,31 +117,31 @@ class gds_handle(aio_handle):
         )
 
     def _begin(self, op: str, tensor: torch.Tensor, file: OpenFile, offset: int) -> Job:
-        event = torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
-        return FutureJob(self._pool.submit(self._move, op, tensor.detach(), file, offset, event))
-
-    def _move(self, op: str, tensor: torch.Tensor, file: OpenFile, offset: int, ready: Any) -> int:
         library = self._cufile
-        if library is None:
-            raise TensorError("cuFile went away")
+        if library is None or os.getpid() != self._pid:
+            raise ForkError("this gds_handle belongs to the parent process; make one in this process")
+        event = torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
+        handle = file.handle_of(library)
+        parts: list[Future[int]] = []
+        try:
+            for start, nbytes in self._split(tensor.numel() * tensor.element_size()):
+                place = (handle, tensor.data_ptr(), start, nbytes, offset + start, file.path, file.end_before)
+                parts.append(self._pool.submit(_move, library, op, tensor.device, event, place))
+        except BaseException:
+            futures.wait(parts)  # the file is closed next, and its handle with it
+            raise
+        return FutureJob(parts)
+
+    def _split(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """(start, bytes) of at most `intra_op_parallelism` parts, each but the last of whole pages."""
+        threads = self.get_intra_op_parallelism()
+        part = max(PAGE, -(-nbytes // threads // PAGE) * PAGE)
+        return ((start, min(part, nbytes - start)) for start in range(0, nbytes, part))
+
+
+def _move(library: cufile.CuFile, op: str, device: torch.device, ready: Any, place: tuple) -> int:
+    """One part of a transfer, in a thread of the pool; returns its bytes."""
+    with staging.device_guard(device):
         if ready is not None:
             ready.synchronize()  # cuFile knows nothing of streams
-        nbytes, threads = tensor.numel() * tensor.element_size(), self.get_intra_op_parallelism()
-        if nbytes == 0:
-            return 0
-        handle = library.register_file(file.direct_fd if file.direct_fd >= 0 else file.plain_fd)
-        try:
-            part = max(PAGE, -(-nbytes // threads // PAGE) * PAGE)
-            one = partial(library.transfer, op, handle, tensor.data_ptr())
-            first, *others = [(start, min(part, nbytes - start)) for start in range(0, nbytes, part)]
-            jobs: list[Future[int]] = [self._pool.submit(one, s, n, offset + s, file.path) for s, n in others]
-            try:
-                moved = one(*first, offset, file.path)
-            finally:
-                results = [job.exception() for job in jobs]  # nothing may be under way when the handle goes
-            for error in results:
-                if error is not None:
-                    raise error
-            return moved + sum(job.result() for job in jobs)
-        finally:
-            library.deregister_file(handle)
+        return library.transfer(op, *place)

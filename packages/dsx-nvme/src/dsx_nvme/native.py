@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import Any
 
-ABI = 1
+ABI = 2
 ENGINES = ("io_uring", "libaio", "threads")
 HINT = (
     "install a C++ compiler (g++ or clang++) and reinstall: pip install --no-cache-dir --force-reinstall dsx-nvme "

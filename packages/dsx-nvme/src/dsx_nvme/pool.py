@@ -1,12 +1,11 @@
 """Host buffers under a byte budget: one page-aligned arena, cut into pieces on request, first fit.
 
-Whoever asks for more than is free waits until somebody gives back; whoever asks for more than the budget is told so at once. The arena
-is one mapping, so it can be registered with the kernel once and never grows.
+A request for more than is free waits until a buffer is given back; a request for more than the budget raises at once.
+The arena is one mapping, so it can be registered with the kernel once and never grows.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 import threading
 import time
@@ -15,6 +14,7 @@ import torch
 
 from . import memory
 from .errors import BudgetError, OptionError
+from .extents import FreeRanges
 from .memory import Pin
 
 ALIGN = 4096
@@ -28,7 +28,10 @@ class Buffer:
         self._held = True
 
     def tensor(self, dtype: torch.dtype = torch.uint8, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """The memory as a tensor: 1-D over all of it, or of `shape` from its beginning. Not to be used after `release`."""
+        """The memory as a tensor: 1-D over all of it, or of `shape` from its beginning.
+
+        It must not be used after `release`.
+        """
         if not self._held:
             raise BudgetError("this buffer was given back to its pool; take a new one")
         numel = self.nbytes // dtype.itemsize if shape is None else math.prod(shape)
@@ -60,7 +63,7 @@ class BufferPool:
         self.budget = budget // ALIGN * ALIGN
         self._memory = memory.allocate(self.budget, pin)
         self.arena = self._memory.tensor(torch.uint8, self.budget)
-        self._free = [(0, self.budget)]  # (start, bytes), sorted, never adjacent
+        self._free = FreeRanges([(0, self.budget)])
         self._changed = threading.Condition()
         self.in_use = 0
         self.peak = 0
@@ -71,7 +74,10 @@ class BufferPool:
         return self._memory.locked
 
     def acquire(self, nbytes: int, *, timeout: float | None = None) -> Buffer:
-        """A buffer of at least `nbytes`; waits for room. Raises BudgetError when that is more than the budget, or after `timeout` s."""
+        """A buffer of at least `nbytes`; waits for room.
+
+        Raises BudgetError when that is more than the budget, or after `timeout` seconds.
+        """
         size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
         if size > self.budget:
             raise BudgetError(f"{nbytes} bytes asked of a pool of {self.budget} bytes; give the pool a larger budget")
@@ -92,25 +98,15 @@ class BufferPool:
             return self._take(max(ALIGN, -(-nbytes // ALIGN) * ALIGN))
 
     def _take(self, size: int) -> Buffer | None:
-        for index, (start, nbytes) in enumerate(self._free):
-            if nbytes < size:
-                continue
-            rest = [(start + size, nbytes - size)] if nbytes > size else []
-            self._free[index : index + 1] = rest
-            self.in_use += size
-            self.peak = max(self.peak, self.in_use)
-            return Buffer(self, start, size)
-        return None
+        start = self._free.take(size)
+        if start is None:
+            return None
+        self.in_use += size
+        self.peak = max(self.peak, self.in_use)
+        return Buffer(self, start, size)
 
     def _give_back(self, start: int, nbytes: int) -> None:
         with self._changed:
-            index = bisect.bisect_left(self._free, (start, 0))
-            if index < len(self._free) and start + nbytes == self._free[index][0]:
-                nbytes += self._free.pop(index)[1]
-            if index > 0 and sum(self._free[index - 1]) == start:
-                start, before = self._free.pop(index - 1)
-                nbytes += before
-                index -= 1
-            self._free.insert(index, (start, nbytes))
-            self.in_use = self.budget - sum(n for _, n in self._free)
+            self._free.give(start, nbytes)
+            self.in_use = self.budget - self._free.total
             self._changed.notify_all()

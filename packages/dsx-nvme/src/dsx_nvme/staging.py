@@ -1,7 +1,8 @@
 """Tensors whose bytes the kernel cannot reach where they lie: on a GPU, or scattered over memory.
 
-They go through page-locked host buffers, piece by piece, so that copying a piece and moving the one before it overlap. One thread per
-engine does it, in the order of the calls. Device copies wait for what the caller's stream had queued, on a stream of their own.
+They go through page-locked host buffers, piece by piece, so that copying a piece and moving the one before it overlap.
+One thread per engine does it, in the order of the calls. Device copies wait for what the caller's stream had queued, on
+a stream of their own.
 """
 
 from __future__ import annotations
@@ -38,6 +39,15 @@ def check(tensor: torch.Tensor) -> None:
 def on_device(tensor: torch.Tensor) -> bool:
     """Whether the bytes lie in a device's memory."""
     return tensor.device.type != "cpu"
+
+
+def device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes `device` the calling thread's current CUDA device for a while; does nothing for others.
+
+    A new thread has device 0. A call for a tensor on another one would run in the wrong context there, or make a context
+    on GPU 0.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def needed(tensor: torch.Tensor) -> bool:

@@ -1,69 +1,64 @@
 """`TensorStore`: tensors by name on disk, put and taken while a program runs.
 
-One data file, grown as needed, with an extent per name; a tensor of the same size goes where the old one was, so that the disk does not
-fill up with the steps. Writes and reads of one name keep their order; different names go in any order. The index (names, shapes,
-checksums) is written by `flush`, as a whole, by an atomic rename; what was put after the last flush is gone after a crash, and what is
-half-written shows in its checksum.
+One data file, grown as needed, with an extent per name. The index (names, shapes, checksums) is written by `flush`, as
+a whole, by an atomic rename. What the index on disk refers to is never overwritten: a tensor that is put again goes to
+another extent, and the old one is free after the next flush. So a process that is killed leaves exactly what it
+flushed last, whatever it was writing. A tensor that was not flushed yet is overwritten in place, so that the file does
+not grow with the steps; with a flush per step it grows to twice the tensors.
+
+Writes and reads of one name keep their order; different names go in any order.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .checksum import crc32
 from .engine import Engine
-from .errors import BudgetError, ChecksumError, FormatError, NvmeError, TensorError
-from .files import sync_folder
+from .errors import BudgetError, ChecksumError, ForkError, TensorError
+from .extents import FreeRanges
+from .files import OpenFile
+from .folder_lock import OWNER, FolderLock
 from .memory import empty
-from .tensor_file import DTYPES, NAMES, NO_SUM, PAGE, Extent, Reading
+from .store_index import Entry, read_index, write_index
+from .tensor_file import NAMES, NO_SUM, PAGE, Extent, Reading
 from .ticket import Ticket
 
 DATA, INDEX = "tensors.dat", "index.json"
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A stored tensor: its place, the room it was given, its checksum."""
-
-    extent: Extent
-    room: int
-    checksum: str
 
 
 class TensorStore:
     """Named tensors in a folder. Use as a context manager.
 
-    `budget`: bytes the data file may take (None: what the disk has); `checksum`: whether to write and check CRC-32s; `keep`: False removes the
-    files at `close` (swap space); `engine`: an `Engine` to share. A folder in use by another process is refused (NvmeError). One thread at a time calls
-    it; what it returns may be waited for anywhere.
+    `budget`: bytes the data file may take (None: what the disk has); what the last flush wrote keeps its room until the
+    next one. `checksum`: whether to write and check CRC-32s; `keep`: False removes the files at `close` (swap space);
+    `engine`: an `Engine` to share. A folder in use by another process is refused (NvmeError); one whose process was
+    just killed is waited for. One thread at a time calls it; what it returns may be waited for anywhere.
     """
 
     def __init__(
-        self, folder: str | os.PathLike, *, engine: Engine | None = None, budget: int | None = None, checksum: bool = True,
-        keep: bool = True,
+        self, folder: str | os.PathLike, *, engine: Engine | None = None, budget: int | None = None,
+        checksum: bool = True, keep: bool = True,
     ) -> None:  # fmt: skip
         self.folder = os.fspath(folder)
         self.budget, self.checksum, self.keep = budget, checksum, keep
         os.makedirs(self.folder, exist_ok=True)
-        self._own_engine, self._owner = engine is None, os.getpid()
+        self._own_engine, self._pid = engine is None, os.getpid()
         self.engine = engine if engine is not None else Engine()
-        self._file = self.engine.open(os.path.join(self.folder, DATA), write=True)
+        self._file, self._lock = self._take_folder()
         self._entries: dict[str, Entry] = {}
-        self._holes: list[tuple[int, int]] = []  # (offset, bytes), sorted
+        self._flushed: dict[int, int] = {}  # room by offset of the extents that the index on disk refers to
+        self._previous: dict[str, Entry] = {}  # flushed versions of names that were put again, for a put that fails
+        self._holes = FreeRanges()
         self._end = 0
         self._moving: dict[str, list[Ticket]] = {}
         try:
-            self._lock_folder()
             self._load()
         except BaseException:
             self._shut()
@@ -94,35 +89,43 @@ class TensorStore:
         return self._entry(name).extent
 
     def put(self, name: str, tensor: torch.Tensor) -> Ticket:
-        """Start storing a tensor under `name`, in place of an older one. It must not be written to before the ticket's `wait`.
+        """Start storing a tensor under `name`, in place of an older one.
 
-        Raises BudgetError when the store would outgrow its budget, OSError when the disk is full.
+        The tensor must not be written to before the ticket's `wait`. Raises BudgetError when the store would outgrow its
+        budget, OSError when the disk is full. A put that fails leaves the version that was flushed last, if any.
         """
+        self._own()
+        if not isinstance(name, str):
+            raise TensorError(f"got a name of type {type(name).__name__}, expected str")
         if tensor.dtype not in NAMES:
             raise TensorError(f"{name}: cannot store {tensor.dtype}; expected one of {', '.join(map(str, NAMES))}")
         self._finish(name)
         nbytes = tensor.numel() * tensor.element_size()
         room = max(PAGE, -(-nbytes // PAGE) * PAGE)
         old = self._entries.get(name)
-        if old is not None and old.room == room:
-            offset = old.extent.offset
-        else:
-            if old is not None:
-                self.delete(name)
-            offset = self._allocate(name, room)
+        in_place = old is not None and old.room == room and old.extent.offset not in self._flushed
         checksum = f"{crc32(tensor):08x}" if self.checksum else NO_SUM
+        offset = old.extent.offset if old is not None and in_place else self._allocate(name, room, old)
         try:
             ticket = self.engine.write(tensor, self._file, offset)
         except BaseException:
-            self._free(offset, room)
-            self._entries.pop(name, None)
+            if not in_place:
+                self._free(offset, room)
             raise
+        replaced = self._entries.get(name)  # None also where `_allocate` took its room
         self._entries[name] = Entry(Extent(tuple(tensor.shape), tensor.dtype, offset), room, checksum)
         self._moving[name] = [ticket]
+        if replaced is not None and not in_place:
+            if replaced.extent.offset in self._flushed:
+                self._previous[name] = replaced
+            self._release(replaced)
         return ticket
 
     def get(self, name: str, out: torch.Tensor | None = None) -> Reading:
-        """Start reading a tensor, into `out` (same number of elements and dtype) or a new page-aligned one. Raises KeyError."""
+        """Start reading a tensor, into `out` (same number of elements and dtype) or a new page-aligned one.
+
+        Raises KeyError.
+        """
         entry = self._entry(name)
         extent = entry.extent
         if out is None:
@@ -141,55 +144,78 @@ class TensorStore:
         return Reading(ticket, out)
 
     def delete(self, name: str) -> None:
-        """Forget a tensor; its room is used again. Raises KeyError."""
+        """Forget a tensor; its room is used again, after the next flush if it was flushed. Raises KeyError."""
+        self._own()
         entry = self._entry(name)
         self._finish(name)
         del self._entries[name]
-        self._free(entry.extent.offset, entry.room)
+        self._previous.pop(name, None)
+        self._release(entry)
 
     def flush(self, *, durable: bool = False) -> None:
-        """Wait for all writes and write the index; `durable` also waits for the device. Raises the first error of a write."""
+        """Wait for all writes and write the index: from now on a killed process leaves these tensors.
+
+        `durable` also waits for the device, so that they survive a loss of power too (if every flush of the folder is
+        durable). Raises the first error of a write; then the index on disk stays as it was.
+        """
+        self._own()
         for name in list(self._moving):
             self._finish(name)
         if durable:
             os.fsync(self._file.plain_fd)
-        table = {
-            name: {
-                "shape": list(e.extent.shape), "dtype": NAMES[e.extent.dtype], "offset": e.extent.offset, "room": e.room,
-                "crc32": e.checksum,
-            }
-            for name, e in self._entries.items()
-        }  # fmt: skip
-        temporary = os.path.join(self.folder, f".{INDEX}.{os.getpid()}")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"version": VERSION, "tensors": table}, file)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, os.path.join(self.folder, INDEX))
-        if durable:
-            sync_folder(self.folder)
+        current = {entry.extent.offset: entry.room for entry in self._entries.values()}
+        before = self._flushed
+        self._flushed = {**before, **current}  # until the new index is surely the one on disk
+        write_index(os.path.join(self.folder, INDEX), self._entries, durable=durable)
+        self._flushed = current
+        self._previous.clear()
+        for offset, room in before.items():
+            if offset not in current:
+                self._free(offset, room)
 
     def close(self) -> None:
-        """Flush (or, with keep=False, wait and remove the files) and close. Closes even when a write failed."""
+        """Flush (or, with keep=False, wait and remove the files) and close. Closes even when a write failed.
+
+        In a forked child it only closes: the store is its parent's.
+        """
         if self._file.users < 1:
             return
+        mine = os.getpid() == self._pid
         try:
-            if self.keep:
+            if mine and self.keep:
                 self.flush()
-            else:
+                os.ftruncate(self._file.plain_fd, self._end)
+            elif mine:
                 for ticket in [t for tickets in self._moving.values() for t in tickets]:
                     ticket.exception()
         finally:
-            self._shut()
-            if not self.keep:
-                for name in (DATA, INDEX):
+            if mine:
+                for name in (OWNER,) if self.keep else (DATA, INDEX, OWNER):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(os.path.join(self.folder, name))
+            self._shut()
+
+    def _take_folder(self) -> tuple[OpenFile, FolderLock]:
+        path = os.path.join(self.folder, DATA)
+        while True:
+            file = self.engine.open(path, write=True)
+            try:
+                lock = FolderLock(self.folder, file.plain_fd)
+                lock.acquire()
+                if file.is_named(path):
+                    return file, lock
+            except BaseException:
+                self.engine.close_file(file)
+                self._close_engine()
+                raise
+            self.engine.close_file(file)  # a store with keep=False removed the file before its lock came free
 
     def _shut(self) -> None:
-        self._unlock_folder()
+        self._lock.release()
         self.engine.close_file(self._file)
+        self._close_engine()
+
+    def _close_engine(self) -> None:
         if self._own_engine:
             self.engine.close()
 
@@ -198,89 +224,64 @@ class TensorStore:
             raise KeyError(f"{self.folder} holds no tensor {name!r}; it holds {len(self._entries)} others")
         return self._entries[name]
 
+    def _own(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkError(f"{self.folder} belongs to the parent process; make a store of another folder here")
+
     def _finish(self, name: str) -> None:
-        """Wait for what is under way with a name; a failed write takes the tensor out of the store."""
+        """Wait for what is under way with a name; after a failed write its last flushed version is the one stored."""
         tickets = self._moving.pop(name, [])
         for ticket in tickets:
             ticket.exception()
         for ticket in tickets:
             if ticket.what.op == "write" and ticket.failed and name in self._entries:
-                entry = self._entries.pop(name)
-                self._free(entry.extent.offset, entry.room)
+                self._release(self._entries.pop(name))
+                if name in self._previous:
+                    self._entries[name] = self._previous.pop(name)
                 ticket.wait()
 
-    def _allocate(self, name: str, room: int) -> int:
-        for index, (offset, nbytes) in enumerate(self._holes):
-            if nbytes >= room:
-                self._holes[index : index + 1] = [(offset + room, nbytes - room)] if nbytes > room else []
-                return offset
-        if self.budget is not None and self._end + room > self.budget:
+    def _allocate(self, name: str, room: int, old: Entry | None) -> int:
+        """Room for a tensor. Where there is none otherwise, `old`, a version that was never flushed, makes way."""
+        offset = self._holes.take(room)
+        if offset is None and self._fits(room, self._end):
+            self._end += room
+            offset = self._end - room
+        if offset is None and old is not None and old.extent.offset not in self._flushed:
+            trial = self._holes.copy()
+            trial.give(old.extent.offset, old.room)
+            if trial.take(room) is not None or self._fits(room, trial.cut(self._end)):
+                del self._entries[name]
+                self._release(old)
+                return self._allocate(name, room, None)
+        if offset is None:
             raise BudgetError(
-                f"{name}: {room} bytes more than the store's {self._end} of {self.budget} bytes; delete tensors or give it a larger budget"
+                f"{name}: {room} bytes more than the store's {self._end} of {self.budget} bytes; delete tensors, flush "
+                "(what the last flush wrote keeps its room until the next one), or give it a larger budget"
             )
-        self._end += room
-        return self._end - room
+        return offset
+
+    def _fits(self, room: int, end: int) -> bool:
+        return self.budget is None or end + room <= self.budget
+
+    def _release(self, entry: Entry) -> None:
+        """Give an extent back, unless the index on disk refers to it: then `flush` does."""
+        if entry.extent.offset not in self._flushed:
+            self._free(entry.extent.offset, entry.room)
 
     def _free(self, offset: int, room: int) -> None:
-        """Give room back, joined with its neighbours; room at the end shortens the file's use."""
-        holes = sorted([*self._holes, (offset, room)])
-        joined: list[tuple[int, int]] = []
-        for start, nbytes in holes:
-            if joined and sum(joined[-1]) == start:
-                joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
-            else:
-                joined.append((start, nbytes))
-        if joined and sum(joined[-1]) == self._end:
-            self._end = joined.pop()[0]
-        self._holes = joined
+        self._holes.give(offset, room)
+        self._end = self._holes.cut(self._end)
 
     def _load(self) -> None:
         path = os.path.join(self.folder, INDEX)
-        if not os.path.exists(path):
+        if not os.path.lexists(path):
             return
-        size = os.fstat(self._file.plain_fd).st_size
-        try:
-            with open(path, encoding="utf-8") as file:
-                table = json.load(file)
-            if table["version"] != VERSION:
-                raise FormatError(f"{path}: version {table['version']}, this package reads {VERSION}")
-            for name, e in table["tensors"].items():
-                extent = Extent(tuple(e["shape"]), DTYPES[e["dtype"]], int(e["offset"]))
-                if extent.offset < 0 or extent.nbytes > e["room"] or extent.offset + extent.nbytes > size:
-                    raise FormatError(f"{path}: {name!r} does not fit into {size} bytes of data")
-                self._entries[name] = Entry(extent, int(e["room"]), str(e["crc32"]))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, FormatError):
-                raise
-            raise FormatError(f"{path}: not an index of a TensorStore: {error!r}") from error
-        used = sorted((e.extent.offset, e.room) for e in self._entries.values())
-        for offset, room in used:
-            if offset < self._end:
-                raise FormatError(f"{path}: two tensors share bytes from {offset} on")
-            if offset > self._end:
-                self._holes.append((self._end, offset - self._end))
-            self._end = offset + room
-
-    def _lock_folder(self) -> None:
-        if sys.platform == "win32":
-            return
-        import fcntl  # not of every platform
-
-        try:
-            fcntl.flock(self._file.plain_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise NvmeError(
-                f"{self.folder} is in use by another TensorStore; give each process a folder of its own"
-            ) from error
-
-    def _unlock_folder(self) -> None:
-        if sys.platform == "win32" or os.getpid() != self._owner:
-            return
-        import fcntl  # not of every platform
-
-        # Closing the descriptor does not always do it: a ring may hold the file of a request it has just finished for a moment longer, and
-        # a forked child holds it for good.
-        fcntl.flock(self._file.plain_fd, fcntl.LOCK_UN)
+        self._entries = read_index(path, os.fstat(self._file.plain_fd).st_size)
+        for entry in sorted(self._entries.values(), key=lambda e: e.extent.offset):
+            if entry.extent.offset > self._end:
+                self._holes.give(self._end, entry.extent.offset - self._end)
+            self._end = entry.extent.offset + entry.room
+            self._flushed[entry.extent.offset] = entry.room
 
     def _check(self, name: str, entry: Entry, tensor: Any) -> None:
         found = f"{crc32(tensor):08x}"

@@ -1,12 +1,13 @@
-"""`TensorFile`: named tensors in extents of one file, known before the first byte is written. The file is a safetensors file.
+"""`TensorFile`: named tensors in extents of one safetensors file, known before the first byte is written.
 
-Format: the safetensors format (8 bytes of header length, JSON header, data), with three additions inside what it allows. The header is
-padded so that the data begin on a page; tensors named `__pad_N__` fill the space between extents, so that every extent begins on a page;
-`__metadata__` holds a CRC-32 per tensor as eight hexadecimal digits (`--------`: none), so that checksums are written in place and a torn
-header page cannot be anything but a wrong checksum.
+Format: the safetensors format (8 bytes of header length, JSON header, data), with three additions inside what it
+allows. The header is padded so that the data begin on a page. Tensors named `__pad_N__` fill the space between extents,
+so that every extent begins on a page. `__metadata__` holds a CRC-32 per tensor as eight hexadecimal digits (`--------`:
+none) and one of names, shapes, types and places (`header_crc32`). Only the digits per tensor ever change, in place: a
+torn header page shows as a wrong checksum of a tensor.
 
-Extents are preallocated: several writers can fill one file, each its own slices. What it leaves out: changing names or shapes later (see
-`TensorStore`).
+Extents are preallocated: several writers can fill one file, each its own slices. What it leaves out: changing names or
+shapes later (see `TensorStore`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ import contextlib
 import errno
 import json
 import math
+import operator
 import os
+import re
+import zlib
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from . import strict_json
 from .checksum import crc32
 from .engine import Engine
 from .errors import ChecksumError, FormatError, OptionError, TensorError
@@ -32,11 +37,13 @@ from .ticket import Ticket
 PAGE = 4096
 MAX_HEADER = 100_000_000  # bytes; the same limit as the safetensors library
 NO_SUM = "-" * 8
-SUM_KEY, PAD = "crc32.", "__pad_"
+SUM = re.compile("[0-9a-f]{8}|-{8}")
+SUM_KEY, HEADER_SUM_KEY, PAD = "crc32.", "header_crc32", "__pad_"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32,
-    "U64": torch.uint64, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
+    "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -85,7 +92,7 @@ class Reading:
 
 
 def layout(specs: Mapping[str, Any]) -> tuple[dict[str, Extent], int]:
-    """Extents for tensors or (shape, dtype) pairs, relative to the beginning of the data, and the number of bytes of data."""
+    """Extents for tensors or (shape, dtype) pairs, relative to the beginning of the data, and the bytes of data."""
     extents, position = {}, 0
     for name, spec in specs.items():
         shape, dtype = (spec.shape, spec.dtype) if isinstance(spec, torch.Tensor) else spec
@@ -101,7 +108,7 @@ def layout(specs: Mapping[str, Any]) -> tuple[dict[str, Extent], int]:
 
 def header(extents: Mapping[str, Extent], sums: Mapping[str, str]) -> bytes:
     """The first bytes of the file, up to the data. `extents` are relative to the data."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", **{SUM_KEY + n: sums.get(n, NO_SUM) for n in extents}}}
+    table: dict[str, Any] = {}
     position = 0
     for number, (name, extent) in enumerate(extents.items()):
         if extent.offset > position:
@@ -113,35 +120,76 @@ def header(extents: Mapping[str, Extent], sums: Mapping[str, str]) -> bytes:
             "shape": list(extent.shape),
             "data_offsets": [extent.offset, position],
         }
-    text = json.dumps(table, separators=(",", ":")).encode()
+    metadata = {"format": "pt", HEADER_SUM_KEY: _sum_of_table(table)}
+    metadata.update({SUM_KEY + name: sums.get(name, NO_SUM) for name in extents})
+    text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % PAGE)
     return len(text).to_bytes(8, "little") + text
 
 
+def _sum_of_table(table: Mapping[str, Any]) -> str:
+    """Checksum of everything in a header but `__metadata__`."""
+    return f"{zlib.crc32(json.dumps(table, separators=(',', ':'), sort_keys=True).encode()):08x}"
+
+
 def parse(path: str, data: bytes, size: int) -> tuple[dict[str, Extent], dict[str, str]]:
-    """Extents (from the beginning of the file) and checksums of a header; raises FormatError for anything that does not fit."""
+    """Extents (from the beginning of the file) and checksums of a header.
+
+    Raises FormatError for what is no header, or does not fit the file: extents that overlap, lie outside, or have
+    another size than their shape says, names that occur twice, a header that does not have its own checksum.
+    """
     try:
-        table = json.loads(data[8:])
-        sums = {k[len(SUM_KEY) :]: v for k, v in table.pop("__metadata__", {}).items() if k.startswith(SUM_KEY)}
-        extents = {}
-        for name, entry in table.items():
-            begin, end = entry["data_offsets"]
-            extent = Extent(tuple(entry["shape"]), DTYPES[entry["dtype"]], len(data) + begin)
-            if begin < 0 or extent.nbytes != end - begin or len(data) + end > size:
-                raise FormatError(f"{path}: the extent of {name!r} does not fit its shape or the file's {size} bytes")
-            if not name.startswith(PAD):
-                extents[name] = extent
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, FormatError):
-            raise
-        raise FormatError(f"{path}: not a safetensors header: {error!r}") from error
-    return extents, sums
+        table = strict_json.table(strict_json.parse(data[8:]), "header")
+        metadata = strict_json.table(table.pop("__metadata__", {}), "__metadata__")
+        found = {name: _parse_entry(name, entry, size - len(data)) for name, entry in table.items()}
+        if HEADER_SUM_KEY in metadata and metadata[HEADER_SUM_KEY] != _sum_of_table(table):
+            raise ValueError(f"its checksum is {_sum_of_table(table)}, not {metadata[HEADER_SUM_KEY]!r:.20}")
+        _refuse_overlap(found)
+        tensors = {name: extent for name, extent in found.items() if not name.startswith(PAD)}
+        extents = {name: Extent(e.shape, e.dtype, len(data) + e.offset) for name, e in tensors.items()}
+        return extents, _parse_sums(metadata, extents)
+    except ValueError as error:
+        raise FormatError(f"{path}: not a safetensors header that can be read: {error}") from error
+
+
+def _parse_entry(name: str, entry: Any, data_bytes: int) -> Extent:
+    what = f"{name!r:.40}"
+    entry = strict_json.table(entry, what)
+    if {"shape", "dtype", "data_offsets"} - set(entry) or not isinstance(entry["dtype"], str):
+        raise ValueError(f"{what}: expected shape, dtype and data_offsets")
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"{what}: dtype {entry['dtype']!r:.20} is none of {', '.join(DTYPES)}")
+    place = strict_json.shape(entry["data_offsets"], what)
+    extent = Extent(strict_json.shape(entry["shape"], what), DTYPES[entry["dtype"]], place[0] if place else 0)
+    if len(place) != 2 or place[1] - place[0] != extent.nbytes or place[1] > data_bytes:
+        raise ValueError(f"{what}: bytes {list(place)} do not fit its shape or the {data_bytes} bytes of data")
+    return extent
+
+
+def _parse_sums(metadata: Mapping[str, Any], extents: Mapping[str, Extent]) -> dict[str, str]:
+    sums = {key[len(SUM_KEY) :]: value for key, value in metadata.items() if key.startswith(SUM_KEY)}
+    for name, value in sums.items():
+        if not isinstance(value, str) or not SUM.fullmatch(value):
+            raise ValueError(f"{name!r:.40}: checksum {value!r:.20}, expected eight hexadecimal digits")
+    if HEADER_SUM_KEY in metadata and set(sums) != set(extents):
+        raise ValueError("the checksums are those of other tensors")
+    return sums
+
+
+def _refuse_overlap(extents: Mapping[str, Extent]) -> None:
+    end, before = 0, ""
+    for name, extent in sorted(extents.items(), key=lambda item: item[1].offset):
+        if extent.nbytes == 0:
+            continue
+        if extent.offset < end:
+            raise ValueError(f"{name!r:.40} and {before!r:.40} share bytes")
+        end, before = extent.offset + extent.nbytes, name
 
 
 class TensorFile:
     """Named tensors in one file. Make one with `create` or `open`; use as a context manager.
 
-    `engine`: an `Engine` to share; without one the file has its own. Errors of writes nobody waited for are raised by `flush`.
+    `engine`: an `Engine` to share; without one the file has its own. `flush` raises errors of writes without a `wait`.
     """
 
     def __init__(self, path: str | os.PathLike, mode: str, engine: Engine | None, checksum: bool) -> None:
@@ -167,8 +215,8 @@ class TensorFile:
     ) -> TensorFile:
         """A new file with extents for `specs`: name -> tensor (only its shape and type count) or (shape, dtype).
 
-        Replaces an existing file, once there is room for the new one. Its content is zeros until written. Raises OSError when the disk has no
-        room for it; then an existing file is as it was.
+        Replaces an existing file, once there is room for the new one. Its content is zeros until written. Raises
+        OSError when the disk has no room for it; then an existing file is as it was.
         """
         extents, nbytes = layout(specs)
         path = os.fspath(path)
@@ -183,7 +231,7 @@ class TensorFile:
                 os.posix_fallocate(self._file.plain_fd, 0, len(first) + nbytes)
             os.ftruncate(self._file.plain_fd, len(first) + nbytes)
             self._write_header(first)
-            os.replace(partial, path)  # whoever has the old one open keeps it
+            os.replace(partial, path)  # a process that has the old one open keeps it
         except BaseException:
             self.close()
             with contextlib.suppress(FileNotFoundError):
@@ -196,7 +244,10 @@ class TensorFile:
     def open(
         cls, path: str | os.PathLike, mode: str = "r", *, engine: Engine | None = None, checksum: bool = True
     ) -> TensorFile:
-        """An existing file, to read ("r") or also to write ("r+"). Any safetensors file can be read. Raises FormatError."""
+        """An existing file, to read ("r") or also to write ("r+"). Any safetensors file can be read.
+
+        Raises FormatError.
+        """
         if mode not in ("r", "r+"):
             raise OptionError(f"mode {mode!r}: expected 'r' or 'r+'")
         if not os.path.exists(path):
@@ -231,7 +282,7 @@ class TensorFile:
         return len(self.extents)
 
     def write(self, name: str, tensor: torch.Tensor, *, start: int = 0) -> Ticket:
-        """Start writing a tensor, or a run of its elements beginning with number `start` (then the extent has no checksum)."""
+        """Start writing a tensor, or a run of its elements from number `start` on (then it has no checksum)."""
         extent = self._extent(name, tensor, start)
         if not self.writable:
             raise OptionError(f"{self.path} is open for reading; open it with mode 'r+'")
@@ -244,7 +295,7 @@ class TensorFile:
         return ticket
 
     def read(self, name: str, out: torch.Tensor | None = None, *, start: int = 0) -> Reading:
-        """Start reading a tensor into `out`, or into a new page-aligned one; a shorter `out` takes elements from `start` on.
+        """Start reading a tensor into `out` (a shorter one takes elements from `start` on), or into a new aligned one.
 
         A whole tensor with a checksum is checked when it is there (ChecksumError).
         """
@@ -259,7 +310,10 @@ class TensorFile:
         )
 
     def flush(self, *, durable: bool = False) -> None:
-        """Wait for all writes, then write checksums; `durable` also waits for the device. Raises the first error of a write."""
+        """Wait for all writes, then write checksums; `durable` also waits for the device.
+
+        Raises the first error of a write.
+        """
         tickets, self._tickets = self._tickets, []
         for ticket in tickets:
             ticket.exception()
@@ -300,7 +354,13 @@ class TensorFile:
         if name not in self.extents:
             raise KeyError(f"{self.path} has no tensor {name!r}; it has {', '.join(list(self.extents)[:8])}")
         extent = self.extents[name]
+        try:
+            start = operator.index(start)
+        except TypeError:
+            raise OptionError(f"start={start!r}: expected a whole number of elements") from None
         if tensor is None:
+            if start != 0:
+                raise OptionError(f"{name}: start={start} needs `out`, whose size says how many elements to read")
             return extent
         if tensor.dtype != extent.dtype or start < 0 or start + tensor.numel() > extent.numel:
             raise TensorError(

@@ -1,8 +1,8 @@
 """A transfer in flight: what to wait for, what it keeps alive, what it checks when it is over.
 
-A ticket holds the tensor and its memory until the transfer is over, compares the tensor's version with the one at the start (a tensor written to
-while its bytes were on their way is a data race, not a surprise in a file), and turns the kernel's answer into an exception with
-file, offset and errno.
+A ticket holds the tensor and its memory until the transfer is over, compares the tensor's version with the one at the
+start (a tensor written to while its bytes were on their way is a data race, not a surprise in a file), and turns the
+kernel's answer into an exception with file, offset and errno.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent import futures
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,8 +24,16 @@ from .errors import DataRaceError, EndOfFileError, ForkError, TransferError
 
 END_OF_FILE = -1
 SLICE = 0.2  # seconds between looks at Python's signals
-Outcome = tuple[int, int, int]  # bytes moved, error, offset of the error
 _NOTHING = torch.empty(0)
+
+
+class Outcome(NamedTuple):
+    """How a transfer ended."""
+
+    moved: int  # bytes
+    error: int = 0  # errno, or END_OF_FILE
+    where: int = 0  # offset of the error in the file
+    lost: bool = False  # the engine failed, and the kernel may still work on the memory
 
 
 class Job(Protocol):
@@ -48,7 +56,8 @@ class EngineJob:
     number: int
 
     def wait(self, seconds: float) -> Outcome | None:
-        return self.engine.wait(self.number, seconds)
+        found = self.engine.wait(self.number, seconds)
+        return None if found is None else Outcome(*found)
 
     def poll(self) -> bool:
         return self.engine.poll(self.number)
@@ -56,21 +65,27 @@ class EngineJob:
 
 @dataclass
 class FutureJob:
-    """Work of a staging thread; it raises what it likes."""
+    """Work of threads in one or several parts, each of which returns its bytes or raises an error of its own.
 
-    future: Future[int]
+    It is over when all parts are; the error is that of the first part that has one. `through_torch`: a read fills the
+    tensor by torch's own calls, which raise its version.
+    """
+
+    parts: Sequence[Future[int]]
+    through_torch: bool = False
 
     def wait(self, seconds: float) -> Outcome | None:
-        # Not by result(seconds): what that raises in the end is a TimeoutError from Python 3.11 on only, and the work may raise one itself.
-        if not futures.wait([self.future], seconds).done:
+        # Not by result(seconds): what that raises in the end is a TimeoutError from Python 3.11 on only, and the work
+        # may raise one itself.
+        if futures.wait(self.parts, seconds).not_done:
             return None
         try:
-            return self.future.result(), 0, 0
+            return Outcome(sum(part.result() for part in self.parts))
         except CancelledError:
-            return 0, errno.ECANCELED, 0
+            return Outcome(0, errno.ECANCELED)
 
     def poll(self) -> bool:
-        return self.future.done()
+        return all(part.done() for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -85,10 +100,10 @@ class Description:
 
 @dataclass
 class Guard:
-    """The tensor of a transfer, its place in memory, and (for a tensor with a storage of its own) its version at the start.
+    """The tensor of a transfer, its place in memory, and (if it has a storage of its own) its version at the start.
 
-    It keeps the storage, so that a tensor that is given another one (`set_`, `.data =`) does not free memory that the kernel writes to.
-    `UntypedStorage.resize_` frees it all the same: nothing outside of torch can prevent that.
+    It keeps the storage, so that a tensor that is given another one (`set_`, `.data =`) does not free memory that the
+    kernel writes to. `UntypedStorage.resize_` frees it all the same: nothing outside of torch can prevent that.
     """
 
     tensor: torch.Tensor
@@ -118,6 +133,19 @@ class Guard:
             )
 
 
+def _at(where: int) -> int:
+    return where
+
+
+def _nothing() -> None:
+    pass
+
+
+# Memory that the kernel did not give back when its engine failed. The list is never emptied: the kernel may write to this
+# memory until the process ends, so it must not be freed and used for anything else (test_nvme_engine_failure.py).
+_LOST: list[Guard] = []
+
+
 @dataclass
 class Ticket:
     """A transfer in flight; what `Engine.read` and `Engine.write` return. Also `await`-able.
@@ -130,12 +158,14 @@ class Ticket:
     guard: Guard
     over: Callable[[], None] = field(repr=False)  # called once, when nothing is in flight any more
     after: tuple[Callable[[], None], ...] = field(default=(), repr=False)  # called once, in order, after success
+    failed_write: Callable[[], None] = field(default=_nothing, repr=False)  # called once, after an error, before `over`
+    end_before: Callable[[int], int] = field(default=_at, repr=False)  # the file's end, for an error at an offset
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._settled = False
-        self.reported = False  # whether the error was raised to somebody
+        self.reported = False  # whether `wait` has raised the error
         self._moved = 0
         self._error: BaseException | None = None
 
@@ -197,7 +227,7 @@ class Ticket:
 
     @property
     def settled(self) -> bool:
-        """Whether somebody has seen that the transfer is over. Asks nobody, so it may be asked in a forked child too."""
+        """Whether a wait or a look has found the transfer over. Does not look itself: allowed in a forked child too."""
         return self._settled
 
     @property
@@ -221,10 +251,15 @@ class Ticket:
             outcome = self.job.wait(seconds)
             if outcome is None:
                 return
-            self._moved, number, where = outcome
-            self._error = self._judge(number, where)
+            self._moved = outcome.moved
+            self._error = self._judge(outcome)
+            if outcome.lost:
+                _LOST.append(self.guard)
+                self.failed_write = _nothing  # the kernel may still be writing the file, too
         except Exception as error:  # noqa: BLE001  kept, and raised by wait()
             self._error = error
+        if isinstance(self._error, TransferError):
+            self.failed_write()
         self.over()
         try:
             if self._error is None:
@@ -236,11 +271,18 @@ class Ticket:
         self.guard = Guard(_NOTHING)  # the caller may use the tensor again; whoever keeps the ticket does not keep it
         self._settled = True
 
-    def _judge(self, number: int, where: int) -> BaseException | None:
-        what = self.what
+    def _judge(self, outcome: Outcome) -> BaseException | None:
+        what, number, where = self.what, outcome.error, outcome.where
+        if outcome.lost:
+            text = (
+                f"{os.strerror(number)}: the I/O engine failed during a {what.op} of {what.nbytes} bytes, and the kernel "
+                "has not given their memory back. It is kept until the process ends; do not use this tensor again, "
+                "close the Engine and make a new one"
+            )
+            return TransferError(number, text, what.path, op=what.op, offset=where, nbytes=what.nbytes)
         if number == END_OF_FILE:
-            text = f"the file ends at {where}, {what.nbytes} bytes were to be read from offset {what.offset}"
-            return EndOfFileError(errno.ENODATA, text, what.path, op=what.op, offset=where, nbytes=what.nbytes)
+            end = self.end_before(where)
+            return EndOfFileError.at(end, what.path, offset=what.offset, where=where, nbytes=what.nbytes)
         if number:
             return TransferError.of(number, what.path, op=what.op, offset=where, nbytes=what.nbytes)
         try:

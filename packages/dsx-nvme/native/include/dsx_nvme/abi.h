@@ -1,5 +1,5 @@
-// The kernel's interfaces as this package needs them: io_uring, native aio, statx. Declared here, not included from kernel
-// headers, so that one source builds against any C library and the running kernel alone decides what is used.
+// The kernel's interfaces as this package needs them: io_uring, native aio, statx. Declared here, not included from
+// kernel headers, so that one source builds against any C library and the running kernel alone decides what is used.
 #pragma once
 
 #include <cstdint>
@@ -73,7 +73,9 @@ constexpr uint64_t kOffSqRing = 0, kOffSqes = 0x10000000;
 // The same numbers on every architecture that has them since Linux 5.1.
 constexpr long kSysUringSetup = 425, kSysUringEnter = 426, kSysUringRegister = 427;
 
-inline int uring_setup(unsigned entries, UringParams* p) { return static_cast<int>(syscall(kSysUringSetup, entries, p)); }
+inline int uring_setup(unsigned entries, UringParams* p) {
+    return static_cast<int>(syscall(kSysUringSetup, entries, p));
+}
 inline int uring_enter(int fd, unsigned submit, unsigned min_complete, unsigned flags) {
     return static_cast<int>(syscall(kSysUringEnter, fd, submit, min_complete, flags, nullptr, 0));
 }
@@ -104,7 +106,9 @@ using AioContext = unsigned long;
 
 inline int io_setup(unsigned count, AioContext* c) { return static_cast<int>(syscall(SYS_io_setup, count, c)); }
 inline int io_destroy(AioContext c) { return static_cast<int>(syscall(SYS_io_destroy, c)); }
-inline int io_submit(AioContext c, long count, Iocb** list) { return static_cast<int>(syscall(SYS_io_submit, c, count, list)); }
+inline int io_submit(AioContext c, long count, Iocb** list) {
+    return static_cast<int>(syscall(SYS_io_submit, c, count, list));
+}
 inline int io_getevents(AioContext c, long least, long most, IoEvent* events, void* timeout) {
     return static_cast<int>(syscall(SYS_io_getevents, c, least, most, events, timeout));
 }

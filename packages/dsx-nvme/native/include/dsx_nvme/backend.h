@@ -21,9 +21,12 @@ class Backend {
     virtual unsigned depth() const = 0;  // submissions it can hold
     // Queue what is left of a chunk. There is room: at most depth() are with the backend.
     virtual void prepare(Chunk& chunk) = 0;
-    // Hand what is queued to the kernel; wait until `least` completions are in `done` (those of earlier calls count) or a wake-up
-    // is there. `least` 0 only submits.
+    // Hand what is queued to the kernel; wait until `least` completions are in `done` (those of earlier calls count)
+    // or a wake-up is there. `least` 0 only submits.
     virtual void submit(unsigned least, std::vector<Completion>& done) = 0;
+    // After a failure: gives back what was never submitted (-ECANCELED) and waits at most `seconds` for what the
+    // kernel holds. Does not throw. Chunks that are not in `done` afterwards are still with the kernel.
+    virtual void drain(double seconds, std::vector<Completion>& done) = 0;
     // Returns the errno of a refusal, 0 otherwise. `nbytes` 0 or fd -1 empties the slot.
     virtual int set_buffer(unsigned slot, char* memory, uint64_t nbytes) = 0;
     virtual int set_file(unsigned slot, int fd) = 0;

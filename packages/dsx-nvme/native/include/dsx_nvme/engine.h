@@ -1,11 +1,15 @@
 // Moves bytes between memory and files: requests in, blocks to the kernel, every completion's result looked at.
 //
-// A request is cut into at most three spans: an aligned body that goes past the page cache (O_DIRECT), and an unaligned
-// head and tail that go through it. Bodies begin and end on page boundaries, so that no page is ever written both ways.
-// Spans are cut into blocks, blocks are handed to workers. A worker owns one ring (or aio context, or nothing: then it
-// calls pread and pwrite itself) and keeps it full. Memory that the device cannot reach goes through a worker's own bounce
-// buffers. What the kernel moved only in part is submitted again; the first error of a request ends it, once
-// everything the kernel still holds of it has come back.
+// A request is cut into at most three spans: an aligned body that goes past the page cache (O_DIRECT), and an
+// unaligned head and tail that go through it. Bodies begin and end on page boundaries, so that no page is ever
+// written both ways. Spans are cut into blocks, blocks are handed to workers. A worker owns one ring (or aio context,
+// or nothing: then it calls pread and pwrite itself) and keeps it full. Memory that the device cannot reach goes
+// through a worker's own bounce buffers. What the kernel moved only in part is submitted again; the first error of a
+// request ends it, once everything the kernel still holds of it has come back.
+//
+// A request never finishes while the kernel may still work on its memory. One exception: a worker whose ring failed
+// waits a limited time for its blocks and then reports the rest as lost (`Outcome::lost`); that memory must never be
+// freed.
 #pragma once
 
 #include <atomic>
@@ -29,6 +33,7 @@ struct Options {
     unsigned workers = 1;
     bool single_submit = false;  // one system call per submission
     bool overlap = true;         // false: a full queue is reaped a quarter at a time
+    double drain_seconds = 10;   // how long a worker whose ring failed waits for what the kernel holds
 };
 
 struct Transfer {
@@ -48,6 +53,7 @@ struct Outcome {
     uint64_t moved = 0;
     int error = 0;  // errno of the first failure; kEndOfFile when the file ended early
     uint64_t error_offset = 0;
+    bool lost = false;  // the engine failed and the kernel may still work on the memory: keep it for ever
 };
 constexpr int kEndOfFile = -1;
 
@@ -87,9 +93,12 @@ struct Request {
     Outcome outcome;
 };
 
+enum class Stage : uint8_t { idle, claimed, with_backend };
+
 // A block on its way. Belongs to one worker.
 struct Chunk {
     Request* request = nullptr;
+    Stage stage = Stage::idle;
     char* user = nullptr;
     char* io = nullptr;  // what the kernel sees: `user`, or a bounce buffer
     uint64_t offset = 0;
@@ -100,8 +109,9 @@ struct Chunk {
 };
 
 struct Statistics {
-    std::atomic<uint64_t> bytes_read{0}, bytes_written{0}, direct_bytes{0}, bounced_bytes{0}, requests{0}, submissions{0},
-        retries{0}, partial{0}, direct_refused{0}, registered_buffers{0}, registered_files{0}, fixed_submissions{0};
+    std::atomic<uint64_t> bytes_read{0}, bytes_written{0}, direct_bytes{0}, bounced_bytes{0};
+    std::atomic<uint64_t> requests{0}, submissions{0}, retries{0}, partial{0}, direct_refused{0};
+    std::atomic<uint64_t> registered_buffers{0}, registered_files{0}, fixed_submissions{0};
 };
 
 // Memory or a file announced in advance. Workers notice a changed version and tell their ring.
@@ -132,9 +142,11 @@ class Engine {
     int add_file(int fd);
     void drop_file(int slot);
 
-    // For tests: the results of the next completions. 0 leaves one alone, a negative errno replaces it, a positive number
-    // cuts it short.
-    void plant(const std::vector<int64_t>& results);
+    // For tests: the results of the next completions. 0 leaves one alone, a negative errno replaces it, a positive
+    // number cuts it short.
+    void inject_results(const std::vector<int64_t>& results);
+    // For tests: the next worker that comes back from the kernel fails with this errno.
+    void inject_failure(int error, double drain_seconds);
 
     const Options& options() const { return options_; }
     const Statistics& statistics() const { return statistics_; }
@@ -144,8 +156,10 @@ class Engine {
     friend class Worker;
     bool claim(Chunk& chunk, bool may_bounce);  // under the lock
     void finish(std::vector<Chunk*>& chunks);
-    void fail_everything(int error);
-    int64_t planted(int64_t result);
+    void stop_handing_out(int error);
+    void fail_block(const Chunk& chunk, int error);  // under the lock
+    void lose(const std::vector<Chunk*>& chunks, int error);
+    int64_t injected(int64_t result);
     int occupy(std::vector<Region>& table, const Region& region);
     void vacate(std::vector<Region>& table, int slot);
     void wake_all();
@@ -163,8 +177,9 @@ class Engine {
     std::vector<Region> buffers_, files_;
     uint64_t version_ = 1;  // of the two tables
     std::string refused_;
-    std::deque<int64_t> planted_;
-    std::atomic<bool> has_planted_{false};
+    std::deque<int64_t> injected_;
+    std::atomic<bool> has_injected_{false};
+    std::atomic<int> injected_failure_{0};
     std::vector<std::unique_ptr<Worker>> workers_;
 };
 

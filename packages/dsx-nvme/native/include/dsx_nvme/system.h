@@ -11,6 +11,9 @@ namespace dsx_nvme {
 std::pair<uint32_t, uint32_t> direct_alignment(int fd);
 // Reserves blocks and extends the file; returns an errno, 0 when done.
 int reserve(int fd, uint64_t offset, uint64_t nbytes);
+// Gives the blocks of a range back to the file system; the range reads as zeros, the file keeps its size. Returns an
+// errno.
+int punch(int fd, uint64_t offset, uint64_t nbytes);
 // zlib's crc32.
 uint32_t crc32(uint32_t seed, const void* data, size_t nbytes);
 

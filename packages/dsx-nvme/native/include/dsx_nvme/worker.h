@@ -24,9 +24,10 @@ class Worker {
     bool gather();
     void issue();
     void complete(const Completion& completion);
-    bool again(Chunk& chunk, int64_t result);
-    void over_plain(Chunk& chunk);
+    bool needs_resubmit(Chunk& chunk, int64_t result);
+    void fall_back_to_buffered(Chunk& chunk);
     void retire(Chunk& chunk);
+    bool wind_up(int error);
     void make_bounces();
     void update_tables(const std::vector<Region>& buffers, const std::vector<Region>& files);
     int slot_of(const Chunk& chunk) const;

@@ -1,0 +1,57 @@
+"""JSON from files that may be damaged or hostile: refuses what Python's parser accepts and no writer of ours makes.
+
+Refused are two values under one key (the last would win), numbers that are no JSON (NaN), and nesting too deep for the
+parser. Fields are checked by type: `True` is no number here, and 4.0 no size.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+__all__ = ["LARGEST", "parse", "shape", "size", "table"]
+
+LARGEST = (1 << 63) - 1  # bytes or elements
+MAX_DIMENSIONS = 64
+
+
+def parse(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def table(value: Any, what: str) -> dict[str, Any]:
+    """`value`, if it is an object. Raises ValueError."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{what}: expected an object, got {type(value).__name__}")
+    return value
+
+
+def size(value: Any, what: str) -> int:
+    """`value`, if it is a number of bytes or elements. Raises ValueError."""
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise ValueError(f"{what}: expected a whole number from 0 to {LARGEST}, got {value!r:.40}")
+    return value
+
+
+def shape(value: Any, what: str) -> tuple[int, ...]:
+    """`value` as a shape, if it is a list of sizes. Raises ValueError."""
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        raise ValueError(f"{what}: expected a list of at most {MAX_DIMENSIONS} sizes, got {value!r:.40}")
+    return tuple(size(item, what) for item in value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"two values for {twice!r:.40}")
+    return found
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(f"{word} is not JSON")
