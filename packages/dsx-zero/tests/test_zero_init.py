@@ -135,21 +135,6 @@ def test_one_process_and_refusals():
         dsx_zero.Init(nonsense=1)
 
 
-def test_init_needs_stage_3_and_a_model_is_sharded_once():
-    def work(rank, world):
-        import dsx_zero
-
-        with dsx_zero.Init():
-            model = Net()
-        with pytest.raises(dsx_zero.ZeroModelError, match="Init, which needs stage 3"):
-            dsx_zero.shard(model, sgd, stage=2)
-        dsx_zero.shard(model, sgd, stage=3, config=EXACT)
-        with pytest.raises(dsx_zero.ZeroModelError, match="partitioned already"):
-            dsx_zero.shard(model, sgd, stage=3, config=EXACT)
-
-    run_ranks(work, 2)
-
-
 def test_leaf_modules_and_tiles_are_units_of_their_own():
     import dsx_zero
     from dsx_zero.units import find_parameters, plan_units

@@ -52,6 +52,7 @@ from .order import ScheduleDivergence
 from .partitioned import PartitionedParameter, PartitionedParameterError
 from .precision import Precision
 from .reduction import Reduction
+from .resharding import release_model
 from .slices import ParamSlice, Reader
 from .tiled import TiledLinear, TiledLinearReturnBias
 from .uneven import uneven_forwards
@@ -107,6 +108,7 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "release_model",
     "shard",
     "uneven_forwards",
     "unit_index",

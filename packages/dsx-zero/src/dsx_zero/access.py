@@ -18,6 +18,7 @@ import torch
 
 from .errors import ZeroStateError
 from .layout import LocalSlice
+from .restored import current_parameter
 
 if TYPE_CHECKING:
     from .flat import FlatGroup
@@ -144,7 +145,7 @@ def _resolve(parameter: Parameter, optimizer: ZeroOptimizer | None) -> tuple[Zer
                 f"{parameter!r}: a name alone does not say which model; pass optimizer= or the parameter object"
             )
         return optimizer, optimizer.first_name(parameter)
-    found = OWNERS.find(parameter)
+    found = OWNERS.find(current_parameter(parameter))
     if found is None:
         raise ZeroStateError(
             "the tensor is not a parameter of a model sharded by dsx_zero.shard (take it from model.named_parameters())"

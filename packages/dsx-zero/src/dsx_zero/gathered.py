@@ -19,6 +19,7 @@ from .external import register_external_parameter
 from .init import InitParameter
 from .partitioned import PartitionedParameter
 from .partitioned_unit import UnitParameter
+from .restored import current_parameter
 
 __all__ = ["GatheredParameters", "UnownedEditError"]
 
@@ -129,7 +130,7 @@ class GatheredParameters:
 
 def _flatten(params: Any) -> Iterator[torch.Tensor]:
     if isinstance(params, torch.Tensor):
-        yield params
+        yield current_parameter(params)
     elif isinstance(params, nn.Module):
         yield from params.parameters()
     elif isinstance(params, Iterable):

@@ -9,18 +9,32 @@ Only members make a group, so that disjoint sets of ranks may shard models at th
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import dsx_comm
+from dsx_comm.discovery import discover
 
-__all__ = ["LentGroups"]
+__all__ = ["LentGroups", "join_launched_ranks"]
 
 _IDLE: WeakKeyDictionary[Any, dict[tuple[str, int], Any]] = WeakKeyDictionary()
 """By the user's group: what was handed back, by backend and a number that is the same on all ranks."""
 
 _MADE: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """How many groups were made beside the user's group."""
+
+
+def join_launched_ranks() -> None:
+    """Make the default process group if a launcher started this process as one of several ranks and there is none yet.
+
+    Without it each rank would work for itself: a model that was meant to be divided would be whole everywhere, and train alone.
+    """
+    if dsx_comm.is_initialized():
+        return
+    found = discover(os.environ)
+    if found is not None and found.world_size > 1:
+        dsx_comm.init_distributed()
 
 
 class LentGroups:

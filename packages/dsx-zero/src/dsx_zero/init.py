@@ -3,7 +3,10 @@
 Inside the context a module's parameters stay ordinary until the module is put into its parent; then its constructor is done, so
 they are partitioned (rank 0's values, one parameter at a time) and the whole tensors go. What no parent takes, the root, is
 partitioned when the context ends. Random numbers are drawn exactly as without ``Init``: the same seed gives the same model.
-``dsx_zero.shard(stage=3)`` later moves the values into units.
+``dsx_zero.shard(stage=3)`` later moves the values into units; below stage 3 it makes the parameters whole again. In between the model
+can be converted as any other (``model.to(torch.bfloat16)``).
+
+Where a launcher started this process as one of several and no process group exists yet, ``Init`` makes the default one.
 
 Only torch's registration hooks are used; no class or function of torch is replaced.
 It leaves out homes other than the device (``remote_device``) and quantised parameters.
@@ -24,6 +27,7 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from .errors import ZeroConfigError
+from .groups import join_launched_ranks
 from .layout import FlatLayout
 from .partitioned import PartitionedParameter
 from .whole import read_whole, write_whole
@@ -34,15 +38,22 @@ __all__ = ["Init", "InitParameter"]
 class InitParameter:
     """The ``ParameterSource`` of a parameter that is partitioned but not yet in a unit."""
 
-    def __init__(self, name: str, value: torch.Tensor, *, rank: int, world_size: int, process_group: Any) -> None:
+    def __init__(self, name: str, layout: FlatLayout, shard: torch.Tensor, *, rank: int, process_group: Any) -> None:
         self.name, self.rank, self._process_group = name, rank, process_group
-        self.layout = FlatLayout.build(
-            [(name, tuple(value.shape))], world_size=world_size, itemsize=value.element_size()
-        )
-        self.shard = torch.zeros(self.layout.shard_numel, dtype=value.dtype, device=value.device)
+        self.layout, self.shard = layout, shard
         self.master: torch.Tensor | None = None
         self._opened: torch.Tensor | None = None
-        write_whole(self, name, value, process_group)
+
+    @classmethod
+    def divide(
+        cls, name: str, value: torch.Tensor, *, rank: int, world_size: int, process_group: Any
+    ) -> InitParameter:
+        """Keep this rank's part of rank 0's ``value`` (collective)."""
+        layout = FlatLayout.build([(name, tuple(value.shape))], world_size=world_size, itemsize=value.element_size())
+        shard = torch.zeros(layout.shard_numel, dtype=value.dtype, device=value.device)
+        made = cls(name, layout, shard, rank=rank, process_group=process_group)
+        write_whole(made, name, value, process_group)
+        return made
 
     def local_shard(self) -> torch.Tensor:
         part = self.layout.local_slice(self.name, self.rank)
@@ -67,6 +78,21 @@ class InitParameter:
 
     def set_requires_grad(self, value: bool) -> str | None:
         return None  # before `shard` nothing depends on it
+
+    def gradient(self) -> torch.Tensor | None:
+        return None
+
+    def set_gradient(self, value: torch.Tensor | None) -> bool:
+        return value is None
+
+    def leaf(self) -> torch.Tensor | None:
+        return None
+
+    def converted(self, dtype: torch.dtype, device: torch.device) -> InitParameter | None:
+        if self._opened is not None:
+            return None  # what is gathered for editing must not lose its shard
+        shard = self.shard.to(device=device, dtype=dtype)
+        return InitParameter(self.name, self.layout, shard, rank=self.rank, process_group=self._process_group)
 
     def open(self) -> torch.Tensor:
         """Gather the whole parameter for reading and writing (collective)."""
@@ -120,6 +146,8 @@ class Init:
             data_parallel_group = mpu.get_data_parallel_group()
         self._group = data_parallel_group
         self._dtype = dtype or _dtype_of(config if config is not None else config_dict_or_path)
+        if enabled:
+            join_launched_ranks()
         there = dsx_comm.is_initialized()
         self._rank = dsx_comm.get_rank(self._group) if there else 0
         self._world_size = dsx_comm.get_world_size(self._group) if there else 1
@@ -173,7 +201,7 @@ class Init:
         if self._world_size == 1 or value.numel() == 0:
             parameter.data = value
             return
-        source = InitParameter(
+        source = InitParameter.divide(
             f"{type(owner).__name__}.{name}",
             value.contiguous(),
             rank=self._rank,

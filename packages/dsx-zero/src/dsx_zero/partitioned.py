@@ -1,7 +1,7 @@
 """A parameter whose values lie spread over the ranks, as its user sees it between uses.
 
 ``PartitionedParameter`` is a wrapper tensor: shape, dtype, device and ``requires_grad`` are the logical ones, and it holds
-no values. What an operation on it does is one of five things, decided by looking the operation up:
+no values. What an operation on it does is one of six things, decided by looking the operation up:
 
 1. facts (``shape``, ``numel()``, ``dtype``, ``hash`` ...) are answered;
 2. factories (``zeros_like(p)``, ``p.new_empty(...)``) make plain tensors;
@@ -9,7 +9,10 @@ no values. What an operation on it does is one of five things, decided by lookin
    ranks together, rank 0's result is everybody's, and each rank keeps its shard;
 4. an operation inside a running forward (a weight read from another module) gathers the unit for as long as that forward
    runs, if the source can do that;
-5. everything else, native access included (``data_ptr``, ``numpy``, pickling ...), raises ``PartitionedParameterError``
+5. conversions of the whole module (``model.to(...)``, ``model.half()``) convert this rank's shard, as long as the model is not
+   sharded; those that change nothing give the parameter itself at any time. Views (``p.data[3]``) are wrappers, too, and lead writes
+   to the parameter;
+6. everything else, native access included (``data_ptr``, ``numpy``, pickling ...), raises ``PartitionedParameterError``
    with the parameter's name and the way to its values. It never yields an empty tensor.
 
 Where the values come from is the ``ParameterSource``'s affair; this file moves no bytes.
@@ -17,13 +20,17 @@ Where the values come from is the ``ParameterSource``'s affair; this file moves 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from .conversions import CONVERSIONS, conversion_target
 from .errors import ZeroStateError
+from .partitioned_view import VIEWS, ViewSource, find_views
+from .tensor_kinds import FACTORIES, FACTS, NOT_WRITES, is_write, stand_in
 
 
 class PartitionedParameterError(ZeroStateError):
@@ -62,64 +69,27 @@ class ParameterSource(Protocol):
         """Freeze the parameter or let it train; the reason, if that cannot be."""
         ...
 
+    def gradient(self) -> torch.Tensor | None:
+        """What ``.grad`` is."""
+        ...
 
-def _getters(*names: str) -> set[Callable]:
-    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+    def set_gradient(self, value: torch.Tensor | None) -> bool:
+        """Set or clear ``.grad``; False if that cannot be."""
+        ...
+
+    def leaf(self) -> torch.Tensor | None:
+        """The tensor that backward gives this rank's gradient, to put hooks on; None before the model is sharded."""
+        ...
+
+    def converted(self, dtype: torch.dtype, device: torch.device) -> ParameterSource | None:
+        """A source of the same values in another dtype or on another device (no communication); None where these are fixed."""
+        ...
 
 
-def _methods(*names: str) -> set[Callable]:
-    return {getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name)}
-
-
-_FACTS: frozenset[Callable] = frozenset(
-    _getters(
-        *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "names", "itemsize"),
-        *("nbytes", "is_cpu", "is_cuda", "is_xpu", "is_mps", "is_meta", "is_mkldnn", "is_sparse", "is_sparse_csr"),
-        *(
-            "is_quantized",
-            "is_nested",
-            "output_nr",
-            "_version",
-            "_backward_hooks",
-            "grad",
-            "is_ipu",
-            "is_maia",
-            "is_mtia",
-        ),
-        *("is_vulkan", "is_hpu", "_is_param", "_post_accumulate_grad_hooks", "retains_grad", "_base", "grad_dtype"),
-    )
-    | _methods(
-        *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size", "get_device"),
-        *("is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "is_same_size"),
-        *("__hash__", "__len__", "_is_view", "dim_order", "is_distributed", "storage_offset"),
-    )
-    | {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, torch.is_signed, torch.is_inference}
+_ALIASES: frozenset[Callable] = frozenset(
+    {torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 )
-
-_FACTORIES: frozenset[Callable] = frozenset(
-    _methods("new", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
-    | {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like}
-    | {torch.randint_like, torch.result_type, torch.promote_types, torch.can_cast}
-)
-
-_ALIASES: frozenset[Callable] = frozenset(_methods("detach", "detach_") | {torch.detach} | _getters("data"))
-
-# In-place by name but no change of values; or of a kind that a shard cannot follow (metadata, storage).
-_NOT_WRITES = frozenset(
-    {"detach_", "requires_grad_", "resize_", "resize_as_", "rename_", "set_", "share_memory_", "squeeze_", "unsqueeze_"}
-    | {"t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_", "retain_grad", "sparse_resize_", "apply_", "map_"}
-)
-_OPERATOR_WRITES = frozenset(
-    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
-    | {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
-)
-
-
-def _is_write(func: Callable) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in _OPERATOR_WRITES:
-        return True
-    return name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITES
+_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 class PartitionedParameter(torch.Tensor):
@@ -137,9 +107,10 @@ class PartitionedParameter(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
         requires_grad: bool,
+        strides: tuple[int, ...] | None = None,
     ) -> PartitionedParameter:
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+            cls, shape, strides, dtype=dtype, device=device, requires_grad=requires_grad
         )
         self._source = source
         return self
@@ -152,6 +123,7 @@ class PartitionedParameter(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
         requires_grad: bool,
+        strides: tuple[int, ...] | None = None,
     ) -> None:
         """Everything is set in ``__new__``, as for all tensors."""
 
@@ -177,8 +149,12 @@ class PartitionedParameter(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        """Refused: the copy would need an owner of its own for every shard."""
-        raise self._refusal("copied with deepcopy")
+        """Refused: a copy has whole parameters, so all ranks have to gather them for it."""
+        raise PartitionedParameterError(
+            f"parameter '{self._source.name}' (shape {tuple(self.shape)}, {self.dtype}) is partitioned over the ranks and cannot be "
+            "copied with deepcopy: this rank does not have its values. Copy the model before it is sharded, or on every rank inside "
+            "`with dsx_zero.GatheredParameters(model.parameters()):`, which gives an ordinary model with whole parameters."
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: a pickle would hold one rank's shard and no way back."""
@@ -192,18 +168,31 @@ class PartitionedParameter(torch.Tensor):
             "`with dsx_zero.GatheredParameters([p], modifier_rank=0):`; save a model with its checkpoint function."
         )
 
+    def _conversion_refusal(self, what: str) -> PartitionedParameterError:
+        return PartitionedParameterError(
+            f"parameter '{self._source.name}' ({self.dtype}, {self.device}) is partitioned over the ranks and cannot be converted with "
+            f"{what}(): the optimizer of a sharded model works with its dtype and device, and outside of a forward no gradient would "
+            "reach it. Convert the model before it is sharded; convert a copy of the values with p.full_tensor() (on every rank)."
+        )
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The five ways of the module's text."""
+        """The six ways of the module's text."""
         kwargs = kwargs or {}
-        if func in _FACTS:
+        if func == _GRAD:
+            return args[0]._source.gradient()
+        if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _FACTORIES:
-            args, kwargs = tree_map_only(cls, _stand_in, (args, kwargs))
+        if func in FACTORIES:
+            args, kwargs = tree_map_only(cls, stand_in, (args, kwargs))
             return func(*args, **kwargs)
         if func in _ALIASES:
             return _alias(args[0])
+        if func in CONVERSIONS:
+            return _convert(func, args, kwargs)
+        if func in VIEWS:
+            return _view(func, args, kwargs)
         setter = _SETTERS.get(func)
         if setter is not None:
             return setter(*args)
@@ -211,7 +200,7 @@ class PartitionedParameter(torch.Tensor):
         if isinstance(target, cls):
             rest = {key: value for key, value in kwargs.items() if key != "out"}
             return _write(target, lambda whole: func(*args, **rest, out=whole))
-        if _is_write(func):
+        if is_write(func):
             written = _written(args, kwargs)
             if written is not None:
                 return _write_with(written, func, args, kwargs)
@@ -229,11 +218,6 @@ def _first(args: Any, kwargs: Any) -> PartitionedParameter:
     found: list[PartitionedParameter] = []
     tree_map_only(PartitionedParameter, found.append, (args, kwargs))
     return found[0]
-
-
-def _stand_in(param: PartitionedParameter) -> torch.Tensor:
-    """A tensor with the logical facts that takes the memory of one element."""
-    return torch.empty((), dtype=param.dtype, device=param.device).expand(param.shape)
 
 
 def _alias(param: PartitionedParameter) -> PartitionedParameter:
@@ -293,14 +277,14 @@ def _write_with_whole(target: PartitionedParameter, func: Callable, args: Any, k
 def _compute(func: Callable, args: Any, kwargs: Any) -> Any:
     """An operation that reads values: possible inside a forward, refused by name elsewhere."""
     what = getattr(func, "__name__", str(func))
-    if what in _NOT_WRITES or what in {"register_hook", "register_post_accumulate_grad_hook", "to", "cuda", "cpu"}:
+    if what in NOT_WRITES:
         raise _first(args, kwargs)._refusal(f"treated with {what}()")
     borrowed: list[ParameterSource] = []
 
     def plain(partitioned: PartitionedParameter) -> torch.Tensor:
         tensor = partitioned._source.borrow()
         if tensor is None:
-            raise partitioned._refusal(f"used by {what}()")
+            raise partitioned._conversion_refusal(what) if func in CONVERSIONS else partitioned._refusal(f"used by {what}()")
         borrowed.append(partitioned._source)
         return tensor if partitioned.requires_grad else tensor.detach()
 
@@ -311,7 +295,56 @@ def _compute(func: Callable, args: Any, kwargs: Any) -> Any:
     return output
 
 
+def _view(func: Callable, args: Any, kwargs: Any) -> Any:
+    """A part of the parameter, which leads writes to it; inside a forward a part of the gathered parameter."""
+    param = args[0] if args else None
+    if not isinstance(param, PartitionedParameter) or param._source.borrow() is not None:
+        return _compute(func, args, kwargs)
+    differentiable = torch.is_grad_enabled() and param.requires_grad
+    found = None if differentiable else find_views(func, param, args[1:], kwargs)
+    if found is None:
+        return _compute(func, args, kwargs)
+    parts = [
+        PartitionedParameter(
+            ViewSource(param._source, cut),
+            made.shape,
+            dtype=param.dtype,
+            device=param.device,
+            requires_grad=False,
+            strides=made.stride(),
+        )
+        for made, cut in found[0]
+    ]
+    return parts if found[1] else parts[0]
+
+
+def _convert(func: Callable, args: Any, kwargs: Any) -> Any:
+    """A conversion of dtype or device: of this rank's shard, or inside a forward of the gathered parameter."""
+    param = args[0]
+    rest, options = tree_map_only(PartitionedParameter, stand_in, (tuple(args[1:]), kwargs))
+    if func is torch.Tensor.type and not rest and "dtype" not in options:
+        return stand_in(param).type()  # a question, not a conversion
+    if not isinstance(param, PartitionedParameter):  # `x.to(p)` asks for p's dtype and device only
+        return func(param, *rest, **options)
+    dtype, device = conversion_target(func, rest, options, dtype=param.dtype, device=param.device)
+    if (dtype, device) == (param.dtype, param.device) and not options.get("copy"):
+        return param
+    differentiable = torch.is_grad_enabled() and param.requires_grad
+    source = None if differentiable else param._source.converted(dtype, device)
+    if source is not None:
+        return PartitionedParameter(source, param.shape, dtype=dtype, device=device, requires_grad=False)
+    return _compute(func, args, kwargs)
+
+
 def _set_data(param: PartitionedParameter, value: torch.Tensor) -> None:
+    if isinstance(value, PartitionedParameter) and param._source.converted(param.dtype, param.device) is not None:
+        # Before the model is sharded: what `model.to(...)` does with the result of a conversion. The object stays the same one.
+        if value.shape != param.shape:
+            raise param._refusal(f"given other data (got {tuple(value.shape)} {value.dtype})")
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(param, _alias(value))  # type: ignore[attr-defined]
+        param._source = value._source
+        return
     if value.shape != param.shape or value.dtype != param.dtype:
         raise param._refusal(f"given other data (got {tuple(value.shape)} {value.dtype})")
     if isinstance(value, PartitionedParameter):
@@ -322,9 +355,38 @@ def _set_data(param: PartitionedParameter, value: torch.Tensor) -> None:
         param._source.write(lambda whole: whole.copy_(value))
 
 
-def _set_grad(param: PartitionedParameter, value: torch.Tensor | None) -> None:
-    if value is not None:
-        raise param._refusal("given a .grad of its own (set_full_grad writes gradients)")
+def _set_grad(param: PartitionedParameter, value: torch.Tensor | None = None) -> None:
+    if not param._source.set_gradient(value):
+        raise PartitionedParameterError(
+            f"parameter '{param._source.name}' cannot be given a .grad: the model is not sharded yet; call dsx_zero.shard first"
+        )
+
+
+def _register_hook(param: PartitionedParameter, hook: Callable[[torch.Tensor], Any]) -> Any:
+    return _leaf(param, "register_hook").register_hook(hook)
+
+
+def _register_accumulate_hook(param: PartitionedParameter, hook: Callable[[torch.Tensor], Any]) -> Any:
+    # The hook gets the parameter that its owner knows: the plain one has no memory once its unit is freed. Weakly, because Python's
+    # collector does not see what a tensor's hooks hold.
+    known = weakref.ref(param)
+
+    def call(plain: torch.Tensor) -> None:
+        face = known()
+        if face is not None:
+            hook(face)
+
+    return _leaf(param, "register_post_accumulate_grad_hook").register_post_accumulate_grad_hook(call)
+
+
+def _leaf(param: PartitionedParameter, what: str) -> torch.Tensor:
+    leaf = param._source.leaf()
+    if leaf is None:
+        raise PartitionedParameterError(
+            f"parameter '{param._source.name}' cannot be treated with {what}(): the model is not sharded yet, and its gradients will arrive "
+            "elsewhere; call dsx_zero.shard first"
+        )
+    return leaf
 
 
 def _set_requires_grad(param: PartitionedParameter, value: bool = True) -> PartitionedParameter:
@@ -339,7 +401,9 @@ def _set_requires_grad(param: PartitionedParameter, value: bool = True) -> Parti
 _SETTERS: dict[Any, Callable] = {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__delete__: lambda param: None,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__delete__: _set_grad,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad_: _set_requires_grad,
+    torch.Tensor.register_hook: _register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook: _register_accumulate_hook,
 }

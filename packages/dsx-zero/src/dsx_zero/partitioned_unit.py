@@ -24,7 +24,7 @@ from .storage import GatheredStorage
 from .units import GroupPlan, ParameterInfo, UnitPlan
 from .whole import read_whole, write_whole
 
-__all__ = ["PartitionedUnit", "Place", "UnitState"]
+__all__ = ["PartitionedUnit", "Place", "UnitState", "is_partitioned"]
 
 
 class UnitState(Enum):
@@ -105,6 +105,19 @@ class UnitParameter:
         self.plain.requires_grad_(value)
         return None
 
+    def gradient(self) -> torch.Tensor | None:
+        return self.plain.grad
+
+    def set_gradient(self, value: torch.Tensor | None) -> bool:
+        self.plain.grad = value
+        return True
+
+    def leaf(self) -> torch.Tensor | None:
+        return self.plain
+
+    def converted(self, dtype: torch.dtype, device: torch.device) -> None:
+        return None  # the optimizer works with the shards as they are
+
 
 class Lender:
     """Gathers a unit for an operation outside its own modules (implemented by ``Residency``)."""
@@ -138,6 +151,11 @@ class PartitionedGroup(FlatGroup):
         )
 
 
+def is_partitioned(group: FlatGroup) -> bool:
+    """Whether the group's parameters have memory only while they are in use."""
+    return isinstance(group, PartitionedGroup)
+
+
 class PartitionedUnit:
     """See the module's text. ``lender`` serves operations on its parameters from outside its modules, shards lie in ``memory``."""
 
@@ -161,7 +179,6 @@ class PartitionedUnit:
         )
         self.lender = lender
         self._places: list[Place] = []
-        self.swapped_in = False
 
     @property
     def index(self) -> int:
@@ -190,42 +207,49 @@ class PartitionedUnit:
         return plain_of
 
     def _adopt_one(self, model: nn.Module, group: FlatGroup, index: int, info: ParameterInfo) -> torch.Tensor:
-        source = UnitParameter(info.name, self, group)
+        original = model.get_parameter(info.name)
         plain = group.parameters[index]
-        partitioned = PartitionedParameter(
-            source, info.shape, dtype=info.dtype, device=info.device, requires_grad=plain.requires_grad
-        )
-        original: torch.Tensor | None = None
-        for name in (info.name, *info.aliases):
-            path, _, attribute = name.rpartition(".")
-            module = model.get_submodule(path)
-            original = module._parameters[attribute] if original is None else original
-            module._parameters[attribute] = partitioned  # type: ignore[assignment]
-            self._places.append(Place(module, attribute, plain, partitioned))
-        if original is None:
-            raise RuntimeError(f"parameter {info.name} has no place in the model")
-        for face in (plain, partitioned):
-            vars(face).update({k: v for k, v in vars(original).items() if k not in ("_source", "_is_param")})
+        attributes = {k: v for k, v in vars(original).items() if k not in ("_source", "_is_param")}
         with torch.no_grad():
             whole = original.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
             write_whole(group, info.name, whole, self.process_group)
-        if isinstance(original, PartitionedParameter):
-            original._source = source  # who still has the parameter of `Init` has this one; its shard goes
+        partitioned = self._face(original, UnitParameter(info.name, self, group), info, plain.requires_grad)
+        for face in (plain, partitioned):
+            vars(face).update(attributes)
+        for name in (info.name, *info.aliases):
+            path, _, attribute = name.rpartition(".")
+            module = model.get_submodule(path)
+            module._parameters[attribute] = partitioned  # type: ignore[assignment]
+            self._places.append(Place(module, attribute, plain, partitioned))
+        return original
+
+    @staticmethod
+    def _face(
+        original: torch.Tensor, source: UnitParameter, info: ParameterInfo, requires_grad: bool
+    ) -> PartitionedParameter:
+        """The partitioned face. One that is there already (from `Init`, or from sharding before) stays, and so whoever kept it has the model's."""
+        if not isinstance(original, PartitionedParameter):
+            return PartitionedParameter(
+                source, info.shape, dtype=info.dtype, device=info.device, requires_grad=requires_grad
+            )
+        original._source = source
+        original.requires_grad_(requires_grad)
         return original
 
     def swap_in(self) -> None:
-        """Let the modules hold the plain parameters. The unit must be gathered."""
-        if not self.swapped_in:
-            for place in self._places:
+        """Let the modules hold the plain parameters. The unit must be gathered.
+
+        A place that holds another tensor keeps it: `torch.func.functional_call` computes with tensors of its caller.
+        """
+        for place in self._places:
+            if place.module._parameters.get(place.attribute) is place.partitioned:
                 place.module._parameters[place.attribute] = place.plain
-            self.swapped_in = True
 
     def swap_out(self) -> None:
         """Let the modules hold the partitioned parameters."""
-        if self.swapped_in:
-            for place in self._places:
+        for place in self._places:
+            if place.module._parameters.get(place.attribute) is place.plain:
                 place.module._parameters[place.attribute] = place.partitioned  # type: ignore[assignment]
-            self.swapped_in = False
 
     def allocate(self) -> None:
         """Take the memory of the gathered parameters."""

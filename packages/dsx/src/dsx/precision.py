@@ -59,6 +59,7 @@ class Precision:
         reduce: what travels between ranks when gradients are averaged.
         master: what the optimizer updates.
         optimizer_state: moments and other states of the optimizer.
+        buffers: floating-point buffers of the module; None: each keeps the dtype it was made with.
         autocast: whether forward runs under ``torch.autocast``.
         safe_modules: classes whose gradients may travel in the compute type under autocast; None: none named.
         cast_inputs: whether floating-point inputs of the model are cast to ``params``.
@@ -71,6 +72,7 @@ class Precision:
     reduce: str = "fp32"
     master: str = "fp32"
     optimizer_state: str = "fp32"
+    buffers: str | None = None
     autocast: bool = False
     safe_modules: tuple[str, ...] | None = None
     cast_inputs: bool = False
@@ -79,6 +81,8 @@ class Precision:
     def __post_init__(self) -> None:
         for role in _ROLES:
             object.__setattr__(self, role, name_of(getattr(self, role)))
+        if self.buffers is not None:
+            object.__setattr__(self, "buffers", name_of(self.buffers))
         problems = precision_problems(self)
         if problems:
             raise PrecisionError("; ".join(problems))
@@ -94,12 +98,18 @@ class Precision:
             raise PrecisionError(f"got the role {role!r}, expected one of {', '.join(_ROLES)}")
         return dtype(getattr(self, role))
 
+    @property
+    def buffer_dtype(self) -> Any:
+        """The ``torch.dtype`` that buffers are cast to; None: they are not."""
+        return None if self.buffers is None else dtype(self.buffers)
+
     def describe(self) -> str:
         """Return one line for the log."""
         autocast = " (torch.autocast)" if self.autocast else ""
+        buffers = "" if self.buffers is None else f"buffers {self.buffers}, "
         scale = "loss scale" if self.needs_loss_scale else "no loss scale"
         return (
-            f"precision: parameters {self.params}, compute {self.compute}{autocast}, gradient accumulation {self.grad_accum}, "
+            f"precision: parameters {self.params}, {buffers}compute {self.compute}{autocast}, gradient accumulation {self.grad_accum}, "
             f"reduction {self.reduce}, master {self.master}, optimizer states {self.optimizer_state}, {scale}"
         )
 
@@ -185,6 +195,7 @@ def resolve_precision(root: Any) -> Precision:
             reduce=reduce or name,
             master=name if low_master else "fp32",
             optimizer_state=name if low_states else "fp32",
+            buffers=root.data_types.buffer_dtype,
             autocast=root.torch_autocast.enabled,
             safe_modules=_safe_modules(root),
             cast_inputs=name == "fp16" and root.fp16.auto_cast,
@@ -195,6 +206,7 @@ def resolve_precision(root: Any) -> Precision:
         compute=compute or "fp32",
         grad_accum=asked or "fp32",
         reduce=reduce or "fp32",
+        buffers=root.data_types.buffer_dtype,
         autocast=compute is not None,
         safe_modules=_safe_modules(root),
         check_overflow=compute == "fp16",

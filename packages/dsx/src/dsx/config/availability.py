@@ -33,7 +33,6 @@ NOT_YET: dict[str, str] = {
     "compression_training": _COMPRESS,
     "curriculum_learning": _DATA,
     "data_efficiency": _DATA,
-    "data_types.buffer_dtype": "separate data types for buffers",
     "datastates_ckpt": "asynchronous checkpoints",
     "disable_python_gc": "control of the garbage collector",
     "elasticity": "elastic batch sizes (dsx)",

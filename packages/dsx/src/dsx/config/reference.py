@@ -62,7 +62,8 @@ _PRECISION = """## Precision
 | `torch_autocast` | fp32 | `dtype` | fp32 | fp32 | fp32 | for float16 |
 | `amp` O1 | fp32 | fp16 | fp32 | fp32 | fp32 | yes |
 
-`data_types.grad_accum_dtype` changes the accumulation, `communication_data_type` the reduction. fp16 and bf16 are not
+`data_types.grad_accum_dtype` changes the accumulation, `communication_data_type` the reduction. Buffers keep the dtype they were
+made with (rotary frequencies would be useless in 16 bits); `data_types.buffer_dtype` casts them. fp16 and bf16 are not
 mixed in one run: neither holds what the other does.
 
 The loss is scaled in backward and gradients are divided by the same scale, in every ZeRO stage and also without ZeRO;

@@ -91,7 +91,7 @@ class DataTypes(Section):
 
     grad_accum_dtype: ShortDtype | None = Field(None, description="gradient accumulation; null: that of the parameters")
     param_dtype: ShortDtype | None = Field(None, description="parameters; null: that of the precision mode")
-    buffer_dtype: ShortDtype | None = Field(None, description="buffers; null: that of the precision mode")
+    buffer_dtype: ShortDtype | None = Field(None, description="floating-point buffers; null: each keeps its own")
 
 
 class ParallelWrite(Section):

@@ -1,0 +1,59 @@
+"""A model that is sharded already is sharded anew: its optimizer is released and its parameters are made ready to be divided again.
+
+What the earlier optimizer knew beyond the parameters (masters of more digits, states) is not carried over: that is what checkpoints are for.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from .access import OWNERS
+from .init import InitParameter
+from .partitioned import PartitionedParameter
+from .partitioned_unit import UnitParameter
+from .registry import forget
+
+__all__ = ["release_model"]
+
+_log = logging.getLogger(__name__)
+
+
+def release_model(model: nn.Module) -> bool:
+    """Release the optimizer that shards `model`, so that the model can be sharded anew. Collective.
+
+    That optimizer cannot step any more, and an engine around it is destroyed; a warning says so. Parameters that are partitioned
+    stay so, under the same objects.
+
+    Returns:
+        Whether there was such an optimizer in use.
+    """
+    owners = {id(found[0]): found[0] for p in model.parameters() if (found := OWNERS.find(p)) is not None}
+    mine = [owner for owner in owners.values() if owner.runtime.model is model and not owner.released]
+    for owner in mine:
+        if owner.runtime.rank == 0:
+            _log.warning(
+                "the model is sharded already: the optimizer (and engine) that shards it at stage %d is released and cannot step any more",
+                owner.runtime.stage,
+            )
+        owner.release()
+    forget(model)
+    for parameter in model.parameters():
+        if isinstance(parameter, PartitionedParameter) and isinstance(parameter.source, UnitParameter):
+            owner = OWNERS.find(parameter)
+            if owner is None or owner[0].released:
+                parameter._source = _apart(parameter.source)
+    return bool(mine)
+
+
+def _apart(source: UnitParameter) -> InitParameter:
+    """The parameter outside of its unit, as `Init` would have made it."""
+    group, unit = source.group, source.unit
+    return InitParameter.divide(
+        source.name,
+        source.full_tensor(),
+        rank=group.rank,
+        world_size=group.layout.world_size,
+        process_group=unit.process_group,
+    )

@@ -1,0 +1,62 @@
+"""Where a model's numbers lie and in which dtype, before its parameters are divided among the ranks.
+
+Parameters get the dtype of the precision mode. Buffers keep theirs (`data_types.buffer_dtype` changes that): they hold what must
+not be rounded, such as the frequencies of rotary embeddings, which are off by whole turns at long positions in 16 bits.
+
+All objects stay the same. Parameters that `zero.Init` has partitioned already are converted as shards, and only if they differ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .utils.logging import logger
+
+__all__ = ["place"]
+
+
+def place(
+    model: nn.Module, *, device: torch.device | None, parameters: torch.dtype | None, buffers: torch.dtype | None
+) -> None:
+    """Move a model and convert what it holds.
+
+    Args:
+        model: the model, changed in place.
+        device: where parameters and buffers go; None: they stay where they are.
+        parameters: dtype of the floating-point parameters and their gradients; None: they keep theirs.
+        buffers: dtype of the floating-point buffers; None: they keep theirs, except where torch cannot compute with them.
+    """
+    if device is not None:
+        model.to(device)
+    if parameters is not None:
+        kept = {id(buffer) for buffer in model.buffers()}
+        # Through the model's own `_apply`, because modules override it to follow (recurrent layers keep flat weights).
+        model._apply(lambda t: t if id(t) in kept or not t.is_floating_point() else t.to(parameters))
+    if buffers is not None:
+        for module in model.modules():
+            _cast_buffers(module, buffers)
+    elif parameters is not None:
+        _fit_batch_norms(model)
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            module._buffers[name] = buffer.to(dtype)
+
+
+def _fit_batch_norms(model: nn.Module) -> None:
+    """On a CPU torch normalises only with statistics of the weights' dtype ("expected scalar type BFloat16 but found Float")."""
+    changed = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.weight is None:
+            continue
+        mean = module.running_mean
+        if mean is not None and mean.device.type == "cpu" and mean.dtype != module.weight.dtype:
+            _cast_buffers(module, module.weight.dtype)
+            changed.append(name)
+    if changed:
+        logger.warning(
+            "the running statistics of %d batch norms (%s ...) are kept in the parameters' dtype: torch needs that on a CPU", len(changed), changed[0]
+        )
