@@ -42,6 +42,7 @@ from .compressed import (
     OneBitLayout,
     codec_status,
     compressed_all_reduce,
+    compressed_allreduce,
     make_hierarchy,
     quantized_all_gather,
     quantized_reduce_scatter,
@@ -86,7 +87,7 @@ from .log import (
 )
 from .mpu import Mpu, MpuGroups, read_mpu
 from .objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
-from .onebit import OneBitAdam, OneBitLamb, OnebitAdam, OnebitLamb, StepKind, StepTraffic, ZeroOneAdam
+from .onebit import OneBitAdam, OnebitAdam, OneBitLamb, OnebitLamb, StepKind, StepTraffic, ZeroOneAdam
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .registry import AxisGroup, GroupRegistry
 from .shm.native import native_status
@@ -161,6 +162,7 @@ __all__ = [
     "broadcast_object_list",
     "codec_status",
     "compressed_all_reduce",
+    "compressed_allreduce",
     "check_first_calls",
     "configure",
     "count_traffic",

@@ -14,7 +14,7 @@ from .codec import codec_status
 from .feedback import ErrorFeedback
 from .hierarchy import Hierarchy, make_hierarchy
 from .layout import OneBitLayout
-from .onebit import compressed_all_reduce
+from .onebit import compressed_all_reduce, compressed_allreduce
 from .quantized import quantized_all_gather, quantized_reduce_scatter
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "OneBitLayout",
     "codec_status",
     "compressed_all_reduce",
+    "compressed_allreduce",
     "make_hierarchy",
     "quantized_all_gather",
     "quantized_reduce_scatter",

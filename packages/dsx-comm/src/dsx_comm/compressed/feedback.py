@@ -8,6 +8,7 @@ Both are float32: 4 bytes per element and 4 / P, P ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -71,7 +72,9 @@ class ErrorFeedback:
     ) -> None:
         self.layout, self.rank, self.scale = layout, rank, scale
         self.worker, self.server = worker, server
-        self.codec: Codec = codec_for(layout, rank, worker.device, scale)
+        # `around` is called for every message: the tables of a codec are made for the first one of a layout
+        make = codec_for if layout.given_chunk is None else _kept_codec_for
+        self.codec: Codec = make(layout, rank, worker.device, scale)
 
     def reset(self) -> None:
         """Forget both errors: the next message has nothing to make up for."""
@@ -98,3 +101,8 @@ class ErrorFeedback:
         chunk = Range.chunk(self.layout, self.rank)
         for run, view in zip(chunk.runs, chunk.views(self.server)):
             yield run.segment, run.start - self.layout.offsets[run.segment], view
+
+
+@lru_cache(maxsize=64)
+def _kept_codec_for(layout: OneBitLayout, rank: int, device: torch.device, scale: Measure) -> Codec:
+    return codec_for(layout, rank, device, scale)

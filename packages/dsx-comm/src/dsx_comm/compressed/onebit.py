@@ -59,6 +59,41 @@ def compressed_all_reduce(
     return run(call, lambda: settle(_start(tensor, feedback, to), async_op), async_op)
 
 
+def compressed_allreduce(
+    buffer_m: torch.Tensor, worker_error: torch.Tensor, server_error: torch.Tensor, local_rank: int, group: Any = None
+) -> torch.Tensor:
+    """DeepSpeed's form of `compressed_all_reduce`: the caller keeps the two errors; one scale for the whole padded buffer.
+
+    Args:
+        buffer_m: N elements, contiguous, float32, bfloat16 or float16; becomes the mean.
+        worker_error: float32, the padded length N' >= N, a multiple of the ranks times 8.
+        server_error: float32, N' / P elements, P ranks: the error of this rank's chunk.
+        local_rank: which of its node's devices this rank has. The tensors' own device is used, which says the same.
+        group: the process group; None: all ranks.
+
+    Returns:
+        `buffer_m`.
+
+    Raises:
+        CommArgumentError: lengths, dtypes or devices do not fit.
+    """
+    feedback = ErrorFeedback.around(worker_error, server_error, group)
+    name, padded = "compressed_allreduce", feedback.layout.numel
+    tensor_of(buffer_m, name, "buffer_m")
+    if buffer_m.numel() > padded:
+        raise CommArgumentError(
+            f"{name}: buffer_m has {buffer_m.numel()} elements, expected at most the {padded} of worker_error"
+        )
+    contiguous(buffer_m, name, "buffer_m")
+    flat = torch.zeros(padded, device=worker_error.device)
+    values = buffer_m.detach().view(-1)
+    flat[: values.numel()] = values
+    compressed_all_reduce(flat, feedback, group)
+    with torch.no_grad():
+        values.copy_(flat[: values.numel()])
+    return buffer_m
+
+
 def _check(tensor: torch.Tensor, feedback: ErrorFeedback, to: Membership, name: str) -> None:
     layout = feedback.layout
     contiguous(tensor, name, "tensor")
