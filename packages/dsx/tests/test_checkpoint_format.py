@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from dsx.checkpoint import CheckpointCorruptError, CheckpointError, load, open_checkpoint, save
-from dsx.checkpoint.format import Index, Slice, TensorSpec, check_cover
+from dsx.checkpoint import CheckpointCorruptError, CheckpointError, Ranks, load, open_checkpoint, save
+from dsx.checkpoint.format import Index, Slice, TensorSpec, check_cover, seal
 from dsx.checkpoint.plan import plan_files
 from dsx.checkpoint.ranks import Solo
 from safetensors import safe_open
@@ -67,18 +67,30 @@ class Holder:
             master = None if name in self.frozen else v["master"]
             yield Part(name, shape, start, stop, param, master, states, trainable=name not in self.frozen)
 
-    def load_slices(self, reader):
+    def read_slices(self, reader):
+        writes = []
         for part in self.slices():
             v = self.values[part.name]
-            found = reader.master(part.name, part.start, part.stop)
-            if found is not None:
-                v["master"].copy_(found)
+            found = {"master": reader.master(part.name, part.start, part.stop)}
             for key in reader.state_keys(part.name):
-                found = reader.state(key, part.name, part.start, part.stop)
-                if isinstance(found, torch.Tensor):
-                    v[key].copy_(found)
+                value = reader.state(key, part.name, part.start, part.stop)
+                if isinstance(value, torch.Tensor):
+                    found[key] = value
                 else:
-                    assert (key, found) == ("step", 7.0)
+                    assert (key, value) == ("step", 7.0)
+            writes += [(v[key], value) for key, value in found.items() if value is not None]
+        return Writes(writes)
+
+
+@dataclass
+class Writes:
+    """What was read, and where it goes."""
+
+    pairs: list
+
+    def install(self):
+        for target, value in self.pairs:
+            target.copy_(value)
 
 
 class Threads:
@@ -90,7 +102,7 @@ class Threads:
     def rank(self, rank):
         outer = self
 
-        class One:
+        class One(Ranks):
             world_size = len(outer.box)
 
             def gather(self, value):
@@ -228,23 +240,55 @@ def test_every_flipped_byte_is_noticed_and_nothing_is_loaded(tmp_path):
     ("change", "message"),
     [
         (lambda d: d.update(version=99), "upgrade dsx"),
+        (lambda d: d.update(version=True), "upgrade dsx"),
+        (lambda d: d.update(hash="sha256"), "hash 'sha256'"),
         (lambda d: d.update(format="zip"), "no 'dsx-checkpoint' index"),
+        (lambda d: d.update(more=1), "unknown: .*more"),
+        (lambda d: d["tensors"]["a"].update(more=1), "unknown: .*more"),
         (lambda d: d["tensors"]["a"].update(file="../../etc/passwd"), "leaves the checkpoint"),
+        (lambda d: d["tensors"]["a"].update(file="optimizes.safetensors"), "none that dsx writes"),
         (lambda d: d["tensors"]["a"].update(dtype="F7"), "F7"),
+        (lambda d: d["tensors"]["a"].update(offset=-1), "-1"),
+        (lambda d: d["tensors"]["a"].update(shape=[True, 3]), "True"),
+        (lambda d: d["tensors"]["a"].update(shape=[2.0, 3]), "2.0"),
         (lambda d: d["slices"]["e"].pop(), "end at element"),
-        (lambda d: d["slices"].pop("e"), "end at element"),
+        (lambda d: d["slices"].pop("e"), "missing: .*e"),
+        (lambda d: d["slices"]["e"].extend([[0, 0, 0]] * 1000), "are empty"),
         (lambda d: d.pop("tensors"), "damaged"),
+        (lambda d: d["scalars"]["step"].update(a="seven"), "no number"),
+        (lambda d: d["scalars"]["step"].update(stranger=7), "not there: .*stranger"),
+        (lambda d: d["aliases"].update(a=[1]), "expected str"),
     ],
 )
-def test_a_hostile_or_damaged_index_is_refused(tmp_path, change, message):
+def test_a_hostile_index_is_refused_though_its_checksum_is_right(tmp_path, change, message):
     path = save_at(2, tmp_path) / "dsx.json"
     data = json.loads(path.read_text())
+    data.pop("checksum")
     change(data)
-    path.write_text(json.dumps(data))
+    path.write_text(seal(data))
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path)
-    path.write_text("{")
-    with pytest.raises(CheckpointCorruptError, match="not JSON"):
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "", "null", "[" * 100_000, '{"format":"dsx-checkpoint","version":1' + "0" * 5000 + "}"]
+)
+def test_an_index_that_is_no_json_is_refused(tmp_path, text):
+    path = save_at(1, tmp_path) / "dsx.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=r"dsx\.json: "):
+        open_checkpoint(tmp_path)
+    path.write_bytes(b"\xff" + path.read_bytes())
+    with pytest.raises(CheckpointCorruptError, match="is no text"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    path = save_at(1, tmp_path) / "dsx.json"
+    data = json.loads(path.read_text())
+    data.pop("checksum")
+    path.write_text(seal(data).replace('"excluded":', '"state":{},"excluded":', 1))
+    with pytest.raises(CheckpointCorruptError, match="stands twice"):
         open_checkpoint(tmp_path)
 
 
@@ -364,7 +408,10 @@ def test_tags_that_begin_alike_do_not_touch_each_other(tmp_path):
     (tmp_path / "best-ema").rename(tmp_path / ".old-best-ema-0123456789ab")
     (tmp_path / ".tmp-best-ema-0123456789ab").mkdir()
     save(tmp_path, "best", module=nn.Module(), slices=Holder(SHAPES, seed=3).slices(), state={}, ranks=Solo())
-    assert (tmp_path / ".tmp-best-ema-0123456789ab").is_dir()
+    assert not (tmp_path / ".tmp-best-ema-0123456789ab").exists(), "nobody saves there: a killed save left it"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "best-ema", "latest"], (
+        "the only copy gets its name back"
+    )
     found = open_checkpoint(tmp_path, "best-ema").whole("e").flatten()
     assert torch.equal(found, Holder(SHAPES, seed=1).values["e"]["master"])
     (tmp_path / "best").rename(tmp_path / "elsewhere")

@@ -46,7 +46,7 @@ class StateTemplates:
         sample = torch.nn.Parameter(torch.zeros(_SAMPLE, dtype=like.dtype, device=like.device))
         if hasattr(self._inner, "state_template"):  # a step of those would communicate
             return self._inner.state_template(sample)  # type: ignore[attr-defined]
-        probe = copy.copy(self._inner)
+        probe = _copy_without_groups(self._inner)
         sample.grad = torch.zeros_like(sample)
         options = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "param_names"}
         probe.param_groups = [{**options, "params": [sample]}]
@@ -57,3 +57,13 @@ class StateTemplates:
             probe.norm_reducer = None  # type: ignore[attr-defined]
         type(probe).step(probe)
         return {key: value for key, value in probe.state[sample].items() if value is not None}
+
+
+def _copy_without_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy that shares no parameter groups: torch's `__setstate__` adds missing options to the groups it is given."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = []
+    try:
+        return copy.copy(optimizer)
+    finally:
+        optimizer.param_groups = groups

@@ -28,6 +28,7 @@ COMMANDS = {
     "config": Subcommand("dsx.config.__main__", "explain a configuration, print its schema or reference"),
     "bench": Subcommand("dsx.bench_command", "time the collectives on this machine: dsx bench comm"),
     "nvme": Subcommand("dsx.nvme_command", "tune and measure tensor I/O to disk"),
+    "checkpoint": Subcommand("dsx.checkpoint.command", "verify a checkpoint, every byte of it"),
     "report": Subcommand("dsx.cli_report", "write the HTML report of a training run"),
 }
 

@@ -78,7 +78,7 @@ def build(case, stage=None):
         "zero_optimization": {
             "stage": spec["stage"] if stage is None else stage, "stage3_param_persistence_threshold": 0
         },
-        **({} if spec["optimizer"]["type"] == "OneBitAdam" else {"gradient_clipping": 0.5}),
+        "gradient_clipping": 0 if spec["optimizer"]["type"] == "OneBitAdam" else 0.5,
         "steps_per_print": None,
         **spec["more"],
     }  # fmt: skip

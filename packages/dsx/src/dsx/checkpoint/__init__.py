@@ -7,22 +7,28 @@
 The engine calls `save` and `load`; `Reader` serves tools. The format is described in `format.py`.
 """
 
-from .errors import CheckpointCorruptError, CheckpointError
+from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError
+from .folder import resolve_tag
 from .format import Index, Placed, Slice, TensorSpec
-from .load import Loaded, Reader, load, open_checkpoint, resolve_tag
-from .save import save
+from .ranks import Ranks
+from .reading import Loaded, Prepared, Reader, load, open_checkpoint, prepare_load
+from .writing import save
 
 __all__ = [
+    "CheckpointArgumentError",
     "CheckpointCorruptError",
     "CheckpointError",
     "Index",
     "Loaded",
     "Placed",
+    "Prepared",
+    "Ranks",
     "Reader",
     "Slice",
     "TensorSpec",
     "load",
     "open_checkpoint",
+    "prepare_load",
     "resolve_tag",
     "save",
 ]

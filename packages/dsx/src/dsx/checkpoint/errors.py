@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from ..errors import DsxError
 
-class CheckpointError(RuntimeError):
+_SHOWN = 200
+
+
+class CheckpointError(DsxError, RuntimeError):
     """A checkpoint cannot be written or read. Raised with the same text on every rank."""
 
 
 class CheckpointCorruptError(CheckpointError):
     """The bytes on disk are not the bytes that were written."""
+
+
+class CheckpointArgumentError(CheckpointError, ValueError):
+    """A folder, a tag or a state that no checkpoint can have."""
+
+
+def shown(value: object) -> str:
+    """`repr` of what a file or a caller gave, cut to a length that fits into an error message."""
+    text = repr(value[: _SHOWN + 1] if isinstance(value, (str, bytes)) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(value) if isinstance(value, str) else 'long'})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from .errors import CheckpointCorruptError
+from .errors import CheckpointCorruptError, CheckpointError, shown
 from .format import DTYPES, Placed, Slice
 from .plan import FilePlan
 
@@ -21,12 +21,28 @@ CHUNK = 16 << 20  # bytes copied from a device or read for hashing at a time
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """A file descriptor, closed at the end."""
-    fd = os.open(path, flags, 0o644)
+    """A file descriptor of an ordinary file or a folder, closed at the end.
+
+    Anything else is refused: opening a FIFO would wait for its other end, reading a device might never end.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
+        mode = os.fstat(fd).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise CheckpointError(f"{path}: is no ordinary file ({stat.filemode(mode)})")
         yield fd
     finally:
         os.close(fd)
+
+
+def read_text(path: Path) -> str:
+    """The text of a small file. Raises `CheckpointCorruptError` where it is none."""
+    with opened(path, os.O_RDONLY) as fd, os.fdopen(fd, "rb", closefd=False) as file:
+        data = file.read()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointCorruptError(f"{path}: is no text ({error}); the checkpoint is damaged") from error
 
 
 def create(folder: Path, plan: FilePlan) -> None:
@@ -67,6 +83,11 @@ def write_range(fd: int, place: Placed, start: int, data: torch.Tensor) -> Slice
 
 def read_range(fd: int, place: Placed, start: int, stop: int) -> torch.Tensor:
     """Elements `[start, stop)` as a new 1-D CPU tensor of the stored dtype. Raises when the file is too short."""
+    missing = place.offset + stop * place.spec.itemsize - os.fstat(fd).st_size
+    if missing > 0:  # before anything is allocated: a damaged index may speak of any size
+        raise CheckpointCorruptError(
+            f"{place.file}: ends {missing} bytes before the end of {shown(place.spec.name)}; it was cut short"
+        )
     out = torch.empty(stop - start, dtype=getattr(torch, DTYPES[place.spec.dtype][0]))
     view = raw_bytes(out)
     offset = place.offset + start * place.spec.itemsize
@@ -74,7 +95,7 @@ def read_range(fd: int, place: Placed, start: int, stop: int) -> torch.Tensor:
         got = os.preadv(fd, [view[:CHUNK]], offset)
         if got == 0:
             raise CheckpointCorruptError(
-                f"{place.file}: ends at byte {offset}, but {place.spec.name!r} needs {len(view)} more; it was cut short"
+                f"{place.file}: ends at byte {offset}, but {shown(place.spec.name)} needs {len(view)} more; it was cut short"
             )
         view, offset = view[got:], offset + got
     return out
@@ -95,15 +116,9 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
 
 
-def leftovers(folder: Path, mark: str, tag: str) -> list[Path]:
-    """The folders `<mark><tag>-<12 hex digits>` in `folder`: of this tag alone, also where another one begins with the same words."""
-    name = re.compile(re.escape(f"{mark}{tag}-") + "[0-9a-f]{12}")
-    return sorted(path for path in folder.iterdir() if name.fullmatch(path.name)) if folder.is_dir() else []
-
-
 def replace_text(path: Path, text: str) -> None:
     """Write a small file so that readers see the old or the new content, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # `folder.py` knows this form as a leftover
     with opened(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as fd:
         write_all(fd, memoryview(text.encode()), 0)
         os.fsync(fd)

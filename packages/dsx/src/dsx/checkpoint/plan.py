@@ -40,11 +40,12 @@ def plan_files(stem: str, specs: Sequence[TensorSpec], max_bytes: int = MAX_FILE
         bins[-1].append(spec)
         used += spec.nbytes
     if len(bins) == 1:
-        return (_plan_file(f"{stem}.safetensors", bins[0]),)
-    return tuple(_plan_file(f"{stem}-{i + 1:05d}-of-{len(bins):05d}.safetensors", b) for i, b in enumerate(bins))
+        return (plan_file(f"{stem}.safetensors", bins[0]),)
+    return tuple(plan_file(f"{stem}-{i + 1:05d}-of-{len(bins):05d}.safetensors", b) for i, b in enumerate(bins))
 
 
-def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
+def plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
+    """One file with these tensors: wide dtypes first, else in the given order. A plan's own tensors give the same plan again."""
     ordered = sorted(specs, key=lambda s: -s.itemsize)  # stable: definition order within a width
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0

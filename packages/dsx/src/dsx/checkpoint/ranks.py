@@ -1,29 +1,59 @@
 """The few words that ranks exchange while they save or load.
 
-Bytes never travel between ranks here: each rank moves its own ranges to and from the disk. What travels is the
-catalogue, the hashes, and whether somebody failed.
+Bytes of tensors never travel between ranks here: each rank moves its own ranges to and from the disk. What travels is the
+catalogue, the hashes, and whether a rank failed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from .errors import CheckpointCorruptError, CheckpointError
+from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError
 
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """Who takes part. `gather` is collective and returns every rank's value in rank order."""
+class Ranks:
+    """The processes that take part. Every method is collective: all ranks call it, in the same order."""
 
     rank: int
     world_size: int
 
-    def gather(self, value: Any) -> list[Any]: ...
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        raise NotImplementedError
+
+    def together(self, doing: str, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank and return all results; when it fails on one rank, all ranks raise the same error.
+
+        `action` must not be collective: a rank that fails before a collective would leave the others waiting in it.
+
+        Raises:
+            CheckpointError: names the lowest failing rank, what it was doing and its own words. Errors of this package keep
+                their class, all others become this one; the failing rank has the original as `__cause__`.
+        """
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait in the gather below
+            failure = error
+        told = None if failure is None else (_kind(failure), _words(failure))
+        outcomes = self.gather((result if failure is None else None, told))
+        for rank, (_, failed) in enumerate(outcomes):
+            if failed is not None:
+                raise failed[0](f"{doing}: rank {rank} failed: {failed[1]}") from failure
+        return [value for value, _ in outcomes]
+
+    def all_or_none(self, doing: str, action: Callable[[], T]) -> T:
+        """Like `together`, but each rank keeps its own result, which does not travel."""
+        kept: list[T] = []
+        self.together(doing, lambda: kept.append(action()))
+        return kept[0]
 
 
-class Solo:
+class Solo(Ranks):
     """One process."""
 
     rank = 0
@@ -34,7 +64,7 @@ class Solo:
         return [value]
 
 
-class GroupRanks:
+class GroupRanks(Ranks):
     """The ranks of a process group, which must reach a common file system."""
 
     def __init__(self, group: Any = None) -> None:
@@ -58,21 +88,12 @@ def default_ranks(group: Any = None) -> Ranks:
     return GroupRanks(group) if dsx_comm.is_initialized() and dsx_comm.get_world_size(group) > 1 else Solo()
 
 
-def together(ranks: Ranks, doing: str, action: Callable[[], T]) -> list[T]:
-    """Run `action` on every rank and return all results; when one fails, all raise the same error.
+def _kind(failure: Exception) -> type[CheckpointError]:
+    for kind in (CheckpointCorruptError, CheckpointArgumentError):
+        if isinstance(failure, kind):
+            return kind
+    return CheckpointError
 
-    Raises `CheckpointError` naming the lowest failing rank, what it was doing and its own words.
-    """
-    failure: Exception | None = None
-    result: Any = None
-    try:
-        result = action()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others wait in the gather below
-        failure = error
-    kind = CheckpointCorruptError if isinstance(failure, CheckpointCorruptError) else CheckpointError
-    told = None if failure is None else (kind, f"{type(failure).__name__}: {failure}")
-    outcomes = ranks.gather((result if failure is None else None, told))
-    for rank, (_, failed) in enumerate(outcomes):
-        if failed is not None:
-            raise failed[0](f"{doing}: rank {rank} failed: {failed[1]}") from failure
-    return [value for value, _ in outcomes]
+
+def _words(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"

@@ -18,7 +18,13 @@ SCHEDULED = frozenset({"lr", "initial_lr", "betas", "momentum"})
 
 def numbers_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The numbers of each group, as Python numbers and tuples of them."""
-    return [{name: plain for name, value in group.items() if (plain := _plain(value)) is not None} for group in groups]
+    return [_numbers_of(group) for group in groups]
+
+
+def _numbers_of(group: dict[str, Any]) -> dict[str, Any]:
+    # Parameters are no numbers, though a list of 0-dim ones would look like some.
+    options = ((name, value) for name, value in group.items() if name not in ("params", "param_names"))
+    return {name: plain for name, value in options if (plain := _plain(value)) is not None}
 
 
 def restore_numbers(

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..data import LoaderOptions
 from .accumulation import Accumulation, SyncWindow
+from .checkpointing import Checkpointer
 from .clock import Clock
 from .hooks import StepHook
 from .observers import StepObserver
@@ -41,6 +42,7 @@ class EngineParts:
         module: the sharded model.
         optimizer: what `initialize` returns as optimizer; None without one.
         shards: the sharded state that checkpoints read and write.
+        checkpointer: saves and loads all of it.
         stepper: does one update.
         scaler: the loss scale.
         schedule: drives `lr_scheduler`.
@@ -61,6 +63,7 @@ class EngineParts:
     module: nn.Module
     optimizer: Any
     shards: Any
+    checkpointer: Checkpointer
     stepper: Stepper
     scaler: LossScaler
     schedule: ScheduleDriver
@@ -91,4 +94,3 @@ class EngineSettings:
     gradient_clipping: float
     optimizer_name: str
     gather_weights_on_save: bool
-    tag_validation: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..utils.logging import logger
@@ -39,6 +38,10 @@ class WeightsMixin:
         Weights are gathered module by module and kept by rank 0 alone, which writes the file: safetensors if
         `save_filename` ends so, else torch's own format.
 
+        Raises:
+            ValueError: `save_dir` is no path, or `save_filename` has another ending than .safetensors, .bin, .pt or .pth.
+            dsx.checkpoint.CheckpointError: rank 0 cannot write the file; the same error on all ranks.
+
         Returns:
             False, and nothing is written, in stage 3 without
             `zero_optimization.stage3_gather_16bit_weights_on_model_save`; else True.
@@ -52,7 +55,8 @@ class WeightsMixin:
             return False
         parts.shards.synchronize()
         weights.save_weights(
-            Path(save_dir) / save_filename,
+            save_dir,
+            save_filename,
             parts.module,
             parts.gather,
             exclude_frozen=exclude_frozen_parameters,

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import EngineArgumentError
-
 
 @dataclass(frozen=True)
 class Gather:
@@ -72,33 +70,65 @@ def state_dict(module: nn.Module, gather: Gather, *, exclude_frozen: bool) -> di
     return dict(sorted(collected.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def save_weights(path: Path, module: nn.Module, gather: Gather, *, exclude_frozen: bool, writer: bool) -> None:
-    """Gather on all ranks and write `path` on the rank with `writer=True`, atomically.
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+
+
+def save_weights(
+    folder: Any, filename: str, module: nn.Module, gather: Gather, *, exclude_frozen: bool, writer: bool
+) -> None:
+    """Gather on all ranks and write `folder/filename` on the rank with `writer=True`, atomically. Collective.
 
     `*.safetensors` is written as such (one name per tied weight, which is what readers of that format expect); any other
     name gets torch's own format.
+
+    Raises:
+        CheckpointArgumentError: the folder is none, or the name has another ending.
+        CheckpointError: the file cannot be written; the same error on all ranks.
     """
-    if path.suffix not in {".safetensors", ".bin", ".pt", ".pth"}:
-        raise EngineArgumentError(
-            f"save_filename: got {path.name!r}, expected a name ending in .safetensors, .bin, .pt or .pth"
-        )
+    # Late: training without saving does not need the format.
+    from ..checkpoint.ranks import default_ranks
+
+    ranks = default_ranks()
+    path = ranks.all_or_none("save_16bit_model", lambda: _checked_path(folder, filename))
     collected: dict[str, torch.Tensor] = {}
     for aliases, value in whole_tensors(module, gather, exclude_frozen=exclude_frozen):
         if writer:
             copy = value.to("cpu", copy=True)
             collected.update((alias, copy) for alias in (aliases[:1] if path.suffix == ".safetensors" else aliases))
-    if writer:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".tmp-{path.name}")
-        _write(temporary, collected, safetensors=path.suffix == ".safetensors")
+    ranks.all_or_none(f"writing {path}", (lambda: _write(path, collected)) if writer else (lambda: None))
+
+
+def _checked_path(folder: Any, filename: str) -> Path:
+    from ..checkpoint import CheckpointArgumentError
+    from ..checkpoint.folder import check_folder
+
+    path = check_folder(folder, "save_16bit_model") / str(filename)
+    if path.suffix not in _SUFFIXES:
+        raise CheckpointArgumentError(
+            f"save_filename: got {str(filename)!r}, expected a name ending in {', '.join(_SUFFIXES)}"
+        )
+    return path
+
+
+def _write(path: Path, tensors: dict[str, Any]) -> None:
+    from ..checkpoint.files import opened, sync_folder
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.touch()
+    mode = temporary.stat().st_mode  # as the umask has it; safetensors makes files that their owner alone may read
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import save_file  # late: only this branch needs it
+
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
+        else:
+            torch.save(tensors, temporary)
+        temporary.chmod(mode)
+        with opened(temporary, os.O_RDWR) as fd:
+            os.fsync(fd)
         os.replace(temporary, path)
-
-
-def _write(path: Path, tensors: dict[str, Any], *, safetensors: bool) -> None:
-    if not safetensors:
-        torch.save(tensors, path)
-        return
-    # Late: only this branch needs it.
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)

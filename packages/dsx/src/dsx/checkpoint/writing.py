@@ -15,10 +15,12 @@ the next save of the same tag clears away. Left out: asynchronous saving.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,22 @@ from torch import nn
 
 from .encode import encode
 from .errors import CheckpointError
-from .files import create, leftovers, opened, replace_text, sync_folder, write_range
-from .format import INDEX_NAME, LATEST_NAME, Index, Placed, Slice, TensorSpec, dtype_name
+from .files import create, opened, replace_text, write_range
+from .folder import check_folder, check_one_folder, check_tag, publish, saving, temporary_name
+from .format import (
+    CLIENT,
+    INDEX_NAME,
+    MODEL,
+    OPTIMIZER,
+    WEIGHT_MAP_NAME,
+    Index,
+    Placed,
+    Slice,
+    TensorSpec,
+    dtype_name,
+)
 from .plan import MAX_FILE_BYTES, FilePlan, plan_files
-from .ranks import Ranks, default_ranks, together
-
-MODEL, OPTIMIZER, CLIENT = "model", "optimizer", "client"
+from .ranks import Ranks, default_ranks
 
 
 @dataclass
@@ -133,52 +145,41 @@ def save(
     master, states, ranges). `state` is any JSON-able structure with tensors in it. Raises `CheckpointError`, the same on all ranks.
     """
     ranks = ranks or default_ranks()
-    target = _target(directory, tag)
-    encoded, extra = _encode_state(state, ranks)
-    share = together(
-        ranks, "listing what to save", lambda: _Wrapped(_share_of(slices, module, ranks.rank, exclude_frozen))
-    )
-    mine = share[ranks.rank].value
-    for name, tensor in extra.items():
-        mine.add(CLIENT, name, tensor.shape, 0, tensor.reshape(-1))
+
+    def listing() -> tuple[Path, _Share, Any]:
+        target = check_folder(directory, "save") / check_tag(tag)
+        share = _share_of(slices, module, ranks.rank, exclude_frozen)
+        return target, share, _encode_state(share, state, ranks.rank)
+
+    target, mine, encoded = ranks.all_or_none("listing what to save", listing)
+    tag = target.name
     announced = {family: {i.spec.name: i.spec for i in items} for family, items in mine.items.items()}
-    everyone = ranks.gather((announced, mine.scalars, uuid.uuid4().hex[:12]))
-    plans = [p for f in mine.items for p in plan_files(f, _merge_specs([a[f] for a, _, _ in everyone]), max_file_bytes)]
-    temporary = target.with_name(f".tmp-{target.name}-{everyone[0][2]}")
-    try:
-        together(ranks, f"making {temporary}", lambda: _prepare(temporary, tag, plans) if ranks.rank == 0 else None)
-        hashes = together(ranks, f"writing {target}", lambda: _write(temporary, plans, mine))
-        index = _index(plans, hashes, mine, _merge_scalars([s for _, s, _ in everyone]), encoded)
-        commit = (lambda: _commit(temporary, target, index, save_latest)) if ranks.rank == 0 else (lambda: None)
-        together(ranks, f"committing {target}", commit)
-    except BaseException:
-        if ranks.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    everyone = ranks.gather((announced, mine.scalars, uuid.uuid4().hex[:12], os.path.realpath(target)))
+    check_one_folder("save", [path for *_, path in everyone])
+    plans = [p for f in mine.items for p in plan_files(f, _merge_specs([a[f] for a, *_ in everyone]), max_file_bytes)]
+    temporary = target.with_name(temporary_name(tag, everyone[0][2]))
+    with ExitStack() as lock:  # of rank 0
+        try:
+            prepare = (lambda: _prepare(lock, temporary, tag, plans)) if ranks.rank == 0 else (lambda: None)
+            ranks.all_or_none(f"making {temporary}", prepare)
+            hashes = ranks.together(f"writing {target}", lambda: _write(temporary, plans, mine))
+            index = _index(plans, hashes, mine, _merge_scalars([s for _, s, *_ in everyone]), encoded)
+            commit = (lambda: _commit(temporary, target, index, save_latest)) if ranks.rank == 0 else (lambda: None)
+            ranks.all_or_none(f"committing {target}", commit)
+        except BaseException:
+            if ranks.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
     return target
 
 
-class _Wrapped:
-    """Keeps a rank's own value at home: pickles to nothing when it travels."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return (_Wrapped, ())
-
-
-def _target(directory: str | os.PathLike[str], tag: str) -> Path:
-    if not tag or tag != os.path.basename(tag) or tag.startswith("."):
-        raise CheckpointError(f"got tag {tag!r}; expected a plain folder name such as 'global_step100'")
-    return Path(directory) / tag
-
-
-def _encode_state(state: dict[str, Any], ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _encode_state(share: _Share, state: dict[str, Any], rank: int) -> Any:
     """Rank 0's state counts; others still check theirs, so that an unsaveable value is an error everywhere."""
     tensors: dict[str, torch.Tensor] = {}
-    (encoded, *_) = together(ranks, "encoding the client state", lambda: encode(state, "state", tensors))
-    return encoded, tensors if ranks.rank == 0 else {}
+    encoded = encode(state, "state", tensors)
+    for name, tensor in tensors.items() if rank == 0 else ():
+        share.add(CLIENT, name, tensor.shape, 0, tensor.reshape(-1))
+    return encoded
 
 
 def _merge_scalars(shares: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -189,10 +190,8 @@ def _merge_scalars(shares: list[dict[str, dict[str, Any]]]) -> dict[str, dict[st
     return merged
 
 
-def _prepare(folder: Path, tag: str, plans: list[FilePlan]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in leftovers(folder.parent, ".tmp-", tag):
-        shutil.rmtree(leftover)  # a save of this tag that was killed
+def _prepare(lock: ExitStack, folder: Path, tag: str, plans: list[FilePlan]) -> None:
+    lock.enter_context(saving(folder.parent, tag))
     folder.mkdir()
     for plan in plans:
         create(folder, plan)
@@ -230,23 +229,12 @@ def _index(
 
 
 def _commit(temporary: Path, target: Path, index: Index, save_latest: bool) -> None:
-    import json
-
     model = {n: p.file for n, p in index.tensors.items() if p.file.startswith(MODEL)}
     if len(set(model.values())) > 1:
         total = sum(index.tensors[n].spec.nbytes for n in model)
         weight_map = {"metadata": {"total_size": total}, "weight_map": model}
-        replace_text(temporary / "model.safetensors.index.json", json.dumps(weight_map, indent=1))
+        replace_text(temporary / WEIGHT_MAP_NAME, json.dumps(weight_map, indent=1))
     text = index.to_json()
     Index.from_json(text, str(target / INDEX_NAME))  # a checkpoint that could not be read is not committed
     replace_text(temporary / INDEX_NAME, text)
-    sync_folder(temporary)
-    if target.exists():
-        # Two renames are not one step: killed between them, the tag is found under its `.old-` name (see load.py).
-        os.rename(target, target.with_name(f".old-{target.name}-{uuid.uuid4().hex[:12]}"))
-    os.rename(temporary, target)
-    sync_folder(target.parent)
-    if save_latest:
-        replace_text(target.parent / LATEST_NAME, target.name)
-    for replaced in leftovers(target.parent, ".old-", target.name):
-        shutil.rmtree(replaced, ignore_errors=True)
+    publish(temporary, target, latest=save_latest)
