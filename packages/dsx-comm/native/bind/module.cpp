@@ -1,5 +1,6 @@
 // The only file that knows Python. Addresses come in as integers; sizes and dtypes were checked by the Python side, ranks and codes are
 // checked here. Every call that may wait releases the interpreter lock.
+#include <pthread.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/mman.h>
@@ -21,6 +22,7 @@ namespace {
 
 using Address = std::uintptr_t;
 using Addresses = std::vector<Address>;
+using Words = const Addresses&;  // in which storages keep the addresses of their memory (lease.h)
 
 struct Mapping {
     void* at;
@@ -38,15 +40,35 @@ struct Mapping {
     ~Mapping() { munmap(at, bytes); }
 };
 
+struct Forked : std::runtime_error { using std::runtime_error::runtime_error; };
+
+pid_t this_process = getpid();  // a handler of fork keeps it right: asking the kernel in every call costs too much
+
 struct Core {
     Mapping mapping;
     Group group;
     Mailboxes boxes;
     Queue queue;
+    const pid_t owner = this_process;
     Core(int fd, size_t total, size_t eager, Settings s)
         : mapping(fd, total, eager), group(mapping.at, std::move(s)), boxes(group) {}
+
+    bool inherited() const { return owner != this_process; }
+    // A child of the process would act in the place of its parent, with locks and threads as they were in the moment of the fork.
+    void check_process() const {
+        if (inherited())
+            throw Forked("process " + std::to_string(this_process) + " was forked from process " + std::to_string(owner) +
+                         ", which is rank " + group.name(group.rank()) +
+                         ": it cannot take that rank's place in a group. Communicate in the parent, or start processes with "
+                         "the method 'spawn'");
+    }
 };
 using CorePtr = std::shared_ptr<Core>;
+
+// In a child nothing is destroyed: condition variables would wait for threads that it does not have.
+void destroy(Core* core) {
+    if (!core->inherited()) delete core;
+}
 
 template <class T> T* pointer(Address a) { return reinterpret_cast<T*>(a); }
 
@@ -70,8 +92,12 @@ struct Pending {
     ItemPtr item;
     TransferPtr transfer;
 
-    bool done() const { return item ? core->queue.finished(item) : core->boxes.finished(transfer); }
+    bool done() const {
+        core->check_process();
+        return item ? core->queue.finished(item) : core->boxes.finished(transfer);
+    }
     void wait(double timeout) const {
+        core->check_process();
         py::gil_scoped_release release;
         item ? core->queue.wait(item, look_for_signals) : core->boxes.wait(transfer, timeout);
     }
@@ -82,13 +108,14 @@ struct PyGroup {
     CorePtr core;
 
     PyGroup(int fd, size_t total, size_t eager, int rank, std::vector<int> names, int lock_fd, double spin_us, double yield_us,
-            int64_t one_shot, const std::string& stores) {
+            double look_s, int64_t one_shot, const std::string& stores) {
         Settings s;
         if (stores == "plain") s.stores = Outlet::Way::plain;
         if (stores == "past") s.stores = Outlet::Way::past;
         s.look = look_for_signals;
-        s.rank = rank, s.names = std::move(names), s.lock_fd = lock_fd, s.spin_us = spin_us, s.yield_us = yield_us, s.one_shot = one_shot;
-        core = std::make_shared<Core>(fd, total, eager, std::move(s));
+        s.rank = rank, s.names = std::move(names), s.lock_fd = lock_fd, s.spin_us = spin_us, s.yield_us = yield_us;
+        s.look_s = look_s, s.one_shot = one_shot;
+        core = CorePtr(new Core(fd, total, eager, std::move(s)), destroy);
         if (static_cast<int>(core->group.settings().names.size()) != core->group.size())
             throw std::invalid_argument("one name per rank");
     }
@@ -102,8 +129,11 @@ struct PyGroup {
     }
 
     // None when it is done; the handle of an asynchronous call.
-    py::object issue(bool asynchronous, std::function<void(Group&)> call) {
-        auto run = [core = core.get(), call = std::move(call)] { call(core->group); };
+    py::object issue(Words words, bool asynchronous, std::function<void(Group&)> call) {
+        core->check_process();
+        auto run = [core = core.get(), call = std::move(call), leases = Leases(words)] {
+            core->group.with_leases(leases, call);
+        };
         if (!asynchronous) {
             {
                 py::gil_scoped_release release;
@@ -125,76 +155,80 @@ struct PyGroup {
         return s;
     }
 
-    py::object barrier(double timeout, bool async) {
-        return issue(async, [=](Group& g) { g.barrier(timeout); });
+    py::object barrier(Words words, double timeout, bool async) {
+        return issue(words, async, [=](Group& g) { g.barrier(timeout); });
     }
     py::object all_reduce(Address data, int64_t count, int dtype, int reduce, bool average, double premultiply, int64_t memory,
-                          int64_t offset, const Addresses& bases, double timeout, bool async) {
+                          int64_t offset, const Addresses& bases, Words words, double timeout, bool async) {
         auto spec = spec_of(dtype, reduce, average, premultiply);
         auto where = symmetric(memory, offset, bases);
-        return issue(async, [=](Group& g) { g.all_reduce(pointer<void>(data), count, spec, where, timeout); });
+        return issue(words, async, [=](Group& g) { g.all_reduce(pointer<void>(data), count, spec, where, timeout); });
     }
     py::object all_gather(Address source, Addresses outputs, int64_t bytes, int code, int64_t memory, int64_t offset,
-                          const Addresses& bases, double timeout, bool async) {
+                          const Addresses& bases, Words words, double timeout, bool async) {
         check_parts({outputs});
         auto where = symmetric(memory, offset, bases);
-        return issue(async, [=](Group& g) {
+        return issue(words, async, [=](Group& g) {
             g.all_gather(pointer<void>(source), reinterpret_cast<char* const*>(outputs.data()), bytes, code, where, timeout);
         });
     }
     py::object reduce_scatter(Address output, Addresses inputs, std::vector<int64_t> counts, int dtype, int reduce, bool average,
-                              double premultiply, int64_t memory, int64_t offset, const Addresses& bases, double timeout, bool async) {
+                              double premultiply, int64_t memory, int64_t offset, const Addresses& bases, Words words,
+                              double timeout, bool async) {
         check_parts({inputs});
         if (counts.size() != inputs.size()) throw std::invalid_argument("one count per rank");
         auto spec = spec_of(dtype, reduce, average, premultiply);
         auto where = symmetric(memory, offset, bases);
-        return issue(async, [=](Group& g) {
+        return issue(words, async, [=](Group& g) {
             g.reduce_scatter(pointer<void>(output), reinterpret_cast<const char* const*>(inputs.data()), counts.data(), spec, where,
                              timeout);
         });
     }
-    py::object broadcast(Address data, int64_t bytes, int code, int root, double timeout, bool async) {
+    py::object broadcast(Address data, int64_t bytes, int code, int root, Words words, double timeout, bool async) {
         check_root(root);
-        return issue(async, [=](Group& g) { g.broadcast(pointer<void>(data), bytes, code, root, timeout); });
+        return issue(words, async, [=](Group& g) { g.broadcast(pointer<void>(data), bytes, code, root, timeout); });
     }
-    py::object reduce(Address data, int64_t count, int root, int dtype, int reduce, bool average, double premultiply, double timeout,
-                      bool async) {
+    py::object reduce(Address data, int64_t count, int root, int dtype, int reduce, bool average, double premultiply,
+                      Words words, double timeout, bool async) {
         check_root(root);
         auto spec = spec_of(dtype, reduce, average, premultiply);
-        return issue(async, [=](Group& g) { g.reduce(pointer<void>(data), count, root, spec, timeout); });
+        return issue(words, async, [=](Group& g) { g.reduce(pointer<void>(data), count, root, spec, timeout); });
     }
-    py::object gather(Address source, Addresses outputs, int64_t bytes, int code, int root, double timeout, bool async) {
+    py::object gather(Address source, Addresses outputs, int64_t bytes, int code, int root, Words words, double timeout,
+                      bool async) {
         check_root(root);
         if (core->group.rank() == root) check_parts({outputs});
-        return issue(async, [=](Group& g) {
+        return issue(words, async, [=](Group& g) {
             g.gather(pointer<void>(source), reinterpret_cast<char* const*>(outputs.data()), bytes, code, root, timeout);
         });
     }
-    py::object scatter(Addresses inputs, Address output, int64_t bytes, int code, int root, double timeout, bool async) {
+    py::object scatter(Addresses inputs, Address output, int64_t bytes, int code, int root, Words words, double timeout,
+                       bool async) {
         check_root(root);
         if (core->group.rank() == root) check_parts({inputs});
-        return issue(async, [=](Group& g) {
+        return issue(words, async, [=](Group& g) {
             g.scatter(reinterpret_cast<const char* const*>(inputs.data()), pointer<void>(output), bytes, code, root, timeout);
         });
     }
     py::object all_to_all(Addresses inputs, std::vector<int64_t> in_bytes, Addresses outputs, std::vector<int64_t> out_bytes,
-                          int code, double timeout, bool async) {
+                          int code, Words words, double timeout, bool async) {
         check_parts({inputs, outputs});
         if (in_bytes.size() != inputs.size() || out_bytes.size() != inputs.size()) throw std::invalid_argument("one size per rank");
-        return issue(async, [=](Group& g) {
+        return issue(words, async, [=](Group& g) {
             g.all_to_all(reinterpret_cast<const char* const*>(inputs.data()), in_bytes.data(),
                          reinterpret_cast<char* const*>(outputs.data()), out_bytes.data(), code, timeout);
         });
     }
 
-    Pending transfer(bool sending, int peer, Address data, int64_t bytes, int64_t tag) {
+    Pending transfer(bool sending, int peer, Address data, int64_t bytes, int64_t tag, int code, Words words) {
+        core->check_process();
         if (peer >= core->group.size() || (sending && peer < 0) || peer == core->group.rank())
             throw std::invalid_argument("send/recv: no such peer");
         TransferPtr t;
         {
             py::gil_scoped_release release;
-            t = sending ? core->boxes.send(peer, pointer<void>(data), bytes, tag)
-                        : core->boxes.receive(peer, pointer<void>(data), bytes, tag);
+            t = sending ? core->boxes.send(peer, pointer<void>(data), bytes, tag, code, Leases(words))
+                        : core->boxes.receive(peer, pointer<void>(data), bytes, tag, code, Leases(words));
         }
         return {core, nullptr, t};
     }
@@ -259,12 +293,14 @@ std::string sanitizer() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-    m.attr("ABI") = 2;
+    m.attr("ABI") = 3;
+    pthread_atfork(nullptr, nullptr, [] { this_process = getpid(); });
     py::register_exception<PeerLost>(m, "PeerLost", PyExc_RuntimeError);
     py::register_exception<WaitTimeout>(m, "WaitTimeout", PyExc_RuntimeError);
     py::register_exception<Mismatch>(m, "Mismatch", PyExc_RuntimeError);
     py::register_exception<Aborted>(m, "Aborted", PyExc_RuntimeError);
     py::register_exception<Hang>(m, "Hang", PyExc_RuntimeError);
+    py::register_exception<Forked>(m, "Forked", PyExc_RuntimeError);
     m.def("isa", [] { return kernels().name; });
     m.def("isas", &runnable_isas);
     m.def("sanitizer", &sanitizer);
@@ -278,7 +314,8 @@ PYBIND11_MODULE(_C, m) {
         .def("wait", &Pending::wait)
         .def_property_readonly("peer", &Pending::peer);
     py::class_<PyGroup>(m, "Group")
-        .def(py::init<int, size_t, size_t, int, std::vector<int>, int, double, double, int64_t, const std::string&>())
+        .def(py::init<int, size_t, size_t, int, std::vector<int>, int, double, double, double, int64_t,
+                      const std::string&>())
         .def("barrier", &PyGroup::barrier)
         .def("all_reduce", &PyGroup::all_reduce)
         .def("all_gather", &PyGroup::all_gather)

@@ -12,12 +12,6 @@ const char* call_name(int32_t call) {
                                         "reduce",  "gather",     "scatter",    "all_to_all",     "barrier"};
     return call >= 0 && call <= static_cast<int32_t>(Call::barrier) ? names[call] : "?";
 }
-const char* dtype_name(int32_t d) {
-    // beyond `Dtype`: what is only moved (shm/codes.py)
-    static const char* const names[] = {"float32", "float64", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "int64",
-                                        "bool", "complex64", "complex128", "a dtype of its own"};
-    return names[std::min<int32_t>(d, sizeof names / sizeof *names - 1)];
-}
 const char* reduce_name(int32_t r) {
     static const char* const names[] = {"SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG"};
     return r >= 0 && r < 8 ? names[r] : "?";
@@ -40,6 +34,12 @@ std::string say(const Descriptor& d) {
 }
 
 }  // namespace
+
+const char* dtype_name(int64_t code) {
+    static const char* const names[] = {"float32", "float64", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "int64",
+                                        "bool", "complex64", "complex128", "a dtype of its own"};
+    return names[std::min<int64_t>(code, sizeof names / sizeof *names - 1)];
+}
 
 Group::Group(void* memory, Settings settings)
     : base_(static_cast<char*>(memory)), set_(std::move(settings)), k_(kernels()), outlet_(k_, set_.stores) {
@@ -66,7 +66,9 @@ void Group::format(void* memory, const Layout& layout, uint64_t nonce0, uint64_t
 Group::Doing Group::begin(const char* what, double timeout) {
     check_poison();
     calls_++;
-    return {what, Clock::now() + std::chrono::microseconds(static_cast<int64_t>(std::min(timeout, 1e9) * 1e6)), timeout, {}};
+    Doing doing{what, Clock::now() + std::chrono::microseconds(static_cast<int64_t>(std::min(timeout, 1e9) * 1e6)), timeout, {}};
+    check_leases(doing);
+    return doing;
 }
 
 Descriptor Group::descriptor(Call call, int64_t bytes, int code) const {

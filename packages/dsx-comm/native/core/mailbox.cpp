@@ -1,23 +1,18 @@
 #include "dsx_comm/mailbox.h"
 
 #include <algorithm>
-#include <cstring>
+
+#include "dsx_comm/chunks.h"
 
 namespace dsx {
-namespace {
-// memcpy that may be given nothing: the pointers of empty tensors are null
-void put(void* dst, const void* src, size_t bytes) {
-    if (bytes != 0) std::memcpy(dst, src, bytes);
-}
-}  // namespace
 
 Mailboxes::Mailboxes(Group& group)
     : group_(group), sends_(static_cast<size_t>(group.size())), incoming_(static_cast<size_t>(group.size())) {}
 
-TransferPtr Mailboxes::send(int peer, const void* data, int64_t bytes, int64_t tag) {
+TransferPtr Mailboxes::send(int peer, const void* data, int64_t bytes, int64_t tag, int64_t code, Leases leases) {
     group_.check_poison();
     auto t = std::make_shared<Transfer>();
-    *t = {true, peer, tag, static_cast<char*>(const_cast<void*>(data)), bytes};
+    *t = {true, peer, tag, static_cast<char*>(const_cast<void*>(data)), bytes, code, std::move(leases)};
     std::lock_guard<std::mutex> hold(lock_);
     sends_[static_cast<size_t>(peer)].push_back(t);
     progress();
@@ -25,30 +20,27 @@ TransferPtr Mailboxes::send(int peer, const void* data, int64_t bytes, int64_t t
     return t;
 }
 
-TransferPtr Mailboxes::receive(int peer, void* data, int64_t bytes, int64_t tag) {
+TransferPtr Mailboxes::receive(int peer, void* data, int64_t bytes, int64_t tag, int64_t code, Leases leases) {
     group_.check_poison();
     auto t = std::make_shared<Transfer>();
-    *t = {false, peer, tag, static_cast<char*>(data), bytes};
+    *t = {false, peer, tag, static_cast<char*>(data), bytes, code, std::move(leases)};
     std::lock_guard<std::mutex> hold(lock_);
     for (auto it = aside_.begin(); it != aside_.end(); ++it) {
         if (it->tag != tag || (peer >= 0 && it->from != peer)) continue;
         auto& incoming = incoming_[static_cast<size_t>(it->from)];
-        if (incoming.aside == &*it) {  // still arriving: the rest goes straight to its place
-            put(t->data, it->data.data(), static_cast<size_t>(std::min(incoming.got, bytes)));
-            t->peer = it->from;
-            incoming.aside = nullptr;
-            incoming.into = t;
-            aside_.erase(it);
-            progress();
-            return t;
-        }
+        const bool arriving = incoming.aside == &*it;  // then the rest goes straight to its place
         const auto total = static_cast<int64_t>(it->data.size());
-        put(t->data, it->data.data(), static_cast<size_t>(std::min(total, bytes)));
+        Incoming whole{true, t, nullptr, total, tag, it->code, arriving ? incoming.got : total};
         t->peer = it->from;
-        Incoming whole;
-        whole.into = t, whole.total = total, whole.tag = tag;
-        finish_receive(it->from, whole);
+        match(it->from, whole);
+        if (!whole.unwanted) put(t->data, it->data.data(), static_cast<size_t>(whole.got));
         aside_.erase(it);
+        if (arriving) {
+            incoming = whole;
+            progress();
+        } else {
+            finish_receive(whole);
+        }
         return t;
     }
     receives_.push_back(t);
@@ -63,11 +55,15 @@ bool Mailboxes::push(int peer) {
     bool moved = false;
     while (!queue.empty()) {
         auto& t = *queue.front();
+        if (!usable(t)) {
+            queue.pop_front();
+            break;
+        }
         uint64_t head = b->head.load(std::memory_order_relaxed);
         if (head - b->tail.load(std::memory_order_acquire) >= 2) break;
         const int64_t n = std::min<int64_t>(t.bytes - t.moved, static_cast<int64_t>(group_.layout().mailbox_bytes));
         put(slot(group_.rank(), peer, head), t.data + t.moved, static_cast<size_t>(n));
-        b->slots[head & 1] = {t.tag, t.bytes, n, 0};
+        b->slots[head & 1] = {t.tag, t.bytes, n, t.code};
         b->head.store(head + 1, std::memory_order_release);
         Group::ring(group_.doorbell(peer));
         moved = true;
@@ -86,15 +82,38 @@ bool Mailboxes::start(int peer, Incoming& incoming, const Mailbox::Slot& piece) 
         if ((*it)->peer >= 0 && (*it)->peer != peer) continue;
         asked = true;
         if ((*it)->tag != piece.tag) continue;
-        incoming = {true, *it, nullptr, piece.total, piece.tag, 0};
+        incoming = {true, *it, nullptr, piece.total, piece.tag, piece.code};
         incoming.into->peer = peer;
+        match(peer, incoming);
         receives_.erase(it);
         return true;
     }
     if (!asked) return false;
-    aside_.push_back({peer, piece.tag, std::vector<char>(static_cast<size_t>(piece.total)), false});
-    incoming = {true, nullptr, &aside_.back(), piece.total, piece.tag, 0};
+    aside_.push_back({peer, piece.tag, piece.code, std::vector<char>(static_cast<size_t>(piece.total)), false});
+    incoming = {true, nullptr, &aside_.back(), piece.total, piece.tag, piece.code};
     return true;
+}
+
+// A message of another size or dtype is an error of the receive, and the caller's memory stays as it was.
+void Mailboxes::match(int peer, Incoming& incoming) const {
+    Transfer& t = *incoming.into;
+    if (incoming.total == t.bytes && incoming.code == t.code) return;
+    incoming.unwanted = true;
+    const auto say = [](int64_t bytes, int64_t code) { return std::to_string(bytes) + " bytes of " + dtype_name(code); };
+    t.error = "recv: rank " + group_.name(peer) + " sent " + say(incoming.total, incoming.code) + " with tag " +
+              std::to_string(incoming.tag) + ", rank " + group_.name(group_.rank()) + " expects " +
+              say(t.bytes, t.code);
+}
+
+bool Mailboxes::usable(Transfer& t) {
+    if (t.leases.hold()) return true;
+    t.error = std::string(t.sending ? "send to" : "recv from") + " rank " + group_.name(t.peer) +
+              ": the memory of the tensor was freed or moved (its storage was resized) while the call used it; wait for the "
+              "call first";
+    t.failure = Failure::aborted;
+    t.done = completed_ = true;
+    group_.poison(Failure::aborted, "rank " + group_.name(group_.rank()) + ": " + t.error);
+    return false;
 }
 
 bool Mailboxes::pull(int peer) {
@@ -106,30 +125,28 @@ bool Mailboxes::pull(int peer) {
         if (tail == b->head.load(std::memory_order_acquire)) break;
         const Mailbox::Slot piece = b->slots[tail & 1];
         if (!incoming.active && !start(peer, incoming, piece)) break;
-        char* target = incoming.aside ? incoming.aside->data.data() : incoming.into->data;
-        const int64_t room = (incoming.aside ? incoming.total : incoming.into->bytes) - incoming.got;
-        const int64_t n = std::max<int64_t>(0, std::min(piece.bytes, room));
-        put(target + incoming.got, slot(peer, group_.rank(), tail), static_cast<size_t>(n));
+        if (!incoming.unwanted) {
+            if (incoming.into && !usable(*incoming.into)) {
+                incoming = {};
+                break;
+            }
+            char* target = incoming.aside ? incoming.aside->data.data() : incoming.into->data;
+            put(target + incoming.got, slot(peer, group_.rank(), tail), static_cast<size_t>(piece.bytes));
+        }
         incoming.got += piece.bytes;
         b->tail.store(tail + 1, std::memory_order_release);
         Group::ring(group_.doorbell(peer));
         moved = true;
-        if (incoming.got >= incoming.total) finish_receive(peer, incoming);
+        if (incoming.got >= incoming.total) finish_receive(incoming);
     }
     return moved;
 }
 
-void Mailboxes::finish_receive(int peer, Incoming& incoming) {
-    if (incoming.aside) {
+void Mailboxes::finish_receive(Incoming& incoming) {
+    if (incoming.aside)
         incoming.aside->complete = true;
-    } else {
-        auto& t = *incoming.into;
-        if (incoming.total != t.bytes)
-            t.error = "recv: rank " + group_.name(peer) + " sent " + std::to_string(incoming.total) + " bytes with tag " +
-                      std::to_string(incoming.tag) + ", rank " + group_.name(group_.rank()) + " expects " +
-                      std::to_string(t.bytes);
-        t.done = completed_ = true;
-    }
+    else
+        incoming.into->done = completed_ = true;
     incoming = {};
 }
 
@@ -164,7 +181,8 @@ void Mailboxes::give_up_on_the_lost() {
         // the peer may have ended because another one did: all who are gone are named
         t.error = std::string(t.sending ? "send to" : "recv from") + " rank " + who + ": its process has ended (ended by now: rank(s) " +
                   group_.names(lost) + ")";
-        t.done = t.lost = true;
+        t.failure = Failure::lost;
+        t.done = true;
     };
     for (int p : lost) {
         for (auto& t : sends_[static_cast<size_t>(p)]) fail(*t, group_.name(p));
@@ -185,7 +203,8 @@ void Mailboxes::give_up_on_the_lost() {
 
 void Mailboxes::settle(const TransferPtr& t) const {
     if (t->error.empty()) return;
-    if (t->lost) throw PeerLost(t->error);
+    if (t->failure == Failure::lost) throw PeerLost(t->error);
+    if (t->failure == Failure::aborted) throw Aborted(t->error);
     throw Mismatch(t->error);
 }
 
@@ -218,16 +237,18 @@ void Mailboxes::abandon(const TransferPtr& t) {
         if (t->done) return;
         t->own.resize(static_cast<size_t>(t->bytes));
         t->data = t->own.data();
+        t->leases = {};
         return;
     }
     auto& queue = sends_[static_cast<size_t>(t->peer)];
-    if (t->moved == 0) {
+    if (t->moved == 0 || !usable(*t)) {
         queue.erase(std::remove(queue.begin(), queue.end(), t), queue.end());
         t->done = true;
         return;
     }
     t->own.assign(t->data, t->data + t->bytes);
     t->data = t->own.data();
+    t->leases = {};
 }
 
 void Mailboxes::wait_for(const TransferPtr& t, double timeout) {
@@ -276,7 +297,7 @@ void Mailboxes::background() {
                 // most transfers are waited for right after they were issued
                 changed_.wait_for(hold, std::chrono::microseconds(200), [&] { return stop_ || waiters_ > 0; });
             }
-            if (stop_) return;
+            if (stop_ || group_.poisoned()) return;  // what is under way fails when it is waited for
             if (!needed()) continue;
             rung = bell.value.load(std::memory_order_seq_cst);
             if (progress()) continue;

@@ -16,8 +16,6 @@
 namespace dsx {
 namespace {
 
-constexpr long SLICE_NS = 100'000'000;  // how long to sleep before looking whether everybody is alive
-
 uint32_t* futex_word(Flag& flag) {
     static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half of the counter comes first");
     return reinterpret_cast<uint32_t*>(&flag.value);
@@ -62,11 +60,13 @@ bool Group::slice(Flag& flag, uint64_t value) const {
         if (flag.value.load(std::memory_order_acquire) >= value) return true;
     }
     flag.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    timespec wait{0, SLICE_NS};
+    timespec wait{};
+    wait.tv_sec = static_cast<time_t>(set_.look_s);
+    wait.tv_nsec = static_cast<long>((set_.look_s - static_cast<double>(wait.tv_sec)) * 1e9);
     bool there = false;
     for (;;) {
         uint64_t seen = flag.value.load(std::memory_order_seq_cst);
-        if ((there = seen >= value)) break;
+        if ((there = seen >= value) || poisoned()) break;  // `poison` wakes all sleepers after it has set its flag
         long rc = syscall(SYS_futex, futex_word(flag), FUTEX_WAIT, static_cast<uint32_t>(seen), &wait, nullptr, 0);
         if (rc != 0 && errno != EAGAIN) {  // time over, or a signal: let the caller look around
             there = flag.value.load(std::memory_order_seq_cst) >= value;
@@ -85,6 +85,16 @@ void Group::post() {
 void Group::await(const Doing& doing) {
     for (int r = 0; r < size(); r++)
         if (r != rank()) await_one(r, doing);
+    check_leases(doing);
+}
+
+void Group::check_leases(const Doing& doing) {
+    if (!leases_ || leases_->hold()) return;
+    std::string text = std::string(doing.what) + " #" + std::to_string(calls_) + ": on rank " + name(rank()) +
+                       " the memory of a tensor was freed or moved (its storage was resized) while the call used it; wait "
+                       "for the call first";
+    poison(Failure::aborted, text);
+    throw Aborted(text);
 }
 
 // Who leaves a call half way leaves the others waiting: they are told.

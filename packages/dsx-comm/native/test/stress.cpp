@@ -125,10 +125,10 @@ void collectives(Group& g, int round, std::mt19937& random) {
 void transfers(Group& g, Mailboxes& boxes, int round) {
     const int P = g.size(), me = g.rank(), to = (me + 1) % P, of = (me + P - 1) % P;
     std::vector<float> a(70'000, static_cast<float>(me)), b(70'000), c(10, static_cast<float>(-me)), d(10);
-    auto first = boxes.send(to, a.data(), 280'000, 1);
-    auto second = boxes.send(to, c.data(), 40, 2);
-    auto late = boxes.receive(of, d.data(), 40, 2);  // before the one that was sent first
-    auto early = boxes.receive(-1, b.data(), 280'000, 1);
+    auto first = boxes.send(to, a.data(), 280'000, 1, 0, {});
+    auto second = boxes.send(to, c.data(), 40, 2, 0, {});
+    auto late = boxes.receive(of, d.data(), 40, 2, 0, {});  // before the one that was sent first
+    auto early = boxes.receive(-1, b.data(), 280'000, 1, 0, {});
     for (auto& t : {late, early, first, second}) boxes.wait(t, 30);
     expect(b[69'999] == static_cast<float>(of) && d[9] == static_cast<float>(-of), "a transfer", me, round);
 }

@@ -1,18 +1,21 @@
 """Do all ranks call the same collective? Checked on the first calls of each group, before data moves.
 
-Every rank posts a line (operation, size, dtype, operator, root) in the job's store and reads the others'. That costs a few round trips, so it is
-done for the first `CHECKED` calls of a group, in which a program shows what it does, and not for sends and receives.
+Every rank describes its call in a line (operation, size, dtype, operator, root). The first to come leaves its line in the
+job's store; the others compare theirs with it, and the last to come says whether all were alike. So a call costs each rank
+four short requests, however many ranks there are, which is done for the first `CHECKED` calls of a group, in which a
+program shows what it does, and not for sends and receives. Only where lines differ do the ranks read each other's.
 Groups of the "dsx" backend need none of this: they compare within every call, at no cost.
 
-A rank that does not post within `PATIENCE` seconds ends the check of that call, not the call: two groups used in different
+A rank that does not come within `PATIENCE` seconds ends the check of that call, not the call: two groups used in different
 order on two ranks are legal, and a missing rank is the hang explainer's business.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -21,6 +24,7 @@ from .meeting import fresh_prefix
 
 CHECKED = 10
 PATIENCE = 2.0
+_NAMED = 16  # ranks that are told apart in an error
 _SKIPPED = frozenset(("send", "recv", "isend", "irecv", "batch_isend_irecv", "monitored_barrier"))
 # calls whose size must be the same on all ranks; of others the operation, dtypes, operator and root are compared
 _EVEN = frozenset(
@@ -46,40 +50,29 @@ class Agreement:
 
     def __init__(self) -> None:
         self.calls = CHECKED
-        self._seen: dict[str, int] = {}
+        self._seen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._world: Any = None
         self._prefix = ""
 
-    def post(self, call: Any) -> Callable[[], None]:
+    def post(self, call: Any) -> Callable[[], None] | None:
         """Say what this rank calls; the result compares it with the other ranks' call of the same number.
 
         That raises MismatchError naming what each rank calls. Synchronous calls compare before they are issued,
-        asynchronous ones when they are waited for.
+        asynchronous ones when they are waited for. None: there is nothing to compare.
         """
-        if self.calls <= 0 or call.op in _SKIPPED:
-            return _nothing
+        group = call.group
+        number = self._seen.get(group, 0)
+        if number >= self.calls or call.op in _SKIPPED:
+            return None
         if self._world is not dist.group.WORLD:
             self._begin()
-        name = call.group.group_name
-        number = self._seen.get(name, 0)
-        if number >= self.calls:
-            return _nothing
-        self._seen[name] = number + 1
+        self._seen[group] = number + 1
+        name = group.group_name
         mine = (f"{call.op} of {call.message} bytes" if call.op in _EVEN else call.op) + call.detail
         store = _store(f"{self._prefix}{name}/{number}/")
-        store.set(str(dist.get_rank()), mine)
-        ranks = dist.get_process_group_ranks(call.group)
-
-        def compare() -> None:
-            lines = _lines(store, ranks)
-            if lines is not None and any(line != mine for line in lines.values()):
-                said = "; ".join(f"rank {rank}: {line}" for rank, line in lines.items())
-                raise MismatchError(
-                    f"ranks call different collectives (call #{number + 1} of group {name}): {said}. "
-                    "What they would have exchanged means nothing."
-                )
-
-        return compare
+        ranks = dist.get_process_group_ranks(group)
+        _post(store, mine, len(ranks))
+        return lambda: _compare(store, mine, ranks, f"call #{number + 1} of group {name}")
 
     def _begin(self) -> None:
         """There is a new world, perhaps in a store that has lines of an earlier one."""
@@ -96,23 +89,37 @@ class Agreement:
 AGREEMENT = Agreement()
 
 
-def _nothing() -> None:
-    """Compared often enough."""
-
-
 def _store(prefix: str) -> Any:
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _lines(store: Any, ranks: list[int]) -> dict[int, str] | None:
-    """{global rank: its line}, or None if somebody did not come in time."""
-    keys = [str(r) for r in ranks]
-    until = time.monotonic() + PATIENCE
-    while not store.check(keys):
-        if time.monotonic() > until:
-            return None
-        time.sleep(0.0005)
-    return {r: line.decode() for r, line in zip(ranks, store.multi_get(keys))}
+def _post(store: Any, mine: str, ranks: int) -> None:
+    """Leave this rank's line, and the verdict if this rank is the last to come."""
+    if store.compare_set("first", "", mine).decode() != mine:
+        other = store.add("others", 1)  # before "came", so that the last one sees it
+        store.set(f"other/{other}", f"{dist.get_rank()} {mine}")
+    if store.add("came", 1) == ranks:
+        store.set("verdict", "alike" if store.add("others", 0) == 0 else "different")
+
+
+def _compare(store: Any, mine: str, ranks: list[int], where: str) -> None:
+    """Wait for the verdict; raise MismatchError if the ranks' lines differ."""
+    try:
+        store.wait(["verdict"], timedelta(seconds=PATIENCE))
+    except RuntimeError:  # some rank did not come in time, or the store is gone
+        return
+    if store.get("verdict") != b"different":
+        return
+    others = [store.get(f"other/{n}").decode() for n in range(1, min(store.add("others", 0), _NAMED) + 1)]
+    lines = {int(rank): line for rank, line in (other.split(" ", 1) for other in others)}
+    first = store.get("first").decode()
+    said = "; ".join(f"rank {rank}: {lines.get(rank, first)}" for rank in ranks[:_NAMED])
+    if len(ranks) > _NAMED:
+        named = "; ".join(f"rank {rank}: {line}" for rank, line in sorted(lines.items()))
+        said = f"{named}; the first of {len(ranks)} ranks to come: {first}"
+    raise MismatchError(
+        f"ranks call different collectives ({where}): {said}. What they would have exchanged means nothing."
+    )
 
 
 def check_first_calls(calls: int) -> None:

@@ -1,7 +1,8 @@
 """One record per communication call, handed to whoever watches: byte counters and the communication log.
 
-Every public function of this package describes what it is about to do as a `Call` and runs it through `run`. With
-nobody watching that costs one look at an empty tuple. A `Call` holds sizes, never tensors.
+Every public function of this package describes what it is about to do as a `Call` and runs it through `run`. The hang
+explainer notes every call on groups that do not tell it by themselves. Observers cost nothing where there are none. A
+`Call` holds sizes, never tensors.
 
 Two sizes are told apart. `message` is the size S the bandwidth formulas use (`bandwidth.py`). `sent` is what this rank
 puts on the wire by the volume formulas below, in the dtype that travels; algorithms that send more (a tree broadcast
@@ -11,13 +12,12 @@ forwards) are counted as if they did not, so that numbers compare across backend
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
 
 from .agreement import AGREEMENT
-from .hang import WATCH
+from .hang import WATCH, Waiting
 from .shm.process_group import ShmProcessGroup
 
 
@@ -34,8 +34,7 @@ class Labels(TypedDict, total=False):
     debug: str
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What one call does: operation, group and the sizes in bytes on this rank.
 
     `sent` is in units of 1/`per` bytes: the volume of an all-reduce need not be a whole number.
@@ -88,6 +87,7 @@ class Observers:
 
 OBSERVERS = Observers()
 WAITS = Observers()
+HOST = torch.device("cpu")
 
 
 def observe(observer: Observer | WaitObserver) -> Callable[[], None]:
@@ -107,48 +107,36 @@ def observe(observer: Observer | WaitObserver) -> Callable[[], None]:
     return stop
 
 
-def waiting(wait: Callable[[], Any]) -> Any:
+def waiting(wait: Callable[..., Any], *arguments: Any) -> Any:
     """Run something that blocks, and tell those who hear of waits."""
     watchers = WAITS.active
     if not watchers:
-        return wait()
+        return wait(*arguments)
     tokens = [(watcher, watcher.begin_wait()) for watcher in watchers]
     try:
-        return wait()
+        return wait(*arguments)
     finally:
         for watcher, token in tokens:
             watcher.end_wait(token)
 
 
-class _WatchedWork:
-    """A backend's own Work whose wait is heard; all else is the Work's. Our handles tell by themselves."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self, *args: Any) -> Any:
-        return waiting(lambda: self._work.wait(*args))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
-def _issue(issue: Callable[[], Any], is_async: bool) -> Any:
-    if not is_async:
-        return waiting(issue)
-    result = issue()
-    return _WatchedWork(result) if WAITS.active and isinstance(result, torch.distributed.Work) else result
-
-
 def run(call: Call, issue: Callable[[], Any], is_async: bool = False) -> Any:
     """Issue the call and tell the observers and the hang explainer."""
-    if call.size > 1 and not isinstance(call.group, ShmProcessGroup):  # that one tells by itself, whoever calls it
-        issue = _watched(call, issue, is_async)
-    with torch.no_grad():  # communication is no part of a graph
-        if not OBSERVERS.active:
-            return _issue(issue, is_async)
-        tokens = [(o, o.begin(call)) for o in OBSERVERS.active]
-        result = _issue(issue, is_async)
+    graph = torch.is_grad_enabled()
+    if graph:  # communication is no part of a graph; `torch.no_grad` says the same in ten times the time
+        torch._C._set_grad_enabled(False)
+    try:
+        if OBSERVERS.active or WAITS.active:
+            return _observed(call, issue, is_async)
+        return _watched(call, issue, is_async)
+    finally:
+        if graph:
+            torch._C._set_grad_enabled(True)
+
+
+def _observed(call: Call, issue: Callable[[], Any], is_async: bool) -> Any:
+    tokens = [(observer, observer.begin(call)) for observer in OBSERVERS.active]
+    result = _watched(call, issue, is_async) if is_async else waiting(_watched, call, issue, False)
     for observer, token in tokens:
         if token is not None:
             observer.end(token, call, result, is_async)
@@ -157,29 +145,35 @@ def run(call: Call, issue: Callable[[], Any], is_async: bool = False) -> Any:
 
 def guarded(call: Call, issue: Callable[[], Any]) -> Any:
     """Issue a part of a call that observers are yet to hear of: the hang explainer watches it, nobody counts it."""
-    if call.size > 1 and not isinstance(call.group, ShmProcessGroup):
-        issue = _watched(call, issue, False)
-    return issue()
+    return _watched(call, issue, False)
 
 
-def _watched(call: Call, issue: Callable[[], Any], is_async: bool) -> Callable[[], Any]:
-    def watched() -> Any:
-        compare = AGREEMENT.post(call)
-        if not is_async:
-            compare()
-        note = WATCH.enter(call.group, f"{call.op} of {call.message} bytes", call.labels.get("log_name", ""))
-        try:
-            result = issue()
-        except RuntimeError as error:
-            explained = WATCH.verdict(note, error)
-            raise explained from (None if explained is error else error)
-        finally:
-            WATCH.leave(note)
-        if result is not None and hasattr(result, "note"):
-            result.note, result.compare = note, compare  # its wait may hang, too
-        return result
+def _watched(call: Call, issue: Callable[[], Any], is_async: bool) -> Any:
+    """Issue the call so that a hang in it is explained. Groups in shared memory tell the explainer by themselves."""
+    group = call.group
+    if call.size == 1 or type(group) is ShmProcessGroup:
+        result = issue()
+        return _handed_out(result) if is_async else result
+    compare = AGREEMENT.post(call)
+    if compare is not None and not is_async:
+        compare()
+    labels = call.labels
+    label = labels.get("log_name", "") if labels else ""
+    note = WATCH.enter(group, call.op, call.message, label, on_device=call.device != HOST)
+    try:
+        result = issue()
+    except RuntimeError as error:
+        explained = WATCH.verdict(note, error)
+        raise explained from (None if explained is error else error)
+    finally:
+        WATCH.leave(note)
+    return _handed_out(result, note, compare) if is_async else result  # the wait for it may hang, too
 
-    return watched
+
+def _handed_out(result: Any, note: Waiting | None = None, compare: Callable[[], None] | None = None) -> Any:
+    for handle in result if isinstance(result, list) else (result,):
+        handle.hand_out(note, compare)
+    return result
 
 
 def check_labels(labels: Labels) -> Labels:

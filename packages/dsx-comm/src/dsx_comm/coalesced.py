@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from .calls import Call, Labels, all_reduce_volume, check_labels, run, share_volume
-from .checks import contiguous, nbytes, not_overlapping, reduce_kind, share, tensor_of
-from .collectives import described, settle, start_all_gather, start_all_reduce, start_reduce_scatter
+from .checks import contiguous, described, nbytes, not_overlapping, reduce_kind, share, tensor_of
+from .collectives import settle, start_all_gather, start_all_reduce, start_reduce_scatter
 from .errors import CommArgumentError
 from .groups import Membership, member
 from .works import Handle
@@ -67,13 +67,13 @@ def _packed(tensors: list[torch.Tensor], kind: Any, to: Membership) -> Any:
     return Handle([work], unpack)
 
 
-def _fused(to: Membership, device: torch.device, starts: list[Callable[[], Any]]) -> Any:
+def _fused(to: Membership, device: torch.device, starts: list[Callable[[], Any]]) -> Handle:
     """nccl: one launch for all."""
     manager = dist._coalescing_manager(to.group, device, async_ops=True)  # pyright: ignore[reportPrivateImportUsage]
-    with manager as works:
+    with manager as issued:
         for start in starts:
             start()
-    return works
+    return Handle(issued.works)  # the manager itself can only be waited for
 
 
 def all_gather_coalesced(

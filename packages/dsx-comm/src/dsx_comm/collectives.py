@@ -16,38 +16,43 @@ import torch.distributed as dist
 
 from . import composed
 from .calls import Call, Labels, all_reduce_volume, check_labels, run, share_volume
-from .checks import contiguous, nbytes, not_overlapping, reduce_kind, root, share, tensor_list, tensor_of
+from .checks import (
+    contiguous,
+    described,
+    nbytes,
+    not_overlapping,
+    reduce_kind,
+    root,
+    share,
+    tensor_list,
+    tensor_of,
+)
 from .groups import Membership, member
-from .works import Done, Handle
+from .hang import WATCH
+from .ordered import reduce_in_order
+from .shm.tensors import without_overlap
+from .works import Done, Handle, limit_of_wait
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 ReduceOp = dist.ReduceOp
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+# torch 2.13 has given these another name
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 _COMPOSED_REDUCE = (torch.float16, torch.bfloat16, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def _call(
-    op: str, to: Membership, message: int, sent: int, device: torch.device, labels: Any, detail: str = ""
-) -> Call:
-    return Call(op, to.group, to.size, message, sent, device, check_labels(labels), detail=detail)
-
-
-def described(dtype: torch.dtype, kind: Any = None, root: int | None = None) -> str:
-    """What beside operation and size must agree between ranks, as a `Call` says it."""
-    operator = "" if kind is None else f" {getattr(kind, 'op', kind).name}"
-    return f" {str(dtype)[6:]}{operator}" + ("" if root is None else f" root {root}")
 
 
 def settle(handle: Any, async_op: bool) -> Any:
     """The handle for asynchronous calls, else None once it is done."""
-    if handle is not None and not isinstance(handle, Handle):
-        handle = Handle([handle])  # ours, so that a hang in its wait can be explained
     if async_op:
-        return handle
-    if handle is not None:
+        return handle if isinstance(handle, Handle) else Handle((handle,))  # a hang in its wait can be explained
+    if isinstance(handle, Handle):
         handle.wait()
+    elif handle is not None:
+        limit = limit_of_wait(None, WATCH.current(), (handle,))
+        handle.wait() if limit is None else handle.wait(limit)
     return None
 
 
@@ -55,7 +60,7 @@ def _averaged(
     issue: Callable[..., Any], tensor: torch.Tensor, kind: Any, to: Membership, divide: bool = True
 ) -> Handle:
     """AVG where the backend has none: SUM, then a division on whoever has the result."""
-    if kind != _AVG or to.averages(tensor):
+    if kind is not _AVG or to.averages(tensor):
         return issue(kind)
     work = issue(_SUM)
     return Handle([work], (lambda: tensor.div_(to.size)) if divide else None)
@@ -122,15 +127,9 @@ def reduce(
     kind = reduce_kind(op, tensor_of(tensor, "reduce"), "reduce")
     dst, target = root(dst, group_dst, to, "reduce", "dst")
     size = nbytes(tensor)
-    call = _call(
-        "reduce",
-        to,
-        size,
-        0 if to.rank == target else size,
-        tensor.device,
-        labels,
-        described(tensor.dtype, kind, target),
-    )
+    sent = 0 if to.rank == target else size
+    detail = described(tensor.dtype, kind, target)
+    call = Call("reduce", to.group, to.size, size, sent, tensor.device, check_labels(labels), 1, detail)
 
     def issue() -> Any:
         if tensor.numel() == 0 or to.size == 1:
@@ -150,7 +149,7 @@ def _composed_reduce(tensor: torch.Tensor, target: int, kind: Any, to: Membershi
         return composed.exchange(sends, nothing, to, composed.EXCHANGE_TAG)
     flat = tensor.view(-1)
     staging = [flat if p == target else torch.empty_like(flat) for p in range(to.size)]
-    finish = lambda: composed.reduce_in_order(staging, kind, flat)  # noqa: E731
+    finish = lambda: reduce_in_order(staging, kind, flat)  # noqa: E731
     return composed.exchange(nothing, staging, to, composed.EXCHANGE_TAG, finish)
 
 
@@ -171,15 +170,9 @@ def reduce_scatter_tensor(
     share(input, output, to, name, ("input", "output"))
     contiguous(output, name, "output")
     kind = reduce_kind(op, input, name)
-    call = _call(
-        name,
-        to,
-        nbytes(output),
-        share_volume(nbytes(output), to.size),
-        input.device,
-        labels,
-        described(input.dtype, kind),
-    )
+    size, detail = nbytes(output), described(input.dtype, kind)
+    sent = share_volume(size, to.size)
+    call = Call(name, to.group, to.size, size, sent, input.device, check_labels(labels), 1, detail)
     return run(call, lambda: settle(start_reduce_scatter(output, input, kind, to, not async_op), async_op), async_op)
 
 
@@ -196,10 +189,16 @@ def start_reduce_scatter(
         return Done()
     if to.composes(source) and composed.direct(to.size, nbytes(output)):
         return composed.reduce_scatter(output, source, kind, to)
-    native = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    native = getattr(dist, _REDUCE_SCATTER)
+    place, flat = _flat(output), _flat(source)
     if at_once and to.shared:
-        return native(output.view(-1), source.view(-1), kind, to.group)
-    return _averaged(lambda k: native(output.view(-1), source.view(-1), k, to.group, async_op=True), output, kind, to)
+        return native(place, flat, kind, to.group)
+    return _averaged(lambda k: native(place, flat, k, to.group, async_op=True), output, kind, to)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The contiguous tensor in one dimension (a view costs a microsecond)."""
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def reduce_scatter(
@@ -219,7 +218,8 @@ def reduce_scatter(
         raise_sizes(name, f"input_list[{to.rank}]", parts[to.rank].numel(), output.numel())
     kind = reduce_kind(op, output, name)
     sent = sum(nbytes(part) for p, part in enumerate(parts) if p != to.rank)
-    call = _call(name, to, nbytes(output), sent, output.device, labels, described(output.dtype, kind))
+    size, detail = nbytes(output), described(output.dtype, kind)
+    call = Call(name, to.group, to.size, size, sent, output.device, check_labels(labels), 1, detail)
 
     def issue() -> Any:
         if to.size == 1:
@@ -271,9 +271,9 @@ def all_gather_into_tensor(
     share(output, input, to, name, ("output", "input"))
     contiguous(output, name, "output")
     not_overlapping(output, input, to.rank, name)
-    call = _call(
-        name, to, nbytes(input), share_volume(nbytes(input), to.size), input.device, labels, described(input.dtype)
-    )
+    size, detail = nbytes(input), described(input.dtype)
+    sent = share_volume(size, to.size)
+    call = Call(name, to.group, to.size, size, sent, input.device, check_labels(labels), 1, detail)
     return run(call, lambda: settle(start_all_gather(output, input, to, not async_op), async_op), async_op)
 
 
@@ -285,13 +285,12 @@ def start_all_gather(output: torch.Tensor, source: torch.Tensor, to: Membership,
         if output.data_ptr() != source.data_ptr():
             output.view(-1).copy_(source.reshape(-1))
         return Done()
-    flat = source.contiguous().view(-1)
+    flat = _flat(source.contiguous())
     if to.composes(source):
         if composed.direct_gather(to.size, nbytes(source)):
             return composed.all_gather(output.view(-1), flat, to)
         output, flat = composed.as_bytes(output), composed.as_bytes(flat)  # gloo knows only some dtypes
-    native = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    return native(output.view(-1), flat, to.group, async_op=not (at_once and to.shared))
+    return getattr(dist, _ALL_GATHER)(_flat(output), flat, to.group, async_op=not (at_once and to.shared))
 
 
 def allgather_fn(
@@ -312,10 +311,13 @@ def all_gather(
     to = member(group)
     outputs = _checked_list(tensor_list, tensor, to, "all_gather", "tensor_list")
     sent = share_volume(nbytes(tensor), to.size)
-    call = _call("all_gather", to, nbytes(tensor), sent, tensor.device, labels, described(tensor.dtype))
+    detail = described(tensor.dtype)
+    call = Call("all_gather", to.group, to.size, nbytes(tensor), sent, tensor.device, check_labels(labels), 1, detail)
 
     def issue() -> Any:
         source = tensor.contiguous()
+        if to.composes(tensor):
+            (source,) = without_overlap([source], outputs[: to.rank] + outputs[to.rank + 1 :])
         outputs[to.rank].copy_(source.view(outputs[to.rank].shape))
         if tensor.numel() == 0 or to.size == 1:
             return settle(Done(), async_op)
@@ -350,7 +352,8 @@ def gather(
     if not at_target and gather_list:
         raise_sizes("gather", "gather_list on a rank that is not dst", len(gather_list), 0)
     sent = 0 if at_target else nbytes(tensor)
-    call = _call("gather", to, nbytes(tensor), sent, tensor.device, labels, described(tensor.dtype, root=target))
+    detail = described(tensor.dtype, root=target)
+    call = Call("gather", to.group, to.size, nbytes(tensor), sent, tensor.device, check_labels(labels), 1, detail)
 
     def issue() -> Any:
         source = tensor.contiguous()
@@ -381,7 +384,8 @@ def broadcast(
     src, source = root(src, group_src, to, "broadcast", "src")
     size = nbytes(tensor_of(tensor, "broadcast"))
     sent = size if to.rank == source and to.size > 1 else 0
-    call = _call("broadcast", to, size, sent, tensor.device, labels, described(tensor.dtype, root=source))
+    detail = described(tensor.dtype, root=source)
+    call = Call("broadcast", to.group, to.size, size, sent, tensor.device, check_labels(labels), 1, detail)
     return run(call, lambda: settle(start_broadcast(tensor, src, source, to, not async_op), async_op), async_op)
 
 
@@ -416,10 +420,13 @@ def scatter(
     if not at_source and scatter_list:
         raise_sizes("scatter", "scatter_list on a rank that is not src", len(scatter_list), 0)
     sent = share_volume(nbytes(tensor), to.size) if at_source else 0
-    call = _call("scatter", to, nbytes(tensor), sent, tensor.device, labels, described(tensor.dtype, root=source))
+    detail = described(tensor.dtype, root=source)
+    call = Call("scatter", to.group, to.size, nbytes(tensor), sent, tensor.device, check_labels(labels), 1, detail)
 
     def issue() -> Any:
         parts = [part.contiguous() for part in inputs] if inputs is not None else None
+        if parts is not None and not to.shared:
+            parts = without_overlap(parts, [tensor])
         if not (to.composes(tensor) or to.size == 1):
             return settle(dist.scatter(tensor, parts, src, to.group, async_op=True), async_op)
         if parts is not None:

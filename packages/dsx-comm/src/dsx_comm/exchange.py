@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from . import composed
 from .calls import Call, Labels, check_labels, run
-from .checks import contiguous, nbytes, tensor_list, tensor_of
-from .collectives import described, settle
+from .checks import contiguous, described, nbytes, tensor_list, tensor_of
+from .collectives import settle
 from .errors import CommArgumentError, CommError
 from .groups import Membership, member
+from .shm.tensors import without_overlap
 from .works import Done, Handle
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ def all_to_all_single(
 ) -> Any:
     """Split `input` along dim 0, send piece p to rank p, and concatenate in `output` what came from rank 0, 1, ...
 
-    Without split sizes dim 0 must divide evenly. Pieces may be empty.
+    Without split sizes dim 0 must divide evenly. Pieces may be empty. Where `output` shares memory with `input`, what is
+    sent is copied first.
     """
     name = "all_to_all_single"
     to = member(group)
@@ -43,6 +45,8 @@ def all_to_all_single(
             f"{name}: output is {output.dtype} on {output.device}, input {input.dtype} on {input.device}; expected the same"
         )
     source = input.contiguous()
+    if not to.shared:  # groups in shared memory see to it by themselves, and copy less
+        (source,) = without_overlap([source], [output])
     pieces = _split(source, input_split_sizes, to.size, name, "input")
     places = _split(output, output_split_sizes, to.size, name, "output")
     sent = sum(nbytes(piece) for p, piece in enumerate(pieces) if p != to.rank)
@@ -65,7 +69,10 @@ def all_to_all(
     async_op: bool = False,
     **labels: Unpack[Labels],
 ) -> Any:
-    """output_tensor_list[p] = rank p's input_tensor_list[rank]; sizes may differ pair by pair."""
+    """output_tensor_list[p] = rank p's input_tensor_list[rank]; sizes may differ pair by pair.
+
+    Inputs that share memory with outputs are copied first.
+    """
     name = "all_to_all"
     to = member(group)
     sources = tensor_list(input_tensor_list, None, to.size, name, "input_tensor_list", same_size=False)
@@ -73,6 +80,8 @@ def all_to_all(
     for i, place in enumerate(places):
         contiguous(place, name, f"output_tensor_list[{i}]")
     pieces = [piece.contiguous() for piece in sources]
+    if not to.shared:
+        pieces = without_overlap(pieces, places)
     sent = sum(nbytes(piece) for p, piece in enumerate(pieces) if p != to.rank)
     size, detail = sum(map(nbytes, pieces)), described(pieces[0].dtype)
     call = Call(name, to.group, to.size, size, sent, pieces[0].device, check_labels(labels), detail=detail)
@@ -123,7 +132,7 @@ def barrier(
 ) -> Any:
     """Return (or complete) once every rank of the group has come here."""
     to = member(group)
-    call = Call("barrier", to.group, to.size, 0, 0, torch.device("cpu"), check_labels(labels))
+    call = Call("barrier", to.group, to.size, 0, 0, _device_of(to), check_labels(labels))
 
     def issue() -> Any:
         if to.size == 1:
@@ -133,6 +142,13 @@ def barrier(
         return settle(Handle([dist.barrier(to.group, async_op=True, device_ids=device_ids)]), async_op)
 
     return run(call, issue, async_op)
+
+
+def _device_of(to: Membership) -> torch.device:
+    """Where a call without tensors runs: torch takes the accelerator where the group serves one."""
+    if "cuda" in to.backends and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def monitored_barrier(

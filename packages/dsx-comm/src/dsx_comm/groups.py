@@ -1,60 +1,108 @@
 """Groups and ranks: torch's process groups, with errors that say what is missing.
 
-`Membership` resolves a group argument once per call: the group, its size, this rank in it, and which backend serves a
-device. None means the default group.
+`Membership` is what this process knows of a group: its size, this rank in it, which backend serves a device. It is worked
+out once per group and found again by every call. None means the default group.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 
 from .agreement import AGREEMENT
+from .dropped import DROPPED
 from .errors import CommArgumentError, CommError
 from .hang import WATCH
 from .shm.process_group import ShmProcessGroup
+from .shm.segment import ShmOptions
+
+_WORLD = dist.distributed_c10d._world
+_AVERAGES = ("nccl", "xccl", "hccl", "dsx")
 
 
-@dataclass(frozen=True)
 class Membership:
-    """A resolved group: `rank` and `size` are of the group, `backends` maps a device type to a backend name."""
+    """A resolved group. It does not keep the group alive.
 
-    group: Any
-    rank: int
-    size: int
-    backends: dict[str, str]
+    Attributes:
+        rank: this process' rank in the group.
+        size: number of ranks.
+        ranks: global rank of each member, in the group's order.
+        backends: backend name by device type.
+        shared: whether the group lies in shared memory; its synchronous calls need no handle.
+    """
+
+    __slots__ = ("_averages", "_composes", "_group", "backends", "config", "rank", "ranks", "shared", "size")
+
+    def __init__(self, group: Any, backends: dict[str, str], config: Any) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.ranks = dist.get_process_group_ranks(group)
+        self.backends, self.config = backends, config
+        self.shared = isinstance(group, ShmProcessGroup)
+        self._group = ref(group)
+        self._composes = backends.get("cpu") == "gloo"
+        self._averages = frozenset(device for device, backend in backends.items() if backend in _AVERAGES)
+
+    @property
+    def group(self) -> Any:
+        """torch's process group."""
+        return self._group()
 
     def composes(self, tensor: torch.Tensor) -> bool:
         """True where operations are composed of sends and receives: gloo on host tensors (`composed.py`)."""
-        return tensor.device.type == "cpu" and self.backends.get("cpu") == "gloo"
+        return self._composes and tensor.is_cpu
 
     def averages(self, tensor: torch.Tensor) -> bool:
         """True where the backend itself knows AVG."""
-        return self.backends.get(tensor.device.type) in ("nccl", "xccl", "hccl", "dsx")
+        return tensor.device.type in self._averages
 
-    @property
-    def shared(self) -> bool:
-        """True for a group in shared memory, whose synchronous calls need no handle."""
-        return isinstance(self.group, ShmProcessGroup)
+
+class _Known:
+    """The groups that calls were made in, and those that this process has from before a fork."""
+
+    def __init__(self) -> None:
+        self.members: WeakKeyDictionary[Any, Membership] = WeakKeyDictionary()
+        self.inherited: WeakSet[Any] = WeakSet()
+        self.parent = 0
+
+    def forked(self) -> None:
+        """This is a child of the process: what it inherits are its parent's places in the groups, not places of its own."""
+        self.members = WeakKeyDictionary()
+        self.inherited = WeakSet(_WORLD.pg_map)
+        self.parent = os.getppid()
+
+
+_KNOWN = _Known()
+os.register_at_fork(after_in_child=_KNOWN.forked)
 
 
 def member(group: Any = None) -> Membership:
     """Resolve a group argument.
 
     Raises:
-        CommError: there is no process group yet.
+        CommError: there is no process group yet, or it is that of the process this one was forked from.
         CommArgumentError: this rank is not a member of the group.
     """
+    if group is None:
+        group = dist.group.WORLD
+    try:
+        known = _KNOWN.members.get(group)
+    except TypeError:  # None, or something else that is no group
+        known = None
+    # a group that was destroyed, by torch's function too, has no configuration any more
+    if known is not None and known.config is _WORLD.pg_backend_config.get(group):
+        return known
+    return _resolve(group)
+
+
+def _resolve(group: Any) -> Membership:
     if not is_initialized():
         raise CommError("there is no process group: call dsx_comm.init_distributed() first")
-    group = dist.group.WORLD if group is None else group
     if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
         raise CommArgumentError(
             f"rank {dist.get_rank()} is not a member of the group it was asked to communicate in; "
@@ -62,17 +110,21 @@ def member(group: Any = None) -> Membership:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise CommArgumentError(f"group: got {type(group).__name__}, expected a process group or None")
-    try:
-        config = dist.get_backend_config(group)
-    except (ValueError, RuntimeError) as error:
-        raise CommArgumentError(f"the group is not known to torch.distributed (destroyed?): {error}") from error
-    backends = _backends(config)
+    if group in _KNOWN.inherited:
+        raise CommError(
+            f"process {os.getpid()} was forked from process {_KNOWN.parent}, which is rank {dist.get_rank()}: it cannot take "
+            "that rank's place in a group. Communicate in the parent, or start processes with the method 'spawn'"
+        )
+    config = _WORLD.pg_backend_config.get(group)
+    if config is None:
+        raise CommArgumentError("the group is not known to torch.distributed: it was destroyed")
+    backends = _backends(str(config))
     if backends.get("cpu") == "dsx" and not isinstance(group, ShmProcessGroup):
         backends = {**backends, "cpu": "gloo"}  # the ranks share no memory
-    return Membership(group, group.rank(), group.size(), backends)
+    membership = _KNOWN.members[group] = Membership(group, backends, config)
+    return membership
 
 
-@lru_cache(maxsize=64)
 def _backends(config: str) -> dict[str, str]:
     """Parse torch's "cpu:gloo,cuda:nccl"."""
     pairs = (item.partition(":") for item in config.split(","))
@@ -131,7 +183,7 @@ def get_world_group() -> Any:
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
     """The default group's ranks of the members of `group`, in the group's order."""
-    return dist.get_process_group_ranks(member(group).group)
+    return list(member(group).ranks)
 
 
 def get_backend(group: Any = None) -> str:
@@ -147,11 +199,24 @@ def new_group(
     *,
     description: str | None = None,
     local: bool = False,
+    options: ShmOptions | None = None,
 ) -> Any:
-    """Make a group of `ranks` (None: all). Every rank of the default group must call it, in the same order; with `local` only
-    its members, so that disjoint sets of ranks may make theirs at the same time.
+    """Make a group of `ranks` (None: all). Every rank of the default group must call it, in the same order.
 
-    Returns the group, or `GroupMember.NON_GROUP_MEMBER` on ranks that are not in it. The order of `ranks` is kept.
+    Args:
+        ranks: global ranks; their order is kept.
+        timeout: of the group's calls; None: that of the default group.
+        backend: None: that of the default group.
+        description: torch's `group_desc`.
+        local: only the members call it, so that disjoint sets of ranks may make theirs at the same time.
+        options: sizes and habits of a group of the "dsx" backend (torch's `pg_options`).
+
+    Returns:
+        The group, or `GroupMember.NON_GROUP_MEMBER` on ranks that are not in it.
+
+    Raises:
+        CommError: there is no default group.
+        CommArgumentError: ranks that do not exist, or twice the same.
     """
     _need_initialized()
     if ranks is not None:
@@ -165,6 +230,7 @@ def new_group(
         ranks,
         timeout=timeout,
         backend=backend,
+        pg_options=options,
         group_desc=description,
         sort_ranks=False,
         use_local_synchronization=local,
@@ -172,10 +238,22 @@ def new_group(
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Destroy a group (None: the default group and with it everything)."""
+    """Destroy a group (None: the default group and with it everything; if there is none, nothing is done).
+
+    Calls whose handles were dropped are finished first.
+
+    Raises CommArgumentError for a group that was destroyed before.
+    """
+    if not is_initialized():
+        if group is None:
+            return
+        raise CommArgumentError("the group was destroyed before, with the default group")
+    DROPPED.finish()
     if group is None or group is dist.group.WORLD:
         WATCH.rest()
         AGREEMENT.forget()
+    elif isinstance(group, dist.ProcessGroup) and group not in _WORLD.pg_map:
+        raise CommArgumentError("the group was destroyed before")
     dist.destroy_process_group(group)
 
 

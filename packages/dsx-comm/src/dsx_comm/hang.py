@@ -1,15 +1,19 @@
 """The hang explainer: says which ranks are missing from a collective, and what every rank is doing instead. On by default.
 
 Each rank notes which communication calls it has issued, per group, and where its threads wait (two dictionary writes a
-call). A thread looks every few seconds. When a call of this rank has waited longer than the limit, it raises an alarm in the
-job's store; every rank, also one that waits nowhere, answers with what it is doing: the call it is in or the last one it issued, its
-number in the group, the place in the code. From the answers each rank makes the same text; the lowest rank that answered
-prints it, and the waiting calls fail with it. On "dsx" groups they fail at once; on gloo when their wait ends, shortly after
-the limit.
+call). A thread looks every few seconds. When a call of this rank has waited longer than the limit, it raises an alarm in
+the job's store; every rank, also one that waits nowhere, answers with what it is doing: the call it is in or the last one
+it issued, its number in the group, the place in the code. From the answers each rank makes the same text; the lowest rank
+that answered prints it, and the waiting calls fail with it. On "dsx" groups they fail at once; on gloo when their wait
+ends, shortly after the limit.
+
+On a device the host does not wait, and must not be made to: torch blocks it for a wait with a timeout. There the thread
+looks at one unfinished call of each group at a time (`follow`). The report is printed; the call itself is left to the
+backend's own watchdog, which ends it at the group's time limit.
 
 The limit is nine tenths of the time limit of the group that waits (9 minutes where that is 10); a first report that
-stops nothing is printed after a minute. `explain_hangs` sets both for all groups. Not seen: kernels that wait on a GPU without a thread of
-this process waiting in this package.
+stops nothing is printed after a minute. `explain_hangs` sets both for all groups. Not seen: calls on a device that this
+package did not issue.
 """
 
 from __future__ import annotations
@@ -21,44 +25,68 @@ import os
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
-from .errors import CommArgumentError, HangError
+from .departures import Departures
+from .errors import CommArgumentError, CommError, HangError, PeerLostError
+from .hang_report import explain, place_of
 from .meeting import fresh_prefix
 
 DEFAULT_LIMIT = 540.0  # of groups that do not tell their time limit
 DEFAULT_NOTICE = 60.0
 SHARE = 0.9  # of a group's time limit
 GRACE = 3.0  # seconds between the alarm and the end of waits: time for the others to answer
-_OURS = (os.path.dirname(__file__), os.path.dirname(dist.__file__))
+
+
+@dataclass
+class GroupLog:
+    """What this process has issued in one group."""
+
+    name: str
+    limit: float = DEFAULT_LIMIT  # seconds a call may wait before it is explained
+    issued: int = 0
+    op: str = "nothing"
+    message: int | None = None
+
+    @property
+    def what(self) -> str:
+        """The last call."""
+        return _words(self.op, self.message)
 
 
 @dataclass
 class Waiting:
-    """A thread inside a communication call, or waiting for one."""
+    """A call that a thread of this process waits for, or that a device works on."""
 
-    group: str
-    number: int
-    what: str
+    log: GroupLog
+    number: int  # of the call, in its group
+    op: str
+    message: int | None  # bytes, where the call tells
     label: str
     thread: int
     since: float
     limit: float  # seconds
     abort: Any = None  # makes the group's calls fail with a text, where the group can
+    on_device: bool = False
+    is_done: Callable[[], bool] | None = None  # of a call that is followed
     told: int = 0  # 1: the notice was given, 2: the last report
     failed: str = ""
 
+    @property
+    def what(self) -> str:
+        """The call."""
+        return _words(self.op, self.message)
 
-@dataclass
-class _GroupLog:
-    limit: float = DEFAULT_LIMIT
-    issued: int = 0
-    what: str = "nothing"
+
+def _words(op: str, message: int | None) -> str:
+    return op if message is None else f"{op} of {message} bytes"
 
 
 @dataclass
@@ -69,11 +97,14 @@ class _Settings:
 
 @dataclass
 class _State:
-    groups: dict[str, _GroupLog] = field(default_factory=dict)
-    waiting: dict[int, Waiting] = field(default_factory=dict)
+    groups: WeakKeyDictionary[Any, GroupLog] = field(default_factory=WeakKeyDictionary)
+    logs: dict[str, GroupLog] = field(default_factory=dict)  # the same by name
+    waiting: dict[int, Waiting] = field(default_factory=dict)  # by thread
+    in_flight: dict[str, Waiting] = field(default_factory=dict)  # by group: the call on a device that is looked at
     answered: int = 0  # alarms seen
     world: Any = None
     prefix: str = ""  # of this world's alarms in the store
+    departures: Departures = field(default_factory=Departures)
 
 
 class _Label(threading.local):
@@ -92,20 +123,37 @@ class Watch:
 
     # - notes, on the way of every call
 
-    def enter(self, group: Any, what: str, label: str = "", abort: Any = None, timeout: float | None = None) -> Waiting:
-        """A call is issued by this thread and may wait. `timeout`: the call's time limit in seconds; None: its group's."""
-        self.arm()
-        name = group.group_name
-        log = self._state.groups.get(name)
+    def log_of(self, group: Any) -> GroupLog:
+        """What was issued in `group`."""
+        log = self._state.groups.get(group)
         if log is None:
-            log = self._state.groups[name] = _GroupLog(SHARE * _time_limit(group) if timeout is None else DEFAULT_LIMIT)
+            log = GroupLog(group.group_name, SHARE * _time_limit(group))
+            self._state.groups[group] = self._state.logs[log.name] = log
+        return log
+
+    def enter(
+        self,
+        group: Any,
+        op: str,
+        message: int | None = None,
+        label: str = "",
+        *,
+        abort: Any = None,
+        timeout: float | None = None,
+        on_device: bool = False,
+    ) -> Waiting:
+        """A call is issued by this thread and may wait. `timeout`: the call's time limit in seconds; None: its group's."""
+        if self._thread is None:
+            self.arm()
+        log = self.log_of(group)
         log.issued += 1
-        log.what = what
+        log.op, log.message = op, message
         limit = self.settings.limit
         if limit is None:
             limit = log.limit if timeout is None else SHARE * timeout
         thread = threading.get_ident()
-        note = Waiting(name, log.issued, what, label or self.label(), thread, time.monotonic(), limit, abort)
+        label = label or self._labels.value
+        note = Waiting(log, log.issued, op, message, label, thread, time.monotonic(), limit, abort, on_device)
         self._state.waiting[thread] = note
         return note
 
@@ -118,6 +166,17 @@ class Watch:
     def leave(self, note: Waiting) -> None:
         """The thread is through; others may still wait for the same call."""
         self._state.waiting.pop(threading.get_ident(), None)
+
+    def current(self) -> Waiting | None:
+        """The call that this thread is in."""
+        return self._state.waiting.get(threading.get_ident())
+
+    def follow(self, note: Waiting, works: Sequence[Any]) -> None:
+        """Look at a call on a device until it is done. One of each group is enough: those behind it are done later."""
+        if note.log.name not in self._state.in_flight and self._thread is not None:
+            note.is_done = completion(works)
+            if note.is_done is not None:
+                self._state.in_flight[note.log.name] = note
 
     def label(self) -> str:
         """The innermost `unit` of this thread."""
@@ -133,22 +192,32 @@ class Watch:
         finally:
             self._labels.value = before
 
-    def patience(self, note: Waiting | None) -> float | None:
-        """Seconds a wait may last before it has to end; None: as long as the group's own limit."""
-        limit = self.settings.limit if note is None else note.limit
-        return limit + GRACE if limit else None
+    @staticmethod
+    def patience(note: Waiting) -> timedelta | None:
+        """After what time the host's wait for the call has to end; None: when the backend ends it."""
+        return timedelta(seconds=note.limit + GRACE) if note.limit else None
 
     def verdict(self, note: Waiting, error: BaseException) -> BaseException:
-        """The error to raise for `error`: the explanation, if there is one."""
-        return HangError(note.failed) if note.failed and not isinstance(error, HangError) else error
+        """The error to raise for `error`: the explanation of a hang, or who has left the job, if that is known."""
+        if note.failed:
+            return error if isinstance(error, HangError) else HangError(note.failed)
+        if isinstance(error, CommError) and not isinstance(error, PeerLostError):
+            return error
+        left = self._state.departures.of_group(note.log.name)
+        if not left:
+            return error
+        said = "; ".join(f"rank {rank} has left the job: {why}" for rank, why in left.items())
+        return PeerLostError(
+            f"{error}\n{said}" if isinstance(error, PeerLostError) else f"{note.what}: {said}\n({error})"
+        )
 
     # - the thread
 
     def arm(self) -> None:
         """Start to look, unless the thread runs: a rank that has made no call yet can say where it is, too."""
-        if self._thread is not None:
+        if self._thread is not None or self.settings.limit == 0:
             return
-        if not dist.is_initialized() or dist.get_world_size() == 1 or self.settings.limit == 0:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self._state.world = dist.group.WORLD
         self._wake = threading.Event()
@@ -157,11 +226,12 @@ class Watch:
 
     def rest(self) -> None:
         """End the thread (the process group goes away, or the process); the next call starts it again."""
+        self._state.departures.announce()
         self._stop()
         self._state = _State()
 
     def forked(self) -> None:
-        """This is a child of the process: it has the notes of its parent, but not its thread (which may hold a lock of the event)."""
+        """This is a child of the process: it has its parent's notes, but not its thread (which may hold a lock)."""
         self._thread, self._wake = None, threading.Event()
         self._state = _State()
 
@@ -170,11 +240,12 @@ class Watch:
         self._stop()
 
     def _stop(self) -> None:
-        # and wait for it: what returns from the store's C++ code into an interpreter that is ending takes the process down with SIGABRT
+        # Wait for it: a thread that returns from the store's C++ code into an interpreter that is ending takes the
+        # process down with SIGABRT. One that the store does not answer does not return either, and is left alone.
         self._wake.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
-            thread.join(GRACE)  # a store that does not answer keeps it, and then it does not return either
+            thread.join(GRACE)
 
     def _run(self, stop: threading.Event) -> None:
         state, settings = self._state, self.settings
@@ -185,6 +256,7 @@ class Watch:
             if not state.prefix:  # the store may have alarms of an earlier world
                 state.prefix = fresh_prefix(own, "dsx_hang", dist.get_rank())
             store = dist.PrefixStore(state.prefix, own)  # pyright: ignore[reportPrivateImportUsage]
+            state.departures.connect(store)
             while not stop.wait(period) and dist.is_initialized() and dist.group.WORLD is state.world:
                 self._look(store, state, period, stop)
         except (RuntimeError, ValueError):
@@ -193,7 +265,7 @@ class Watch:
     def _look(self, store: Any, state: _State, period: float, stop: threading.Event) -> None:
         alarm = f"alarm/{state.answered}"
         now = time.monotonic()
-        waiting = list(state.waiting.values())
+        waiting = list(state.waiting.values()) + _unfinished(state)
         over = [w for w in waiting if now - w.since > w.limit]
         worst = min(over or waiting, key=lambda w: w.since, default=None)
         waited = now - worst.since if worst is not None else 0.0
@@ -201,10 +273,14 @@ class Watch:
         stage = 2 if final else 1 if waited > self.settings.notice else 0
         if worst is not None and stage > worst.told:
             worst.told = stage
-            mine = json.dumps(
-                {"group": worst.group, "what": worst.what, "number": worst.number, "waited": waited, "final": final}
-            )
-            store.compare_set(alarm, "", mine)
+            mine = {
+                "group": worst.log.name,
+                "what": worst.what,
+                "number": worst.number,
+                "waited": waited,
+                "final": final,
+            }
+            store.compare_set(alarm, "", json.dumps(mine))
         if not store.check([alarm]):
             return
         raised = json.loads(store.get(alarm))
@@ -213,34 +289,74 @@ class Watch:
         state.answered += 1
         stop.wait(min(GRACE - 0.5, 2 * period + 0.2))
         answers = _collect(store, alarm)
-        text = explain(raised, answers)
+        world = dist.get_world_size() if dist.is_initialized() else 0
+        text = explain(raised, answers, world)
         if rank == min(answers):
             print(text, file=sys.stderr, flush=True)  # noqa: T201  (the point of the exercise)
         if raised["final"]:
             for note in list(state.waiting.values()):
-                if note.group == raised["group"]:
+                if note.log.name == raised["group"]:
                     note.failed = text
                     if note.abort is not None:
                         note.abort(text)
 
     def _describe(self, state: _State, raised: dict[str, Any]) -> dict[str, Any]:
-        log = state.groups.get(raised["group"], _GroupLog())
-        here = next((w for w in list(state.waiting.values()) if w.group == raised["group"]), None)
-        here = here or next(iter(list(state.waiting.values())), None)
+        log = state.logs.get(raised["group"], GroupLog(raised["group"]))
+        waiting = [*state.waiting.values(), *state.in_flight.values()]
+        here = next((w for w in waiting if w.log.name == raised["group"]), None) or next(iter(waiting), None)
         thread = here.thread if here is not None else threading.main_thread().ident
         return {
             "issued": log.issued,
             "last": log.what,
             "member": raised["group"] in _my_groups(),
-            "in": here and {"group": here.group, "what": here.what, "number": here.number, "label": here.label},
+            "in": here and {"group": here.log.name, "what": here.what, "number": here.number, "label": here.label},
             "for": here and time.monotonic() - here.since,
-            "at": _place(sys._current_frames().get(thread or 0)),
+            "at": place_of(sys._current_frames().get(thread or 0)),
         }
 
 
 WATCH = Watch()
 atexit.register(WATCH.rest)
 os.register_at_fork(after_in_child=WATCH.forked)
+
+
+def _unfinished(state: _State) -> list[Waiting]:
+    """The calls on devices that are looked at and not done yet."""
+    for name, note in list(state.in_flight.items()):
+        try:
+            done = note.is_done is None or note.is_done()
+        except RuntimeError:  # its backend has given it up, and says why by itself
+            done = True
+        if done:
+            note.is_done = None
+            del state.in_flight[name]
+    return list(state.in_flight.values())
+
+
+def completion(works: Sequence[Any]) -> Callable[[], bool] | None:
+    """What tells whether the works of a device are done, from any thread; None if they cannot be asked.
+
+    NCCL's are asked through a future that its watchdog completes. Asking the work itself would query an event, which
+    breaks a CUDA graph that another thread is capturing, and would keep the call's output tensors in memory. For the same
+    reason a work that is being captured is not followed: it runs when the graph does.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return None
+    asked: list[Callable[[], bool]] = []
+    for work in works:
+        inner = getattr(work, "transfers", None)
+        if inner is not None:  # a handle of ours
+            ask = completion(inner)
+            if ask is not None:
+                asked.append(ask)
+            continue
+        try:
+            asked.append(work.get_future_result().done)
+        except (AttributeError, RuntimeError):  # another backend, or a torch before 2.6
+            if torch.cuda.is_available():
+                return None
+            asked.append(work.is_completed)
+    return (lambda: all(ask() for ask in asked)) if asked else None
 
 
 def _time_limit(group: Any) -> float:
@@ -271,49 +387,13 @@ def _collect(store: Any, alarm: str) -> dict[int, Any]:
     return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
 
-def _place(frame: Any) -> str:
-    """`file:line in function` of the innermost frame outside this package and torch.distributed."""
-    if frame is None:
-        return "an unknown place"
-    stack = traceback.extract_stack(frame)
-    theirs = [f for f in stack if not f.filename.startswith(_OURS)]
-    last = (theirs or stack)[-1]
-    return f"{last.filename}:{last.lineno} in {last.name}"
-
-
-def explain(raised: dict[str, Any], answers: dict[int, Any]) -> str:
-    """The text of a report: who is missing from the call that `raised` names, and what each rank does."""
-    group, number = raised["group"], raised["number"]
-    members = [r for r, a in answers.items() if a["member"]]
-    silent = [r for r in range(dist.get_world_size()) if r not in answers] if dist.is_initialized() else []
-    missing = [r for r in members if answers[r]["issued"] < number]
-    head = f"{raised['what']} (call #{number} of group {group}) has waited {raised['waited']:.1f} s. "
-    if missing:
-        head += f"Rank(s) {', '.join(map(str, missing))} did not enter it. "
-    if silent:
-        head += f"Rank(s) {', '.join(map(str, silent))} did not answer (ended, frozen, or busy without giving up the interpreter). "
-    if not missing and not silent:
-        head += "All ranks have issued it: they may differ in what they called. "
-    lines = [_line(rank, answers[rank]) for rank in sorted(answers)]
-    return "\n".join([head.rstrip(), *lines])
-
-
-def _line(rank: int, answer: dict[str, Any]) -> str:
-    inside = answer["in"]
-    if inside:
-        label = f" for {inside['label']}" if inside["label"] else ""
-        text = f"in {inside['what']}{label} (call #{inside['number']} of group {inside['group']}) since {answer['for']:.1f} s"
-    else:
-        text = f"in no communication; last call of this group: #{answer['issued']} {answer['last']}"
-    return f"  rank {rank}: {text}, at {answer['at']}"
-
-
 def explain_hangs(limit: float | None = None, notice: float | None = None) -> None:
     """Change when hangs are explained.
 
     Args:
-        limit: seconds after which a waiting call of any group fails with the explanation; 0 turns the explainer off. None: no
-            change; before the first change it is nine tenths of each group's time limit.
+        limit: seconds after which a waiting call of any group fails with the explanation (a call on a device is only
+            reported); 0 turns the explainer off. None: no change; before the first change it is nine tenths of each
+            group's time limit.
         notice: seconds after which a report is printed that stops nothing. None: no change.
 
     Raises CommArgumentError for negative numbers.

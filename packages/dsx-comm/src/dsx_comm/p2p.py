@@ -49,7 +49,7 @@ def recv(
         to = member(group)
         contiguous(tensor_of(tensor, "recv"), "recv", "tensor")
         call = Call("recv", to.group, to.size, nbytes(tensor), 0, tensor.device, check_labels(labels))
-        return run(call, lambda: dist.recv(tensor, None, to.group, tag))
+        return run(call, lambda: dist.recv(tensor, None, to.group, tag))  # torch waits in it
     call, to, src = _describe("recv", tensor, src, group, tag, labels, group_src)
     run(call, lambda: start_p2p(tensor, src, to, tag, sending=False).wait())
     return src
@@ -147,6 +147,6 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp], **labels: Unpack[Labels]) ->
             dist.P2POp(dist.isend if p.op is isend else dist.irecv, p.tensor, p.peer, to.group, p.tag)
             for p in p2p_op_list
         ]
-        return dist.batch_isend_irecv(native)
+        return [Handle([work]) for work in dist.batch_isend_irecv(native)]
 
     return run(call, issue, True)

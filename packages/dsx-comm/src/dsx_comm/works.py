@@ -1,26 +1,32 @@
 """Handles of asynchronous operations: `wait()` and `is_completed()`, whatever lies beneath.
 
-A `Handle` is a list of transfers (torch Works) plus an optional finish: arithmetic that turns what arrived into the
-result (a sum in rank order, a division). The finish runs once, in the thread that waits. A handle must be waited for:
-without it the result is not there.
+A `Handle` is a list of transfers (torch Works, or handles) plus an optional finish: arithmetic that turns what arrived
+into the result (a sum in rank order, a division). The finish runs once, in the thread that waits.
 
 Operations of two phases (a composed all-reduce: scatter, then gather) issue their second phase when somebody waits. Two
 ranks that wait for two such operations in opposite order would wait for each other; so waiting for one first advances
 all that were issued before it, in every group. `Queue` keeps that order.
+
+A handle may be dropped without a wait. Where the backend carries the operation out by itself nothing has to be done;
+where it ends only if somebody waits (a finish, a second phase, gloo's sends and receives), `dropped.py` sees to it.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 
 from .calls import waiting
+from .dropped import DROPPED
+from .errors import CollectiveTimeoutError
 from .hang import WATCH, Waiting
 
 
@@ -34,9 +40,11 @@ class Handle:
     def __init__(
         self, transfers: Sequence[Any] = (), finish: Callable[[], Any] | None = None, *, pollable: bool = True
     ) -> None:
-        self._transfers = list(transfers)
+        self.transfers = transfers
+        self.note: Waiting | None = None
+        self.compare: Callable[[], None] | None = None
         self._finish = finish
-        self._pollable = pollable
+        self.pollable = pollable
         self._lock = threading.RLock()
         self._done = False
         self._error: BaseException | None = None
@@ -45,37 +53,65 @@ class Handle:
         self._callback_lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._has_arrived = False
-        self.note: Waiting | None = None  # of the hang explainer
-        self.compare: Callable[[], None] | None = None  # do the others call the same?
-        _UNWAITED.add(self)  # a transfer's buffers must outlive a dropped handle
+
+    def __del__(self) -> None:
+        if not self._done and self._needs_a_thread() and not sys.is_finalizing():
+            DROPPED.take(self)
+
+    def _needs_a_thread(self) -> bool:
+        """Whether the operation ends only if it is waited for. Handles among the transfers answer for themselves."""
+        return self._finish is not None or not self.pollable
+
+    def hand_out(self, note: Waiting | None = None, compare: Callable[[], None] | None = None) -> None:
+        """A caller gets this handle and may drop it: have a thread ready that waits for it then.
+
+        `note` is the hang explainer's of the call, `compare` asks whether the other ranks call the same.
+        """
+        self.note, self.compare = note, compare
+        if self._needs_a_thread():
+            DROPPED.start()
+        for transfer in self.transfers:
+            if isinstance(transfer, Handle):
+                transfer.hand_out()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is in place (CUDA: until the current stream will see it). Raises what failed."""
+        """Block until the result is in place (on a device: until the current stream will see it). Raises what failed.
+
+        `timeout` is a limit for this wait, on a device too: there the host then waits for the device, which it does not
+        otherwise. On a device the operation goes on after a wait that was too short, and may be waited for again.
+        """
+        if self._done and self._error is None:
+            return True
         with self._lock:
             if not self._done:
-                try:
-                    waiting(partial(self._receive_watched, timeout))
-                    self._arrive()
-                    if self._finish is not None:
-                        with torch.no_grad():
-                            self._finish()
-                except BaseException as error:
-                    self._error = error
-                    self._arrive()
-                    raise
-                finally:
-                    self._done, self._finish, self._transfers = True, None, []
-                    _UNWAITED.discard(self)
+                if timeout is not None and self.note is not None and self.note.on_device:
+                    self._await_device(self.note, timeout)
+                    timeout = None
+                self._complete(timeout)
             if self._error is not None:
                 raise self._error
-            return True
+        return True
+
+    def _complete(self, timeout: timedelta | None) -> None:
+        try:
+            waiting(self._receive_explained, timeout)
+            self._arrive()
+            if self._finish is not None:
+                with torch.no_grad():
+                    self._finish()
+        except BaseException as error:
+            self._error = error
+            self._arrive()
+            raise
+        finally:
+            self._done, self._finish, self.transfers = True, None, ()
 
     def is_completed(self) -> bool:
         """True if the result is in place; never waits for another rank."""
         if self._done:
             return True
-        if self._pollable:
-            ready = all(work.is_completed() for work in self._transfers)
+        if self.pollable:
+            ready = all(work.is_completed() for work in self.transfers)
         else:
             self._start_poller()
             ready = self._done or (self._arrived is not None and self._arrived.is_set())
@@ -100,13 +136,13 @@ class Handle:
             first = len(self._callbacks) == 1
         if not waiting:
             callback()
-        elif not self._pollable:
+        elif not self.pollable:
             self._start_poller()
         elif first:
-            notify(list(self._transfers), self._arrive)
+            notify(list(self.transfers), self._arrive)
 
     def _arrive(self) -> None:
-        # not under self._lock: a thread inside wait() holds it until the backend's callbacks, of which this is one, are done
+        # Not under self._lock: a thread inside wait() holds it until the backend's callbacks, of which this is one, are done.
         with self._callback_lock:
             self._has_arrived = True
             callbacks, self._callbacks = self._callbacks, []
@@ -119,7 +155,7 @@ class Handle:
         try:
             if self._poller is None and not self._done:
                 self._arrived = threading.Event()
-                arguments = (list(self._transfers), self._arrived)
+                arguments = (list(self.transfers), self._arrived)
                 self._poller = threading.Thread(target=self._poll, args=arguments, daemon=True, name="dsx-comm-poll")
                 self._poller.start()
         finally:
@@ -135,40 +171,63 @@ class Handle:
             arrived.set()
         self._arrive()
 
-    def _receive_watched(self, timeout: timedelta | None) -> None:
-        patience = WATCH.patience(self.note)
-        if timeout is None and patience is not None:
-            timeout = timedelta(seconds=patience)
-        self._explained(partial(self._receive, timeout))
-
-    def _explained(self, receive: Callable[[], None]) -> None:
+    def _receive_explained(self, timeout: timedelta | None) -> None:
         """Receive, so that a hang in it is explained and a rank that called something else is named."""
         note = self.note
-        if note is None:
-            return receive()
+        if note is None:  # part of a call that is being watched, if any is
+            return self._receive(timeout, WATCH.current())
         WATCH.resume(note)
         try:
             if self.compare is not None:
                 self.compare()
-            receive()
+            self._receive(timeout, note)
         except RuntimeError as error:
             explained = WATCH.verdict(note, error)
             raise explained from (None if explained is error else error)
         finally:
             WATCH.leave(note)
 
-    def _receive(self, timeout: timedelta | None) -> None:
+    def _receive(self, timeout: timedelta | None, note: Waiting | None) -> None:
+        timeout = limit_of_wait(timeout, note, self.transfers)
         if self._arrived is not None:
             if not self._arrived.wait(None if timeout is None else timeout.total_seconds()):
-                raise TimeoutError(f"the operation did not complete within {timeout}")
+                raise CollectiveTimeoutError(f"the operation did not complete within {timeout}")
             if self._error is not None:
                 raise self._error
             return
-        for work in self._transfers:
+        for work in self.transfers:
             if timeout is None:
                 work.wait()
             else:
                 work.wait(timeout)
+
+    def _await_device(self, note: Waiting, timeout: timedelta) -> None:
+        """Look at the device's works, more and more rarely, until they are done or the time is over."""
+        seconds, pause = timeout.total_seconds(), 1e-5
+        until = time.monotonic() + seconds
+        while not all(work.is_completed() for work in self.transfers):
+            if time.monotonic() >= until:
+                raise CollectiveTimeoutError(
+                    f"{note.what} (call #{note.number} of group {note.log.name}) was not done on the device within "
+                    f"{seconds:g} s; it goes on, and may be waited for again"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
+
+def limit_of_wait(timeout: timedelta | None, note: Waiting | None, works: Sequence[Any]) -> timedelta | None:
+    """What a wait for a backend's works has to be given, in the call that `note` is of.
+
+    Nothing on a device: ProcessGroupNCCL blocks the host until the work is done if it is given a timeout. The hang
+    explainer's thread looks at the works instead.
+    """
+    if note is None:
+        return timeout
+    if note.on_device:
+        WATCH.follow(note, works)
+    elif timeout is None:
+        return WATCH.patience(note)
+    return timeout
 
 
 def notify(works: Sequence[Any], callback: Callable[[], None]) -> None:
@@ -204,90 +263,103 @@ class Done(Handle):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wait()
+        self._done = self._has_arrived = True
 
 
 class TwoPhase(Handle):
-    """An operation whose second phase is issued by `advance` once the first has arrived."""
+    """An operation whose second phase is issued once the first has arrived."""
 
     def __init__(self, first: Handle, second: Callable[[], Handle]) -> None:
         super().__init__()
-        _UNWAITED.discard(self)  # its phases are in there
-        self._first, self._second = first, second
-        self._rest: Handle | None = None
-        QUEUE.append(self)
+        self._phases = _Phases(first, second)
+        QUEUE.append(self._phases)
+
+    def _needs_a_thread(self) -> bool:
+        return True
+
+    def _receive(self, timeout: timedelta | None, note: Waiting | None) -> None:
+        """Wait for both phases; those issued earlier are advanced first. A limit holds for the second phase."""
+        QUEUE.advance_until(self._phases)
+        if self._phases.rest is None:
+            raise self._phases.error or RuntimeError("the first phase of this operation was never completed")
+        self._phases.rest.wait(timeout)
+
+    def on_arrival(self, callback: Callable[[], None]) -> None:
+        """As for every handle; the second phase only begins when somebody waits or asks."""
+        self._phases.on_arrival(callback)
+
+    def is_completed(self) -> bool:
+        """True if the result is in place; never waits for another rank."""
+        if not self._done and QUEUE.poke_until(self._phases):
+            rest = self._phases.rest
+            if rest is not None and rest.is_completed():
+                self.wait()
+        return self._done
+
+
+class _Phases:
+    """What the queue holds of an operation of two phases: not its handle, so that it is noticed when that is dropped."""
+
+    def __init__(self, first: Handle, second: Callable[[], Handle]) -> None:
+        self.first, self._second = first, second
+        self.rest: Handle | None = None
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
 
     def advance(self) -> None:
         """Wait for the first phase and issue the second."""
         try:
-            self._first.wait()
-            self._rest = self._second()
-            with self._callback_lock:
-                callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
-                self._rest.on_arrival(callback)
+            self.first.wait()
+            rest = self._second()
         except BaseException as error:
-            self._error = error
+            self.error = error
             raise
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for both phases; those issued earlier are advanced first. `timeout` holds for the second phase."""
-        if not self._done:
-            self._explained(partial(self._both, timeout))
-            self._done = True
-            self._arrive()
-        return True
-
-    def _both(self, timeout: timedelta | None) -> None:
-        QUEUE.advance_until(self)
-        if self._rest is None:
-            raise self._error or RuntimeError("the first phase of this operation was never completed")
-        try:
-            self._rest.wait(timeout)
-        except BaseException as error:
-            self._error = error
-            raise
+        with self._lock:
+            self.rest = rest
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            rest.on_arrival(callback)
 
     def on_arrival(self, callback: Callable[[], None]) -> None:
-        """As for every handle; the second phase only begins when somebody waits or asks."""
-        with self._callback_lock:
-            if self._rest is None:
+        """Call `callback` once when the second phase has arrived."""
+        with self._lock:
+            rest = self.rest
+            if rest is None:
                 self._callbacks.append(callback)
-                return
-        self._rest.on_arrival(callback)
-
-    def is_completed(self) -> bool:
-        """True if the result is in place; never waits for another rank."""
-        if not self._done and QUEUE.poke_until(self) and self._rest is not None and self._rest.is_completed():
-            self.wait()
-        return self._done
+        if rest is not None:
+            rest.on_arrival(callback)
 
 
 class Queue:
     """Two-phase operations whose second phase is not issued yet, in the order of issue."""
 
     def __init__(self) -> None:
-        self._items: deque[TwoPhase] = deque()
+        self._items: deque[_Phases] = deque()
         self._lock = threading.RLock()
 
-    def append(self, handle: TwoPhase) -> None:
+    def forked(self) -> None:
+        """This is a child of the process: it has no part in its parent's operations."""
+        self.__init__()
+
+    def append(self, phases: _Phases) -> None:
         """Note a new one."""
         with self._lock:
-            self._items.append(handle)
+            self._items.append(phases)
 
-    def advance_until(self, handle: TwoPhase) -> None:
-        """Advance all up to and including `handle`, waiting for their first phases."""
+    def advance_until(self, phases: _Phases) -> None:
+        """Advance all up to and including `phases`, waiting for their first phases."""
         with self._lock:
-            while handle in self._items:
+            while phases in self._items:
                 self._items.popleft().advance()
 
-    def poke_until(self, handle: TwoPhase) -> bool:
-        """Advance those whose first phase has arrived, in order; True if `handle` is past it. Does not wait."""
+    def poke_until(self, phases: _Phases) -> bool:
+        """Advance those whose first phase has arrived, in order; True if `phases` is past it. Does not wait."""
         with self._lock:
-            while handle in self._items and self._items[0]._first.is_completed():
+            while phases in self._items and self._items[0].first.is_completed():
                 self._items.popleft().advance()
-            return handle not in self._items
+            return phases not in self._items
 
 
 QUEUE = Queue()
-_UNWAITED: set[Handle] = set()
+os.register_at_fork(after_in_child=QUEUE.forked)

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "dsx_comm/kernels.h"
+#include "dsx_comm/lease.h"
 #include "dsx_comm/outlet.h"
 #include "dsx_comm/segment.h"
 
@@ -32,10 +33,14 @@ struct Settings {
     int lock_fd = -1;           // file whose byte r rank r keeps locked while it lives; -1: liveness is not watched
     double spin_us = 20.0;      // waiting that keeps the core
     double yield_us = 300.0;    // waiting that gives way to others, from the start; then the rank sleeps
+    double look_s = 0.1;        // how long it sleeps before it looks whether the others live; a failure wakes it
     int64_t one_shot = 16384;   // messages up to this many bytes are reduced by everybody at once
     Outlet::Way stores = Outlet::Way::measured;
     std::function<void()> look{};  // called now and then by who waits; what it throws ends the wait
 };
+
+// Of a code: kernels.h's Dtype, and beyond that what is only moved (shm/codes.py).
+const char* dtype_name(int64_t code);
 
 // A message of symmetric memory: where each rank's copy lies in this process.
 struct Symmetric {
@@ -77,7 +82,19 @@ class Group {
     void all_to_all(const char* const* inputs, const int64_t* in_bytes, char* const* outputs, const int64_t* out_bytes, int code,
                     double timeout);
 
+    // While `call` runs the caller's memory must stay where it is: a call that finds it gone fails on all ranks.
+    template <class Call>
+    void with_leases(const Leases& leases, Call&& call) {
+        struct Reset {
+            const Leases*& place;
+            ~Reset() { place = nullptr; }
+        } reset{leases_};
+        leases_ = &leases;
+        call(*this);
+    }
+
     // - failure
+    bool poisoned() const { return group()->poison.load(std::memory_order_acquire) != 0; }
     void poison(Failure kind, const std::string& text);  // every rank's next or present wait throws this
     void check_poison() const;
     std::vector<int> lost() const;             // ranks whose process has ended
@@ -126,6 +143,7 @@ class Group {
     void post();                                // the coming step is done
     void await(const Doing& doing);             // everybody has posted what this rank posted last
     void await_one(int peer, const Doing& doing);
+    void check_leases(const Doing& doing);      // throws, and tells the others, if the caller's memory is gone
     void look_or_give_up(const Doing& doing);
     // After await: throws unless all lines of the last step are alike; true if all name the same symmetric memory (or none).
     bool agree(const Descriptor& mine) const;
@@ -169,6 +187,7 @@ class Group {
     Outlet outlet_;
     uint64_t step_ = 0;   // last step this rank posted
     uint64_t calls_ = 0;
+    const Leases* leases_ = nullptr;  // of the call that runs
 };
 
 }  // namespace dsx

@@ -22,10 +22,12 @@ struct Transfer {
     int64_t tag;
     char* data;
     int64_t bytes;
+    int64_t code;        // what the bytes are (segment.h)
+    Leases leases{};     // of the caller's memory
     int64_t moved = 0;
     bool done = false;
-    std::string error;   // of a finished transfer
-    bool lost = false;   // the error is that the peer is gone
+    std::string error{};                  // of a finished transfer
+    Failure failure = Failure::mismatch;  // of what kind it is
     std::vector<char> own{};  // takes the place of the caller's memory when nobody waits any more
 };
 using TransferPtr = std::shared_ptr<Transfer>;
@@ -33,8 +35,8 @@ using TransferPtr = std::shared_ptr<Transfer>;
 class Mailboxes {
   public:
     explicit Mailboxes(Group& group);
-    TransferPtr send(int peer, const void* data, int64_t bytes, int64_t tag);
-    TransferPtr receive(int peer, void* data, int64_t bytes, int64_t tag);
+    TransferPtr send(int peer, const void* data, int64_t bytes, int64_t tag, int64_t code, Leases leases);
+    TransferPtr receive(int peer, void* data, int64_t bytes, int64_t tag, int64_t code, Leases leases);
     bool finished(const TransferPtr& transfer);            // moves what can be moved; throws what failed
     void wait(const TransferPtr& transfer, double timeout);  // a transfer whose wait has failed never touches its data again
     void background();                                     // body of the thread that serves asynchronous transfers
@@ -42,8 +44,15 @@ class Mailboxes {
     void stop();
 
   private:
-    struct Aside { int from; int64_t tag; std::vector<char> data; bool complete = false; };
-    struct Incoming { bool active = false; TransferPtr into; Aside* aside = nullptr; int64_t total = 0, tag = 0, got = 0; };
+    struct Aside { int from; int64_t tag; int64_t code; std::vector<char> data; bool complete = false; };
+    // A message that arrives. `unwanted`: it is not what the receive expects; it is taken out of the box and dropped.
+    struct Incoming {
+        bool active = false;
+        TransferPtr into;
+        Aside* aside = nullptr;
+        int64_t total = 0, tag = 0, code = 0, got = 0;
+        bool unwanted = false;
+    };
 
     Mailbox* box(int src, int dst) const { return reinterpret_cast<Mailbox*>(group_.at(group_.layout().mailbox(src, dst))); }
     char* slot(int src, int dst, uint64_t n) const {
@@ -53,7 +62,9 @@ class Mailboxes {
     bool push(int peer);
     bool pull(int peer);
     bool start(int peer, Incoming& incoming, const Mailbox::Slot& piece);
-    void finish_receive(int peer, Incoming& incoming);
+    void finish_receive(Incoming& incoming);
+    void match(int peer, Incoming& incoming) const;  // is the message what the receive expects?
+    bool usable(Transfer& transfer);                 // false: its memory is gone, it has failed, and the group with it
     bool idle() const;
     void give_up_on_the_lost();
     void settle(const TransferPtr& transfer) const;

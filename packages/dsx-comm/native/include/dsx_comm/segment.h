@@ -17,7 +17,7 @@
 namespace dsx {
 
 constexpr size_t LINE = 64, PAGE = 4096;
-constexpr uint64_t MAGIC = 0x326d6f6378736400ull;  // layout version in the top byte
+constexpr uint64_t MAGIC = 0x336d6f6378736400ull;  // layout version in the top byte
 constexpr size_t POISON_TEXT = 2048;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
@@ -65,7 +65,7 @@ struct alignas(LINE) Mailbox {
     struct Slot {
         int64_t tag, total;   // of the message this piece belongs to
         int64_t bytes;        // of this piece
-        uint64_t message;     // number of the message
+        int64_t code;         // what the bytes are: kernels.h's Dtype, or a higher number
     };
     alignas(LINE) std::atomic<uint64_t> head;  // pieces written
     alignas(LINE) std::atomic<uint64_t> tail;  // pieces taken

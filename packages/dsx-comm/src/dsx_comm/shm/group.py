@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..dropped import DROPPED
 from ..errors import CommArgumentError
 from ..hang import WATCH, Waiting
 from . import native
@@ -21,8 +22,9 @@ from .codes import moved
 from .gloo import gloo_group
 from .memory import Memories
 from .segment import MAILBOX, ShmOptions, cores, world_size
+from .storages import words_of
 from .tensors import nbytes
-from .work import DONE, Flights, ShmWork, translated
+from .work import DONE, Futures, ShmWork, translated
 
 NOWHERE: tuple[int, int, list[int]] = (-1, 0, [])
 """The place of a tensor that is not in symmetric memory."""
@@ -49,11 +51,21 @@ class ShmGroup(dist.ProcessGroup):
             spin, give_way = min(spin, options.spin_us), options.spin_us
         one_shot = options.one_shot_bytes or max(4096, 65536 // size)
         self._native = module.Group(
-            fd, total, eager, rank, self._ranks, fd, spin, give_way, min(one_shot, in_bytes), options.stores
+            fd,
+            total,
+            eager,
+            rank,
+            self._ranks,
+            fd,
+            spin,
+            give_way,
+            options.look_seconds,
+            min(one_shot, in_bytes),
+            options.stores,
         )
         self._owner = os.getpid()
         self._name, self._description = "", "undefined"
-        self._flights = Flights()
+        self._futures = Futures()
         self.memories = Memories()
         self._gloo: Any = None
 
@@ -122,7 +134,7 @@ class ShmGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Release the threads and the descriptor; memory goes when the last tensor of it does."""
         if self._fd >= 0 and os.getpid() == self._owner:
-            self._flights.close()
+            self._futures.close()
             self._native.close()
             os.close(self._fd)
             self._fd = -1
@@ -137,13 +149,17 @@ class ShmGroup(dist.ProcessGroup):
         kept: Any,
         finish: Callable[[], Any] | None = None,
     ) -> Any:
-        """Run or queue `call(*arguments, timeout, asynchronous)`; `finish` puts the result in place."""
+        """Run or queue `call(*arguments, words, timeout, asynchronous)`; `finish` puts the result in place.
+
+        `kept`: the tensors whose memory the call uses, in lists if need be; the first entry is what a future yields.
+        """
         wanted = opts.timeout.total_seconds()
         timeout = wanted if wanted > 0 else self._timeout
         asynchronous = getattr(opts, "asyncOp", True)
+        storages, words = words_of(kept) if asynchronous else ((), [])
         note = WATCH.enter(self, call.__name__, abort=self._give_up, timeout=timeout)
         try:
-            pending = call(*arguments, timeout, asynchronous)
+            pending = call(*arguments, words, timeout, asynchronous)
         except RuntimeError as error:
             raise WATCH.verdict(note, translated(error, self.gone)) from None
         finally:
@@ -152,14 +168,13 @@ class ShmGroup(dist.ProcessGroup):
             if finish is not None:
                 finish()
             return DONE
-        return self._track(pending, kept, finish, timeout, note)
+        return self._work(pending, (kept, storages), kept[0], finish, timeout, note)
 
-    def _track(
-        self, pending: Any, kept: Any, finish: Callable[[], Any] | None, timeout: float, note: Waiting
+    def _work(
+        self, pending: Any, kept: Any, value: Any, finish: Callable[[], Any] | None, timeout: float, note: Waiting
     ) -> ShmWork:
-        work = ShmWork(pending, kept, kept[0], finish, timeout, note, self._flights, self.gone)
-        self._flights.start(work)
-        return work
+        DROPPED.start()  # its memory is held until it is done, also if nobody waits for it
+        return ShmWork(pending, kept, value, finish, timeout, note, self._futures, self.gone)
 
     def _where(self, tensor: torch.Tensor) -> tuple[int, int, list[int]]:
         return self.memories.find(tensor) if self.memories else NOWHERE

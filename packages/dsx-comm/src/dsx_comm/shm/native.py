@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-ABI = 2
+ABI = 3
 HINT = (
     "install a C++ compiler (g++ or clang++) and reinstall: pip install --no-cache-dir --force-reinstall dsx-comm "
     "(a wheel built without a compiler may be in pip's cache)"

@@ -20,7 +20,8 @@ from ..hang import WATCH
 from .codes import moved
 from .group import one, options_of
 from .reductions import ShmReductions
-from .tensors import addresses, check_list, host, nbytes, packed, packed_list, pointers, rows, unaliased
+from .storages import words_of
+from .tensors import addresses, check_list, host, nbytes, packed, packed_list, pointers, rows, separated, unaliased
 from .work import JoinedWork, translated
 
 
@@ -76,6 +77,7 @@ class ShmProcessGroup(ShmReductions):
             return self._issue(self._native.gather, arguments, opts, ([], flat))
         outputs = output_lists[0]
         check_list("gather", outputs, flat, self._size)
+        flat = unaliased(flat, outputs, outputs[self._rank].data_ptr())
         places, finish = packed_list(outputs)
         arguments = (flat.data_ptr(), pointers(places), nbytes(flat), moved(flat.dtype), opts.rootRank)
         return self._issue(self._native.gather, arguments, opts, (outputs, places, flat), finish)
@@ -98,7 +100,8 @@ class ShmProcessGroup(ShmReductions):
         flat, finish = packed(host(output))
         parts: list[torch.Tensor] = []
         if self._rank == opts.rootRank:
-            parts = [host(p).contiguous() for p in input_lists[0]]
+            own = flat.data_ptr()
+            parts = [unaliased(host(p).contiguous(), [flat], own) for p in input_lists[0]]
             check_list("scatter", parts, flat, self._size)
         arguments = (pointers(parts), flat.data_ptr(), nbytes(flat), moved(flat.dtype), opts.rootRank)
         return self._issue(self._native.scatter, arguments, opts, (outputs, flat, parts), finish)
@@ -134,6 +137,7 @@ class ShmProcessGroup(ShmReductions):
     def _exchange(
         self, places: list[torch.Tensor], pieces: list[torch.Tensor], opts: Any, kept: Any, finish: Any
     ) -> Any:
+        pieces = separated(pieces, places)
         sends, expects = (list(map(nbytes, side)) for side in (pieces, places))  # compared there, on all ranks alike
         arguments = (pointers(pieces), sends, pointers(places), expects, moved(pieces[0].dtype))
         return self._issue(self._native.all_to_all, arguments, opts, (*kept, pieces), finish)
@@ -149,7 +153,9 @@ class ShmProcessGroup(ShmReductions):
         what = f"{'send to' if sending else 'recv from'} {peer}"
         note = WATCH.enter(self, what, abort=self._give_up, timeout=self._timeout)
         try:
-            pending = self._native.transfer(sending, peer, flat.data_ptr(), nbytes(flat), tag)
+            storages, words = words_of((flat,))
+            code = moved(flat.dtype)
+            pending = self._native.transfer(sending, peer, flat.data_ptr(), nbytes(flat), tag, code, words)
             done = pending.done()
         except RuntimeError as error:
             raise translated(error, self.gone) from None
@@ -159,7 +165,8 @@ class ShmProcessGroup(ShmReductions):
             ) from error
         if not done:
             self._native.serve_transfers()
-        return self._track(pending, ([tensor], flat), None if sending else finish, self._timeout, note)
+        kept = (tensor, flat, storages)
+        return self._work(pending, kept, [tensor], None if sending else finish, self._timeout, note)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send `tensors[0]` to the group's rank `dst`."""

@@ -47,6 +47,8 @@ class ShmOptions:
         spin_us: microseconds a waiting rank looks again and again, giving way to others, before it sleeps; None: 300, or 50
             where ranks outnumber cores.
         one_shot_bytes: all-reduces up to this size are computed by every rank at once; 0: chosen from the number of ranks.
+        look_seconds: how long a sleeping rank sleeps before it looks whether the others' processes live. A rank that gives a
+            group up wakes the others at once.
         stores: how large messages that go one way, or to several ranks, are written into shared memory: "plain", "past" the cache, or as a
             timed block of each chunk says ("measured": past it where the ranks' cores share no cache).
         warn: whether a fall back to gloo is a warning or only logged.
@@ -56,6 +58,7 @@ class ShmOptions:
     limit_bytes: int = 1 << 30
     spin_us: float | None = None
     one_shot_bytes: int = 0
+    look_seconds: float = 0.1
     stores: str = "measured"
     warn: bool = True
 
@@ -64,6 +67,8 @@ class ShmOptions:
             raise CommArgumentError(f"slice_bytes: got {self.slice_bytes}, expected a multiple of 4096")
         if self.stores not in ("measured", "plain", "past"):
             raise CommArgumentError(f'stores: got {self.stores!r}, expected "measured", "plain" or "past"')
+        if not 0 < self.look_seconds <= 3600:
+            raise CommArgumentError(f"look_seconds: got {self.look_seconds}, expected more than 0 and at most 3600")
         if self.limit_bytes < 1:
             raise CommArgumentError(f"limit_bytes: got {self.limit_bytes}, expected at least 1")
 
@@ -162,12 +167,21 @@ def fetch(name: str, patience: float) -> int:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(patience)
             client.connect("\0" + name)
-            data, fds, _, _ = socket.recv_fds(client, 16, 1, socket.MSG_CMSG_CLOEXEC)
+            data, fds = _receive_descriptor(client)
     except OSError as error:
         raise Unavailable(f"not on the machine of the group's rank 0 (its socket does not answer: {error})") from error
     if data != _TOKEN or len(fds) != 1:
         raise Unavailable("the group's rank 0 refused to hand out its memory (another user?)")
     return fds[0]
+
+
+def _receive_descriptor(client: socket.socket) -> tuple[bytes, list[int]]:
+    """What was sent, and the descriptors with it. Not `socket.recv_fds`, which ignores its flags: programs that this process
+    starts would inherit the descriptor, and with it the memory."""
+    room = socket.CMSG_LEN(struct.calcsize("i"))
+    data, messages, _, _ = client.recvmsg(16, room, socket.MSG_CMSG_CLOEXEC)
+    found = [bytes(body) for level, kind, body in messages if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
+    return data, [fd for body in found for (fd,) in struct.iter_unpack("i", body)]
 
 
 def share(me: Member, options: ShmOptions) -> int:

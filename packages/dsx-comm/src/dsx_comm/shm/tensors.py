@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -58,6 +60,26 @@ def unaliased(source: torch.Tensor, outputs: Sequence[torch.Tensor], own: int) -
     if source.data_ptr() == own or not any(overlap(source, o) for o in outputs):
         return source
     return source.clone()
+
+
+def separated(sources: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The pieces of an all-to-all, copied if places overlap them; in place, each piece where its place is, needs no copy."""
+    in_place = all(s.data_ptr() == o.data_ptr() and nbytes(s) == nbytes(o) for s, o in zip(sources, outputs))
+    return sources if in_place else without_overlap(sources, outputs)
+
+
+def without_overlap(sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The sources, copied where they share memory with outputs: a call writes those while it still sends. All contiguous."""
+    places = sorted((t.data_ptr(), t.data_ptr() + nbytes(t)) for t in outputs if t.numel())
+    begins = [begin for begin, _ in places]
+    furthest = list(accumulate((end for _, end in places), max))  # end of what lies before
+
+    def overlaps(source: torch.Tensor) -> bool:
+        begin = source.data_ptr()
+        before = bisect_left(begins, begin + nbytes(source))  # places that begin in front of the source's end
+        return source.numel() > 0 and before > 0 and furthest[before - 1] > begin
+
+    return [source.clone() if overlaps(source) else source for source in sources]
 
 
 def target(

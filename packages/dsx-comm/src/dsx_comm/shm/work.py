@@ -7,6 +7,7 @@ may have a finish (copying a packed result back), and offers a future, which a t
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeoutError, CommAbortedError, HangError, MismatchError, PeerLostError
+from ..dropped import DROPPED
+from ..errors import CollectiveTimeoutError, CommAbortedError, CommError, HangError, MismatchError, PeerLostError
 from ..hang import WATCH, Waiting
 from . import native
 
@@ -25,6 +27,7 @@ _NAMES = {
     "Mismatch": MismatchError,
     "Aborted": CommAbortedError,
     "Hang": HangError,
+    "Forked": CommError,
 }
 
 
@@ -85,8 +88,10 @@ DONE = DoneWork()
 class ShmWork(dist.Work):
     """An asynchronous operation: `pending` is the compiled module's handle, `value` what a future yields.
 
-    It stays among `flights` until it is over; `gone`: see `translated`.
+    `kept` holds the memory that the operation uses until it is over, `gone`: see `translated`.
     """
+
+    pollable = True
 
     def __init__(
         self,
@@ -96,16 +101,20 @@ class ShmWork(dist.Work):
         finish: Callable[[], Any] | None,
         timeout: float,
         note: Waiting,
-        flights: Flights,
+        futures: Futures,
         gone: Callable[[], list[int]],
     ) -> None:
         super().__init__()
         self._pending, self._kept, self._value, self._finish = pending, kept, value, finish
-        self._timeout, self._note, self._flights, self._gone = timeout, note, flights, gone
+        self._timeout, self._note, self._futures, self._gone = timeout, note, futures, gone
         self._lock = threading.Lock()
         self._done = False
         self._error: BaseException | None = None
         self._future: Any = None
+
+    def __del__(self) -> None:
+        if not self._done and not sys.is_finalizing():
+            DROPPED.take(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until the result is in place. `timeout` holds for sends and receives; collectives have the group's limit."""
@@ -161,7 +170,7 @@ class ShmWork(dist.Work):
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future()
-                self._flights.complete(self, self._future)
+                self._futures.complete(self, self._future)
             return self._future
 
     def _close(self, error: BaseException | None) -> None:
@@ -173,7 +182,6 @@ class ShmWork(dist.Work):
                     self._finish()
             self._error, self._done = error, True
             self._finish = self._kept = None
-            self._flights.land(self)
 
 
 class JoinedWork(dist.Work):
@@ -226,25 +234,13 @@ class JoinedWork(dist.Work):
         return future
 
 
-class Flights:
-    """The works of one group that are under way, and the thread, started on first use, that completes their futures in order of issue."""
+class Futures:
+    """The futures of one group's works, and the thread, started on first use, that completes them in order of issue."""
 
     def __init__(self) -> None:
-        self._works: dict[ShmWork, None] = {}  # the memory must outlive a dropped handle
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-
-    def start(self, work: ShmWork) -> None:
-        """`work` is under way; finished ones that were issued before it take themselves out."""
-        self._works[work] = None
-        for earlier in list(self._works):
-            if not earlier.is_completed():
-                break
-
-    def land(self, work: ShmWork) -> None:
-        """`work` is over."""
-        self._works.pop(work, None)
 
     def complete(self, work: ShmWork, future: Any) -> None:
         """Complete `future` when `work` is done."""

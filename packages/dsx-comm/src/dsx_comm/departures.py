@@ -1,0 +1,60 @@
+"""Why a rank has left the job: it says so in the store as it goes, so that the others can name it and its error.
+
+A backend that loses a connection says "Connection closed by peer", and neither which rank that was nor what happened to
+it. A rank whose process ends with an exception, or that destroys its process group while one is on its way, leaves one
+line in the job's store first. Whoever then fails in a call looks there.
+
+Left out: ranks that are killed (nothing of them runs any more; groups of the "dsx" backend name those by themselves), and
+ranks that end in good order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+_PATIENCE = 2.0  # seconds for a store that may be gone with the rank
+
+
+class Departures:
+    """What the ranks of one world have said as they left it."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+
+    def connect(self, store: Any) -> None:
+        """Use `store` from now on; its keys are this world's alone."""
+        self._store = store
+
+    def announce(self) -> None:
+        """Say why this rank leaves, if it leaves with an exception."""
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if self._store is None or error is None or isinstance(error, SystemExit) or not dist.is_initialized():
+            return
+        said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:500]
+        with contextlib.suppress(RuntimeError):  # the store is gone already: nobody is left to read it
+            self._store.set(f"left/{dist.get_rank()}", said)
+
+    def of_group(self, name: str) -> dict[int, str]:
+        """{global rank: why} of the other members of the group `name` that have said so."""
+        world = dist.distributed_c10d._world
+        group = next((group for group, known in world.pg_names.items() if known == name), None)
+        if self._store is None or group is None:
+            return {}
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        found: dict[int, str] = {}
+        thread = threading.Thread(target=self._read, args=(others, found), daemon=True, name="dsx-comm-departures")
+        thread.start()  # not this thread: a store on a machine that is gone may not answer for many minutes
+        thread.join(_PATIENCE)
+        return dict(found)
+
+    def _read(self, ranks: list[int], found: dict[int, str]) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            for rank in ranks:
+                key = f"left/{rank}"
+                if self._store.check([key]):
+                    found[rank] = self._store.get(key).decode()

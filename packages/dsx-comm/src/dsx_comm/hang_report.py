@@ -1,0 +1,56 @@
+"""The text of the hang explainer's report: pure functions of what the ranks answered."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+import torch.distributed as dist
+
+_OURS = (os.path.dirname(__file__), os.path.dirname(dist.__file__))
+
+
+def place_of(frame: Any) -> str:
+    """`file:line in function` of the innermost frame outside this package and torch.distributed."""
+    if frame is None:
+        return "an unknown place"
+    stack = traceback.extract_stack(frame)
+    theirs = [f for f in stack if not f.filename.startswith(_OURS)]
+    last = (theirs or stack)[-1]
+    return f"{last.filename}:{last.lineno} in {last.name}"
+
+
+def explain(raised: dict[str, Any], answers: dict[int, Any], world_size: int = 0) -> str:
+    """Who is missing from the call that `raised` names, and what each rank does.
+
+    `answers` is by rank. Ranks of `world_size` that are not in it did not answer.
+    """
+    group, number = raised["group"], raised["number"]
+    members = [r for r, a in answers.items() if a["member"]]
+    silent = [r for r in range(world_size) if r not in answers]
+    missing = [r for r in members if answers[r]["issued"] < number]
+    head = f"{raised['what']} (call #{number} of group {group}) has waited {raised['waited']:.1f} s. "
+    if missing:
+        head += f"Rank(s) {_list(missing)} did not enter it. "
+    if silent:
+        head += f"Rank(s) {_list(silent)} did not answer (ended, frozen, or busy without giving up the interpreter). "
+    if not missing and not silent:
+        head += "All ranks have issued it: they may differ in what they called. "
+    lines = [_line(rank, answers[rank]) for rank in sorted(answers)]
+    return "\n".join([head.rstrip(), *lines])
+
+
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _line(rank: int, answer: dict[str, Any]) -> str:
+    inside = answer["in"]
+    if inside:
+        label = f" for {inside['label']}" if inside["label"] else ""
+        call = f"(call #{inside['number']} of group {inside['group']})"
+        text = f"in {inside['what']}{label} {call} since {answer['for']:.1f} s"
+    else:
+        text = f"in no communication; last call of this group: #{answer['issued']} {answer['last']}"
+    return f"  rank {rank}: {text}, at {answer['at']}"
