@@ -235,7 +235,6 @@ LATER = {
     "sparse_gradients": {"sparse_gradients": True},
     "activation_checkpointing.partition_activations": {"activation_checkpointing": {"partition_activations": True}},
     "pipeline.stages": {"pipeline": {"stages": 4}},
-    "aio.queue_depth": {"aio": {"queue_depth": 32}},
     "elasticity": {"elasticity": {"enabled": True}},
     "managed_gradient_accumulation": {"managed_gradient_accumulation": False},
     "torch_autocast.lower_precision_safe_modules": {

@@ -232,9 +232,9 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "file I/O at its defaults": (
         {"aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}}, "",
     ),
-    "file I/O as the tuner prints it": (
+    "file I/O as a tuner prints it": (
         {"aio": {"single_submit": "false", "overlap_events": "true", "intra_op_parallelism": 8, "queue_depth": 8,
-                 "block_size": 1048576}}, "aio.intra_op_parallelism",
+                 "block_size": 1048576}}, "",
     ),
     "breakdown": ({"wall_clock_breakdown": True}, ""),
     "autotuning switched off": (

@@ -22,9 +22,11 @@ TEXT = {"true": True, "false": False}
 class AioConfig:
     """Asynchronous file I/O for offload to disk."""
 
-    block_size: int = field(default=1 << 20, metadata={"description": "bytes per request"})
-    queue_depth: int = field(default=8, metadata={"description": "requests in flight per thread"})
-    intra_op_parallelism: int = field(default=1, metadata={"description": "threads that share one transfer"})
+    block_size: int = field(default=1 << 20, metadata={"description": "bytes per request", "minimum": 1})
+    queue_depth: int = field(default=8, metadata={"description": "requests in flight per thread", "minimum": 1})
+    intra_op_parallelism: int = field(
+        default=1, metadata={"description": "threads that share one transfer; thread_count is the same", "minimum": 1}
+    )
     single_submit: bool = field(default=False, metadata={"description": "submit requests one by one"})
     overlap_events: bool = field(default=True, metadata={"description": "take completions one by one"})
     use_gds: bool = field(default=False, metadata={"description": "transfer between disk and GPU directly"})
@@ -32,8 +34,9 @@ class AioConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             value, kind = getattr(self, f.name), type(f.default)
-            if type(value) is not kind or (kind is int and value < 1):
-                wanted = "true or false" if kind is bool else "a whole number of at least 1"
+            least = f.metadata.get("minimum")
+            if type(value) is not kind or (least is not None and value < least):
+                wanted = "true or false" if kind is bool else f"a whole number of at least {least}"
                 raise OptionError(f"aio.{f.name}: got {value!r}, expected {wanted}")
 
     @classmethod

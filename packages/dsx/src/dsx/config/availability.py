@@ -25,7 +25,6 @@ _COMPRESS = "compression (dsx-compress)"
 
 NOT_YET: dict[str, str] = {
     "activation_checkpointing": "activation checkpointing in depth (dsx-zero); torch.utils.checkpoint works today",
-    "aio": _OFFLOAD,
     "autotuning": "the autotuner of dsx",
     "checkpoint.parallel_write.pipeline_stage": _PIPE,
     "checkpoint.use_node_local_storage": "checkpoints without a shared file system",
@@ -73,6 +72,7 @@ _APEX = "an argument of apex; torch.amp has no such switch"
 _ALWAYS = "dsx always does it"
 
 MEANINGLESS: dict[str, str] = {
+    "aio": "nothing in training reads it yet; it comes with offload to disk (dsx-nvme)",
     "amp.cast_model_outputs": _APEX,
     "amp.cast_model_type": _APEX,
     "amp.keep_batchnorm_fp32": _APEX,

@@ -50,8 +50,9 @@ def nested(model: Any, description: str) -> Any:
 def from_dataclass(source: type, *, module: str) -> type[Section]:
     """Return the section that a sibling describes as a frozen dataclass, for packages without a validation library.
 
-    Field names, types and defaults are taken over; ``metadata["description"]`` documents a field. Text of the class is
-    its documentation. JSON has lists only, so a tuple is read from a list.
+    Field names, types and defaults are taken over; ``metadata["description"]`` documents a field and
+    ``metadata["minimum"]`` is its smallest value. Text of the class is its documentation. JSON has lists only, so a
+    tuple is read from a list, and ``5e8`` is a whole number.
 
     Args:
         source: the dataclass.
@@ -64,10 +65,11 @@ def from_dataclass(source: type, *, module: str) -> type[Section]:
         default = factory() if factory is not dataclasses.MISSING else item.default
         lists = typing.get_origin(hints[item.name]) is tuple
         fields[item.name] = (
-            hints[item.name],
+            Int if hints[item.name] is int else hints[item.name],
             Field(
                 default=... if default is dataclasses.MISSING else default,
                 description=item.metadata.get("description"),
+                ge=item.metadata.get("minimum"),
                 strict=False if lists else None,
             ),
         )

@@ -13,8 +13,8 @@ from pydantic import Field
 from .base import Count, Real, Section, Size, Toggle
 
 __all__ = [
-    "ActivationCheckpointing", "Aio", "Autotuning", "CompileSection", "CurriculumLearning", "Elasticity",
-    "HybridEngine", "Nebula", "Pipeline", "ProgressiveLayerDrop", "TensorParallel",
+    "ActivationCheckpointing", "Autotuning", "CompileSection", "CurriculumLearning", "Elasticity", "HybridEngine",
+    "Nebula", "Pipeline", "ProgressiveLayerDrop", "TensorParallel",
 ]  # fmt: skip
 
 
@@ -39,17 +39,6 @@ class Pipeline(Section):
     pipe_partitioned: bool = Field(True, description="send activations as slices over the model-parallel group")
     grad_partitioned: bool = Field(True, description="send gradients as slices over the model-parallel group")
     use_reentrant: bool = Field(True, description="use reentrant recomputation")
-
-
-class Aio(Section):
-    """Asynchronous file I/O for offload to disk."""
-
-    block_size: Count = Field(1048576, description="bytes per request")
-    queue_depth: Count = Field(8, description="requests in flight")
-    intra_op_parallelism: Count = Field(1, description="threads that share one transfer; thread_count is the same")
-    single_submit: bool = Field(False, description="submit requests one by one")
-    overlap_events: bool = Field(True, description="submit without waiting for earlier requests")
-    use_gds: bool = Field(False, description="transfer between disk and GPU directly")
 
 
 class ModelInfo(Section):

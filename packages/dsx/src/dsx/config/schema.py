@@ -21,6 +21,7 @@ from dsx_monitor.config import (
     TimelineConfig,
     WandbConfig,
 )
+from dsx_nvme import config as aio_section
 from dsx_sparse_attn.config import SparseAttentionConfig
 from dsx_zero.config import ZeroConfig
 from pydantic import Field
@@ -30,7 +31,6 @@ from .compression import CompressionTraining, QuantizeTraining
 from .data import DataEfficiency
 from .later import (
     ActivationCheckpointing,
-    Aio,
     Autotuning,
     CompileSection,
     CurriculumLearning,
@@ -57,8 +57,10 @@ from .training import (
 __all__ = ["Root"]
 
 if TYPE_CHECKING:
+    AioConfig = aio_section.AioConfig
     CommsLoggerConfig = comm_section.CommsLoggerConfig
 else:
+    AioConfig = from_dataclass(aio_section.AioConfig, module=__name__)
     CommsLoggerConfig = from_dataclass(comm_section.CommsLoggerConfig, module=__name__)
 
 
@@ -135,7 +137,7 @@ class Root(Section):
     # - not there yet
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing, "recomputation in depth")
     pipeline: Pipeline = nested(Pipeline, "pipeline parallelism")
-    aio: Aio = nested(Aio, "file I/O for offload to disk")
+    aio: AioConfig = nested(AioConfig, "file I/O for offload to disk")
     autotuning: Autotuning = nested(Autotuning, "search for fast settings")
     elasticity: Elasticity = nested(Elasticity, "batch sizes for many world sizes")
     data_efficiency: DataEfficiency = nested(DataEfficiency, "data sampling and routing")
