@@ -1,4 +1,4 @@
-"""Test ranks, seeds, tolerances and tiny models shared by all test suites.
+"""Test ranks, seeds, tolerances, tiny models, and stand-ins for devices and links, shared by all test suites.
 
 from dsx_testkit import run_ranks
 
@@ -7,17 +7,40 @@ def work(rank, world_size):
     return rank
 
 assert run_ranks(work, 3) == [0, 1, 2]
+
+Files: `ranks` and `zygote` (processes), `numerics`, `tiny` (models), `paced` (links and computation of a known speed),
+`arena` (a device made of host memory), `nodes` (several nodes on one machine), `pycalls` (a count of Python calls),
+`fakes` (recording works, streams and events).
 """
 
 from . import tiny
+from .arena import ArenaFullError, DeviceArena
+from .fakes import FakeCuda, FakeEvent, FakeStream, RecordingWork, recorded_collectives
+from .nodes import Crossing, Nodes
 from .numerics import assert_close_named, seed_all
+from .paced import PacedLink, PacedTransfer, SleepingLinear
+from .pycalls import CallCount, count_calls
 from .ranks import RankError, RankFailure, RankTimeout, run_ranks, stop_zygote
 
 __all__ = [
+    "ArenaFullError",
+    "CallCount",
+    "Crossing",
+    "DeviceArena",
+    "FakeCuda",
+    "FakeEvent",
+    "FakeStream",
+    "Nodes",
+    "PacedLink",
+    "PacedTransfer",
     "RankError",
     "RankFailure",
     "RankTimeout",
+    "RecordingWork",
+    "SleepingLinear",
     "assert_close_named",
+    "count_calls",
+    "recorded_collectives",
     "run_ranks",
     "seed_all",
     "stop_zygote",
