@@ -78,9 +78,9 @@ def test_nodes_number_ranks_as_launchers_do(monkeypatch):
 
 def test_calls_into_our_own_files_are_counted_and_no_others():
     with count_calls("dsx_testkit") as found:
-        Nodes(4, 2).node_of(3)
+        Nodes(4, 2).same_node(0, 1)
         torch.ones(3).sum()
-    assert found.total == 3 and found.depth == 2  # __init__, __post_init__ below it, node_of
+    assert found.total == 4 and found.depth == 2  # __post_init__, same_node, and twice node_of below it
     assert "node_of" in found.table() and len(found.files) >= 1
     with count_calls("dsx_nothing") as none:
         tiny.__dict__.get("x")
