@@ -335,6 +335,24 @@ def test_wrong_configs_are_named(change, words):
         dsx_ops.TransformerConfig(**{**SIZES, **change})
 
 
+def test_a_list_given_as_grads_collects_every_gradient_of_the_next_backward():
+    layer, x = layer_of(), torch.randn(2, 6, 32)
+    first, second = [], []
+    layer(x, grads=first)  # no backward: its hooks are gone at the next call
+    layer(x, grads=second).square().sum().backward()
+    assert not first
+    found = {name: grad for grad, name in second}
+    assert set(found) == {
+        *("V_W", "V_B", "O_W", "O_B", "N2_W", "N2_B", "int_W", "int_B", "out_W", "out_B", "norm_W", "norm_B")
+    }
+    assert len(second) == 12
+    assert torch.equal(found["V_W"], layer.attn_qkvw.grad[64:]) and torch.equal(found["int_B"], layer.inter_b.grad)
+    layer(x).square().sum().backward()  # a call without a list collects nothing, nor do old hooks
+    assert len(second) == 12
+    with torch.no_grad():
+        layer(x, grads=second)
+
+
 def test_wrong_arguments_are_named():
     layer, x = layer_of(), torch.randn(2, 6, 32)
     for call, words in (

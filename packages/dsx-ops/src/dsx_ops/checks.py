@@ -11,6 +11,17 @@ from .errors import TensorError
 from .spec import FLOATS, name_of
 
 MASK32 = 0xFFFFFFFF
+WITH_FLOAT64 = (*FLOATS, torch.float64)
+
+
+def arithmetic_of(x: Tensor) -> torch.dtype:
+    """What a function of `x` computes in: float64 for float64 (for gradient checks; plain torch operations serve), else float32."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def vector_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
+    """What weights and biases along x's last dimension may be: float64 only where x is, so that nothing is narrowed silently."""
+    return WITH_FLOAT64 if x.dtype is torch.float64 else FLOATS
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:

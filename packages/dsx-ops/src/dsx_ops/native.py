@@ -81,6 +81,11 @@ def module_for(tensor: torch.Tensor, what: str, numel: int | None = None) -> Any
     return found
 
 
+def fp32_module_for(tensor: torch.Tensor, what: str) -> Any:
+    """As `module_for`, for kernels that compute in fp32: None for float64, which is for checking gradients."""
+    return None if tensor.dtype is torch.float64 else module_for(tensor, what)
+
+
 def switched_off() -> bool:
     """Whether `reference_only()` holds right now."""
     return _loader.disabled > 0

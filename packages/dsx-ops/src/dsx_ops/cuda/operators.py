@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .. import library, onebit, sign_runs
 from .. import tokens as token_functions
 from ..codes import exchange, quantize
@@ -21,15 +23,18 @@ from . import codes, loader, rows, tokens
 class Kernel:
     """A kernel and what runs where it cannot: `run` returns None for arguments it does not take.
 
-    Operators without a result (`void`) report True.
+    Operators without a result (`void`) report True. Kernels compute in fp32 and leave float64 to the fallback, unless they only move bytes
+    (`any_dtype`).
     """
 
     run: Callable[..., Any]
     fallback: Callable[..., Any]
     void: bool = False
+    any_dtype: bool = False
 
     def __call__(self, *arguments: Any) -> Any:
-        module = loader.module()
+        in_fp32 = self.any_dtype or arguments[0].dtype is not torch.float64
+        module = loader.module() if in_fp32 else None
         found = None if module is None else self.run(module, *arguments)
         if found is None:
             return self.fallback(*arguments)
@@ -61,9 +66,9 @@ KERNELS = {
     "compress_sign_runs": Kernel(codes.run_compress_sign_runs, sign_runs._run_compress, void=True),
     "unpack_sign_runs": Kernel(codes.run_unpack_sign_runs, sign_runs._run_unpack, void=True),
     "mean_of_sign_runs": Kernel(codes.run_mean_of_sign_runs, sign_runs._run_mean, void=True),
-    "token_gather": Kernel(tokens.run_token_gather, token_functions._run_gather),
-    "token_scatter": Kernel(tokens.run_token_scatter, token_functions._run_scatter),
-    "token_scatter_": Kernel(tokens.run_token_scatter_, token_functions._run_scatter_, void=True),
+    "token_gather": Kernel(tokens.run_token_gather, token_functions._run_gather, any_dtype=True),
+    "token_scatter": Kernel(tokens.run_token_scatter, token_functions._run_scatter, any_dtype=True),
+    "token_scatter_": Kernel(tokens.run_token_scatter_, token_functions._run_scatter_, void=True, any_dtype=True),
 }
 
 for _name, _kernel in KERNELS.items():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import library, native, reference
-from ..checks import MASK32, check, check_seed, rows_of
+from ..checks import MASK32, WITH_FLOAT64, arithmetic_of, check, check_seed, rows_of, vector_dtypes
 from ..errors import TensorError
 from ..tables import DTYPE_CODES, addresses
 
@@ -61,20 +61,21 @@ def keep_scale(p: float) -> float:
 
 def reference_dropout(x: Tensor, p: float, seed: int, offset: int) -> Tensor:
     """`dropout` in plain PyTorch."""
-    return _dropped(x.float(), p, seed, offset).to(x.dtype)
+    return _dropped(x.to(arithmetic_of(x)), p, seed, offset).to(x.dtype)
 
 
 def reference_bias_dropout_residual(
     x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: int, offset: int
 ) -> Tensor:
     """`bias_dropout_residual` in plain PyTorch."""
-    u = x.float() if bias is None else x.float() + bias.float()
-    return (residual.float() + _dropped(u, p, seed, offset)).to(x.dtype)
+    wide = arithmetic_of(x)
+    u = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
+    return (residual.to(wide) + _dropped(u, p, seed, offset)).to(x.dtype)
 
 
 def reference_bias_grad(grad: Tensor, dtype: torch.dtype, p: float, seed: int, offset: int) -> tuple[Tensor, Tensor]:
     """(m(grad), its sum over all dimensions but the last, in `dtype`)."""
-    dx = _dropped(grad.float(), p, seed, offset)
+    dx = _dropped(grad.to(arithmetic_of(grad)), p, seed, offset)
     rows = tuple(range(grad.dim() - 1))
     return dx.to(grad.dtype), (dx.sum(rows) if rows else dx.clone()).to(dtype)
 
@@ -83,7 +84,7 @@ def _dropped(u: Tensor, p: float, seed: int, offset: int) -> Tensor:
     if p == 0.0:
         return u.clone()
     kept = dropout_mask(u.shape, p, seed, offset, u.device)
-    return torch.where(kept, u * torch.tensor(keep_scale(p), dtype=torch.float32), torch.zeros_like(u))
+    return torch.where(kept, u * torch.tensor(keep_scale(p), dtype=u.dtype), torch.zeros_like(u))
 
 
 # ---- operators ----------------------------------------------------------------------------------------------------------
@@ -97,18 +98,18 @@ def _check_numbers(p: float, offset: int, seed: int) -> None:
 
 def _check(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: int, offset: int) -> None:
     _check_numbers(p, offset, seed)
-    check(x, "dropout's input")
+    check(x, "dropout's input", dtypes=WITH_FLOAT64)
     if bias is not None:
         if x.dim() == 0:
             raise TensorError("dropout's input: got no dimension, expected at least one for the bias to lie along")
-        check(bias, "dropout's bias", shape=x.shape[-1:], like=x)
+        check(bias, "dropout's bias", dtypes=vector_dtypes(x), shape=x.shape[-1:], like=x)
     if residual is not None:
         check(residual, "dropout's residual", dtypes=(x.dtype,), shape=x.shape, like=x)
 
 
 def _run_dropout(x: Tensor, p: float, seed: int, offset: int) -> Tensor:
     _check(x, None, None, p, seed, offset)
-    module = native.module_for(x, "dropout")
+    module = native.fp32_module_for(x, "dropout")
     if module is None:
         return reference_dropout(x, p, seed, offset)
     out = torch.empty_like(x)
@@ -118,7 +119,7 @@ def _run_dropout(x: Tensor, p: float, seed: int, offset: int) -> Tensor:
 
 def _run_residual(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: int, offset: int) -> Tensor:
     _check(x, bias, residual, p, seed, offset)
-    module = native.module_for(x, "dropout")
+    module = native.fp32_module_for(x, "dropout")
     if module is None:
         return reference_bias_dropout_residual(x, bias, residual, p, seed, offset)
     out, wide = torch.empty_like(x), None if bias is None else bias.float()
@@ -128,7 +129,7 @@ def _run_residual(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, se
 
 def _run_bias_grad(grad: Tensor, dtype: torch.dtype, p: float, seed: int, offset: int) -> tuple[Tensor, Tensor]:
     _check(grad, None, None, p, seed, offset)
-    module = native.module_for(grad, "dropout")
+    module = native.fp32_module_for(grad, "dropout")
     if module is None:
         return reference_bias_grad(grad, dtype, p, seed, offset)
     dx, sums = torch.empty_like(grad), grad.new_empty(grad.shape[-1:], dtype=torch.float32)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import library, native
-from ..checks import check, rows_of
+from ..checks import WITH_FLOAT64, arithmetic_of, check, rows_of, vector_dtypes
 from ..errors import TensorError
 from ..tables import DTYPE_CODES, addresses
 
@@ -36,21 +36,23 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") 
 
 def reference_bias_gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     """The forward in plain PyTorch."""
-    u = x.float() if bias is None else x.float() + bias.float()
+    wide = arithmetic_of(x)
+    u = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
     inner = torch.tanh(_A * (u + _B * u * u * u)) if tanh else torch.erf(u * math.sqrt(0.5))
     return (0.5 * u * (1.0 + inner)).to(x.dtype)
 
 
 def reference_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
     """(dx, dbias); dbias is empty without a bias, and sums the unrounded dx."""
-    u = x.float() if bias is None else x.float() + bias.float()
+    wide = arithmetic_of(x)
+    u = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
     if tanh:
         t = torch.tanh(_A * (u + _B * u * u * u))
         slope = 0.5 * (1.0 + t) + 0.5 * u * (1.0 - t * t) * _A * (1.0 + 3.0 * _B * u * u)
     else:
         density = torch.exp(-0.5 * u * u) * (1.0 / math.sqrt(2.0 * math.pi))
         slope = 0.5 * (1.0 + torch.erf(u * math.sqrt(0.5))) + u * density
-    dx = grad.float() * slope
+    dx = grad.to(wide) * slope
     return dx.to(x.dtype), _sum_rows(dx, bias)
 
 
@@ -65,18 +67,18 @@ def _sum_rows(dx: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _check(x: Tensor, bias: Tensor | None, grad: Tensor | None = None) -> None:
-    check(x, "GELU's input")
+    check(x, "GELU's input", dtypes=WITH_FLOAT64)
     if bias is not None:
         if x.dim() == 0:
             raise TensorError("GELU's input: got no dimension, expected at least one for the bias to lie along")
-        check(bias, "GELU's bias", shape=x.shape[-1:], like=x)
+        check(bias, "GELU's bias", dtypes=vector_dtypes(x), shape=x.shape[-1:], like=x)
     if grad is not None:
         check(grad, "GELU's gradient", dtypes=(x.dtype,), shape=x.shape, like=x)
 
 
 def _run(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     _check(x, bias)
-    module = native.module_for(x, "GELU")
+    module = native.fp32_module_for(x, "GELU")
     if module is None:
         return reference_bias_gelu(x, bias, tanh)
     out, wide = torch.empty_like(x), None if bias is None else bias.float()
@@ -86,7 +88,7 @@ def _run(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
 
 def _run_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
     _check(x, bias, grad)
-    module = native.module_for(x, "GELU")
+    module = native.fp32_module_for(x, "GELU")
     if module is None:
         return reference_bias_gelu_backward(grad, x, bias, tanh)
     dx, wide = torch.empty_like(x), None if bias is None else bias.float()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import library, native
-from ..checks import check
+from ..checks import WITH_FLOAT64, arithmetic_of, check, vector_dtypes
 from ..errors import TensorError
 from ..tables import DTYPE_CODES, addresses
 
@@ -39,11 +39,12 @@ def add_layer_norm(
 
 def reference_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, rstd); the statistics are fp32 of shape x.shape[:-1]."""
-    wide = x.float()
+    dtype = arithmetic_of(x)
+    wide = x.to(dtype)
     mean = wide.mean(-1, keepdim=True)
     centred = wide - mean
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = centred * rstd * weight.float() + bias.float()
+    y = centred * rstd * weight.to(dtype) + bias.to(dtype)
     return y.to(x.dtype), mean.squeeze(-1), rstd.squeeze(-1)
 
 
@@ -58,15 +59,16 @@ def reference_layer_norm_backward(
     from_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias); `extra` is added to dx."""
-    g, wide, w = grad.float(), saved.float(), weight.float()
+    dtype = arithmetic_of(saved)
+    g, wide, w = grad.to(dtype), saved.to(dtype), weight.to(dtype)
     if from_output:
-        xhat = torch.where(w == 0, torch.zeros_like(wide), (wide - bias.float()) / w)
+        xhat = torch.where(w == 0, torch.zeros_like(wide), (wide - bias.to(dtype)) / w)
     else:
         xhat = (wide - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     gw = g * w
     dx = (gw - gw.mean(-1, keepdim=True) - xhat * (gw * xhat).mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
     if extra is not None:
-        dx = dx + extra.float()
+        dx = dx + extra.to(dtype)
     rows = tuple(range(g.dim() - 1))
     dweight = (g * xhat).sum(rows) if rows else g * xhat
     dbias = g.sum(rows) if rows else g.clone()
@@ -79,22 +81,22 @@ def reference_layer_norm_backward(
 def _check_forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> None:
     if x.dim() == 0 or x.shape[-1] == 0:
         raise TensorError(f"layer norm: got shape {tuple(x.shape)}, expected a last dimension of at least one element")
-    check(x, "layer norm's input")
-    check(weight, "layer norm's weight", shape=x.shape[-1:], like=x)
+    check(x, "layer norm's input", dtypes=WITH_FLOAT64)
+    check(weight, "layer norm's weight", dtypes=vector_dtypes(x), shape=x.shape[-1:], like=x)
     check(bias, "layer norm's bias", dtypes=(weight.dtype,), shape=x.shape[-1:], like=x)
     if residual is not None:
         check(residual, "layer norm's residual", dtypes=(x.dtype,), shape=x.shape, like=x)
 
 
 def _stats(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return tuple(x.new_empty(x.shape[:-1], dtype=arithmetic_of(x)) for _ in range(2))  # type: ignore[return-value]
 
 
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_forward(x, weight, bias, residual)
-    module = native.module_for(x, "layer norm")
+    module = native.fp32_module_for(x, "layer norm")
     if module is None:
         total = x if residual is None else x + residual
         y, mean, rstd = reference_layer_norm(total, weight, bias, eps)
@@ -131,7 +133,7 @@ def _run_backward(
     from_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_backward(grad, saved, mean, rstd, weight, bias, extra)
-    module = native.module_for(grad, "layer norm")
+    module = native.fp32_module_for(grad, "layer norm")
     if module is None:
         return reference_layer_norm_backward(grad, saved, mean, rstd, weight, bias, extra, from_output)
     dx, w, b = torch.empty_like(saved), weight.float(), bias.float()
@@ -150,7 +152,7 @@ def _check_backward(
     _check_forward(saved, weight, bias, extra)
     check(grad, "layer norm's gradient", dtypes=(saved.dtype,), shape=saved.shape, like=saved)
     for stat in (mean, rstd):
-        check(stat, "layer norm's statistics", dtypes=(torch.float32,), shape=saved.shape[:-1], like=saved)
+        check(stat, "layer norm's statistics", dtypes=(arithmetic_of(saved),), shape=saved.shape[:-1], like=saved)
 
 
 def _fake_layer_norm(

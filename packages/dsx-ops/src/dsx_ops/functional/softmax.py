@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import library, native
-from ..checks import check, rows_of
+from ..checks import WITH_FLOAT64, arithmetic_of, check, rows_of, vector_dtypes
 from ..errors import TensorError
-from ..spec import FLOATS, name_of
+from ..spec import name_of
 from ..tables import DTYPE_CODES, addresses
 
 
@@ -32,9 +32,10 @@ def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) ->
 
 def reference_masked_softmax(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The forward in plain PyTorch."""
-    scores = x.float() * scale
+    wide = arithmetic_of(x)
+    scores = x.to(wide) * scale
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask.float()
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask.to(wide)
     top = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - torch.where(top == -torch.inf, torch.zeros_like(top), top))
     total = weights.sum(-1, keepdim=True)
@@ -43,7 +44,7 @@ def reference_masked_softmax(x: Tensor, mask: Tensor | None, scale: float) -> Te
 
 def reference_softmax_backward(grad: Tensor, y: Tensor, scale: float) -> Tensor:
     """The backward in plain PyTorch."""
-    g, w = grad.float(), y.float()
+    g, w = grad.to(arithmetic_of(y)), y.to(arithmetic_of(y))
     return (scale * w * (g - (g * w).sum(-1, keepdim=True))).to(y.dtype)
 
 
@@ -51,12 +52,12 @@ def reference_softmax_backward(grad: Tensor, y: Tensor, scale: float) -> Tensor:
 
 
 def _check(x: Tensor, mask: Tensor | None) -> None:
-    check(x, "softmax's input")
+    check(x, "softmax's input", dtypes=WITH_FLOAT64)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise TensorError(f"softmax: got shape {tuple(x.shape)}, expected a last dimension of at least one element")
     if mask is None:
         return
-    if mask.dtype not in (*FLOATS, torch.bool):
+    if mask.dtype not in (*vector_dtypes(x), torch.bool):
         raise TensorError(
             f"mask: got {name_of(mask.dtype)}, expected bool (True = takes part) or a float dtype (added)"
         )
@@ -69,7 +70,7 @@ def _check(x: Tensor, mask: Tensor | None) -> None:
 
 def _run(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     _check(x, mask)
-    module = native.module_for(x, "softmax")
+    module = native.fp32_module_for(x, "softmax")
     if module is None:
         return reference_masked_softmax(x, mask, scale)
     out = torch.empty_like(x)
@@ -101,7 +102,7 @@ def _check_backward(grad: Tensor, y: Tensor) -> None:
 
 def _run_backward(grad: Tensor, y: Tensor, scale: float) -> Tensor:
     _check_backward(grad, y)
-    module = native.module_for(y, "softmax")
+    module = native.fp32_module_for(y, "softmax")
     if module is None:
         return reference_softmax_backward(grad, y, scale)
     out = torch.empty_like(y)

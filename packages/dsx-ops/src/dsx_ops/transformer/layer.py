@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,21 @@ from .config import TransformerConfig
 from .feedforward import gelu_linear
 
 ATTENTION, AFTER_ATTENTION, AFTER_FEEDFORWARD = range(3)  # where dropout happens
+# How scripts that compare layers call the gradients that `forward(grads=...)` collects.
+GRADIENT_NAMES = {
+    "attn_qkvw": "V_W",
+    "attn_qkvb": "V_B",
+    "attn_ow": "O_W",
+    "attn_ob": "O_B",
+    "attn_nw": "N2_W",
+    "attn_nb": "N2_B",
+    "inter_w": "int_W",
+    "inter_b": "int_B",
+    "output_w": "out_W",
+    "output_b": "out_B",
+    "norm_w": "norm_W",
+    "norm_b": "norm_B",
+}
 
 
 class TransformerLayer(nn.Module):
@@ -54,6 +71,7 @@ class TransformerLayer(nn.Module):
         self.output_w, self.output_b = new(h, i), new(h)
         self.norm_w, self.norm_b = new(h), new(h)
         self.salt = keyed.mixed(max(config.seed, -1) + 1, max(config.local_rank, -1) + 1) >> 4
+        self._gradient_hooks: dict[str, Any] = {}
         self.reset_parameters()
         if initial_weights is not None or initial_biases is not None:
             self._copy_initial(initial_weights, initial_biases)
@@ -119,6 +137,7 @@ class TransformerLayer(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         *others: object,
+        grads: list[list[Any]] | None = None,
         **named: object,
     ) -> Tensor | tuple[Tensor]:
         """[batch, sequence, hidden] -> the same.
@@ -126,14 +145,33 @@ class TransformerLayer(nn.Module):
         `attention_mask`: [batch, sequence] of bool or integers (not 0 = takes part), or what broadcasts to [batch, heads, sequence, sequence]: bool (True =
         takes part) or float (added; -inf or a large negative number excludes). A token that may see nothing gets a zero context where dropout is on. Further arguments of other
         layers' `forward` must be None or False, except what only speaks of caches or output (`use_cache`, `cache_position`, `position_ids`).
-        Raises `TensorError`.
+        `grads`: a list to which backward appends [gradient, name] of every parameter, for comparing layers (names as in `GRADIENT_NAMES`; of the
+        joint query, key and value parameters the value's part). Raises `TensorError`.
         """
         self._refuse(others, named)
+        if grads is not None:
+            self._collect_gradients(grads)
         mask = self._mask(hidden_states, attention_mask)
         drop_key = keyed.new_key() if self._drops() else None
         body = self._pre_norm if self.config.pre_layer_norm else self._post_norm
         result = body(hidden_states, mask, drop_key)
         return (result,) if self.config.return_tuple else result
+
+    def _collect_gradients(self, grads: list[list[Any]]) -> None:
+        """Hooks for the next backward; they leave when they have run, or at the next call."""
+        for handle in self._gradient_hooks.values():
+            handle.remove()
+        self._gradient_hooks = {}
+        if not torch.is_grad_enabled():
+            return
+
+        def collect(name: str, grad: Tensor) -> None:
+            self._gradient_hooks.pop(name).remove()
+            grads.append([grad.chunk(3)[2] if name in ("attn_qkvw", "attn_qkvb") else grad, GRADIENT_NAMES[name]])
+
+        for name, parameter in self.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                self._gradient_hooks[name] = parameter.register_hook(partial(collect, name))
 
     # ---- the two orders ------------------------------------------------------------------------------------------------
 
@@ -240,7 +278,7 @@ class TransformerLayer(nn.Module):
                 f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected [{batch}, {sequence}] of bool or integers, "
                 f"or bool or float that broadcasts to {wanted}"
             )
-        return mask.float() if mask.dtype is torch.float64 else mask
+        return mask.to(x.dtype) if mask.dtype is torch.float64 else mask
 
 
 def _fill(target: Tensor, tensor: Tensor | None, name: str) -> None:
