@@ -204,7 +204,6 @@ def parts(rank, world):
             p[:, 1].mul_(2)
             p.t()[2:4, 5] = 7
             p[1] += 1
-            p[[4, 5]].fill_(9)  # torch copies here: nothing changes
             for number, chunk in enumerate(p.chunk(3, dim=1)):
                 chunk.add_(number)
             p.narrow(0, 6, 1).view(-1)[2:].copy_(noise)
@@ -223,11 +222,53 @@ def parts(rank, world):
     with torch.no_grad():
         assert weight.t().stride() == plain.t().stride() and weight[2].shape == (6,)
         assert torch.equal(weight[2].full_tensor(), plain[2])
-        with pytest.raises(dsx_zero.PartitionedParameterError, match="Linear.weight"):
-            weight[2].sum()
-    with pytest.raises(dsx_zero.PartitionedParameterError, match="Linear.weight"):
+        for reading in (lambda: weight[2].sum(), lambda: weight[[4, 5]]):
+            with pytest.raises(dsx_zero.PartitionedParameterError, match=r"Linear\.weight"):
+                reading()
+    with pytest.raises(dsx_zero.PartitionedParameterError, match=r"Linear\.weight"):
         weight[2]  # with gradients on: the view would have to lead them to the parameter
 
 
 def test_initialisation_may_write_parts_of_a_parameter():
     run_ranks(parts, 2)
+
+
+class Derived(nn.Module):
+    """Its constructor reads parameters of finished children: norms, copies, a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(4, 6)
+        with torch.no_grad():
+            self.first.weight.div_(self.first.weight.norm())
+            self.second.weight.copy_(self.first.weight * 2 + self.second.weight.abs().mean())
+            self.width = self.first(torch.ones(1, 4)).shape[1]
+        self.first.bias.data = nn.functional.pad(self.first.bias.data, (0, 0))
+        self.second.bias.data = self.first.bias.data.clone()
+        self.shift = float(self.second.bias.data[0])
+
+
+def read_while_building(rank, world):
+    import dsx_zero
+
+    torch.manual_seed(0)
+    plain = Derived()
+    torch.manual_seed(0)
+    with dsx_zero.Init():
+        built = Derived()
+        with pytest.raises(
+            dsx_zero.PartitionedParameterError, match=r"Linear\.weight.*torch\.no_grad\(\) where `Init` builds"
+        ):
+            built.first(torch.ones(1, 4))
+        for aliasing in (lambda: built.first.weight.data.numpy(), lambda: built.first.weight.data.expand(2, 6, 4)):
+            with pytest.raises(dsx_zero.PartitionedParameterError, match=r"Linear\.weight"):
+                aliasing()
+    assert built.shift == plain.shift and built.width == 6
+    for p, want in zip(built.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), want)
+    with torch.no_grad(), pytest.raises(dsx_zero.PartitionedParameterError, match=r"Linear\.weight"):
+        built.first.weight.norm()  # outside of `Init` one rank alone may ask
+
+
+def test_constructors_may_read_parameters_of_their_children():
+    run_ranks(read_while_building, 2)

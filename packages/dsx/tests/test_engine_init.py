@@ -10,7 +10,11 @@ import torch
 from dsx_testkit import run_ranks, tiny
 from torch import nn
 
-PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
 
 
 def settings(precision, stage, threshold=None):
@@ -73,7 +77,12 @@ def matrix(rank, world, cases):
 
 SAMPLE = [
     [("bf16", 3, None, "after", True), ("fp32", 3, 0, "", True), ("fp16", 3, 100, "", False)],
-    [("fp32", 3, None, "before", False), ("bf16", 0, None, "", False), ("fp16", 1, None, "", True), ("bf16", 2, None, "", True)],
+    [
+        ("fp32", 3, None, "before", False),
+        ("bf16", 0, None, "", False),
+        ("fp16", 1, None, "", True),
+        ("bf16", 2, None, "", True),
+    ],
 ]
 
 
@@ -105,9 +114,14 @@ def hugging_face(rank, world, kind, precision, stage, threshold):
     made = {
         "llama": lambda: transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
-                vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-                num_key_value_heads=1, max_position_embeddings=32,
-            )  # fmt: skip
+                vocab_size=32,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=32,
+            )
         ),
         "gpt2": lambda: transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
@@ -116,9 +130,14 @@ def hugging_face(rank, world, kind, precision, stage, threshold):
         ),
         "bert": lambda: transformers.BertForMaskedLM(
             transformers.BertConfig(
-                vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-                hidden_dropout_prob=0, attention_probs_dropout_prob=0,
-            )  # fmt: skip
+                vocab_size=32,
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=32,
+                hidden_dropout_prob=0,
+                attention_probs_dropout_prob=0,
+            )
         ),
     }[kind]
 
@@ -141,7 +160,9 @@ def hugging_face(rank, world, kind, precision, stage, threshold):
         assert buffer.dtype == other.dtype and torch.equal(buffer, other), name
 
 
-@pytest.mark.parametrize(("kind", "precision", "stage", "threshold"), [("llama", "bf16", 3, None), ("gpt2", "fp32", 3, 0)])
+@pytest.mark.parametrize(
+    ("kind", "precision", "stage", "threshold"), [("llama", "bf16", 3, None), ("gpt2", "fp32", 3, 0)]
+)
 def test_models_of_hugging_face(kind, precision, stage, threshold):
     pytest.importorskip("transformers")
     run_ranks(hugging_face, 2, kind, precision, stage, threshold, backend=None, timeout=120)
@@ -199,7 +220,6 @@ def test_buffers_keep_their_dtype_unless_one_is_asked_for(stage):
 
 def engines(rank, world, first_stage, second_stage):
     """A second engine of one model takes it over; the first is destroyed, with a warning."""
-    import dsx
     from dsx.engine.errors import EngineError
 
     lines = []
@@ -216,7 +236,7 @@ def engines(rank, world, first_stage, second_stage):
     with pytest.raises(EngineError, match="destroyed"):
         first.step()
     second.destroy()
-    third, last = trained(settings("bf16", first_stage), nullcontext, build, gpt_batch(rank))
+    _, last = trained(settings("bf16", first_stage), nullcontext, build, gpt_batch(rank))
     assert len(lines) == (rank == 0) and last[0] < late[0]
 
 

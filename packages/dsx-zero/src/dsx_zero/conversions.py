@@ -26,7 +26,12 @@ CONVERSIONS: frozenset[Callable[..., Any]] = frozenset(
 
 
 def conversion_target(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[torch.dtype, torch.device]:
     """The dtype and the device that a tensor has after a conversion.
 
@@ -48,7 +53,7 @@ def conversion_target(
         wanted = args[0] if args else kwargs["dtype"]
         like = torch.empty(0, dtype=dtype, device=device).type(wanted)  # names of types such as "torch.cuda.HalfTensor"
         return like.dtype, like.device
-    to_device, to_dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    to_device, to_dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
     return to_dtype or dtype, device if to_device is None else _indexed(to_device)
 
 

@@ -45,9 +45,7 @@ class InitParameter:
         self._opened: torch.Tensor | None = None
 
     @classmethod
-    def divide(
-        cls, name: str, value: torch.Tensor, *, rank: int, world_size: int, process_group: Any
-    ) -> InitParameter:
+    def divide(cls, name: str, value: torch.Tensor, *, rank: int, world_size: int, process_group: Any) -> InitParameter:
         """Keep this rank's part of rank 0's ``value`` (collective)."""
         layout = FlatLayout.build([(name, tuple(value.shape))], world_size=world_size, itemsize=value.element_size())
         shard = torch.zeros(layout.shard_numel, dtype=value.dtype, device=value.device)
@@ -72,6 +70,9 @@ class InitParameter:
 
     def borrow(self) -> torch.Tensor | None:
         return self._opened
+
+    def read(self) -> torch.Tensor | None:
+        return self.full_tensor() if _CONTEXTS else None
 
     def lend(self, output: Any) -> Any:
         return output

@@ -8,7 +8,7 @@ no values. What an operation on it does is one of six things, decided by looking
 3. in-place writes (``p.normal_()``, ``p.mul_(2)``, ``p.data.copy_(x)``, ``nn.init.*``) are done on the whole tensor by all
    ranks together, rank 0's result is everybody's, and each rank keeps its shard;
 4. an operation inside a running forward (a weight read from another module) gathers the unit for as long as that forward
-   runs, if the source can do that;
+   runs, if the source can do that; an operation without gradients while a model is built under ``Init`` gets a copy of the values;
 5. conversions of the whole module (``model.to(...)``, ``model.half()``) convert this rank's shard, as long as the model is not
    sharded; those that change nothing give the parameter itself at any time. Views (``p.data[3]``) are wrappers, too, and lead writes
    to the parameter;
@@ -31,6 +31,7 @@ from .conversions import CONVERSIONS, conversion_target
 from .errors import ZeroStateError
 from .partitioned_view import VIEWS, ViewSource, find_views
 from .tensor_kinds import FACTORIES, FACTS, NOT_WRITES, is_write, stand_in
+from .tensors import tensors_in
 
 
 class PartitionedParameterError(ZeroStateError):
@@ -61,6 +62,10 @@ class ParameterSource(Protocol):
         """The plain parameter for an operation inside the running forward; None if no forward runs."""
         ...
 
+    def read(self) -> torch.Tensor | None:
+        """A copy of the values for code that builds a model on all ranks alike; None where operations may not read (collective)."""
+        ...
+
     def lend(self, output: Any) -> Any:
         """The result of an operation on a borrowed parameter, watched so that its backward finds the values again."""
         ...
@@ -89,6 +94,9 @@ class ParameterSource(Protocol):
 _ALIASES: frozenset[Callable] = frozenset(
     {torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 )
+_NATIVE = frozenset({"data_ptr", "numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "_typed_storage"})
+"""What gives access to the memory itself: that of a copy would be the wrong one."""
+
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
@@ -164,7 +172,8 @@ class PartitionedParameter(torch.Tensor):
         return PartitionedParameterError(
             f"parameter '{self._source.name}' (shape {tuple(self.shape)}, {self.dtype}) is partitioned over the ranks and "
             f"cannot be {what}: its values are not on this rank outside the use of its module. Read it with "
-            "p.full_tensor() or inside `with dsx_zero.GatheredParameters([p]):` (on every rank); change it inside "
+            "p.full_tensor() or inside `with dsx_zero.GatheredParameters([p]):` (on every rank), under torch.no_grad() where `Init` builds the "
+            "model; change it inside "
             "`with dsx_zero.GatheredParameters([p], modifier_rank=0):`; save a model with its checkpoint function."
         )
 
@@ -275,23 +284,38 @@ def _write_with_whole(target: PartitionedParameter, func: Callable, args: Any, k
 
 
 def _compute(func: Callable, args: Any, kwargs: Any) -> Any:
-    """An operation that reads values: possible inside a forward, refused by name elsewhere."""
+    """An operation that reads values: possible inside a forward and while a model is built under ``Init``, refused by name elsewhere."""
     what = getattr(func, "__name__", str(func))
     if what in NOT_WRITES:
         raise _first(args, kwargs)._refusal(f"treated with {what}()")
     borrowed: list[ParameterSource] = []
+    copies: dict[int, PartitionedParameter] = {}
 
     def plain(partitioned: PartitionedParameter) -> torch.Tensor:
         tensor = partitioned._source.borrow()
-        if tensor is None:
-            raise partitioned._conversion_refusal(what) if func in CONVERSIONS else partitioned._refusal(f"used by {what}()")
-        borrowed.append(partitioned._source)
-        return tensor if partitioned.requires_grad else tensor.detach()
+        if tensor is not None:
+            borrowed.append(partitioned._source)
+            return tensor if partitioned.requires_grad else tensor.detach()
+        differentiable = torch.is_grad_enabled() and partitioned.requires_grad
+        copy = None if differentiable or what in _NATIVE else partitioned._source.read()
+        if copy is None:
+            raise (
+                partitioned._conversion_refusal(what)
+                if func in CONVERSIONS
+                else partitioned._refusal(f"used by {what}()")
+            )
+        copies[copy.untyped_storage().data_ptr()] = partitioned
+        return copy
 
     plain_args, plain_kwargs = tree_map_only(PartitionedParameter, plain, (args, kwargs))
     output = func(*plain_args, **plain_kwargs)
     for source in borrowed:
         output = source.lend(output)
+    for tensor in tensors_in(output) if copies else ():
+        if (known := copies.get(tensor.untyped_storage().data_ptr())) is not None and tensor.numel():
+            raise known._refusal(
+                f"used by {what}(), whose result would share memory with a copy: writes to it would be lost"
+            )
     return output
 
 

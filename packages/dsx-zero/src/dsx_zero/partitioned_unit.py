@@ -95,6 +95,9 @@ class UnitParameter:
         lender = self.unit.lender
         return self.plain if lender is not None and lender.lends(self.unit) else None
 
+    def read(self) -> None:
+        return None  # ranks may do different things with a sharded model
+
     def lend(self, output: Any) -> Any:
         lender = self.unit.lender
         return output if lender is None or self._opened else lender.watch(self.unit, output)

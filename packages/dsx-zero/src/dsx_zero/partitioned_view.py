@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["VIEWS", "ViewSource", "find_views"]
 
 _NAMES = (
-    *("narrow", "select", "t", "transpose", "permute", "view", "flatten", "squeeze", "unsqueeze"),
-    *("chunk", "split", "tensor_split", "unbind"),
+    *("narrow", "select", "t", "transpose", "permute", "view", "view_as", "reshape", "flatten", "unflatten", "squeeze"),
+    *("unsqueeze", "diagonal", "movedim", "swapaxes", "chunk", "split", "tensor_split", "unbind"),
 )
 
 VIEWS: frozenset[Callable[..., Any]] = frozenset(
@@ -70,6 +70,10 @@ class ViewSource:
 
     def borrow(self) -> torch.Tensor | None:
         whole = self._base.borrow()
+        return None if whole is None else self._view(whole)
+
+    def read(self) -> torch.Tensor | None:
+        whole = self._base.read()
         return None if whole is None else self._view(whole)
 
     def lend(self, output: Any) -> Any:

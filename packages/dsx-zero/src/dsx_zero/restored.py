@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .partitioned import PartitionedParameter, ParameterSource
+from .partitioned import ParameterSource, PartitionedParameter
 
 __all__ = ["WholeParameter", "current_parameter", "restore_model", "restore_parameter"]
 
@@ -34,6 +34,9 @@ class WholeParameter:
 
     def borrow(self) -> torch.Tensor | None:
         return self.plain
+
+    def read(self) -> torch.Tensor | None:
+        return None
 
     def lend(self, output: Any) -> Any:
         return output

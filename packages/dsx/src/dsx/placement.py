@@ -58,5 +58,7 @@ def _fit_batch_norms(model: nn.Module) -> None:
             changed.append(name)
     if changed:
         logger.warning(
-            "the running statistics of %d batch norms (%s ...) are kept in the parameters' dtype: torch needs that on a CPU", len(changed), changed[0]
+            "the running statistics of %d batch norms (%s ...) are kept in the parameters' dtype: torch needs that on a CPU",
+            len(changed),
+            changed[0],
         )
