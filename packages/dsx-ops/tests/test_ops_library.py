@@ -60,9 +60,12 @@ def test_opcheck(case):
     torch.library.opcheck(getattr(ops, case.split()[0]).default, CASES[case]())
 
 
+CHECKED_ELSEWHERE = {"compress_sign_runs", "unpack_sign_runs", "mean_of_sign_runs"}  # test_ops_sign_runs.py
+
+
 def test_no_operator_is_left_unchecked():
     names = {n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if n.startswith("dsx_ops::")}
-    assert names - {case.split()[0] for case in CASES} == set()
+    assert names - {case.split()[0] for case in CASES} - CHECKED_ELSEWHERE == set()
 
 
 def test_a_layer_compiles_whole_and_gives_the_eager_bits():
