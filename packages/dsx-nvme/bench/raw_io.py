@@ -1,10 +1,11 @@
-"""Tensors to and from one file beside the peers: GB/s, CPU seconds per GB, and the ratio to fio's best of the same round.
+"""Tensors to and from one file beside the peers: GB/s, CPU seconds per GB, the ratio to fio's best of the same round.
 
     python packages/dsx-nvme/bench/raw_io.py [--folder DIR] [--gib 1.0] [--rounds 5] [--json FILE]
 
-All contenders use the same file, O_DIRECT, blocks of 1 MiB, 32 in flight, one submitting thread. Every round runs each of them once, in a new
-order; ratios are taken within a round, and their medians over the rounds are printed, because the disk drifts. Peers: fio (io_uring, libaio)
-and DeepSpeed's aio_handle, pinned and unpinned. Goals: fio 0.95, DeepSpeed 1.0 (1.2 unpinned), half of DeepSpeed's CPU.
+All contenders use the same file, O_DIRECT, blocks of 1 MiB, 32 in flight, one submitting thread. Every round runs each
+of them once, in a new order; ratios are taken within a round, and their medians over the rounds are printed, because
+the disk drifts. Peers: fio (io_uring, libaio) and DeepSpeed's aio_handle, pinned and unpinned. Goals: fio 0.95,
+DeepSpeed 1.0 (1.2 unpinned), half of DeepSpeed's CPU.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def fio(engine: str, path: str, nbytes: int) -> Run:
 
     def run(op: str) -> Measured:
         command = [
-            "fio", "--name=x", f"--filename={path}", f"--rw={op}", f"--bs={BLOCK}", f"--iodepth={DEPTH}", f"--ioengine={engine}",
+            "fio", "--name=x", f"--filename={path}", f"--rw={op}", f"--bs={BLOCK}",
+            f"--iodepth={DEPTH}", f"--ioengine={engine}",
             "--direct=1", f"--size={nbytes}", "--overwrite=1", "--output-format=json", "--end_fsync=0",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -152,7 +154,8 @@ def report(results: dict[str, dict[str, list[Measured]]]) -> list[dict[str, obje
                 for k in ("vs_fio_best", "vs_deepspeed", "cpu_vs_deepspeed")
             ]
             print(
-                f"{op:6} {name:20} {row['gbps']:6.2f} {row['cpu_s_per_gb']:9.3f} {text[0]:>11} {text[1]:>12} {text[2]:>9}"
+                f"{op:6} {name:20} {row['gbps']:6.2f} {row['cpu_s_per_gb']:9.3f} "
+                f"{text[0]:>11} {text[1]:>12} {text[2]:>9}"
             )
     print("goals: dsx / fio best >= 0.95; dsx / deepspeed >= 1.0 pinned, >= 1.2 unpinned; CPU / ds <= 0.5")
     return rows

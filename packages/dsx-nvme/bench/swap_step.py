@@ -1,11 +1,12 @@
 """An Adam step whose states lie on disk: time against what the disk needs for the bytes, and the memory it takes.
 
-    python packages/dsx-nvme/bench/swap_step.py [--parameters 100000000] [--budget-mib 512] [--rounds 3] [--adam dsx-ops] [--folder DIR] [--json FILE]
+    python packages/dsx-nvme/bench/swap_step.py [--parameters 100000000] [--budget-mib 512] [--rounds 3]
+        [--adam dsx-ops] [--folder DIR] [--json FILE]
 
-Three fp32 states of 4 bytes are read and written per step: 24 bytes per parameter. In each round three things run in turn, and ratios are taken
-within the round: the same reads and writes without any computation, in the same pieces (the disk's time for these bytes); the step with Adam;
-the Adam computation alone. Gradients are bf16 in memory. Goal: step <= 1.10 x the disk's time, computation hidden, resident memory under
-the budget plus gradients.
+Three fp32 states of 4 bytes are read and written per step: 24 bytes per parameter. In each round three things run in
+turn, and ratios are taken within the round: the same reads and writes without any computation, in the same pieces (the
+disk's time for these bytes); the step with Adam; the Adam computation alone. Gradients are bf16 in memory. Goal: step
+<= 1.10 x the disk's time, computation hidden, resident memory under the budget plus gradients.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="dsx-nvme-swap-") as folder:
         print(dsx_nvme.explain(folder))
         with OptimizerSwapper(
-            folder, {"g": args.parameters}, buffer_count=4, buffer_size=args.budget_mib * MIB // 4 // 4, pipeline_read=True,
+            folder, {"g": args.parameters}, buffer_count=4, buffer_size=args.budget_mib * MIB // 4 // 4,
+            pipeline_read=True,
             pipeline_write=True, fast_init=True,
         ) as swapper:  # fmt: skip
             piece = max(p.numel for p in swapper.plan.pieces)
@@ -129,7 +131,8 @@ def main() -> int:
                 compute = alone(adam, spare, args.parameters)
                 gb = swapper.plan.file_bytes * 2 / 1e9
                 rows.append({
-                    "step_s": whole, "disk_s": disk, "compute_s": compute, "ratio": whole / disk, "waiting_s": reading + writing,
+                    "step_s": whole, "disk_s": disk, "compute_s": compute, "ratio": whole / disk,
+                    "waiting_s": reading + writing,
                     "updating_s": updating, "gbps": gb / whole, "rss_mib": resident() - base,
                 })  # fmt: skip
                 print({k: round(v, 3) for k, v in rows[-1].items()})
@@ -138,7 +141,8 @@ def main() -> int:
     limit = args.budget_mib + grads.numel() * 2 / MIB + (3 * piece + adam.scratch.numel()) * 4 / MIB
     print(f"step / disk time = {median['ratio']:.3f} (goal <= 1.10); {hidden:.0%} of the computation is hidden")
     print(
-        f"resident {median['rss_mib']:.0f} MiB over the start; buffers, gradients and what the bench itself keeps of a piece allow {limit:.0f} MiB"
+        f"resident {median['rss_mib']:.0f} MiB over the start; buffers, gradients and what the bench itself keeps of a "
+        f"piece allow {limit:.0f} MiB"
     )
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:

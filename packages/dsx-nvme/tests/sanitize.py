@@ -1,11 +1,11 @@
-"""Runs the native code under the address and undefined-behaviour sanitizers (the whole test suite) and under the thread sanitizer.
+"""Runs the native code under sanitizers: address and undefined behaviour (the whole test suite), threads (a program).
 
     python packages/dsx-nvme/tests/sanitize.py [address|thread] [pytest arguments]
 
-address: builds an instrumented wheel into a temporary folder (the installed module stays as it is), puts it first on the path, loads the
-sanitizer's runtime into Python and runs the tests here. thread: compiles the engine with `native/stress/stress.cpp` and runs that, without
-Python, whose own locks the thread sanitizer does not know. Needs g++ with libasan and libtsan, and hatchling, pybind11, ninja. Exit code 0
-means: no finding, no failure.
+address: builds an instrumented wheel into a temporary folder (the installed module stays as it is), puts it first on
+the path, loads the sanitizer's runtime into Python and runs the tests here. thread: compiles the engine with
+`native/stress/stress.cpp` and runs that, without Python, whose own locks the thread sanitizer does not know. Needs g++
+with libasan and libtsan, and hatchling, pybind11, ninja. Exit code 0 means: no finding, no failure.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 import json
 import multiprocessing
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
@@ -40,7 +43,8 @@ def test_tune_prints_and_writes_a_section(tmp_path, capsys):
 def test_tune_with_one_direction_a_sweep_file_and_every_setting(tmp_path, capsys):
     sweep = tmp_path / "sweep.json"
     sweep.write_text(
-        '{"block_size": ["64K"], "queue_depth": [4, 8], "io_parallel": 1, "single_submit": ["false"], "sequential_requests": [false]}'
+        '{"block_size": ["64K"], "queue_depth": [4, 8], "io_parallel": 1, "single_submit": ["false"], '
+        '"sequential_requests": [false]}'
     )
     arguments = [
         "tune",
@@ -169,6 +173,22 @@ def test_bench_says_what_is_wrong(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["bench", "--folder", str(tmp_path / "file"), "--io_size", "1M"]) == 1
     assert "dsx-nvme bench: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "program, arguments, said",
+    [
+        ("ds_nvme_tune", ["--nvme_dir", "DIR", *SMALL, "--log_dir", "DIR/log"], "Best performance (GB/sec): read = "),
+        ("ds_io", ["--folder", "DIR", "--io_size", "256K", "--loops", "1", "--read"], "Task Read Speed = "),
+    ],
+)
+def test_the_second_names_of_the_programs(program, arguments, said, tmp_path):
+    path = os.path.join(os.path.dirname(sys.executable), program)
+    words = [word.replace("DIR", str(tmp_path)) for word in arguments]
+    done = subprocess.run([path, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and said in done.stdout, done.stderr
+    wrong = subprocess.run([path, "--nothing"], capture_output=True, text=True, timeout=120)
+    assert wrong.returncode == 2 and f"usage: {program} " in wrong.stderr
 
 
 def test_explain(tmp_path, capsys):

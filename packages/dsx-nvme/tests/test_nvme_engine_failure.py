@@ -1,7 +1,7 @@
 """A ring that fails while the kernel works on blocks: their memory is kept until the kernel has given it back.
 
-A read of an empty pipe stays with the kernel for as long as the test wants. Through the public API a pipe is refused, so
-an open file is made by hand.
+A read of an empty pipe stays with the kernel for as long as the test wants. Through the public API a pipe is refused,
+so an open file is made by hand.
 """
 
 import errno

@@ -1,4 +1,7 @@
-"""What goes wrong on disk ends in an OSError with file, offset and errno, never in silent zeros; what can be mended is mended."""
+"""What goes wrong on disk ends in an OSError with file, offset and errno, never in silent zeros.
+
+Interruptions and partial results are mended.
+"""
 
 import errno
 import os

@@ -1,6 +1,6 @@
 """`gds_handle` over a stand-in for cuFile that moves host memory and keeps a record.
 
-Pinning, splitting, many transfers at once, devices, registration of files, short counts, errors, and the way without it.
+Pinning, splitting, many transfers at once, devices, registration of files, short counts, errors; and without cuFile.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ static std::mutex lock;
 static std::set<void*> files; static std::set<const void*> buffers;
 static long moves, registered, most = 1 << 30, fail_code, driver_code;
 extern "C" {
-void fake_set(long at_most, long code, long driver) { most = at_most; fail_code = code; driver_code = driver; moves = registered = 0; }
+void fake_set(long at_most, long code, long driver) {
+    most = at_most; fail_code = code; driver_code = driver; moves = registered = 0;
+}
 long fake_moves() { return moves; }
 long fake_files() { return (long)files.size(); }
 long fake_registered() { return registered; }
@@ -142,7 +144,10 @@ def test_many_transfers_at_once_come_to_their_end(fake, transfers, threads, tmp_
 
 
 def test_every_call_of_the_library_is_made_on_the_tensors_device(fake, tmp_path, monkeypatch):
-    """Threads begin on device 0. Here host memory plays a tensor of `cpu`; what counts is which thread set it, and when."""
+    """Threads begin on device 0.
+
+    Here host memory plays a tensor of `cpu`; what counts is which thread set it, and when.
+    """
     current, seen = threading.local(), []
 
     @contextlib.contextmanager

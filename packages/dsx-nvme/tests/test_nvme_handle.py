@@ -37,13 +37,14 @@ def test_defaults_and_getters():
     parameters = inspect.signature(dsx_nvme.aio_handle).parameters
     defaults = {n: p.default for n, p in parameters.items() if n != "engine"}
     assert defaults == {
-        "block_size": 1 << 20, "queue_depth": 128, "single_submit": False, "overlap_events": False, "intra_op_parallelism": 1,
+        "block_size": 1 << 20, "queue_depth": 128, "single_submit": False, "overlap_events": False,
+        "intra_op_parallelism": 1,
     }  # fmt: skip
     assert list(inspect.signature(dsx_nvme.gds_handle).parameters) == list(parameters)
     with dsx_nvme.aio_handle(1000, 7, True, True, 3) as h:
         found = (
-            h.get_block_size(), h.get_queue_depth(), h.get_single_submit(), h.get_overlap_events(), h.get_intra_op_parallelism(),
-            h.get_alignment(),
+            h.get_block_size(), h.get_queue_depth(), h.get_single_submit(), h.get_overlap_events(),
+            h.get_intra_op_parallelism(), h.get_alignment(),
         )  # fmt: skip
     assert found == (1000, 7, True, True, 3, 1536)
 

@@ -292,7 +292,10 @@ def test_a_forked_child_reads_the_files_its_parent_opened(tmp_path):
 
 
 def test_the_interpreter_waits_at_its_end(tmp_path):
-    code = "import sys, torch, dsx_nvme; e = dsx_nvme.Engine(block_size=1 << 16, queue_depth=1); e.write(torch.ones(1 << 20), sys.argv[1])"
+    code = (
+        "import sys, torch, dsx_nvme; e = dsx_nvme.Engine(block_size=1 << 16, queue_depth=1);"
+        "e.write(torch.ones(1 << 20), sys.argv[1])"
+    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "t")], check=True, timeout=120)
     assert torch.equal(
         torch.frombuffer(bytearray((tmp_path / "t").read_bytes()), dtype=torch.float32), torch.ones(1 << 20)
@@ -326,7 +329,10 @@ def test_an_engine_that_its_own_thread_collects_comes_to_its_end(tmp_path):
 
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_the_interpreter_waits_at_its_end_for_what_goes_through_host_buffers(native, tmp_path):
-    code = "import sys, torch, dsx_nvme; dsx_nvme.staging.PIECE = 1 << 16; e = dsx_nvme.Engine(); e.write(torch.ones(1 << 21)[::2], sys.argv[1])"
+    code = (
+        "import sys, torch, dsx_nvme; dsx_nvme.staging.PIECE = 1 << 16; e = dsx_nvme.Engine();"
+        "e.write(torch.ones(1 << 21)[::2], sys.argv[1])"
+    )
     environment = {**os.environ, "DSX_NVME_NATIVE": native}
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "t")], check=True, timeout=120, env=environment)
     assert torch.equal(

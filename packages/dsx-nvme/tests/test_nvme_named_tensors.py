@@ -18,7 +18,8 @@ from dsx_nvme import BufferPool, TensorFile, TensorStore, memory
 
 TENSORS = {
     "w": torch.randn(1000, 33), "b": torch.arange(7, dtype=torch.int16), "half": torch.randn(5, 5).to(torch.bfloat16),
-    "none": torch.zeros(0, 4), "scalar": torch.tensor(2.5, dtype=torch.float64), "flags": torch.tensor([True, False, True]),
+    "none": torch.zeros(0, 4), "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "flags": torch.tensor([True, False, True]),
 }  # fmt: skip
 
 
@@ -112,7 +113,8 @@ def test_what_a_tensor_file_refuses(tmp_path):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda b: b"", lambda b: b[:4], lambda b: b[:5000], lambda b: b"\xff" * 8 + b[8:], lambda b: b[:8] + b"[" + b[9:],
+        lambda b: b"", lambda b: b[:4], lambda b: b[:5000], lambda b: b"\xff" * 8 + b[8:],
+        lambda b: b[:8] + b"[" + b[9:],
         lambda b: b.replace(b'"F32"', b'"F99"'), lambda b: b.replace(b"33]", b"34]"), lambda b: b[:-1000],
     ],
 )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Swappers: the numbers are those of an optimizer in memory, for any buffers and pipelining; schedules are checked; memory is bounded."""
+"""Swappers: the numbers are those of an optimizer in memory, for any buffers and pipelining.
+
+Schedules are checked, and memory is bounded.
+"""
 
 import os
 import random
@@ -133,7 +136,8 @@ def test_plans_are_valid_cover_everything_and_can_be_read():
     for _ in range(60):
         sizes = {f"g{i}": rng.choice([0, 1, 1023, 1024, 5000, 100_000]) for i in range(rng.randrange(6))}
         plan = make_plan(
-            sizes, states=rng.randrange(1, 5), itemsize=rng.choice([2, 4]), buffer_bytes=rng.choice([1, 3, 40]) * 61_440,
+            sizes, states=rng.randrange(1, 5), itemsize=rng.choice([2, 4]),
+            buffer_bytes=rng.choice([1, 3, 40]) * 61_440,
             read_ahead=rng.random() < 0.5, write_behind=rng.random() < 0.5, resident_elements=rng.choice([0, 5000]),
         )  # fmt: skip
         for key, n in sizes.items():
@@ -272,7 +276,8 @@ def test_a_listener_hears_of_parameters_also_of_those_that_fail(tmp_path):
         with swapper.use("a", dirty=True):
             assert listener.open == 0
         swapper.fetch("b")
-        assert listener.heard == [*[("write", n, 8000) for n in "abc"], *[(o, "a", 8000) for o in ("read", "write")], ("read", "b", 8000)]  # fmt: skip
+        begun = [("write", n, 8000) for n in "abc"]
+        assert listener.heard == [*begun, ("read", "a", 8000), ("write", "a", 8000), ("read", "b", 8000)]
         swapper.release("b")
         with open(os.path.join(swapper.store.folder, "tensors.dat"), "r+b") as file:
             file.truncate(0)

@@ -114,7 +114,10 @@ def test_beyond_2_gib_in_a_sparse_file(engine, tmp_path):
 
 
 def wide_but_small(nbytes, window=32 << 20):
-    """A tensor of `nbytes` addresses over `window` bytes of memory that appear again and again (touching 2 GiB takes seconds)."""
+    """A tensor of `nbytes` addresses over `window` bytes of memory that appear again and again.
+
+    Touching 2 GiB would take seconds.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

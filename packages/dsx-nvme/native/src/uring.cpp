@@ -58,7 +58,7 @@ class Uring final : public Backend {
     void submit(unsigned least, std::vector<Completion>& done) override {
         if (least > 0 && !armed_) arm();
         while (true) {
-            // Completions that an earlier call gathered count: to wait for more than there will be is to wait for ever.
+            // Completions that an earlier call gathered count: waiting for more than there will be would never end.
             const unsigned missing = done.size() < least ? least - static_cast<unsigned>(done.size()) : 0;
             const int taken = uring_enter(fd_, pending_, missing, least > 0 ? uint32_t{kEnterGetEvents} : 0u);
             if (taken >= 0) pending_ -= static_cast<unsigned>(taken);

@@ -5,8 +5,8 @@
     handle.async_pwrite(tensor, "tensor.bin")
     handle.wait()
 
-`Engine` is the layer below (tickets, any number of files); `TensorFile` and `TensorStore` are the layer above (names, checksums).
-`python -m dsx_nvme` reports what runs here and why.
+`Engine` is the layer below (tickets, any number of files); `TensorFile` and `TensorStore` are the layer above (names,
+checksums). `python -m dsx_nvme` reports what runs here and why.
 """
 
 from ._version import __version__

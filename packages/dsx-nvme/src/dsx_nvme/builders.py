@@ -1,4 +1,7 @@
-"""`AsyncIOBuilder().load().aio_handle(...)`: the way scripts reach DeepNVMe. Nothing is built: `load()` returns this package."""
+"""`AsyncIOBuilder().load().aio_handle(...)`: the way scripts reach DeepNVMe.
+
+Nothing is built: `load()` returns this package.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ class GDSBuilder(AsyncIOBuilder):
     NAME = "gds"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether cuFile loads. `load().gds_handle` works without it too, through host memory. `verbose` writes the reason to stderr."""
+        """Whether cuFile loads.
+
+        Without it `load().gds_handle` goes through host memory. `verbose` writes the reason to stderr.
+        """
         library, reason = cufile.load()
         if verbose:
             sys.stderr.write(f"{self.NAME}: {reason or 'cuFile'}\n")

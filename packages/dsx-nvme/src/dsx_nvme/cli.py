@@ -13,6 +13,20 @@ COMMANDS = {
 }
 
 
+def ds_nvme_tune() -> int:
+    """The program `ds_nvme_tune`: `dsx-nvme tune` under the name that DeepNVMe's documents use."""
+    from .tune.tuner import main as run  # late, as all commands
+
+    return run(prog="ds_nvme_tune")
+
+
+def ds_io() -> int:
+    """The program `ds_io`: `dsx-nvme bench` under the name that DeepNVMe's documents use."""
+    from .tune.bench import main as run  # late, as all commands
+
+    return run(prog="ds_io")
+
+
 def usage() -> str:
     """What `dsx-nvme --help` prints."""
     lines = ["usage: dsx-nvme <command> [options]", "commands:"]
@@ -21,7 +35,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code, 2 for a word that is none."""
+    """Run a command; returns its exit code, 2 for an unknown command."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(usage())

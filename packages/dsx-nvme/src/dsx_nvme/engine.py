@@ -146,7 +146,8 @@ class Engine:
     `block_size`: bytes per submission; `queue_depth`: submissions in flight per ring; `threads`: rings;
     `single_submit`: one system call per submission; `overlap_events`: take each completion as it comes instead of
     several at a time; `engine`: "auto" (by file), "io_uring", "libaio", "threads" or "python" (the environment's
-    DSX_NVME_ENGINE comes first); `direct`: whether to go past the page cache where that is possible. Raises OptionError.
+    DSX_NVME_ENGINE comes first); `direct`: whether to go past the page cache where that is possible. Raises
+    OptionError.
     """
 
     def __init__(
@@ -222,8 +223,8 @@ class Engine:
         """Start writing a tensor's bytes to `file`, at `offset` bytes.
 
         `offset=None` says that the tensor is the whole file: it begins at 0, and what an older, longer file has beyond
-        it is cut off; when such a write fails half-way, the file is left empty. The tensor must not be written to before
-        `wait`. `after` runs once, in the waiting thread, after success.
+        it is cut off; when such a write fails half-way, the file is left empty. The tensor must not be written to
+        before `wait`. `after` runs once, in the waiting thread, after success.
         """
         return self.start("write", tensor, file, offset, after=after)
 

@@ -31,7 +31,7 @@ class TensorError(ValueError):
 
 
 class OptionError(ValueError):
-    """An option out of its range, or a name that is none."""
+    """An option out of its range, or an unknown name."""
 
 
 class FormatError(ValueError):

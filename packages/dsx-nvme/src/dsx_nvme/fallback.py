@@ -1,7 +1,8 @@
 """The engine in pure Python: positioned reads and writes of a thread pool, through the page cache.
 
-It answers to the same calls as the compiled engine, so that nothing above it knows the difference. It is the fallback where there
-is no compiler, and the plain reference that tests compare the others with. It leaves out direct I/O and registration.
+It answers to the same calls as the compiled engine, so that nothing above it knows the difference. It is the fallback
+where there is no compiler, and the plain reference that tests compare the others with. It leaves out direct I/O and
+registration.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def _write_from(fd: int, view: memoryview, offset: int) -> int:
 
 
 class PythonEngine:
-    """See the module's text. Options as those of the compiled engine; `workers` threads move `block_size` bytes at a time."""
+    """See the module's text.
+
+    Options as those of the compiled engine; `workers` threads move `block_size` bytes at a time.
+    """
 
     def __init__(self, block_size: int, workers: int) -> None:
         self._block = min(max(1, block_size), MAX_PIECE)
@@ -69,7 +73,8 @@ class PythonEngine:
         try:
             return self._pool.submit(self._piece, *piece)
         except RuntimeError:
-            # The interpreter is ending and starts no work in pools, but what another thread still has under way must come to its end: here, then.
+            # The interpreter is ending and starts no work in pools, but what another thread still has under way must
+            # come to its end: here, then.
             done: Future[tuple[int, int, int]] = Future()
             done.set_result(self._piece(*piece))
             return done

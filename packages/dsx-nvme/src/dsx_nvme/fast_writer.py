@@ -1,4 +1,7 @@
-"""A file object for `torch.save` and whatever else writes bytes in order: collects them in two buffers and writes one while the other fills."""
+"""A file object for `torch.save` and other code that writes bytes in order.
+
+It collects them in two buffers and writes one while the other fills.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from .ticket import Ticket
 
 
 class FastFileWriter:
-    """`write`, `flush`, `close` of a file opened for writing; use as a context manager. The file is what was written, no more.
+    """`write`, `flush`, `close` of a file opened for writing; use as a context manager.
 
-    `buffer_bytes` is the memory it takes, in two halves. Errors of a half are raised by the next `write`, `flush` or `close`.
+    The file holds what was written and nothing else. `buffer_bytes` is the memory it takes, in two halves. Errors of a
+    half are raised by the next `write`, `flush` or `close`.
     """
 
     def __init__(self, path: str | os.PathLike, *, buffer_bytes: int = 64 << 20, engine: Engine | None = None) -> None:
@@ -29,7 +33,8 @@ class FastFileWriter:
         self._file = self._engine.open(path, write=True)
         os.ftruncate(self._file.plain_fd, 0)
         self._halves = [empty(half, dtype=torch.uint8, pin="auto") for _ in range(2)]
-        # The same memory for bytes: a tensor on what is written, mostly `bytes`, would warn that it must not be written to.
+        # The same memory for bytes: a tensor on what is written, mostly `bytes`, would warn that it must not be
+        # written to.
         self._rooms = [memoryview((ctypes.c_char * half).from_address(t.data_ptr())).cast("B") for t in self._halves]
         self._tickets: list[Ticket | None] = [None, None]
         self._which = self._filled = self._written = 0

@@ -106,7 +106,7 @@ class OpenFile:
 
 
 def check_engine(name: str) -> str:
-    """`name`, or what DSX_NVME_ENGINE says in its place; raises OptionError for a name that is none."""
+    """`name`, or what DSX_NVME_ENGINE says in its place; raises OptionError for an unknown name."""
     chosen = os.environ.get("DSX_NVME_ENGINE", "") or name
     if chosen not in ENGINES:
         raise OptionError(f"engine {chosen!r}: expected one of {', '.join(ENGINES)}")
@@ -298,8 +298,8 @@ def undo_growth(file: OpenFile, offset: int, nbytes: int, *, exact: bool, size: 
     """After a failed write: give the disk space back that it took, so that a full disk does not stay full.
 
     `exact` (the tensor was to be the whole file): the file becomes empty, since its content is of no use. Else the
-    blocks that the write added behind `size`, the size before it, are freed and read as zeros; bytes of other writers of
-    the same file are never touched, and the file keeps its length.
+    blocks that the write added behind `size`, the size before it, are freed and read as zeros; bytes of other writers
+    of the same file are never touched, and the file keeps its length.
     """
     if stat.S_ISREG(os.fstat(file.plain_fd).st_mode):
         _give_back(file, max(offset, size), offset + nbytes, 0 if exact else None)

@@ -27,14 +27,14 @@ PAGE = 4096
 class gds_handle(aio_handle):
     """`aio_handle` with a direct way for device tensors. Host tensors go as there.
 
-    `mode` is "cufile" or "bounce"; `reason` says why not cuFile. `intra_op_parallelism` threads share one transfer. A file
-    that is opened once (`handle.engine.open(path, write=True)`) and passed in the place of its name is registered with
-    cuFile once.
+    `mode` is "cufile" or "bounce"; `reason` says why not cuFile. `intra_op_parallelism` threads share one transfer. A
+    file that is opened once (`handle.engine.open(path, write=True)`) and passed in the place of its name is registered
+    with cuFile once.
     """
 
     def __init__(
-        self, block_size: int = 1 << 20, queue_depth: int = 128, single_submit: bool = False, overlap_events: bool = False,
-        intra_op_parallelism: int = 1, *, engine: str = "auto",
+        self, block_size: int = 1 << 20, queue_depth: int = 128, single_submit: bool = False,
+        overlap_events: bool = False, intra_op_parallelism: int = 1, *, engine: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__(block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism, engine=engine)
         self._cufile, self.reason = cufile.load()

@@ -1,8 +1,8 @@
 """`aio_handle`: the calls that scripts know from DeepNVMe, over `Engine`.
 
-Differences, all towards telling the truth: what fails raises an `OSError` with file, offset and errno instead of returning -1 or success;
-any size, alignment and number of threads works; a tensor written as a whole file (no `file_offset`) leaves no stale tail of an
-older file behind.
+Differences, all towards telling the truth: what fails raises an `OSError` with file, offset and errno instead of
+returning -1 or success; any size, alignment and number of threads works; a tensor written as a whole file (no
+`file_offset`) leaves no stale tail of an older file behind.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SECTOR = 512
 class aio_handle:
     """Reads and writes of tensors with fixed settings.
 
-    `block_size`: bytes per submission; `queue_depth`: submissions in flight per thread; `single_submit`: one system call per submission;
-    `overlap_events`: take completions one by one instead of several at a time; `intra_op_parallelism`: threads that share one transfer.
-    `engine`: as for `Engine`. Raises OptionError.
+    `block_size`: bytes per submission; `queue_depth`: submissions in flight per thread; `single_submit`: one system
+    call per submission; `overlap_events`: take completions one by one instead of several at a time;
+    `intra_op_parallelism`: threads that share one transfer. `engine`: as for `Engine`. Raises OptionError.
     """
 
     def __init__(
-        self, block_size: int = 1 << 20, queue_depth: int = 128, single_submit: bool = False, overlap_events: bool = False,
-        intra_op_parallelism: int = 1, *, engine: str = "auto",
+        self, block_size: int = 1 << 20, queue_depth: int = 128, single_submit: bool = False,
+        overlap_events: bool = False, intra_op_parallelism: int = 1, *, engine: str = "auto",
     ) -> None:  # fmt: skip
         self.engine = Engine(
             engine, block_size=block_size, queue_depth=queue_depth, threads=intra_op_parallelism,
@@ -81,7 +81,10 @@ class aio_handle:
         return 0
 
     def async_pwrite(self, buffer: torch.Tensor, filename: PathOrFd, file_offset: int | None = None) -> int:
-        """Start writing `buffer` to a file (or open descriptor); returns 0. Without `file_offset` the tensor is the whole file."""
+        """Start writing `buffer` to a file (or open descriptor); returns 0.
+
+        Without `file_offset` the tensor is the whole file.
+        """
         self._pending.append(self._start("write", buffer, filename, file_offset))
         return 0
 
@@ -98,13 +101,19 @@ class aio_handle:
     def pread(
         self, buffer: torch.Tensor, filename: PathOrFd, validate: bool, is_async: bool, file_offset: int | None = None
     ) -> int:
-        """`async_pread` (returns 0) or `sync_pread` (returns 1); `validate` compares with an ordinary read of the file."""
+        """`async_pread` (returns 0) or `sync_pread` (returns 1).
+
+        `validate` compares the tensor with an ordinary read of the file.
+        """
         return self._general("read", buffer, filename, validate, is_async, file_offset)
 
     def pwrite(
         self, buffer: torch.Tensor, filename: PathOrFd, validate: bool, is_async: bool, file_offset: int | None = None
     ) -> int:
-        """`async_pwrite` (returns 0) or `sync_pwrite` (returns 1); `validate` compares with an ordinary read of the file."""
+        """`async_pwrite` (returns 0) or `sync_pwrite` (returns 1).
+
+        `validate` compares the tensor with an ordinary read of the file.
+        """
         return self._general("write", buffer, filename, validate, is_async, file_offset)
 
     def read(
@@ -133,9 +142,12 @@ class aio_handle:
         return len(pending)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A 1-D CPU tensor of the example's dtype on page-aligned memory, page-locked as far as the system allows, known to the ring."""
-        if num_elem < 0:
-            raise TensorError(f"num_elem={num_elem}: expected at least 0")
+        """A 1-D CPU tensor of the example's dtype on page-aligned memory that is registered with the ring.
+
+        Its pages are locked as far as the system allows. Raises TensorError for a number that is no size.
+        """
+        if isinstance(num_elem, bool) or not isinstance(num_elem, int) or num_elem < 0:
+            raise TensorError(f"num_elem={num_elem!r}: expected a whole number of at least 0")
         tensor = memory.empty(num_elem, dtype=example_tensor.dtype, pin="auto")
         if num_elem:
             self._locked[tensor.data_ptr()] = tensor
@@ -143,9 +155,9 @@ class aio_handle:
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Forget a tensor of `new_cpu_locked_tensor` (after what is in flight with it); False when it is none of this handle's.
+        """Forget a tensor of `new_cpu_locked_tensor`, after what is in flight with it.
 
-        Its memory goes with the last reference to it.
+        Its memory goes with the last reference to it. Returns False when this handle did not make the tensor.
         """
         known = self._locked.pop(tensor.data_ptr(), None)
         if known is None:
@@ -157,7 +169,7 @@ class aio_handle:
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether transfers of this CPU tensor go without a bounce copy: made by this handle, or page-locked by torch."""
+        """Whether transfers of this CPU tensor need no bounce copy: made by this handle, or page-locked by torch."""
         storage = tensor.untyped_storage().data_ptr()
         if any(t.untyped_storage().data_ptr() == storage for t in self._locked.values()):
             return True

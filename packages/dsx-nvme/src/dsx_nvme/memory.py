@@ -1,4 +1,4 @@
-"""Host memory that devices reach without a copy: page-aligned, in huge pages where the kernel has them, optionally page-locked.
+"""Host memory that devices reach without a copy: page-aligned, optionally page-locked, in huge pages where possible.
 
 torch aligns its own CPU memory to 64 bytes; direct I/O usually wants 512 or 4096. Tensors made here always fit.
 """
@@ -48,8 +48,8 @@ class Memory:
 def allocate(nbytes: int, pin: Pin = False) -> Memory:
     """`nbytes` (at least 1) of memory, rounded up to pages.
 
-    `pin`: True locks its pages (for CUDA where there is CUDA, else by mlock) or raises `NvmeError`; "auto" tries and goes on
-    without; False leaves them.
+    `pin`: True locks its pages (for CUDA where there is CUDA, else by mlock) or raises `NvmeError`; "auto" tries and
+    goes on without; False leaves them.
     """
     region = _map(max(1, nbytes))
     address = ctypes.addressof(ctypes.c_char.from_buffer(region))

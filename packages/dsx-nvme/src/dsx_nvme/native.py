@@ -1,7 +1,7 @@
 """Finds the compiled module, explains itself when it is missing, and says what the kernel allows.
 
-Importing never fails and prints nothing: the module is looked for at the first use. Without it a thread pool in Python serves the
-whole API through the page cache.
+Importing never fails and prints nothing: the module is looked for at the first use. Without it a thread pool in Python
+serves the whole API through the page cache.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def refusal(engine: str) -> str:
 def native_status() -> dict[str, Any]:
     """What is built and what runs.
 
-    Keys: `native` (bool), `reason` (why not, else ""), `engines` (name -> "" or why the kernel refuses it), `sanitizer`.
+    Keys: `native` (bool), `reason` (why not, else ""), `engines` (name -> "" or why the kernel refuses it),
+    `sanitizer`.
     """
     found = module()
     return {

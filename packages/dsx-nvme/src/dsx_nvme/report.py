@@ -1,4 +1,4 @@
-"""`dsx-nvme explain`: what is built, what the kernel allows, whether cuFile loads, and how folders or files are reached."""
+"""`dsx-nvme explain`: what is built, what the kernel allows, whether cuFile loads, how folders or files are reached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from ._version import __version__
 def status() -> dict[str, Any]:
     """The facts."""
     library, reason = cufile.load()
-    return {**native.native_status(), "version": __version__, "torch": torch.__version__, "cufile": library.where if library else "", "cufile_reason": reason}  # fmt: skip
+    return {
+        **native.native_status(),
+        "version": __version__,
+        "torch": torch.__version__,
+        "cufile": library.where if library else "",
+        "cufile_reason": reason,
+    }
 
 
 def text(found: dict[str, Any]) -> str:

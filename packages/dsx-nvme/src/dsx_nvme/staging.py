@@ -28,7 +28,7 @@ def check(tensor: torch.Tensor) -> None:
         raise TensorError(f"got {type(tensor).__name__}, expected a torch.Tensor")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise TensorError(
-            f"got {type(tensor).__name__}, a tensor subclass that may not own its bytes; pass the plain tensor inside it"
+            f"got {type(tensor).__name__}, a tensor subclass that may not own its bytes; pass the plain tensor in it"
         )
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise TensorError(f"got layout {tensor.layout} on {tensor.device}, expected a dense tensor with storage")
@@ -44,8 +44,8 @@ def on_device(tensor: torch.Tensor) -> bool:
 def device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Makes `device` the calling thread's current CUDA device for a while; does nothing for others.
 
-    A new thread has device 0. A call for a tensor on another one would run in the wrong context there, or make a context
-    on GPU 0.
+    A new thread has device 0. A call for a tensor on another one would run in the wrong context there, or make a
+    context on GPU 0.
     """
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 

@@ -91,8 +91,8 @@ class TensorStore:
     def put(self, name: str, tensor: torch.Tensor) -> Ticket:
         """Start storing a tensor under `name`, in place of an older one.
 
-        The tensor must not be written to before the ticket's `wait`. Raises BudgetError when the store would outgrow its
-        budget, OSError when the disk is full. A put that fails leaves the version that was flushed last, if any.
+        The tensor must not be written to before the ticket's `wait`. Raises BudgetError when the store would outgrow
+        its budget, OSError when the disk is full. A put that fails leaves the version that was flushed last, if any.
         """
         self._own()
         if not isinstance(name, str):

@@ -1,8 +1,8 @@
 """The index of a `TensorStore`: a JSON file with its own checksum, replaced as a whole.
 
-`{"version": 2, "crc32": ..., "tensors": {name: {"shape", "dtype", "offset", "room", "crc32"}}}`; the first checksum is that of
-`tensors` as JSON without spaces and with sorted keys. Version 1 had none. Whatever does not fit is refused: a damaged
-index must not give other tensors than were stored.
+`{"version": 2, "crc32": ..., "tensors": {name: {"shape", "dtype", "offset", "room", "crc32"}}}`; the first checksum is
+that of `tensors` as JSON without spaces and with sorted keys. Version 1 had none. Whatever does not fit is refused: a
+damaged index must not give other tensors than were stored.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _sum_of_index(table: dict[str, Any]) -> str:
 
 
 def _parse(data: bytes, data_bytes: int) -> dict[str, Entry]:
-    """The entries of an index. Raises ValueError for what is none, is damaged, or does not fit the data file."""
+    """The entries of an index. Raises ValueError when it is damaged or does not fit the data file."""
     found = strict_json.table(strict_json.parse(data), "index")
     version = found.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:

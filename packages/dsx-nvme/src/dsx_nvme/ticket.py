@@ -141,8 +141,8 @@ def _nothing() -> None:
     pass
 
 
-# Memory that the kernel did not give back when its engine failed. The list is never emptied: the kernel may write to this
-# memory until the process ends, so it must not be freed and used for anything else (test_nvme_engine_failure.py).
+# Memory that the kernel did not give back when its engine failed. The list is never emptied: the kernel may write to
+# this memory until the process ends, so it must not be freed and used for anything else (test_nvme_engine_failure.py).
 _LOST: list[Guard] = []
 
 
@@ -175,7 +175,10 @@ class Ticket:
         return self._settled or self.job.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Bytes moved. Raises `TransferError` (an OSError), `DataRaceError`, or TimeoutError after `timeout` seconds."""
+        """Bytes moved.
+
+        Raises `TransferError` (an OSError), `DataRaceError`, or TimeoutError after `timeout` seconds.
+        """
         self._own()
         limit = None if timeout is None else time.monotonic() + timeout
         while not self._settled:
@@ -268,15 +271,15 @@ class Ticket:
         except Exception as error:  # noqa: BLE001  kept, and raised by wait()
             self._error = error
         self.after = ()
-        self.guard = Guard(_NOTHING)  # the caller may use the tensor again; whoever keeps the ticket does not keep it
+        self.guard = Guard(_NOTHING)  # the caller may use the tensor again; keeping the ticket does not keep it
         self._settled = True
 
     def _judge(self, outcome: Outcome) -> BaseException | None:
         what, number, where = self.what, outcome.error, outcome.where
         if outcome.lost:
             text = (
-                f"{os.strerror(number)}: the I/O engine failed during a {what.op} of {what.nbytes} bytes, and the kernel "
-                "has not given their memory back. It is kept until the process ends; do not use this tensor again, "
+                f"{os.strerror(number)}: the I/O engine failed during a {what.op} of {what.nbytes} bytes, and the "
+                "kernel has not given their memory back. It is kept until the process ends; do not use this tensor again, "
                 "close the Engine and make a new one"
             )
             return TransferError(number, text, what.path, op=what.op, offset=where, nbytes=what.nbytes)

@@ -1,8 +1,9 @@
-"""A transfer of a swapper and who wants to hear of it.
+"""A transfer of a swapper, and the listener that is told of its beginning and end.
 
-`on_transfer(op, name, nbytes)` is called when a transfer begins (op: "read" or "write") and returns what is called once when the swapper has learnt that it
-is over, well or badly. `dsx_monitor.Timeline.transfer` has this shape. An end is learnt where it is waited for: a transfer that is over earlier, while the
-program computes, seems to last until then.
+`on_transfer(op, name, nbytes)` is called when a transfer begins (op: "read" or "write") and returns what is called
+once when the swapper has learnt that it is over, well or badly. `dsx_monitor.Timeline.transfer` has this shape. An end
+is learnt where it is waited for: a transfer that is over earlier, while the program computes, seems to last until
+then.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from ..ticket import Ticket
 
-__all__ = ["Moving", "OnTransfer", "unheard"]
+__all__ = ["Moving", "OnTransfer", "no_listener"]
 
 OnTransfer = Callable[[str, str, int], Callable[[], None]]
 
@@ -22,8 +23,8 @@ def _nothing() -> None:
     pass
 
 
-def unheard(op: str, name: str, nbytes: int) -> Callable[[], None]:
-    """The `on_transfer` of a swapper that nobody watches."""
+def no_listener(op: str, name: str, nbytes: int) -> Callable[[], None]:
+    """The default `on_transfer`: does nothing."""
     return _nothing
 
 

@@ -1,7 +1,9 @@
-"""Optimizer states that live on disk and come by in pieces: read ahead, updated, written behind, over a fixed pool of buffers.
+"""Optimizer states that live on disk and visit memory in pieces: read ahead, updated, written behind.
 
-All states of a piece lie side by side in one file, so that a piece is one read and one write. The file is this job's alone and keeps its size. An
-optimizer whose rule is elementwise may be cut anywhere (the bits do not change); for others set `divisible=False`.
+A fixed pool of buffers holds the pieces that are in memory.
+All states of a piece lie side by side in one file, so that a piece is one read and one write. The file is this job's
+alone and keeps its size. An optimizer whose rule is elementwise may be cut anywhere (the bits do not change); for
+others set `divisible=False`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ..engine import Engine
 from ..errors import NvmeError, OptionError, TensorError
 from ..memory import Pin, empty
 from ..pool import BufferPool
-from .moving import Moving, OnTransfer, unheard
+from .moving import Moving, OnTransfer, no_listener
 from .plan import DEPTH, Piece, SwapPlan, make_plan
 
 SLOTS = 1 + 2 * DEPTH  # at most
@@ -56,12 +58,14 @@ class _Slot:
 class OptimizerSwapper:
     """States of an optimizer on disk.
 
-    `sizes`: elements per group; `states`: their names, all of `dtype`; `read_only`: those that a pass does not write back (gradients).
-    `buffer_count` buffers of `buffer_size` elements are all the memory it takes, besides groups of together `max_in_cpu` elements that stay in
-    memory. `pipeline_read`, `pipeline_write`: read the next piece, write the last one, while one is updated. `fast_init`: `initialize` writes
-    whole pieces in one pass; without it, it writes state by state as it is given them. States are zeros at first.
+    `sizes`: elements per group; `states`: their names, all of `dtype`; `read_only`: those that a pass does not write
+    back (gradients). `buffer_count` buffers of `buffer_size` elements are all the memory it takes, besides groups of
+    together `max_in_cpu` elements that stay in memory. `pipeline_read`, `pipeline_write`: read the next piece, write
+    the last one, while one is updated. `fast_init`: `initialize` writes whole pieces in one pass; without it, it
+    writes state by state as it is given them. States are zeros at first.
 
-    The file is `<folder>/optimizer-rank<rank>.swp`; `keep=False` removes it at `close`. `on_transfer` hears of every read and write (see `moving`).
+    The file is `<folder>/optimizer-rank<rank>.swp`; `keep=False` removes it at `close`. `on_transfer` hears of every
+    read and write (see `moving`).
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class OptimizerSwapper:
         dtype: torch.dtype = torch.float32, buffer_count: int = 4, buffer_size: int = 100_000_000, max_in_cpu: int = 0,
         pipeline_read: bool = False, pipeline_write: bool = False, fast_init: bool = False, divisible: bool = True,
         rank: int = 0, pin: Pin = "auto", engine: Engine | None = None, keep: bool = False,
-        on_transfer: OnTransfer = unheard,
+        on_transfer: OnTransfer = no_listener,
     ) -> None:  # fmt: skip
         if not states or set(read_only) - set(states) or len(set(states)) != len(states):
             raise OptionError(
@@ -148,10 +152,12 @@ class OptimizerSwapper:
                     self._move_state("write", piece, name, given.detach().contiguous().view(-1).to(self.dtype))
 
     def sweep(self) -> Iterator[Visit]:
-        """One pass: every piece in memory once, in order. What the loop's body does to the states is what comes to be on disk.
+        """One pass: every piece in memory once, in order.
 
-        A tensor of a visit is valid until the next one. Raises TransferError; after that the states on disk are not of one pass, and the swapper
-        refuses to go on.
+        What the loop's body does to the states is what comes to be on disk.
+
+        A tensor of a visit is valid until the next one. Raises TransferError; after that the states on disk are not of
+        one pass, and the swapper refuses to go on.
         """
         return self._sweep(fresh=False)
 

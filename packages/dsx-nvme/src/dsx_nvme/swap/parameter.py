@@ -1,7 +1,8 @@
 """Parameters that live on disk and visit memory while they are used, read ahead in the order of the pass before.
 
-Memory is a pool of `buffer_count` x `buffer_size` elements. A parameter takes as much of it as it needs: one that is larger than a buffer
-takes several. What is given back stays as long as nobody needs the room, so that a parameter used twice in a row is read once.
+Memory is a pool of `buffer_count` x `buffer_size` elements. A parameter takes as much of it as it needs: one that is
+larger than a buffer takes several. What is given back stays until another parameter needs the room, so that a parameter used
+twice in a row is read once.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from ..memory import Pin
 from ..pool import Buffer, BufferPool
 from ..store import TensorStore
 from ..ticket import Ticket
-from .moving import Moving, OnTransfer, unheard
+from .moving import Moving, OnTransfer, no_listener
 
 
 @dataclass
-class _Guest:
+class _Loaded:
     """A parameter in memory."""
 
     buffer: Buffer
@@ -46,16 +47,17 @@ class SwapCounts:
 class ParameterSwapper:
     """See the module's text. Use as a context manager.
 
-    `max_in_cpu`: elements of parameters that stay in memory for good (first come, first kept); `ahead`: how many parameters to read ahead, as far
-    as there is room; `checksum`: check what is read. The files lie in `<folder>/parameters-rank<rank>`; `keep=False` removes them.
-    `on_transfer` hears of every read and write (see `moving`).
+    `max_in_cpu`: elements of parameters that stay in memory for good (first come, first kept); `ahead`: how many
+    parameters to read ahead, as far as there is room; `checksum`: check what is read. The files lie in
+    `<folder>/parameters-rank<rank>`; `keep=False` removes them. `on_transfer` hears of every read and write (see
+    `moving`).
     """
 
     def __init__(
         self, folder: str | os.PathLike, *, dtype: torch.dtype = torch.float32, buffer_count: int = 5,
         buffer_size: int = 100_000_000, max_in_cpu: int = 0, ahead: int = 4, checksum: bool = False, rank: int = 0,
         pin: Pin = "auto", engine: Engine | None = None, keep: bool = False,
-        on_transfer: OnTransfer = unheard,
+        on_transfer: OnTransfer = no_listener,
     ) -> None:  # fmt: skip
         if min(buffer_count, buffer_size) < 1 or ahead < 0:
             raise OptionError(
@@ -71,7 +73,7 @@ class ParameterSwapper:
         self.counts = SwapCounts()
         self._kept: dict[str, torch.Tensor] = {}
         self._room_kept = max_in_cpu
-        self._guests: OrderedDict[str, _Guest] = OrderedDict()  # least recently used first
+        self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # least recently used first
         self._order: list[str] = []  # of the last complete pass
         self._seen: list[str] = []  # of this pass
         self._next = 0
@@ -90,7 +92,8 @@ class ParameterSwapper:
         """
         if tensor.numel() * self.dtype.itemsize > self.pool.budget:
             raise BudgetError(
-                f"{name}: {tensor.numel()} elements do not fit the {self.pool.budget} bytes of all buffers; raise buffer_size or buffer_count"
+                f"{name}: {tensor.numel()} elements do not fit the {self.pool.budget} bytes of all buffers; raise "
+                "buffer_size or buffer_count"
             )
         self._forget(name)
         if tensor.numel() <= self._room_kept:
@@ -100,40 +103,46 @@ class ParameterSwapper:
         self._begin("write", name, tensor.detach().to(self.dtype).contiguous()).wait()
 
     def fetch(self, name: str) -> torch.Tensor:
-        """The parameter in memory, to be given back with `release`. Waits for its read. Raises KeyError, BudgetError."""
+        """The parameter in memory, to be given back with `release`.
+
+        Waits for its read. Raises KeyError, BudgetError.
+        """
         self._seen.append(name)
         if name in self._kept:
             self._advance(name)
             return self._kept[name]
-        guest = self._guests.get(name)
-        if guest is None:
+        entry = self._loaded.get(name)
+        if entry is None:
             self.counts.misses += 1
-            guest = self._invite(name, must=True)
-        elif guest.reading is not None:
+            entry = self._load(name, must=True)
+        elif entry.reading is not None:
             self.counts.prefetched += 1
         else:
             self.counts.hits += 1
-        if guest is None:
+        if entry is None:
             raise NvmeError(f"{name}: no buffer although one was made free")
-        guest.users += 1
-        self._guests.move_to_end(name)
+        entry.users += 1
+        self._loaded.move_to_end(name)
         self._advance(name)
-        self._arrive(name, guest)
-        self._settle_write(guest)  # the caller may change it now
-        return guest.tensor
+        self._finish_read(name, entry)
+        self._settle_write(entry)  # the caller may change it now
+        return entry.tensor
 
     def release(self, name: str, *, dirty: bool = False) -> None:
-        """Give a fetched parameter back; `dirty`: its new values go to disk. Raises NvmeError when it was not fetched."""
+        """Give a fetched parameter back. Raises NvmeError when it was not fetched.
+
+        `dirty`: its new values go to disk.
+        """
         if name in self._kept:
             return
-        guest = self._guests.get(name)
-        if guest is None or guest.users == 0:
+        entry = self._loaded.get(name)
+        if entry is None or entry.users == 0:
             raise NvmeError(f"{name} is released more often than it was fetched")
-        guest.users -= 1
+        entry.users -= 1
         if dirty:
-            if guest.writing is not None:
-                guest.writing.wait()
-            guest.writing = self._begin("write", name, guest.tensor)
+            if entry.writing is not None:
+                entry.writing.wait()
+            entry.writing = self._begin("write", name, entry.tensor)
 
     @contextlib.contextmanager
     def use(self, name: str, *, dirty: bool = False) -> Iterator[torch.Tensor]:
@@ -148,7 +157,7 @@ class ParameterSwapper:
         """Start reading parameters as long as there is room; returns how many of them are in memory or on their way."""
         ready = 0
         for name in names:
-            if name not in self._kept and name not in self._guests and self._invite(name, must=False) is None:
+            if name not in self._kept and name not in self._loaded and self._load(name, must=False) is None:
                 break
             ready += 1
         return ready
@@ -161,18 +170,18 @@ class ParameterSwapper:
 
     def flush(self) -> None:
         """Wait for all writes. Raises the first error."""
-        for guest in self._guests.values():
-            self._settle_write(guest)
+        for entry in self._loaded.values():
+            self._settle_write(entry)
 
     def close(self) -> None:
         """Wait for everything and close; unless `keep`, remove the files."""
         try:
-            for guest in self._guests.values():
-                if guest.reading is not None:
-                    guest.reading.exception()
+            for entry in self._loaded.values():
+                if entry.reading is not None:
+                    entry.reading.exception()
             self.flush()
         finally:
-            self._guests.clear()
+            self._loaded.clear()
             if not self._closed:
                 self._closed = True
                 self.engine.unregister(self.pool.arena)
@@ -182,26 +191,29 @@ class ParameterSwapper:
 
     def _forget(self, name: str) -> None:
         """Let nothing of an older parameter of that name be read again."""
-        guest = self._guests.get(name)
-        if guest is not None and guest.users:
+        entry = self._loaded.get(name)
+        if entry is not None and entry.users:
             raise NvmeError(f"{name} is added again while it is in use; release it first")
         kept = self._kept.pop(name, None)
         if kept is not None:
             self._room_kept += kept.numel()
-        if guest is not None:
-            self._dismiss(name, guest)
+        if entry is not None:
+            self._unload(name, entry)
         if name in self.store:
             self.store.delete(name)
 
-    def _dismiss(self, name: str, guest: _Guest) -> None:
-        if guest.reading is not None:
-            guest.reading.exception()
-        self._settle_write(guest)
-        del self._guests[name]
-        guest.buffer.release()
+    def _unload(self, name: str, entry: _Loaded) -> None:
+        if entry.reading is not None:
+            entry.reading.exception()
+        self._settle_write(entry)
+        del self._loaded[name]
+        entry.buffer.release()
 
     def _advance(self, name: str) -> None:
-        """Find our place in the recorded order and read ahead from it. A pass that leaves the order finds it again later."""
+        """Find our place in the recorded order and read ahead from it.
+
+        A pass that leaves the order finds it again later.
+        """
         order = self._order
         if not order:
             return
@@ -213,13 +225,13 @@ class ParameterSwapper:
         self._next += 1
         self.prefetch(*order[self._next : self._next + self.ahead])
 
-    def _invite(self, name: str, *, must: bool) -> _Guest | None:
+    def _load(self, name: str, *, must: bool) -> _Loaded | None:
         extent = self.store.spec(name)
         buffer = self.pool.try_acquire(extent.nbytes)
         while buffer is None and self._evict(wanted=must):
             buffer = self.pool.try_acquire(extent.nbytes)
         if buffer is None and must:
-            in_use = [n for n, g in self._guests.items() if g.users]
+            in_use = [n for n, g in self._loaded.items() if g.users]
             raise BudgetError(
                 f"{name}: no room for {extent.nbytes} bytes in {self.pool.budget}; {len(in_use)} parameters are in use "
                 f"({', '.join(in_use[:5])}): release them first, or raise buffer_count"
@@ -227,9 +239,9 @@ class ParameterSwapper:
         if buffer is None:
             return None
         tensor = buffer.tensor(extent.dtype, extent.shape)
-        guest = _Guest(buffer, tensor, self._begin("read", name, tensor))
-        self._guests[name] = guest
-        return guest
+        entry = _Loaded(buffer, tensor, self._begin("read", name, tensor))
+        self._loaded[name] = entry
+        return entry
 
     def _begin(self, op: str, name: str, tensor: torch.Tensor) -> Moving:
         def start() -> Ticket:
@@ -238,30 +250,33 @@ class ParameterSwapper:
         return Moving.begin(self._on_transfer, op, name, tensor, start)
 
     def _evict(self, *, wanted: bool) -> bool:
-        """Make one guest leave; False when there is none that may. Reading ahead drives out only what is not needed soon."""
+        """Make one parameter leave memory; False when none may leave.
+
+        Reading ahead (`wanted` is False) drives out only parameters that are not needed soon.
+        """
         soon = set(self._order[self._next : self._next + self.ahead])
-        for name, guest in self._guests.items():
-            if guest.users or (not wanted and (name in soon or guest.reading is not None)):
+        for name, entry in self._loaded.items():
+            if entry.users or (not wanted and (name in soon or entry.reading is not None)):
                 continue
-            self._dismiss(name, guest)
+            self._unload(name, entry)
             return True
         return False
 
-    def _arrive(self, name: str, guest: _Guest) -> None:
-        reading = guest.reading
+    def _finish_read(self, name: str, entry: _Loaded) -> None:
+        reading = entry.reading
         if reading is None:
             return
         try:
             reading.wait()
-            guest.reading = None
+            entry.reading = None
         except BaseException:
-            guest.users -= 1
-            if guest.users == 0 and reading.done():
-                del self._guests[name]
-                guest.buffer.release()
+            entry.users -= 1
+            if entry.users == 0 and reading.done():
+                del self._loaded[name]
+                entry.buffer.release()
             raise
 
-    def _settle_write(self, guest: _Guest) -> None:
-        writing, guest.writing = guest.writing, None
+    def _settle_write(self, entry: _Loaded) -> None:
+        writing, entry.writing = entry.writing, None
         if writing is not None:
             writing.wait()

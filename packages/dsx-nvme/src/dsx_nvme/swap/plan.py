@@ -1,8 +1,9 @@
 """Who is read, updated and written when, over a fixed number of buffers: pure arithmetic, no I/O.
 
-Groups of elements are cut into pieces that fit a slot. A slot holds all states of one piece; the pieces go through the slots in turn.
-One slot: read, update, write, one after the other. `DEPTH` slots more for reading ahead, as many for writing behind: more and smaller pieces keep the
-disk busy at the two ends of a pass, too. The schedule is a list of actions that can be printed and checked before anything runs.
+Groups of elements are cut into pieces that fit a slot. A slot holds all states of one piece; the pieces go through the
+slots in turn. One slot: read, update, write, one after the other. `DEPTH` slots more for reading ahead, as many for
+writing behind: more and smaller pieces keep the disk busy at the two ends of a pass, too. The schedule is a list of
+actions that can be printed and checked before anything runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ Kind = Literal["read", "wait_read", "update", "write", "wait_write"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a group. `offset`: of its states in the file, in bytes; `room`: bytes of one state in file and slot."""
+    """Elements [start, stop) of a group.
+
+    `offset`: of its states in the file, in bytes; `room`: bytes of one state in file and slot.
+    """
 
     index: int
     key: str
@@ -93,16 +97,17 @@ def make_plan(
 ) -> SwapPlan:  # fmt: skip
     """The plan for groups of `sizes` elements with `states` states each.
 
-    `buffer_bytes`: all memory there is for slots; `resident_elements`: whole groups, first ones first, of together at most that many
-    elements stay in memory; `divisible=False`: a group is never cut. Raises BudgetError when a slot cannot hold what it must.
+    `buffer_bytes`: all memory there is for slots; `resident_elements`: whole groups, first ones first, of together at
+    most that many elements stay in memory; `divisible=False`: a group is never cut. Raises BudgetError when a slot
+    cannot hold what it must.
     """
     slots = 1 + DEPTH * read_ahead + DEPTH * write_behind
     slot_bytes = buffer_bytes // (slots * states) // PAGE * PAGE
     largest = slot_bytes // itemsize
     if largest < 1:
         raise BudgetError(
-            f"{buffer_bytes} bytes of buffers do not give {slots} slots of {states} states a page of {PAGE} bytes each; "
-            "raise buffer_size or buffer_count"
+            f"{buffer_bytes} bytes of buffers do not give {slots} slots of {states} states a page of {PAGE} bytes "
+            "each; raise buffer_size or buffer_count"
         )
     pieces: list[Piece] = []
     offset = 0
@@ -162,7 +167,10 @@ def _schedule(pieces: Sequence[Piece], slots: int, read_ahead: bool, write_behin
 def _read(
     moving: Sequence[Piece], until: int, read: int, slots: int, writing: dict[int, int], actions: list[Action]
 ) -> int:
-    """Read pieces up to number `until`; a slot whose write is under way is waited for first. Returns how many are read."""
+    """Read pieces up to number `until`; a slot whose write is under way is waited for first.
+
+    Returns how many are read.
+    """
     while read < min(until, len(moving)):
         place = read % slots
         if place in writing:

@@ -23,14 +23,15 @@ from ..handle import aio_handle, aio_read, aio_write
 from ..memory import empty
 from .show import Progress, parse_count, parse_size, svg_bars
 
+PROGRAM = "dsx-nvme bench"
 ENGINES = ("aio_handle", "aio_basic", "torch_io", "torch_fastio")
 SAMPLES = 200  # single blocks for the latency
 PERCENTILES = (50, 90, 99, 100)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
     """The options."""
-    p = argparse.ArgumentParser(prog="dsx-nvme bench", description=__doc__)
+    p = argparse.ArgumentParser(prog=prog, description=__doc__)
     where = p.add_mutually_exclusive_group(required=True)
     where.add_argument("--folder", help="where the files go")
     where.add_argument(
@@ -63,13 +64,13 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run; returns an exit code."""
-    args = parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
+    """Run; returns an exit code. `prog`: the name that the program was called by."""
+    args = parser(prog).parse_args(argv)
     try:
         result = _run(args)
     except (OptionError, NvmeError, OSError, ValueError) as error:
-        sys.stderr.write(f"dsx-nvme bench: {error}\n")
+        sys.stderr.write(f"{prog}: {error}\n")
         return 1
     sys.stdout.write(_text(result))
     if args.json:
@@ -104,7 +105,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     loops = args.loops + (args.warmup_loops if args.include_warmup_time else 0)
     return {
         "op": op, "engine": args.engine, "processes": len(places), "io_size": args.io_size, "loops": args.loops,
-        "mode": parts[0]["mode"], "task_latency_s": timed / max(1, loops), "task_speed_gbps": total * loops / timed / 1e9,
+        "mode": parts[0]["mode"], "task_latency_s": timed / max(1, loops),
+        "task_speed_gbps": total * loops / timed / 1e9,
         "task_speeds": [total / s / 1e9 for s in per_loop], "e2e_latency_s": wall,
         "e2e_speed_gbps": total * (args.loops + args.warmup_loops) / wall / 1e9,
         "block_latency_us": parts[0]["block_latency_us"],

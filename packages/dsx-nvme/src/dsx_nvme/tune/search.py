@@ -1,8 +1,10 @@
-"""Finds a good setting without trying all of them. What is measured is a function; this is only the order of the trials.
+"""Finds a good setting without trying all of them.
 
-Guided: from a starting point, one dimension at a time is tried out with the others held; a better value is taken over. The best few are then
-measured in turns until the time is up, because a disk drifts: only settings measured in the same seconds compare. Exhaustive: every setting
-once, then the same finish.
+What is measured is a function; this is only the order of the trials.
+
+Guided: from a starting point, one dimension at a time is tried out with the others held; a better value is taken over.
+The best few are then measured in turns until the time is up, because a disk drifts: only settings measured in the same
+seconds compare. Exhaustive: every setting once, then the same finish.
 """
 
 from __future__ import annotations

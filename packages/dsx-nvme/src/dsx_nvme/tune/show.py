@@ -95,5 +95,6 @@ def svg_bars(title: str, groups: Sequence[tuple[str, Sequence[tuple[str, float]]
             lines.append(f'<text x="{left + length + 5:.1f}" y="{y + row - 5}">{value:.2f} {escape(unit)}</text>')
             y += row
         y += 7
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="860" height="{y + 10}" font-family="sans-serif" font-size="11">'
+    size = f'width="860" height="{y + 10}" font-family="sans-serif" font-size="11"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *lines, "</svg>\n"])

@@ -13,8 +13,8 @@ from .show import parse_size, size_text
 
 # Names of a sweep file, ours and those that existing sweep files use.
 NAMES = {
-    "block_size": "block_size", "queue_depth": "queue_depth", "intra_op_parallelism": "threads", "io_parallel": "threads",
-    "single_submit": "single_submit", "overlap_events": "overlap_events", "sequential_requests": "overlap_events",
+    "block_size": "block_size", "queue_depth": "queue_depth", "intra_op_parallelism": "threads",
+    "io_parallel": "threads", "single_submit": "single_submit", "overlap_events": "overlap_events", "sequential_requests": "overlap_events",
 }  # fmt: skip
 DIMENSIONS = ("threads", "queue_depth", "block_size", "overlap_events", "single_submit")  # what matters most first
 
@@ -32,8 +32,8 @@ class Setting:
     def section(self) -> dict[str, Any]:
         """As the `aio` section of a configuration."""
         return {
-            "single_submit": self.single_submit, "overlap_events": self.overlap_events, "intra_op_parallelism": self.threads,
-            "queue_depth": self.queue_depth, "block_size": self.block_size,
+            "single_submit": self.single_submit, "overlap_events": self.overlap_events,
+            "intra_op_parallelism": self.threads, "queue_depth": self.queue_depth, "block_size": self.block_size,
         }  # fmt: skip
 
     @property
@@ -73,13 +73,16 @@ class Space:
 
 
 DEFAULT = Space({
-    "threads": (1, 2, 4, 8), "queue_depth": (32, 128), "block_size": (1 << 20, 8 << 20), "overlap_events": (True, False),
-    "single_submit": (False, True),
+    "threads": (1, 2, 4, 8), "queue_depth": (32, 128), "block_size": (1 << 20, 8 << 20),
+    "overlap_events": (True, False), "single_submit": (False, True),
 })  # fmt: skip
 
 
 def read_space(path: str) -> Space:
-    """The space of a sweep file: JSON, a list of values (or one value) per name. Names that are left out keep the default's values."""
+    """The space of a sweep file: JSON, a list of values (or one value) per name.
+
+    Names that are left out keep the default's values.
+    """
     with open(path, encoding="utf-8") as file:
         table = json.load(file)
     if not isinstance(table, dict):

@@ -17,13 +17,14 @@ from .show import Progress, parse_count, parse_size, svg_bars, text_bars
 from .space import DEFAULT, Setting, read_space
 from .target import Target
 
+PROGRAM = "dsx-nvme tune"
 BUDGET = 25.0  # seconds
 SHOWN = 8
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
     """The options."""
-    p = argparse.ArgumentParser(prog="dsx-nvme tune", description=__doc__)
+    p = argparse.ArgumentParser(prog=prog, description=__doc__)
     p.add_argument(
         "--nvme_dir", nargs="+", required=True, help="folders on the drives to tune for; several are used at once"
     )
@@ -46,13 +47,13 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run; returns an exit code."""
-    args = parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, *, prog: str = PROGRAM) -> int:
+    """Run; returns an exit code. `prog`: the name that the program was called by."""
+    args = parser(prog).parse_args(argv)
     try:
         return _run(args)
     except (OptionError, NvmeError, OSError, ValueError) as error:
-        sys.stderr.write(f"dsx-nvme tune: {error}\n")
+        sys.stderr.write(f"{prog}: {error}\n")
         return 1
 
 
