@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -66,9 +67,29 @@ bool work(Engine& engine, const File& file, unsigned number) {
         o = engine.wait(again, -1);
         if (slot >= 0) engine.drop_buffer(slot);
         if (o.error || o.moved != n || std::memcmp(data.data(), back.data(), n) != 0) return false;
-        if (step == 5) engine.plant({-EINTR, 512, -EAGAIN, 0, 100});
+        if (step == 5) engine.inject_results({-EINTR, 512, -EAGAIN, 0, 100});
     }
     return true;
+}
+
+// An engine whose ring fails while several threads wait for requests: every request ends, none of them is lost.
+bool fail(const Options& options, const File& file) {
+    constexpr uint64_t kBytes = 1 << 20;
+    Engine engine(options);
+    std::vector<std::vector<char>> memory(4, std::vector<char>(kBytes));
+    std::vector<uint64_t> ids;
+    for (auto& piece : memory) ids.push_back(engine.submit(file.transfer(true, piece.data(), kBytes, 0)));
+    engine.inject_failure(EIO, 60);
+    bool right[4] = {};
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < ids.size(); ++i) {
+        threads.emplace_back([&, i] {
+            const Outcome o = engine.wait(ids[i], -1);
+            right[i] = o.finished && !o.lost && (o.error == EIO || (o.error == 0 && o.moved == kBytes));
+        });
+    }
+    for (std::thread& t : threads) t.join();
+    return right[0] && right[1] && right[2] && right[3];
 }
 
 }  // namespace
@@ -103,7 +124,8 @@ int main(int argc, char** argv) {
             static char last[1 << 20];
             engine.submit(file.transfer(true, last, sizeof(last), 0));
         }
-        const bool good = right[0] && right[1] && right[2] && right[3];
+        bool good = right[0] && right[1] && right[2] && right[3];
+        for (int i = 0; i < 20; ++i) good = good && fail(o, file);
         std::printf("%s: %s\n", kind.name, good ? "right" : "WRONG");
         all_right = all_right && good;
     }
