@@ -13,7 +13,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from .errors import ZeroConfigError
 
-__all__ = ["LeafModules", "LoCo", "OffloadOptimizer", "OffloadParam", "ZeroConfig"]
+__all__ = [
+    "NOT_YET",
+    "NO_EFFECT",
+    "SECOND_NAMES",
+    "LeafModules",
+    "LoCo",
+    "OffloadOptimizer",
+    "OffloadParam",
+    "ZeroConfig",
+]
 
 PATH = "zero_optimization"
 
@@ -84,7 +93,7 @@ class LeafModules(_Section):
     name_suffixes: tuple[str, ...] | list[str] = Field((), description="ends of module names")
 
 
-_SECOND_NAMES = {
+SECOND_NAMES: dict[str, str] = {
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     **{
         name: f"stage3_{name}"
@@ -100,6 +109,48 @@ _SECOND_NAMES = {
         )
     },
 }
+"""Second name of a setting -> the name that the documentation uses."""
+
+_OFFLOAD = "offload to host and disk (dsx-nvme and offload policies of dsx-zero)"
+_ZEROPP = "quantised and hierarchical collectives (ZeRO++) in dsx-zero"
+_MICS = "shard groups smaller than the data-parallel group"
+
+NOT_YET: dict[str, str] = {
+    "cpu_offload": _OFFLOAD,
+    "cpu_offload_params": _OFFLOAD,
+    "offload_optimizer": _OFFLOAD,
+    "offload_param": _OFFLOAD,
+    "mics_shard_size": _MICS,
+    "mics_hierarchical_params_gather": _MICS,
+    "save_muon_momentum_buffer_in_memory": "Muon under ZeRO",
+    "zenflow": "stall-free offload; no date",
+    "zero_hpz_partition_size": _ZEROPP,
+    "zero_quantized_gradients": _ZEROPP,
+    "zero_quantized_nontrainable_weights": _ZEROPP,
+    "zero_quantized_weights": _ZEROPP,
+    "zeropp_loco_param": _ZEROPP,
+}
+"""Setting -> what will bring it. This table and `NO_EFFECT` are the only judges of these settings; `dsx` asks them."""
+
+NO_EFFECT: dict[str, str] = {
+    "allgather_partitions": "updated parameters are always gathered with one collective",
+    "contiguous_gradients": "gradients are always in one buffer per unit",
+    "cpu_offload_use_pin_memory": "there is no offload yet",
+    "elastic_checkpoint": "every checkpoint loads at every world size and stage",
+    "enable_sanity_checks": "writes to partitioned parameters always work or raise",
+    "grad_hooks": "gradients are always reduced from backward hooks",
+    "log_trace_cache_warnings": "deviations from the agreed order of modules are always reported",
+    "memory_efficient_linear": "gathered weights are never kept by autograd",
+    "override_module_apply": "nothing is patched",
+    "pipeline_loading_checkpoint": "each rank reads only its own slices",
+    "reduce_scatter": "stages 1-3 always reduce-scatter; the values are the same",
+    "round_robin_gradients": "shards are equal parts of flat buffers, so the order does not matter",
+    "stage3_allgather_sequential": "gathers are issued in one agreed order",
+    "stage3_use_all_reduce_for_fetch_params": "parameters are always all-gathered",
+    "sub_group_size": "it divides the step of offloaded states, and there is no offload yet",
+    "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered",
+}
+"""Setting -> why it has no effect: the behaviour that it chooses is the only one."""
 
 
 class ZeroConfig(_Section):
@@ -172,10 +223,10 @@ class ZeroConfig(_Section):
             return {"stage": int(data)}
         if not isinstance(data, dict):
             return data
-        for second, first in _SECOND_NAMES.items():
+        for second, first in SECOND_NAMES.items():
             if second in data and first in data:
                 raise ValueError(f"{second} and {first} are two names of one setting; give one")
-        return {_SECOND_NAMES.get(key, key): value for key, value in data.items()}
+        return {SECOND_NAMES.get(key, key): value for key, value in data.items()}
 
     def size(self, name: str) -> int:
         """A size with "auto" replaced by its default."""
@@ -192,53 +243,17 @@ class ZeroConfig(_Section):
             raise ZeroConfigError(
                 f"{PATH}.legacy_stage1", "got true; that implementation is gone, use stage 1 without it"
             )
-        for name in _LATER:
+        for name, brings in NOT_YET.items():
             value = getattr(self, name)
             if value == type(self).model_fields[name].default or getattr(value, "device", None) == "none":
                 continue
             path = f"{PATH}.{name}"
-            raise ZeroConfigError(path, f"not available yet: {path} (got {value!r}); remove it")
+            raise ZeroConfigError(path, f"not available yet: {path} (got {value!r}); remove it; it comes with {brings}")
 
     def notices(self) -> tuple[str, ...]:
         """Settings that were changed and have no effect, each with the reason."""
         return tuple(
             f"{PATH}.{name} has no effect: {reason}"
-            for name, reason in _NO_EFFECT.items()
+            for name, reason in NO_EFFECT.items()
             if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default
         )
-
-
-_LATER = (
-    "offload_param",
-    "offload_optimizer",
-    "cpu_offload",
-    "cpu_offload_params",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients",
-    "zeropp_loco_param",
-    "mics_shard_size",
-    "mics_hierarchical_params_gather",
-    "zenflow",
-    "save_muon_momentum_buffer_in_memory",
-)
-
-_NO_EFFECT = {
-    "allgather_partitions": "updated parameters are always all-gathered",
-    "reduce_scatter": "stages 1-3 always reduce-scatter; the values are the same",
-    "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered",
-    "contiguous_gradients": "gradients are always in one buffer per unit",
-    "grad_hooks": "gradients are always reduced from backward hooks",
-    "round_robin_gradients": "shards are equal parts of flat buffers, so the order does not matter",
-    "elastic_checkpoint": "every checkpoint loads at every world size",
-    "cpu_offload_use_pin_memory": "there is no offload yet",
-    "sub_group_size": "it divides the step of offloaded states, and there is no offload yet",
-    "stage3_use_all_reduce_for_fetch_params": "parameters are always all-gathered",
-    "stage3_allgather_sequential": "gathers are issued in one agreed order",
-    "memory_efficient_linear": "gathered weights are never kept for backward",
-    "pipeline_loading_checkpoint": "each rank reads only its own slices",
-    "override_module_apply": "nothing is patched",
-    "log_trace_cache_warnings": "deviations from the agreed order are always reported",
-    "enable_sanity_checks": "writes to partitioned parameters always work or raise",
-}

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dsx_zero import config as zero_section
+
 from ..errors import Problem
 
 __all__ = ["MEANINGLESS", "NOT_YET", "asks_for", "meaningless", "not_yet"]
 
-_OFFLOAD = "offload to host and disk (dsx-nvme and offload policies of dsx-zero)"
-_ZEROPP = "quantised and hierarchical collectives (ZeRO++) in dsx-zero"
 _PIPE = "pipeline parallelism (dsx-pipe)"
 _DATA = "data efficiency (dsx-data)"
 _COMPRESS = "compression (dsx-compress)"
@@ -46,19 +46,7 @@ NOT_YET: dict[str, str] = {
     "sparse_gradients": "sparse reduction of embedding gradients (dsx-comm)",
     "tensor_parallel": "tensor slicing (dsx-pipe)",
     "torch_autocast.lower_precision_safe_modules": "a data type of reduction per module",
-    "zero_optimization.cpu_offload": _OFFLOAD,
-    "zero_optimization.cpu_offload_params": _OFFLOAD,
-    "zero_optimization.offload_optimizer": _OFFLOAD,
-    "zero_optimization.offload_param": _OFFLOAD,
-    "zero_optimization.mics_shard_size": "shard groups smaller than the data-parallel group",
-    "zero_optimization.mics_hierarchical_params_gather": "shard groups smaller than the data-parallel group",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon under ZeRO",
-    "zero_optimization.zenflow": "stall-free offload; no date",
-    "zero_optimization.zero_hpz_partition_size": _ZEROPP,
-    "zero_optimization.zero_quantized_gradients": _ZEROPP,
-    "zero_optimization.zero_quantized_nontrainable_weights": _ZEROPP,
-    "zero_optimization.zero_quantized_weights": _ZEROPP,
-    "zero_optimization.zeropp_loco_param": _ZEROPP,
+    **{f"zero_optimization.{name}": brings for name, brings in zero_section.NOT_YET.items()},
 }
 
 OPTIMIZERS_NOT_YET: dict[str, str] = {
@@ -96,22 +84,7 @@ MEANINGLESS: dict[str, str] = {
     "vocabulary_size": "nothing reads it upstream either",
     "zero_allow_untested_optimizer": "any optimizer that can work on slices may be used, the others are refused by name",
     "zero_force_ds_cpu_optimizer": "any torch optimizer may be used",
-    "zero_optimization.allgather_partitions": "updated parameters are always gathered with one collective",
-    "zero_optimization.contiguous_gradients": _ALWAYS,
-    "zero_optimization.cpu_offload_use_pin_memory": "there is no offload yet",
-    "zero_optimization.elastic_checkpoint": "every checkpoint loads at every world size and stage",
-    "zero_optimization.enable_sanity_checks": _ALWAYS,
-    "zero_optimization.grad_hooks": "gradients are always reduced from backward hooks",
-    "zero_optimization.log_trace_cache_warnings": "changes of the order of modules are reported anyway",
-    "zero_optimization.memory_efficient_linear": "gathered weights are never kept by autograd",
-    "zero_optimization.override_module_apply": "nothing is patched",
-    "zero_optimization.pipeline_loading_checkpoint": "each rank reads only its own slices",
-    "zero_optimization.reduce_scatter": "stages 1-3 always reduce-scatter; the values are the same",
-    "zero_optimization.round_robin_gradients": "shards are equal parts of flat buffers, so the order does not matter",
-    "zero_optimization.sub_group_size": "it divides the step of offloaded states, and there is no offload yet",
-    "zero_optimization.stage3_allgather_sequential": "gathers are issued in the agreed order",
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": "parameters are always all-gathered",
-    "zero_optimization.use_multi_rank_bucket_allreduce": "gradients are reduce-scattered",
+    **{f"zero_optimization.{name}": reason for name, reason in zero_section.NO_EFFECT.items()},
 }
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsx_zero import config as zero_section
+
 from ..errors import Problem
 
 __all__ = ["SECOND_NAMES", "SECTIONS_THAT_MAY_BE_NULL", "Normalised", "normalise"]
@@ -20,21 +22,9 @@ SECOND_NAMES: dict[str, str] = {
     "aio.thread_count": "aio.intra_op_parallelism",
     "aio.num_threads": "aio.intra_op_parallelism",
     "elasticity.prefer_larger_batch": "elasticity.prefer_large_batch",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
     **{
-        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
-        for name in (
-            "max_live_parameters",
-            "max_reuse_distance",
-            "prefetch_bucket_size",
-            "param_persistence_threshold",
-            "model_persistence_threshold",
-            "gather_16bit_weights_on_model_save",
-            "module_granularity_threshold",
-            "use_all_reduce_for_fetch_params",
-        )
+        f"zero_optimization.{second}": f"zero_optimization.{first}"
+        for second, first in zero_section.SECOND_NAMES.items()
     },
 }
 
