@@ -141,14 +141,17 @@ def test_asynchronous_calls_are_timed_to_their_completion_without_blocking():
 
 
 def blocked(rank, n):
+    import torch.distributed as dist
+
     dsx_comm.configure(enabled=True)
+    dsx_comm.check_first_calls(0)
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        began = time.perf_counter()
         handle = dsx_comm.all_gather_into_tensor(torch.empty(2), torch.ones(1), async_op=True)
-        assert time.perf_counter() - began < 0.5  # rank 1 has not come yet
         assert not handle.is_completed()
+        store.set("issued", "")  # rank 1 calls only now: a call that waited for it would never come here
     else:
-        time.sleep(1.0)
+        store.wait(["issued"])
         handle = dsx_comm.all_gather_into_tensor(torch.empty(2), torch.ones(1), async_op=True)
     handle.wait()
 

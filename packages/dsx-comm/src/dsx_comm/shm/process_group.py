@@ -21,7 +21,19 @@ from .codes import moved
 from .group import one, options_of
 from .reductions import ShmReductions
 from .storages import words_of
-from .tensors import addresses, check_list, host, nbytes, packed, packed_list, pointers, rows, separated, unaliased
+from .tensors import (
+    addresses,
+    check_list,
+    host,
+    nbytes,
+    packed,
+    packed_list,
+    pointers,
+    rows,
+    separated,
+    unaliased,
+    without_overlap,
+)
 from .work import JoinedWork, translated
 
 
@@ -100,8 +112,7 @@ class ShmProcessGroup(ShmReductions):
         flat, finish = packed(host(output))
         parts: list[torch.Tensor] = []
         if self._rank == opts.rootRank:
-            own = flat.data_ptr()
-            parts = [unaliased(host(p).contiguous(), [flat], own) for p in input_lists[0]]
+            parts = without_overlap([host(p).contiguous() for p in input_lists[0]], [flat])
             check_list("scatter", parts, flat, self._size)
         arguments = (pointers(parts), flat.data_ptr(), nbytes(flat), moved(flat.dtype), opts.rootRank)
         return self._issue(self._native.scatter, arguments, opts, (outputs, flat, parts), finish)
