@@ -213,6 +213,7 @@ def test_keys_without_meaning_here_give_one_warning_that_names_them_all():
 
 
 def test_a_setting_of_zero_is_judged_by_dsx_zero_alone():
+    from dsx.config.availability import MEANINGLESS, NOT_YET
     from dsx_zero import config as section
 
     assert {f"zero_optimization.{name}" for name in section.NOT_YET} <= set(NOT_YET)
