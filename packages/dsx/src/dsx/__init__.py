@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import checkpoint, comm, config, data, lr_schedules, monitor, nvme, ops, utils, zero
+    from . import accelerator, checkpoint, comm, config, data, lr_schedules, monitor, nvme, ops, utils, zero
+    from .accelerator import get_accelerator
     from .arguments import add_config_arguments
     from .comm import init_distributed
     from .data import RepeatingLoader
@@ -31,6 +32,7 @@ _ATTRIBUTES = {
     "StepReport": "engine",
     "add_config_arguments": "arguments",
     "add_tuning_arguments": "lr_schedules",
+    "get_accelerator": "accelerator",
     "init_distributed": "comm",
     "DsxConfigError": "errors",
     "RepeatingLoader": "data",
@@ -38,7 +40,19 @@ _ATTRIBUTES = {
     "VerifyReport": "verification",
     "VerifyError": "verification",
 }
-_MODULES = ("checkpoint", "comm", "config", "data", "lr_schedules", "monitor", "nvme", "ops", "utils", "zero")
+_MODULES = (
+    "accelerator",
+    "checkpoint",
+    "comm",
+    "config",
+    "data",
+    "lr_schedules",
+    "monitor",
+    "nvme",
+    "ops",
+    "utils",
+    "zero",
+)
 
 _NOT_YET = {
     "autotuning": "the autotuner of dsx",
@@ -61,12 +75,14 @@ __all__ = [
     "VerifyError",
     "VerifyReport",
     "__version__",
+    "accelerator",
     "add_config_arguments",
     "add_tuning_arguments",
     "checkpoint",
     "comm",
     "config",
     "data",
+    "get_accelerator",
     "init_distributed",
     "initialize",
     "lr_schedules",

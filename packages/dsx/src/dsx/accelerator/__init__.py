@@ -1,0 +1,34 @@
+"""One face for the devices a script trains on (F89): `get_accelerator()` is CUDA where there is a device, else the CPU.
+
+    from dsx.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    model.to(accelerator.current_device_name())
+    accelerator.synchronize()
+    print(accelerator.memory_allocated())
+
+| file | what |
+|---|---|
+| `base` | `Accelerator`: the methods, and those that are the same everywhere |
+| `cpu`, `cuda` | the two devices |
+| `choice` | which one `get_accelerator()` returns: `set_accelerator`, `DS_ACCELERATOR`, or what the machine has |
+
+The names are those that scripts call. What a device has not raises `AcceleratorError` instead of doing nothing (graphs on the CPU).
+Left out: other devices (xpu, npu, hpu, mlu, mps, ...); derive a class from `Accelerator` and give it to `set_accelerator`.
+"""
+
+from .base import Accelerator, AcceleratorError
+from .choice import get_accelerator, is_current_accelerator_supported, set_accelerator
+from .cpu import CPUAccelerator, HostEvent
+from .cuda import CUDAAccelerator
+
+__all__ = [
+    "Accelerator",
+    "AcceleratorError",
+    "CPUAccelerator",
+    "CUDAAccelerator",
+    "HostEvent",
+    "get_accelerator",
+    "is_current_accelerator_supported",
+    "set_accelerator",
+]
