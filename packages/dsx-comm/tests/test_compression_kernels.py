@@ -10,6 +10,7 @@ import dsx_comm
 import pytest
 import torch
 from dsx_comm.compressed import OneBitLayout
+from dsx_comm.compressed.blocks import BlockFormat, dequantize_rows, quantize_rows, sum_rows
 from dsx_comm.compressed.codec import KernelCodec, TorchCodec, codec_for
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,3 +86,24 @@ def test_plain_torch_serves_where_there_are_no_kernels(monkeypatch):
     monkeypatch.setattr(dsx_ops, "missing_kernels", lambda device: f"nothing for {torch.device(device).type}")
     assert dsx_comm.codec_status("cuda")["reason"] == "dsx-ops has no kernels for cuda tensors: nothing for cuda"
     assert isinstance(codec_for(layout, 0, torch.device("cpu"), "rms"), TorchCodec)
+
+
+@pytest.mark.parametrize("numel", [4096, 5000])
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_all_messages_of_a_quantised_collective_are_made_and_read_by_one_call(ranks, numel, kernels_on_cuda):
+    form = BlockFormat(4, 2048)
+    with FakeTensorMode(), Counting() as counted:
+        rows = torch.empty(ranks, numel, dtype=torch.bfloat16, device="cuda")
+        messages = quantize_rows(rows, form)
+        total = sum_rows(messages, numel, form)
+        if (
+            numel % form.block == 0
+        ):  # else the result is copied, which torch does not do with fakes where it has no CUDA
+            dequantize_rows(messages, form, rows)
+    assert messages.shape == (ranks, form.message_bytes(numel)) and total.device.type == "cuda"
+    assert counted.of_ops().pop("dequantize_out", 1) == 1
+    assert {name: n for name, n in counted.of_ops().items() if name != "dequantize_out"} == {
+        "quantize": 1,
+        "reduce_codes": 1,
+    }
+    assert "aten::_local_scalar_dense" not in counted.calls and sum(counted.calls.values()) < 50, counted.calls

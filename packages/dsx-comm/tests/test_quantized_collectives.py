@@ -4,21 +4,21 @@ import dsx_comm
 import pytest
 import torch
 from dsx_comm.compressed import blocks
-from dsx_comm.compressed.blocks import BlockFormat, dequantize_from, quantize_into
+from dsx_comm.compressed.blocks import BlockFormat, dequantize_rows, quantize_rows, sum_rows
 from dsx_testkit import run_ranks
 
 
 def through(x, form):
-    message = torch.zeros(form.message_bytes(x.numel()), dtype=torch.uint8)
-    quantize_into(message, x, form)
-    return message, dequantize_from(message, x.numel(), form)
+    messages, out = quantize_rows(x[None], form), torch.empty(1, x.numel())
+    dequantize_rows(messages, form, out)
+    return messages[0], out[0]
 
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_message_says_the_nearest_code(bits, native, monkeypatch):
     if not native:
-        monkeypatch.setattr(blocks, "_native", lambda x: None)
+        monkeypatch.setattr(blocks, "block_kernels", lambda device: None)
     levels, form = {8: 127, 4: 7}[bits], BlockFormat(bits, 64)
     torch.manual_seed(0)
     for numel in (1, 7, 63, 64, 65, 1001):
@@ -52,10 +52,37 @@ def test_both_implementations_write_the_same_codes():
         form, x = BlockFormat(bits, 128), torch.randn(1001)
         ours, _ = through(x, form)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(blocks, "_native", lambda x: None)
+            patch.setattr(blocks, "block_kernels", lambda device: None)
             plain, back = through(x, form)
             assert (ours != plain).float().mean() < 0.01  # x / scale against x * (1 / scale), where they round apart
-        torch.testing.assert_close(dequantize_from(plain, 1001, form), back, rtol=1e-6, atol=0)
+        again = torch.empty(1, 1001)
+        dequantize_rows(plain[None], form, again)
+        torch.testing.assert_close(again[0], back, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [128, 192, 7, 1001, 0])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_are_what_single_messages_are(bits, numel, dtype, native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(blocks, "block_kernels", lambda device: None)
+    form, count = BlockFormat(bits, 64), 5
+    torch.manual_seed(numel)
+    rows = torch.randn(count, numel).to(dtype)
+    messages = quantize_rows(rows, form)
+    assert messages.shape == (count, form.message_bytes(numel))
+    single = [quantize_rows(row[None], form)[0] for row in rows]
+    assert all(map(torch.equal, messages, single))
+    out, total = torch.empty(count, numel, dtype=dtype), torch.zeros(numel)
+    dequantize_rows(messages, form, out)
+    for message, got in zip(messages, out):
+        one, exact = torch.empty(1, numel, dtype=dtype), torch.empty(1, numel)
+        dequantize_rows(message[None], form, one)
+        dequantize_rows(message[None], form, exact)
+        assert torch.equal(one[0], got)
+        total += exact[0]
+    assert torch.equal(sum_rows(messages, numel, form), total)
 
 
 def gathers(rank, world, bits, numel):

@@ -149,3 +149,13 @@ def test_wrong_arguments_are_named():
             call()
     with pytest.raises(dsx_ops.HyperparameterError, match="beta: got 1"):
         dsx_ops.LocoQuantizer(8, beta=1)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_messages_that_are_not_contiguous_are_refused(part):
+    q = list(dsx_ops.quantize(torch.randn(4 * 64), bits=8, group_size=64))
+    q[part] = q[part].new_zeros(q[part].numel(), 2)[:, 0]
+    with pytest.raises(dsx_ops.TensorError, match="expected contiguous"):
+        dsx_ops.reduce_dequantize(dsx_ops.Quantized(*q), ranks=4, numel=64, bits=8, group_size=64)
+    with pytest.raises(dsx_ops.TensorError, match="expected contiguous"):
+        dsx_ops.reduce_quantize(dsx_ops.Quantized(*q), ranks=4, numel=64, bits=8, group_size=64)

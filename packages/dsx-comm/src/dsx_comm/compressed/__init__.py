@@ -5,7 +5,7 @@ signs      packing signs, measuring scales                            (one tenso
 codec      compressing messages, in torch or by kernels               (one rank)
 feedback   the errors                                                 (one rank)
 onebit     the 1-bit all-reduce                                       (all ranks)
-blocks     int8 and int4 by blocks                                    (one tensor)
+blocks     int8 and int4 by blocks                                    (rows of tensors)
 hierarchy  nodes and devices                                          (groups)
 quantized  quantised all-gather, and reduce-scatter in two hops       (all ranks)
 """

@@ -5,8 +5,9 @@ round(x / scale), ties to even, two's complement, for int4 two in a byte with th
 
     [scales: fp32 x blocks][codes][padding to 4 bytes]
 
-A block with a NaN or an infinity comes back as NaN. The reference here is plain torch; `dsx_ops` makes the same codes where
-it is installed with native code (hosts may differ in that).
+A block with a NaN or an infinity comes back as NaN. Several messages lie one after the other and are made or read in one go, on the
+CPU and on CUDA by the kernels of `dsx_ops` where it has them (`block_kernels`), else in plain torch; the codes are the same, so that
+hosts may differ in that.
 """
 
 from __future__ import annotations
@@ -47,56 +48,116 @@ class BlockFormat:
         """Bytes of one message."""
         return SCALE_BYTES * self.blocks(numel) + -(-self.code_bytes(numel) // 4) * 4
 
-    def parts(self, message: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales (float32) and codes (uint8) in a message (uint8), sharing its memory."""
+    def padded(self, numel: int) -> int:
+        """Elements of all blocks, the last one made whole."""
+        return self.blocks(numel) * self.block
+
+    def parts(self, messages: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales (float32) and codes (uint8) in messages (uint8, message in the last dimension), sharing their memory."""
         cut = SCALE_BYTES * self.blocks(numel)
-        return message[:cut].view(torch.float32), message[cut : cut + self.code_bytes(numel)]
+        codes = messages.narrow(-1, cut, self.code_bytes(numel))
+        return messages.narrow(-1, 0, cut).view(torch.float32), codes
 
 
-def quantize_into(message: torch.Tensor, x: torch.Tensor, form: BlockFormat) -> None:
-    """Fill a message (uint8, `message_bytes`) with a contiguous 1-D float tensor."""
-    scales, codes = form.parts(message, x.numel())
-    ops = _native(x)
-    if ops is not None:
-        made = ops.quantize(x, bits=form.bits, group_size=form.block)
-        scales.copy_(made.scale)
-        codes.copy_(made.codes)
+def quantize_rows(rows: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    """One message per row of a contiguous float tensor [R, n]: uint8 [R, `message_bytes`]."""
+    count, numel = rows.shape
+    if not rows.numel():
+        return rows.new_zeros(count, form.message_bytes(numel), dtype=torch.uint8)
+    ops = block_kernels(rows.device)
+    if ops is None:
+        scales, codes = _quantize(_in_blocks(rows, form), form)
+    else:
+        made = ops.quantize(_whole_blocks(rows, form).view(-1), bits=form.bits, group_size=form.block)
+        scales, codes = made.scale.view(count, -1), made.codes.view(count, -1)
+    padding = codes.new_zeros(count, -form.code_bytes(numel) % 4)
+    return torch.cat([scales.view(torch.uint8), codes.narrow(1, 0, form.code_bytes(numel)), padding], 1)
+
+
+def dequantize_rows(messages: torch.Tensor, form: BlockFormat, out: torch.Tensor) -> None:
+    """out (float [R, n], contiguous) = what the messages (uint8 [R, `message_bytes`]) stand for."""
+    count, numel = out.shape
+    if not out.numel():
         return
-    numel, levels = x.numel(), _LEVELS[form.bits]
-    rows = torch.nn.functional.pad(x.to(torch.float32), (0, -numel % form.block)).view(-1, form.block)
-    found = rows.abs().amax(1) / levels
-    scales.copy_(found)
-    inverse = torch.where(found > 0, 1.0 / found, torch.zeros_like(found))
-    whole = (rows * inverse[:, None]).round_().nan_to_num_(nan=levels, posinf=levels, neginf=-levels)
-    values = whole.clamp_(-levels, levels).to(torch.int8).view(-1)[:numel].view(torch.uint8)
+    ops = block_kernels(out.device)
+    scales, codes = form.parts(messages, numel)
+    if ops is None:
+        out.copy_(_dequantize(codes, scales, numel, form))
+        return
+    how = {"bits": form.bits, "group_size": form.block}
+    padded = form.padded(numel)
+    if numel == padded or count == 1:
+        q = _quantized(ops, codes, scales)
+        ops.dequantize(q, out.numel(), out=out.view(-1), **how)
+        return
+    q = _quantized(ops, torch.nn.functional.pad(codes, (0, form.code_bytes(padded) - codes.shape[1])), scales)
+    out.copy_(ops.dequantize(q, count * padded, dtype=out.dtype, **how).view(count, padded).narrow(1, 0, numel))
+
+
+def sum_rows(messages: torch.Tensor, numel: int, form: BlockFormat) -> torch.Tensor:
+    """The float32 sum [n] of what the messages (uint8 [R, `message_bytes`]) stand for, added up in their order."""
+    total = torch.zeros(numel, device=messages.device)
+    if not numel:
+        return total
+    ops = block_kernels(messages.device)
+    scales, codes = form.parts(messages, numel)
+    if ops is None:
+        for row, numbers in zip(codes, scales):
+            total.add_(_dequantize(row[None], numbers[None], numel, form)[0])
+        return total
+    q = _quantized(ops, codes, scales)
+    return ops.reduce_dequantize(
+        q, ranks=messages.shape[0], numel=numel, bits=form.bits, group_size=form.block, out=total
+    )
+
+
+def _quantized(ops: Any, codes: torch.Tensor, scales: torch.Tensor) -> Any:
+    """Codes and scales of several messages as dsx_ops takes them: one after the other, without what lies between."""
+    dense = (t if t.is_contiguous() else t.clone(memory_format=torch.contiguous_format) for t in (codes, scales))
+    return ops.Quantized(*(t.view(-1) for t in dense), scales.new_empty(0))
+
+
+def _whole_blocks(rows: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    """The rows, each with zeros up to the end of its last block."""
+    numel = rows.shape[1]
+    return rows if numel == form.padded(numel) else torch.nn.functional.pad(rows, (0, form.padded(numel) - numel))
+
+
+def _in_blocks(rows: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    return _whole_blocks(rows.to(torch.float32), form).view(rows.shape[0], -1, form.block)
+
+
+# - plain torch
+
+
+def _quantize(blocks: torch.Tensor, form: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales [R, B] and codes [R, bytes] of float32 blocks [R, B, block]."""
+    levels, rows = _LEVELS[form.bits], blocks.shape[0]
+    scales = blocks.abs().amax(2) / levels
+    inverse = torch.where(scales > 0, 1.0 / scales, torch.zeros_like(scales))
+    whole = (blocks * inverse[..., None]).round_().nan_to_num_(nan=levels, posinf=levels, neginf=-levels)
+    codes = whole.clamp_(-levels, levels).to(torch.int8).view(rows, -1).view(torch.uint8)
     if form.bits == 4:
-        pairs = torch.nn.functional.pad(values, (0, numel % 2)).view(-1, 2) & 15
-        values = pairs[:, 0] | (pairs[:, 1] << 4)
-    codes.copy_(values)
+        pairs = codes.view(rows, -1, 2) & 15
+        codes = pairs[..., 0] | (pairs[..., 1] << 4)
+    return scales, codes
 
 
-def dequantize_from(message: torch.Tensor, numel: int, form: BlockFormat) -> torch.Tensor:
-    """The float32 tensor (1-D) that a message stands for."""
-    scales, codes = form.parts(message, numel)
-    ops = _native(codes)
-    if ops is not None:
-        made = ops.Quantized(codes.contiguous(), scales.contiguous(), scales.new_empty(0))
-        return ops.dequantize(made, numel, bits=form.bits, group_size=form.block)
-    values = codes.view(torch.int8)
+def _dequantize(codes: torch.Tensor, scales: torch.Tensor, numel: int, form: BlockFormat) -> torch.Tensor:
+    """float32 [R, n] from codes [R, bytes] and scales [R, B]."""
+    values = codes.contiguous().view(torch.int8)
     if form.bits == 4:
         # the low half moved up and back down again, so that its sign spreads
         low, high = (codes << 4).view(torch.int8) >> 4, values >> 4
-        values = torch.stack([low, high], 1).view(-1)[:numel]
-    out = torch.nn.functional.pad(values.to(torch.float32), (0, -numel % form.block)).view(-1, form.block)
-    return (out * scales[:, None]).view(-1)[:numel]
+        values = torch.stack([low, high], 2).view(codes.shape[0], -1).narrow(1, 0, numel)
+    blocks = _in_blocks(values, form)
+    return (blocks * scales[..., None]).view(codes.shape[0], -1).narrow(1, 0, numel)
 
 
-def _native(x: torch.Tensor) -> Any:
-    """dsx_ops if its compiled code can work on this tensor, else None."""
-    if x.device.type != "cpu" or not x.numel():
-        return None
+def block_kernels(device: torch.device) -> Any:
+    """The module dsx_ops if it has compiled kernels for tensors on this device, else None."""
     try:
         import dsx_ops  # late: optional
     except ImportError:
         return None
-    return dsx_ops if dsx_ops.native_status()["native"] else None
+    return None if dsx_ops.missing_kernels(device) else dsx_ops

@@ -6,11 +6,12 @@ Rank r of the group is device r % D of node r // D, with D devices per node, as 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CommArgumentError
 from ..groups import get_all_ranks_from_group, member, new_group
+from ..step_lane import StepLane
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Hierarchy:
         inter: the ranks of this device number, one per node, in order; None with one node.
         nodes, devices: how many nodes, and ranks per node.
         node, device: this rank's.
+        lane: where asynchronous calls on `intra` and `inter` go on by themselves. These two groups are its alone: a collective of
+            the caller's on one of them could come between, on some ranks earlier than on others.
     """
 
     group: Any
@@ -32,6 +35,7 @@ class Hierarchy:
     devices: int
     node: int
     device: int
+    lane: StepLane = field(default_factory=StepLane, compare=False, repr=False)
 
 
 def make_hierarchy(devices: int | None = None, group: Any = None) -> Hierarchy:

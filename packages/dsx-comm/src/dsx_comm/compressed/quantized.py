@@ -8,11 +8,14 @@ the same bits. The reduce-scatter takes two hops, so that little crosses between
     in the node      (D - 1) / D of the input, quantised
     between nodes    (N - 1) / N of 1 / D of it, quantised
 
+An asynchronous reduce-scatter does both hops by itself; the gather decodes where it is waited for.
+
 Left out: error feedback for gradients (LoCo), stochastic rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +26,9 @@ from ..collectives import ReduceOp, settle, start_all_gather
 from ..errors import CommArgumentError
 from ..exchange import start_all_to_all
 from ..groups import Membership, member
-from ..works import Handle
-from .blocks import BlockFormat, dequantize_from, quantize_into
+from ..step_lane import Step
+from ..works import Done, Handle
+from .blocks import BlockFormat, dequantize_rows, quantize_rows, sum_rows
 from .hierarchy import Hierarchy
 
 if TYPE_CHECKING:
@@ -71,15 +75,12 @@ def _check_dtype(tensor: torch.Tensor, name: str) -> None:
 
 
 def _start_gather(output: torch.Tensor, source: torch.Tensor, form: BlockFormat, to: Membership) -> Handle:
-    numel = source.numel()
-    own = torch.zeros(form.message_bytes(numel), dtype=torch.uint8, device=source.device)
-    quantize_into(own, source.contiguous().view(-1), form)
+    own = quantize_rows(source.contiguous().view(1, -1), form).view(-1)
     received = own.new_empty(to.size * own.numel())
     work = start_all_gather(received, own, to)
 
     def finish() -> None:
-        for part, message in zip(output.view(to.size, -1), received.view(to.size, -1)):
-            part.copy_(dequantize_from(message, numel, form))
+        dequantize_rows(received.view(to.size, -1), form, output.view(to.size, -1))
 
     return Handle([work], finish)
 
@@ -91,12 +92,16 @@ def quantized_reduce_scatter(
     bits: int = 4,
     block_size: int = 2048,
     op: Any = ReduceOp.AVG,
+    async_op: bool = False,
     **labels: Unpack[Labels],
-) -> None:
+) -> Any:
     """output (s elements) = part `rank` of the sum or mean of all ranks' `input` (N s elements), sent as int8 or int4.
 
     Counted as one call per hop, each on its own group. Float32, bfloat16 or float16; added up in float32. A world of one
     copies and rounds nothing.
+
+    With `async_op` a handle is returned at once, and both hops, with what is encoded and decoded, go on beside the caller's
+    computation (`hierarchy.lane`); `input` and `output` must be left alone until the handle was waited for. Otherwise None.
 
     Raises:
         CommArgumentError: sizes, dtypes or operator do not fit.
@@ -109,34 +114,67 @@ def quantized_reduce_scatter(
     kind = reduce_kind(op, input, name)
     if kind not in (ReduceOp.SUM, ReduceOp.AVG):
         raise CommArgumentError(f"{name}: op: got {op}, expected ReduceOp.SUM or ReduceOp.AVG")
-    with torch.no_grad():
-        rows = input.contiguous().view(hierarchy.nodes, hierarchy.devices, -1).transpose(0, 1).reshape(to.size, -1)
-        if hierarchy.intra is not None:  # [devices][nodes x s] -> [nodes x s]
-            rows = _hop(rows.view(hierarchy.devices, -1), hierarchy.intra, form, name, labels)
-        if hierarchy.inter is not None:
-            rows = _hop(rows.view(hierarchy.nodes, -1), hierarchy.inter, form, name, labels)
-        total = rows.reshape(-1)
-        output.view(-1).copy_(total / to.size if kind == ReduceOp.AVG else total)
+    reduction = _Reduction(output, input, hierarchy, form, to.size if kind == ReduceOp.AVG else 1)
+    steps = reduction.steps(name, check_labels(labels))
+    if not steps:
+        with torch.no_grad():
+            output.view(-1).copy_(input.reshape(-1))
+        return settle(Done(), async_op)
+    return hierarchy.lane.do(steps, (input, output), async_op)
 
 
-def _hop(rows: torch.Tensor, group: Any, form: BlockFormat, name: str, labels: Any) -> torch.Tensor:
-    """Send row p to rank p of the group, quantised; the float32 sum of what arrives, in rank order."""
-    to, numel = member(group), rows.shape[1]
-    size = form.message_bytes(numel)
-    part = nbytes(rows) // to.size
-    call = Call(name, to.group, to.size, part, share_volume(size, to.size), rows.device, check_labels(labels))
-    total = torch.zeros(numel, device=rows.device)
+class _Reduction:
+    """One reduce-scatter under way, hop by hop."""
 
-    def issue() -> None:
-        if not numel:
-            return
-        messages = torch.zeros(to.size * size, dtype=torch.uint8, device=rows.device)
-        for row, message in zip(rows, messages.view(to.size, -1)):
-            quantize_into(message, row, form)
+    def __init__(
+        self, output: torch.Tensor, source: torch.Tensor, hierarchy: Hierarchy, form: BlockFormat, divisor: int
+    ) -> None:
+        self._output, self._source, self._places = output, source, hierarchy
+        self._form, self._divisor = form, divisor
+        self._sum = source  # of the hops so far
+
+    def steps(self, name: str, labels: Labels) -> list[Step]:
+        """The hops that this hierarchy has; none for one rank, or without elements."""
+        places, numel = self._places, self._output.numel()
+        hops = [(places.intra, places.devices, places.nodes * numel), (places.inter, places.nodes, numel)]
+        steps: list[Step] = []
+        for group, size, row in hops:
+            if group is None or not row:
+                continue
+            sent = share_volume(self._form.message_bytes(row), size)
+            part = row * (self._source.element_size() if not steps else 4)
+            call = Call(name, member(group).group, size, part, sent, self._source.device, labels)
+            steps.append((call, self._step(group, first=not steps)))
+        if steps:
+            call, last = steps[-1]
+            steps[-1] = (call, self._ending(last))
+        return steps
+
+    def _step(self, group: Any, *, first: bool) -> Callable[[], None]:
+        def step() -> None:
+            if first:
+                self._sum = self._in_hop_order()
+            self._sum = self._hop(member(group))
+
+        return step
+
+    def _ending(self, last: Callable[[], None]) -> Callable[[], None]:
+        def step() -> None:
+            last()
+            self._output.view(-1).copy_(self._sum.div_(self._divisor))
+            self._sum = self._source
+
+        return step
+
+    def _in_hop_order(self) -> torch.Tensor:
+        """The input's parts in the order in which the first hop sends them: [devices][nodes][s]."""
+        places = self._places
+        return self._source.contiguous().view(places.nodes, places.devices, -1).transpose(0, 1).reshape(-1)
+
+    def _hop(self, to: Membership) -> torch.Tensor:
+        """Send row p of what there is to rank p of the group, quantised; the float32 sum of what arrives, in rank order."""
+        rows = self._sum.view(to.size, -1)
+        messages = quantize_rows(rows, self._form)
         received = torch.empty_like(messages)
-        settle(start_all_to_all(received, messages, to), async_op=False)
-        for message in received.view(to.size, -1):
-            total.add_(dequantize_from(message, numel, form))
-
-    run(call, issue)
-    return total
+        settle(start_all_to_all(received.view(-1), messages.view(-1), to), async_op=False)
+        return sum_rows(received, rows.shape[1], self._form)

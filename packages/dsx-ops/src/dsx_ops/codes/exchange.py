@@ -164,7 +164,11 @@ def _check_messages(q: Sequence[Tensor], ranks: int, numel: int, scheme: Scheme)
     for tensor in q:
         if tensor.numel() % ranks:
             raise TensorError(f"got {tensor.numel()} codes, scales or zeros, expected a multiple of {ranks} ranks")
-    check_codes([t.reshape(-1)[: t.numel() // ranks] for t in q], numel, scheme)
+        if not tensor.is_contiguous():
+            raise TensorError(
+                f"codes, scales or zeros: got strides {tuple(tensor.stride())}, expected contiguous; pass .contiguous()"
+            )
+    check_codes([t.view(-1).narrow(0, 0, t.numel() // ranks) for t in q], numel, scheme)
 
 
 def _rows(q: Sequence[Tensor], ranks: int) -> tuple[Tensor, ...]:

@@ -1,0 +1,193 @@
+"""Where an asynchronous call of several steps goes on by itself while its caller computes.
+
+A step encodes, communicates and decodes; the next one begins when it is done. Done by the caller, the second step could begin only when
+the caller waits, and would hide behind nothing. A lane does the steps of one call after the other, and calls in their order, so that all
+ranks use a group in the same order. The groups of these steps must be used through one lane only.
+
+* Host tensors: a thread, started by the first call, does the steps. It ends when nothing has come for a while.
+* CUDA tensors: all steps are enqueued at once on a stream of the lane's own, behind what the caller's stream has enqueued so far; the
+  host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from .calls import Call, run
+from .collectives import settle
+from .errors import CollectiveTimeoutError
+from .works import Handle
+
+Step = tuple[Call, Callable[[], None]]
+"""What observers hear of a step, and the step itself, which returns when it is done (CUDA: when it is enqueued)."""
+
+_IDLE = 1.0  # seconds after which the thread ends
+
+
+class StepLane:
+    """Does the steps of calls; see the module's text.
+
+    Args:
+        cuda: torch's module of CUDA streams; tests give a recording one.
+    """
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        self._host = _HostSteps()
+        self._device = _DeviceSteps(cuda)
+
+    def do(self, steps: Sequence[Step], tensors: Sequence[torch.Tensor], async_op: bool) -> Handle | None:
+        """Do the steps of one call.
+
+        Args:
+            steps: at least one.
+            tensors: what they read and write of the caller's, all on one device; left alone by the caller until the handle was
+                waited for.
+            async_op: return a handle at once. Otherwise the steps are done when this returns, behind those of earlier calls.
+        """
+        if tensors[0].device.type == "cuda":
+            return self._device.do(steps, tensors, async_op)
+        if async_op:
+            return self._host.begin(steps)
+        self._host.drain()
+        for call, step in steps:
+            run(call, step)
+        return None
+
+
+class Promise:
+    """A step that the thread does later, as a Work."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+
+    def keep(self, error: BaseException | None) -> None:
+        """It is done, or has failed."""
+        self._error = error
+        self._done.set()
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)  # type: ignore[arg-type]
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it is done; raises what failed."""
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise CollectiveTimeoutError(f"the operation did not complete within {timeout}")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done or has failed."""
+        return self._done.is_set()
+
+    def get_future(self) -> Any:
+        """A future that is completed with it."""
+        return self._future
+
+
+class _HostSteps:
+    """The thread and its queue."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[list[tuple[Callable[[], None], Promise]]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._last: Promise | None = None
+
+    def begin(self, steps: Sequence[Step]) -> Handle:
+        """Queue the steps; their calls are counted now."""
+        promises = [Promise() for _ in steps]
+        handles = [run(call, _handing_out(promise), True) for (call, _), promise in zip(steps, promises)]
+        with self._lock:
+            self._queue.put([(step, promise) for (_, step), promise in zip(steps, promises)])
+            self._last = promises[-1]
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, daemon=True, name="dsx-comm-steps")
+                self._thread.start()
+        return Handle(handles)
+
+    def drain(self) -> None:
+        """Return when all queued steps are over; who waits for their handles hears of failures."""
+        last = self._last
+        if last is not None:
+            with suppress(Exception):
+                last.wait()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                steps = self._queue.get(timeout=_IDLE)
+            except Empty:
+                with self._lock:
+                    if self._queue.empty():
+                        self._thread = None
+                        return
+                continue
+            error: BaseException | None = None
+            for step, promise in steps:
+                if error is None:
+                    try:
+                        with torch.no_grad():
+                            step()
+                    except BaseException as found:  # noqa: BLE001  (handed to whoever waits)
+                        error = found
+                promise.keep(error)
+            del steps, error
+
+
+def _handing_out(promise: Promise) -> Callable[[], Handle]:
+    return lambda: settle(Handle([promise]), True)
+
+
+class _DeviceSteps:
+    """The streams, one per device."""
+
+    def __init__(self, cuda: Any) -> None:
+        self._cuda = cuda
+        self._streams: dict[torch.device, Any] = {}
+
+    def do(self, steps: Sequence[Step], tensors: Sequence[torch.Tensor], async_op: bool) -> Handle | None:
+        """Enqueue the steps behind what the caller's stream has enqueued; without `async_op` that stream then waits for them."""
+        cuda, device = self._cuda, tensors[0].device
+        if device not in self._streams:
+            self._streams[device] = cuda.Stream(device=device)
+        stream = self._streams[device]
+        stream.wait_stream(cuda.current_stream(device))
+        with cuda.stream(stream):
+            for call, step in steps:
+                run(call, step)
+            event = cuda.Event()
+            event.record(stream)
+        for tensor in tensors:
+            tensor.record_stream(stream)  # its memory stays until the stream is through, even if the handle is dropped
+        return settle(Handle([_Enqueued(cuda, event, device)]), async_op)
+
+
+class _Enqueued:
+    """Steps that a stream does, as a Work."""
+
+    def __init__(self, cuda: Any, event: Any, device: torch.device) -> None:
+        self._cuda, self._event, self._device = cuda, event, device
+
+    def wait(self) -> bool:
+        """Let the current stream go on behind the steps. The host does not wait."""
+        self._cuda.current_stream(self._device).wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the device is through."""
+        return self._event.query()
+
+    def get_future(self) -> Any:
+        """There is none: who wants to hear of the end asks `is_completed`."""
+        raise RuntimeError("steps on a stream have no future")
