@@ -5,29 +5,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from .module_hooks import ModuleHook
 from .partitioned_unit import PartitionedUnit
 from .residency import Residency
+from .side_outputs import attribute_tensors, watch_iterators
 
 __all__ = ["UnitHooks"]
 
 
-def side_outputs(module: nn.Module) -> list[torch.Tensor]:
-    """Tensors of the running graph that a forward left on its modules (auxiliary losses): another way into its backward."""
-    if not torch.is_grad_enabled():
-        return []
-    return [
-        tensor
-        for child in module.modules()
-        for value in child.__dict__.values()
-        if isinstance(value, (torch.Tensor, list, tuple))
-        for tensor in ((value,) if isinstance(value, torch.Tensor) else value)
-        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
-    ]
+@dataclass
+class _Running:
+    """A hooked forward that has not returned.
+
+    Attributes:
+        error: the exception that was being handled when it began.
+        side_outputs: what the hooked forwards inside it left on their modules.
+    """
+
+    error: BaseException | None
+    side_outputs: list[torch.Tensor] = field(default_factory=list)
 
 
 class UnitHooks:
@@ -45,10 +48,9 @@ class UnitHooks:
         for unit in units:
             for name in unit.plan.users:
                 self._by_module.setdefault(model.get_submodule(name), []).append(unit.index)
-        self._failures: list[BaseException | None] = []
+        self._running: list[_Running] = []
         self._pauses = 0
-        # A compiled module (``module.compile()``) traces its hooks; these must stay outside the graph.
-        self._hooks: tuple[Any, Any] = (torch.compiler.disable(self._before), torch.compiler.disable(self._after))
+        self._hooks = (ModuleHook(self._before), ModuleHook(self._after))
         for module in self._by_module:
             self._register(module)
 
@@ -86,18 +88,32 @@ class UnitHooks:
             self._pauses -= 1
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._pauses:
+        if self._pauses or module not in self._by_module:  # a shallow copy of a module has its hooks
             return
         self._residency.enter_forward(root=module is self._model)
-        self._failures.append(sys.exc_info()[1])
+        self._running.append(_Running(sys.exc_info()[1]))
         for unit in self._by_module[module]:
             self._residency.before_forward(unit, (args, kwargs))
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._pauses:
-            return
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._pauses or module not in self._by_module:
+            return None
         # With ``always_call`` this also runs while an exception passes through; then it is one that was not there before.
-        failed = self._failures and sys.exc_info()[1] is not self._failures.pop()
-        for unit in reversed(self._by_module[module]):
-            self._residency.after_forward(unit, (output, side_outputs(module)))
-        self._residency.leave_forward(failed=bool(failed))
+        running = self._running.pop() if self._running else _Running(None)
+        failed = sys.exc_info()[1] is not running.error
+        units = tuple(reversed(self._by_module[module]))
+        left = self._side_outputs(module, running)
+        uses = [(unit, self._residency.after_forward(unit, (output, left))) for unit in units]
+        self._residency.leave_forward(failed=failed)
+        if not uses or not torch.is_grad_enabled():
+            return None
+        watched = watch_iterators(output, partial(self._residency.watch_item, uses))
+        return None if watched is output else watched
+
+    def _side_outputs(self, module: nn.Module, running: _Running) -> list[torch.Tensor]:
+        if not torch.is_grad_enabled():
+            return []
+        found = running.side_outputs + attribute_tensors(module, self._by_module)
+        if self._running:
+            self._running[-1].side_outputs += found
+        return found

@@ -103,13 +103,20 @@ class Residency(Lender):
         if torch.is_grad_enabled() and self._units[unit].plan.users != ("",):
             self._watch_inputs(unit, use, inputs)
 
-    def after_forward(self, unit: int, output: Any) -> None:
+    def after_forward(self, unit: int, output: Any) -> Use:
         """The unit's module has returned ``output`` (None if it failed)."""
         use = self._open[unit].pop() if self._open[unit] else Use()
         if torch.is_grad_enabled():
             self._watch_outputs(unit, use, output)
         if torch._C._current_graph_task_id() == -1:
             self._done(unit)
+        return use
+
+    def watch_item(self, uses: Sequence[tuple[int, Use]], item: Any) -> None:
+        """An iterator that the module of these uses returned gives ``item`` to its caller."""
+        if torch.is_grad_enabled():
+            for unit, use in uses:
+                self._watch_outputs(unit, use, item)
 
     def _done(self, unit: int) -> None:
         if self._executor.let_go(unit) == 0 and not self._order.keeps(unit):
@@ -267,7 +274,9 @@ class Residency(Lender):
     def free_gathered(self) -> None:
         """Free every unit that is gathered; refused while a forward or backward may be using one."""
         if self._depth or self._task is not None:
-            raise ZeroStateError("gathered parameters cannot be freed inside a forward or backward; call it between them")
+            raise ZeroStateError(
+                "gathered parameters cannot be freed inside a forward or backward; call it between them"
+            )
         for index in self._units:
             self._executor.free(index)
 

@@ -1,0 +1,125 @@
+"""Tensors of a running graph by which backward can enter a module although its forward did not return them as such.
+
+* *Side outputs*: what a forward left on its modules (auxiliary losses as attributes).
+* *Iterators*: what it returned as a generator, `map`, `zip` or `iter(...)`. Looking inside would use them up, so they are replaced by ones
+  that look at each item when it is taken.
+
+Each module is looked at once per forward, by the innermost hooked module it belongs to; that one hands on what it found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Generator, Iterator, MutableMapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["attribute_tensors", "watch_iterators"]
+
+_PLAIN = frozenset({bool, int, float, str, type(None), dict, set})
+"""Types of nearly all attributes of modules; looked up before anything slower."""
+
+_CLOSED = (torch.Tensor, nn.Module, type, ModuleType, FunctionType, str, bytes, int, float, type(None))
+"""Objects with no iterator inside that a caller would use."""
+
+
+def attribute_tensors(module: nn.Module, stop: Container[nn.Module]) -> list[torch.Tensor]:
+    """Tensors with a graph among the attributes of a module and of those below it, down to the modules in `stop`.
+
+    Attributes may be tensors, or lists and tuples of them.
+    """
+    found: list[torch.Tensor] = []
+    left = [module]
+    while left:
+        attributes = left.pop().__dict__
+        left += [child for child in attributes["_modules"].values() if child is not None and child not in stop]
+        for value in attributes.values():
+            if type(value) not in _PLAIN and isinstance(value, (torch.Tensor, list, tuple)):
+                items = (value,) if isinstance(value, torch.Tensor) else value
+                found += [item for item in items if isinstance(item, torch.Tensor) and item.grad_fn is not None]
+    return found
+
+
+def watch_iterators(value: Any, watch: Callable[[Any], None]) -> Any:
+    """`value` with every iterator in it replaced by one that calls `watch(item)` before it gives an item away.
+
+    Looks into tuples, lists, mappings, dataclasses and attributes of other objects, as `tensors_in` does. What can be changed in place
+    stays the same object; a tuple around an iterator is made anew.
+    """
+    return _Replacer(watch).visit(value)
+
+
+class _Replacer:
+    def __init__(self, watch: Callable[[Any], None]) -> None:
+        self._watch = watch
+        self._seen: set[int] = set()
+
+    def visit(self, value: Any) -> Any:
+        if isinstance(value, _CLOSED):
+            return value
+        if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
+            kind = _WatchedGenerator if isinstance(value, Generator) else _WatchedIterator
+            return kind(value, self._watch)
+        if isinstance(value, tuple):
+            items = [self.visit(item) for item in value]
+            if all(new is old for new, old in zip(items, value)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if id(value) in self._seen:
+            return value
+        self._seen.add(id(value))
+        if isinstance(value, list):
+            self._visit_items(value, enumerate(value))
+        elif isinstance(value, MutableMapping):
+            self._visit_items(value, list(value.items()))
+        else:
+            self._visit_attributes(value)
+        return value
+
+    def _visit_items(self, container: Any, items: Any) -> None:
+        for key, item in items:
+            if (new := self.visit(item)) is not item:
+                container[key] = new
+
+    def _visit_attributes(self, value: Any) -> None:
+        names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        for name in {*names, *getattr(value, "__dict__", ())}:
+            item = getattr(value, name, None)
+            if (new := self.visit(item)) is not item:
+                object.__setattr__(value, name, new)  # past `frozen=True`
+
+
+class _WatchedIterator(Iterator[Any]):
+    """An iterator that shows each item to `watch` first."""
+
+    def __init__(self, inner: Any, watch: Callable[[Any], None]) -> None:
+        self._inner, self._watch = inner, watch
+
+    def _shown(self, item: Any) -> Any:
+        item = watch_iterators(item, self._watch)
+        self._watch(item)
+        return item
+
+    def __next__(self) -> Any:
+        return self._shown(next(self._inner))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+class _WatchedGenerator(_WatchedIterator, Generator[Any, Any, Any]):
+    """The same for a generator, with what callers can send into it."""
+
+    def send(self, value: Any) -> Any:
+        return self._shown(self._inner.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        return self._shown(self._inner.throw(*error))
+
+    def close(self) -> None:
+        self._inner.close()
