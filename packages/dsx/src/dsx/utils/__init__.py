@@ -13,6 +13,7 @@ from .logging import enable_console, log_dist, logger, set_log_level, set_log_le
 if TYPE_CHECKING:
     from .memory import MemoryStatus, memory_status, see_memory_usage
     from .on_device import OnDevice
+    from .partition import partition_balanced, partition_uniform
     from .ranges import instrument_w_nvtx
 
 _HERE = {
@@ -21,6 +22,8 @@ _HERE = {
     "see_memory_usage": "memory",
     "OnDevice": "on_device",
     "instrument_w_nvtx": "ranges",
+    "partition_balanced": "partition",
+    "partition_uniform": "partition",
 }
 
 __all__ = [
@@ -31,6 +34,8 @@ __all__ = [
     "log_dist",
     "logger",
     "memory_status",
+    "partition_balanced",
+    "partition_uniform",
     "see_memory_usage",
     "set_log_level",
     "set_log_level_from_string",
