@@ -64,20 +64,5 @@ void scale(const Where& where, const Flat* rows, size_t count, const Scalar& fac
                [&](const Table<Flat>& table) { launch(where, scale_chunks, table.chunks(), THREADS, table, factor); });
 }
 
-#ifdef DSX_CUDA_EMULATED
-int check_driver() { return 0; }
-#else
-int check_driver() {
-    int driver = 0;
-    check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
-    if (driver == 0) throw std::runtime_error("no CUDA driver is loaded; install the NVIDIA driver, or hide the GPU by CUDA_VISIBLE_DEVICES=");
-    if (driver / 1000 < CUDART_VERSION / 1000)
-        throw std::runtime_error("the CUDA driver supports CUDA " + std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10) +
-                                 ", this module was built with CUDA " + std::to_string(CUDART_VERSION / 1000) + "." +
-                                 std::to_string(CUDART_VERSION % 1000 / 10) + ": update the driver, or rebuild dsx-ops with an older nvcc");
-    return driver;
-}
-#endif
-
 }  // namespace cuda
 }  // namespace dsx

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "context.h"
 #include "dsx_ops/cuda.h"
 
 namespace dsx {
@@ -31,26 +32,21 @@ template <class... P, class... A> void launch(const Where&, void (*kernel)(P...)
 #else
 inline void check(cudaError_t code, const char* what) {
     if (code == cudaSuccess) return;
-    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(code) + ": " + cudaGetErrorString(code));
+    std::string text = std::string(what) + ": " + cudaGetErrorName(code) + ": " + cudaGetErrorString(code);
+    if (code == cudaErrorUnsupportedPtxVersion || code == cudaErrorNoKernelImageForDevice)
+        text += "; this GPU's architecture is not among those that dsx-ops was built for (DSX_CUDA_ARCHS), and the driver cannot compile for it: "
+                "rebuild with that architecture, or update the driver";
+    throw std::runtime_error(text);
 }
 
-// The runtime linked into this module has a current device of its own: it is set for one call and set back.
-class OnDevice {
-public:
-    explicit OnDevice(const Where& where) {
-        check(cudaGetDevice(&before), "cudaGetDevice");
-        if (before != where.device) check(cudaSetDevice(where.device), "cudaSetDevice");
-        changed = before != where.device;
-    }
-    ~OnDevice() {
-        if (changed) cudaSetDevice(before);
-    }
-    OnDevice(const OnDevice&) = delete;
-    OnDevice& operator=(const OnDevice&) = delete;
+// The driver's functions; the library is in the process already, since torch has tensors on its devices.
+const Driver& driver();
+PrimaryContexts& primary_contexts();
 
-private:
-    int before = 0;
-    bool changed = false;
+// A call's device; see context.h.
+struct OnDevice {
+    ContextGuard guard;
+    explicit OnDevice(const Where& where) : guard(driver(), primary_contexts(), where.device) {}
 };
 
 template <class... P, class... A> void launch(const Where& where, void (*kernel)(P...), int64_t blocks, int threads, A&&... arguments) {
@@ -72,16 +68,16 @@ template <class... P, class... A> void launch(const Where& where, void (*kernel)
 // A launch goes over many tensors at once. Their descriptions travel as a kernel argument (no copy to the device, fit for graph capture);
 // each block takes one chunk of one tensor and finds it by binary search.
 
+#if defined(DSX_CUDA_EMULATED) || (defined(CUDART_VERSION) && CUDART_VERSION >= 12010)
+constexpr bool LARGE_ARGUMENTS = true;  // up to 32 KB of them; before CUDA 12.1 there were 4 KB
+#else
+constexpr bool LARGE_ARGUMENTS = false;
+#endif
 constexpr int64_t CUDA_CHUNK = 16384;  // elements per block; a multiple of BLOCK8
 constexpr int THREADS = 512;
 
 template <class RowType> struct Table {
-    // Arguments of up to 32 KB need CUDA 12.1; before that, 4 KB.
-#if defined(DSX_CUDA_EMULATED) || (defined(CUDART_VERSION) && CUDART_VERSION >= 12010)
-    static constexpr int CAPACITY = 128;
-#else
-    static constexpr int CAPACITY = 40;
-#endif
+    static constexpr int CAPACITY = LARGE_ARGUMENTS ? 128 : 40;
     RowType rows[CAPACITY];
     int32_t index[CAPACITY];      // the row's place in the caller's list
     int32_t start[CAPACITY + 1];  // the first chunk of each row

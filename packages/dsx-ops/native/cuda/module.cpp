@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "context.h"
 #include "dsx_ops/cuda.h"
 #ifdef DSX_CUDA_EMULATED
 #include "emulator/cuda_emu.h"
@@ -251,6 +252,59 @@ void define_rows(py::module_& m) {
 }  // namespace cuda
 }  // namespace dsx
 
+#ifdef DSX_CUDA_EMULATED
+// For tests: the driver calls of a ContextGuard on a thread whose contexts are `stack` (devices, the last one current), and what is left of it.
+// Devices with a primary context at the beginning: those of the stack, and `device`.
+struct RecordingDriver {
+    std::vector<int> stack;
+    std::vector<std::string> calls;
+};
+RecordingDriver& recording() {
+    static RecordingDriver recorder;
+    return recorder;
+}
+void* context_of(int device) { return reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1); }
+
+std::pair<std::vector<std::string>, std::vector<int>> guarded_calls(const std::vector<int>& stack, int device) {
+    recording() = {stack, {}};
+    const dsx::cuda::Driver driver{
+        [](void** context) {
+            *context = recording().stack.empty() ? nullptr : context_of(recording().stack.back());
+            return 0;
+        },
+        [](int* where) {
+            *where = recording().stack.back();
+            return 0;
+        },
+        [](void** context, int which) {
+            recording().calls.push_back("retain " + std::to_string(which));
+            *context = context_of(which);
+            return which > 7 ? 101 : 0;
+        },
+        [](void* context) {
+            const int which = static_cast<int>(reinterpret_cast<intptr_t>(context)) - 1;
+            recording().calls.push_back("push " + std::to_string(which));
+            recording().stack.push_back(which);
+            return 0;
+        },
+        [](void**) {
+            recording().calls.push_back("pop");
+            recording().stack.pop_back();
+            return 0;
+        },
+    };
+    dsx::cuda::PrimaryContexts contexts;
+    {
+        const dsx::cuda::ContextGuard on(driver, contexts, device);
+        recording().calls.push_back("work on " + std::to_string(recording().stack.back()));
+    }
+    {
+        const dsx::cuda::ContextGuard again(driver, contexts, device);
+    }
+    return {recording().calls, recording().stack};
+}
+#endif
+
 PYBIND11_MODULE(_cuda, m) {
     using namespace dsx::cuda;
     m.doc() = "CUDA kernels of dsx-ops. Takes device addresses and a stream; dsx_ops.cuda checks tensors before calling.";
@@ -260,6 +314,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.attr("MASK_DIMS") = MASK_DIMS;
     m.attr("HYPER_BYTES") = sizeof(dsx::Hyper);
     m.def("check_driver", &check_driver);
+    m.def("driver_problem", &driver_problem);
     m.def("chunks_of", &chunks_of);
     m.def("prepare", &run_prepare);
     m.def("step", &run_step);
@@ -272,6 +327,7 @@ PYBIND11_MODULE(_cuda, m) {
     define_rows(m);
 #ifdef DSX_CUDA_EMULATED
     m.attr("EMULATED") = true;
+    m.def("guarded_calls", &guarded_calls);
     m.def("set_order", [](unsigned order) { emu::Machine::get().order = order; });
     m.def("launches", [] { return emu::Machine::get().launches; });
 #else
