@@ -312,6 +312,12 @@ class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors):
     def __exit__(self, *exc_info: object) -> None:
         self.destroy()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise EngineError(
+            "an engine cannot be copied or pickled: it holds process groups and this rank's shards. Save a checkpoint with save_checkpoint, or "
+            "copy the model, engine.module (at ZeRO stage 3 on every rank inside zero.GatheredParameters(engine.module.parameters()))"
+        )
+
     def _living(self) -> EngineParts:
         if not self._alive:
             raise EngineError("this engine was destroyed; build a new one with dsx.initialize")
