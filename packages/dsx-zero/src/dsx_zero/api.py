@@ -24,6 +24,7 @@ from .masters import check_optimizer, make_masters, place_masters, replace_param
 from .memory import Memory, OrdinaryMemory, memory_of
 from .optimizer import Residency, Runtime, ZeroOptimizer
 from .order import AgreedOrder, NullOrder
+from .param_groups import StepGroups
 from .partitioned import PartitionedParameter
 from .precision import Precision
 from .reduce_executor import ReduceExecutor
@@ -124,9 +125,18 @@ def shard(
         for group in unit.trainable:
             group.make_master(precision.master, whole=runtime.whole)
     masters = make_masters(runtime.units, whole=runtime.whole)
+    faces = _faces(model, runtime)
+    shown = [[faces.get(id(p), p) for p in group["params"]] for group in inner.param_groups]
     place_masters(inner, masters)
-    check = _unused_check(runtime, settings, process_group)
-    sharded = ZeroOptimizer(inner, runtime, [master for _, master in masters if master is not None], check)
+    sharded = ZeroOptimizer(
+        inner,
+        runtime,
+        [master for _, master in masters if master is not None],
+        _unused_check(runtime, settings, process_group),
+        groups=StepGroups(inner, shown),
+        faces=faces,
+        owner_of=lambda parameter: None if (found := OWNERS.find(parameter)) is None else found[0],
+    )
     dtypes = [group.key.dtype for unit in runtime.units for group in unit.trainable]
     averaging.announce(precision.wire_dtype(dtypes[0]) if dtypes else None)
     for unit in runtime.units:
@@ -136,6 +146,12 @@ def shard(
     for info in infos:  # at stage 3 the model holds other objects than the gradients' between uses
         OWNERS.add(model.get_parameter(info.name), sharded, info.name)
     return model, sharded
+
+
+def _faces(model: nn.Module, runtime: Runtime) -> dict[int, torch.Tensor]:
+    """What the model holds between uses, for the `id` of each plain parameter that only takes its place meanwhile (stage 3)."""
+    plain = {name: p for unit in runtime.units for group in unit.groups for name, p in zip(group.layout.names, group.parameters)}
+    return {id(p): face for name, p in plain.items() if (face := model.get_parameter(name)) is not p}
 
 
 def _settings(stage: int | None, config: ZeroConfig | dict[str, Any] | None) -> ZeroConfig:
@@ -352,6 +368,9 @@ class _Build:
             reducer=LocalReducer() if alone else Reducer(self.process_group, self.world_size, self.reduction, bucket),
             order=order or self._reduce_order(executor),
             expose=self.reduction.op == "mean",
+            process_group=self.process_group,
+            rank=self.rank,
+            world_size=self.world_size,
             overlap=self.settings.overlap_comm is not False,
             on_complete=on_complete,
             keeps_local=self.averaging.local,

@@ -8,6 +8,9 @@ When does backward end? Reentrant checkpointing runs backwards inside backwards,
 outputs of the model carry a hook too: it runs first, in the outermost one. A loss that does not come from the model's own outputs is
 noticed by its first gradient. Gradients that come after their unit was reduced are kept and reduced in a second pass at the step.
 
+What users do to `.grad` between two backwards (`model.zero_grad()`, `p.grad = None`, other tensors) is noticed when the next backward begins, at
+the step, and whenever gradients are read.
+
 With one rank and no accumulation dtype of its own nothing of this is needed: `LocalGradients` reads autograd's `.grad`.
 """
 
@@ -24,14 +27,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from .errors import ZeroStateError
 from .flat import FlatGroup, Unit
+from .gradient_access import GradientAccess
 from .gradient_buffers import GroupGradients, refuse_sparse
 from .layout import LocalSlice
 from .memory import Memory, OrdinaryMemory
+from .module_hooks import ModuleHook
+from .order import EditWatch
 from .precision import Precision
 from .reduction import LocalReducer, ReductionEngine
 
-__all__ = ["Gradients", "LocalGradients", "ReduceOrder", "ReducedGradients"]
+__all__ = ["BackwardWatch", "Gradients", "LocalGradients", "ReduceOrder", "ReducedGradients"]
 
 IN_FLIGHT = 2
 """From stage 2 on, units whose reductions may be under way at once: one on the wire, one being filled behind it. More would hold more
@@ -53,6 +60,31 @@ class ReduceOrder(Protocol):
         """Step boundary. `pending()` gives the units whose gradients no reduction has taken yet."""
         ...
 
+    def complete(self, pending: Callable[[], Sequence[int]]) -> None:
+        """Between backward and step: reduce what is pending on any rank. Every rank calls it."""
+        ...
+
+    def watch_edits(self, watch: EditWatch) -> None:
+        """Compare its words at every boundary."""
+        ...
+
+
+class BackwardWatch(Protocol):
+    """Whoever scales losses has a word on backwards whose loss was not scaled."""
+
+    @property
+    def needed(self) -> bool:
+        """Whether such a backward can be wrong at the moment."""
+        ...
+
+    def factor(self) -> float:
+        """What the gradients of the running backward are to be multiplied with."""
+        ...
+
+    def begin(self) -> float:
+        """The first gradient of the running backward has arrived; the factor. May raise, to refuse that backward."""
+        ...
+
 
 class Gradients(Protocol):
     """What the optimizer needs of gradients."""
@@ -60,7 +92,15 @@ class Gradients(Protocol):
     def no_sync(self) -> Any: ...
 
     def finish(self) -> None:
-        """Complete every reduction."""
+        """The optimizer steps now: complete every reduction."""
+        ...
+
+    def complete(self) -> None:
+        """Between backward and step: reduce what has arrived so far. Collective after a backward, until the next one."""
+        ...
+
+    def watch_edits(self, watch: EditWatch) -> None:
+        """At each step compare over the ranks what users wrote into parameters."""
         ...
 
     def parts(self, group: FlatGroup, *, whole: bool) -> tuple[torch.Tensor, ...]:
@@ -75,7 +115,19 @@ class Gradients(Protocol):
         """The reduced gradient of what this rank steps of a parameter (`part`), 1-D, writable; None when there is none."""
         ...
 
+    def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
+        """This rank's own gradient of a parameter, as far as no reduction has taken it, in the parameter's shape; None where there is none."""
+        ...
+
     def clear(self) -> None: ...
+
+    def changed(self) -> None:
+        """Somebody has written to what `view` gave."""
+        ...
+
+    def follow(self, watch: BackwardWatch) -> None:
+        """Multiply the gradients of each backward with what `watch` says. To be called again when its `needed` changes."""
+        ...
 
     def remove_hooks(self) -> None: ...
 
@@ -97,6 +149,9 @@ class ReducedGradients:
         reducer: ReductionEngine,
         order: ReduceOrder,
         expose: bool,
+        process_group: Any = None,
+        rank: int = 0,
+        world_size: int = 1,
         on_complete: Callable[[int], None] | None = None,
         overlap: bool = True,
         keeps_local: Callable[[], bool] = lambda: False,
@@ -112,6 +167,7 @@ class ReducedGradients:
         self._limit = IN_FLIGHT if stage >= 2 else len(units)
         pool = (memory or OrdinaryMemory()).pool(kinds, idle=IN_FLIGHT if stage >= 2 else len(kinds))
         self._pool, self._order, self._on_complete = pool, order, on_complete
+        self._access = GradientAccess(process_group, rank, world_size if stage > 0 else 1, self.complete)
         self._of: dict[FlatGroup, GroupGradients] = {}
         self._by_unit: dict[int, list[GroupGradients]] = {}
         self._names = {unit.index: f"{unit.plan}, gradients" for unit in units}
@@ -125,6 +181,7 @@ class ReducedGradients:
                     reducer=reducer,
                     pool=pool,
                     expose=expose,
+                    access=self._access,
                 )
                 self._of[group] = buffers
                 self._by_unit.setdefault(unit.index, []).append(buffers)
@@ -132,6 +189,9 @@ class ReducedGradients:
         self._arrived = dict.fromkeys(self._by_unit, 0)
         self._in_flight: list[int] = []
         self._sync, self._task = True, None
+        self._watch: BackwardWatch | None = None
+        self._factor: float | None = None
+        self._completed = True
         self._handles = list(self._register(model, units))
 
     def _register(self, model: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
@@ -140,12 +200,18 @@ class ReducedGradients:
             for place, group in enumerate(unit.trainable):
                 for index, parameter in enumerate(group.parameters):
                     yield parameter.register_post_accumulate_grad_hook(partial(_arrived, me, unit.index, place, index))
-        yield model.register_forward_hook(partial(_returned, me))
+        yield model.register_forward_hook(ModuleHook(partial(_returned, me)))
 
     def remove_hooks(self) -> None:
-        """Take all hooks off the model."""
+        """Take all hooks off the model, and all gradients off its parameters."""
         for handle in self._handles:
             handle.remove()
+        for buffers in self._of.values():
+            buffers.clear()
+
+    def follow(self, watch: BackwardWatch) -> None:
+        """See `Gradients.follow`."""
+        self._watch = watch
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -162,6 +228,11 @@ class ReducedGradients:
         """The model has returned: its outputs tell when the outermost backward begins."""
         if not torch.is_grad_enabled():
             return
+        if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise ZeroStateError(
+                "the sharded model runs inside DistributedDataParallel, and both average its gradients; call the model that dsx_zero.shard "
+                "returned"
+            )
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                 leaf.register_hook(self._on_output_gradient)
@@ -169,21 +240,32 @@ class ReducedGradients:
     def _on_output_gradient(self, grad: torch.Tensor) -> None:
         self.begin_backward()
 
-    def begin_backward(self) -> None:
-        """Mark the running backward as the outermost one. Stage 3 calls it from its own hooks too."""
+    def begin_backward(self, arriving: tuple[GroupGradients, int] | None = None) -> None:
+        """Mark the running backward as the outermost one. Stage 3 calls it from its own hooks too.
+
+        `arriving`: the parameter whose gradient is there already, if that is how the backward was noticed.
+        """
         task = torch._C._current_graph_task_id()
         if task == -1 or task == self._task:
             return
         # Another task that never ended was stopped by an error; what it left is kept, as autograd keeps it in `.grad`.
-        self._task = task
+        self._task, self._factor, self._completed = task, None, False
         self._arrived = dict.fromkeys(self._arrived, 0)
+        scaled = self._watch is None or self._watch.factor() == 1.0
+        for buffers in self._of.values():
+            buffers.notice(arriving[1] if arriving is not None and arriving[0] is buffers else None)
+            if not scaled:
+                buffers.hide_views()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def on_arrival(self, unit: int, place: int, index: int) -> None:
         """The gradient of a parameter has been accumulated: number `index` of group `place` of `unit`."""
+        buffers = self._by_unit[unit][place]
         if self._task is None:
-            self.begin_backward()
-        self._by_unit[unit][place].absorb(index)
+            self.begin_backward((buffers, index))
+        if self._factor is None:
+            self._factor = self._first_arrival(buffers, index)
+        buffers.absorb(index, self._factor)
         arrived = self._arrived[unit] = self._arrived[unit] + 1
         if arrived == self._expected[unit]:
             if self._on_complete is not None:
@@ -191,17 +273,31 @@ class ReducedGradients:
             if self._reduces():
                 self._offer(unit)
 
+    def _first_arrival(self, buffers: GroupGradients, index: int) -> float:
+        """What the running backward's gradients are multiplied with."""
+        if self._watch is None:
+            return 1.0
+        try:
+            return self._watch.begin()
+        except BaseException:
+            buffers.refuse(index)
+            raise
+
     def _end_backward(self) -> None:
         self._task = None
         for unit, arrived in self._arrived.items():
             self._expected[unit] = max(self._expected[unit], arrived)
             self._arrived[unit] = 0
+        for buffers in self._of.values():
+            buffers.show_views()
         if not self._reduces():
             return
         for unit in self._dirty():
             self._offer(unit)
         self._order.end_backward()
         self._wait()
+        for buffers in self._of.values():
+            buffers.hide_unreduced()
         self._pool.drop()
 
     def _reduces(self) -> bool:
@@ -244,14 +340,39 @@ class ReducedGradients:
     def finish(self) -> None:
         """Complete every reduction, late gradients included."""
         self._task = None
-        if self._keeps_local():  # nothing is exchanged, so there is nothing to agree on
-            for buffers in self._of.values():
-                buffers.launch(LocalReducer())
-                buffers.finish()
+        for buffers in self._of.values():
+            buffers.notice()
+        if self._keeps_local():
+            self._finish_alone()
         else:
             self._order.boundary(self._dirty)
             self._wait()
+        self._completed = True
         self._pool.drop()
+
+    def watch_edits(self, watch: EditWatch) -> None:
+        """See `Gradients.watch_edits`."""
+        self._order.watch_edits(watch)
+
+    def complete(self) -> None:
+        """See `Gradients.complete`."""
+        if self._completed:
+            return
+        for buffers in self._of.values():
+            buffers.notice()
+        if self._keeps_local():
+            self._finish_alone()
+        else:
+            self._order.complete(self._dirty)
+            self._wait()
+        self._completed = True
+        self._pool.drop()
+
+    def _finish_alone(self) -> None:
+        """Nothing is exchanged, so there is nothing to agree on."""
+        for buffers in self._of.values():
+            buffers.launch(LocalReducer())
+            buffers.finish()
 
     # What the optimizer reads -----------------------------------------------------------------------------------------
 
@@ -273,8 +394,18 @@ class ReducedGradients:
 
     def view(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
         """See `Gradients.view`."""
+        self._of[group].notice()
         result = self._of[group].result
         return None if result is None else result.narrow(0, part.offset, part.numel)
+
+    def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
+        """See `Gradients.unreduced`."""
+        self._of[group].notice()
+        return self._of[group].unreduced(index)
+
+    def changed(self) -> None:
+        """See `Gradients.changed`."""
+        self._access.changed()
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -302,10 +433,17 @@ def _arrived(
 
 
 def _returned(gradients: Callable[[], ReducedGradients | None], module: nn.Module, args: Any, output: Any) -> None:
-    # As above: who drops the optimizer has dropped the gradients, and may shard the model anew.
+    # Weakly, as above: who drops the optimizer has dropped the gradients, and may shard the model anew.
     owner = gradients()
     if owner is not None:
         owner.on_forward(output)
+
+
+def _multiplied(
+    gradients: Callable[[], LocalGradients | None], watch: BackwardWatch, grad: torch.Tensor
+) -> torch.Tensor | None:
+    owner = gradients()
+    return None if owner is None else owner.on_gradient(watch, grad)
 
 
 class LocalGradients:
@@ -313,14 +451,43 @@ class LocalGradients:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._groups = [group for unit in units for group in unit.trainable]
+        self._handles: list[Any] = []
+        self._task, self._factor = -1, 1.0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Nothing to hold back."""
         yield
 
+    def follow(self, watch: BackwardWatch) -> None:
+        """See `Gradients.follow`; puts a hook on every parameter, once it is needed."""
+        if not watch.needed or self._handles:
+            return
+        hook = partial(_multiplied, weakref.ref(self), watch)
+        self._handles = [p.register_hook(hook) for group in self._groups for p in group.parameters if p.requires_grad]
+
+    def on_gradient(self, watch: BackwardWatch, grad: torch.Tensor) -> torch.Tensor | None:
+        """A gradient is about to be accumulated; what it is replaced with, if it is."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._factor = watch.begin()
+            self._task = task
+        return None if self._factor == 1.0 else grad * self._factor
+
+    def changed(self) -> None:
+        """Nothing is kept that could be stale."""
+
+    def complete(self) -> None:
+        """They are complete."""
+
+    def watch_edits(self, watch: EditWatch) -> None:
+        """There is one rank."""
+
     def remove_hooks(self) -> None:
-        """There are none."""
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def finish(self) -> None:
         """Give parameters without a gradient zeros."""
@@ -345,6 +512,10 @@ class LocalGradients:
         """See `Gradients.view`."""
         grad = group.parameters[index].grad
         return None if grad is None else grad.view(-1)
+
+    def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
+        """See `Gradients.unreduced`: with one rank there is nothing to reduce."""
+        return None
 
     def clear(self) -> None:
         """Drop all `.grad`s."""

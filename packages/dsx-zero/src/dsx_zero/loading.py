@@ -29,6 +29,11 @@ class SliceLoad:
     def __init__(self, runtime: Runtime, inner: torch.optim.Optimizer) -> None:
         self._runtime, self._inner = runtime, inner
         self._writes: list[Callable[[], None]] = []
+        self._installed: Callable[[], None] = lambda: None
+
+    def call_when_installed(self, callback: Callable[[], None]) -> None:
+        """Call this when the model has the new values."""
+        self._installed = callback
 
     def add(self, write: Callable[[], None]) -> None:
         """Do this when the values are installed."""
@@ -48,6 +53,7 @@ class SliceLoad:
                     write_parameters(group, whole=run.whole)
                 run.residency.publish(unit)
             run.residency.finish()
+        self._installed()
 
 
 def read_slices(

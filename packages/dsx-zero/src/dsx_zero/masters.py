@@ -103,9 +103,6 @@ def place_masters(optimizer: torch.optim.Optimizer, masters: Sequence[tuple[nn.P
     by_parameter = {id(parameter): master for parameter, master in masters}
     for group in optimizer.param_groups:
         kept = [p for p in group["params"] if by_parameter.get(id(p)) is not None]
-        names = group.get("param_names")
-        if names is not None:
-            group["param_names"] = [n for p, n in zip(group["params"], names) if by_parameter.get(id(p)) is not None]
         for parameter in group["params"]:
             state = optimizer.state.pop(parameter, None)
             master = by_parameter.get(id(parameter))

@@ -3,14 +3,15 @@
 A step: finish the reductions, one pass for norm and overflow, the inner optimizer on the masters with unscaling and clipping as one
 factor (inside its kernel where it can take one), the low-precision copy, the gathering of what the others updated.
 
-It is a `torch.optim.Optimizer`, so that schedulers take it; its `param_groups` and `state` are the inner optimizer's own.
+It is a `torch.optim.Optimizer`, so that schedulers take it; its `param_groups` are the inner optimizer's own and hold the model's parameters,
+whose places the masters take during the step.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,16 +20,19 @@ import dsx_comm
 import torch
 
 from .averaging import Averaging
-from .edits import Edits
+from .edits import EditAgreement, Edits
 from .errors import ZeroOptimizerError, ZeroStateError
 from .flat import FlatGroup, Unit
 from .frozen import Frozen
-from .gradients import Gradients
+from .gradients import BackwardWatch, Gradients
 from .groups import LentGroups
 from .loading import SliceLoad, read_slices
 from .local_state import count_bytes, load_local, save_local
 from .masters import Master, copy_targets, refresh_master, write_parameters
+from .model_check import ModelCheck
 from .norm import CLIP_EPSILON, global_norm
+from .param_groups import StateView, StepGroups, checked_state
+from .partitioned_unit import is_partitioned
 from .slices import ParamSlice, Reader, iter_slices
 from .units import ParameterInfo
 
@@ -139,7 +143,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """See the module's text. Made by `dsx_zero.shard`."""
 
     def __init__(
-        self, inner: torch.optim.Optimizer, runtime: Runtime, masters: Sequence[Master], unused: UnusedCheck
+        self,
+        inner: torch.optim.Optimizer,
+        runtime: Runtime,
+        masters: Sequence[Master],
+        unused: UnusedCheck,
+        *,
+        groups: StepGroups,
+        faces: Mapping[int, torch.Tensor],
+        owner_of: Callable[[torch.Tensor], object | None],
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are the inner optimizer's, there is no second set of them.
         self.inner = inner
@@ -154,8 +166,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         devices = {unit.groups[0].key.device for unit in runtime.trainable_units()}
         self._device = next(iter(devices), torch.device("cpu"))
         self._copies = copy_targets(masters, whole=runtime.whole) if self._takes_copies else {}
-        self._frozen = Frozen((g for u in runtime.units for g in u.groups), masters)
-        self._edits = Edits((g for u in runtime.units for g in u.groups), whole=runtime.whole)
+        flat = [group for unit in runtime.units for group in unit.groups]
+        self._frozen = Frozen(flat, masters)
+        self._edits = Edits(flat, whole=runtime.whole)
+        self._edit_agreement = EditAgreement(flat, runtime.process_group, runtime.rank)
+        runtime.gradients.watch_edits(self._edit_agreement)
+        self._stepped_in_place = [p for g in flat if g.trainable and not is_partitioned(g) for p in g.parameters]
+        self._step_groups = groups
+        plain = [(p, n) for g in flat for p, n in zip(g.parameters, g.layout.names)]
+        self._names = {id(p): n for p, n in plain} | {id(faces[id(p)]): n for p, n in plain if id(p) in faces}
+        self._model_check = ModelCheck(
+            runtime.model,
+            flat,
+            faces={key: id(face) for key, face in faces.items()},
+            moved=lambda parameter: owner_of(parameter) not in (None, self),
+        )
         self._latest: StepOutcome | None = None
         self.released = False
         """Whether the model may be sharded anew."""
@@ -168,13 +193,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's groups; their tensors are this rank's masters."""
+        """The inner optimizer's groups, with the model's parameters (masters of an optimizer that communicates by itself)."""
         return self.inner.param_groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's state, keyed by master tensor."""
-        return self.inner.state
+    def state(self) -> StateView:  # type: ignore[override]
+        """The inner optimizer's state, which is kept by master; where masters are whole tensors, a parameter finds its own."""
+        return StateView(self.inner.state, self._find_master, whole=self._runtime.whole)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.inner.state = checked_state(value, self._find_master)  # type: ignore[assignment]
+
+    def _find_master(self, parameter: torch.Tensor) -> tuple[torch.Tensor | None, str] | None:
+        """This rank's master of a parameter of the model, and the parameter's name; None for other tensors."""
+        name = self._names.get(id(parameter))  # the model keeps them, so that no other tensor gets their identity
+        if name is None:
+            return None
+        master = self._by_name.get(name)
+        return None if master is None else master.tensor, name
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -187,7 +224,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise ZeroOptimizerError(
-            "a ZeroOptimizer cannot be pickled: it holds shards and process groups; use state_dict()"
+            "a ZeroOptimizer cannot be copied or pickled: it holds shards and process groups; use state_dict()"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -204,6 +241,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def register_step_post_hook(self, hook: Any) -> Any:
         """A hook of the inner optimizer's step."""
         return self.inner.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Refused, see the error."""
+        raise self._no_state_hooks("register_state_dict_pre_hook")
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Refused, see the error."""
+        raise self._no_state_hooks("register_state_dict_post_hook")
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Refused, see the error."""
+        raise self._no_state_hooks("register_load_state_dict_pre_hook")
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Refused, see the error."""
+        raise self._no_state_hooks("register_load_state_dict_post_hook")
+
+    def _no_state_hooks(self, what: str) -> ZeroOptimizerError:
+        return ZeroOptimizerError(
+            f"{what}: state dicts of a ZeroOptimizer are this rank's slices by name, not what such hooks expect, and would not call them; "
+            "change the dict that state_dict() returns, or the one that is given to load_state_dict()"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. `set_to_none=False` is accepted and means the same: gradients are buffers of this object."""
@@ -260,8 +319,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 gradients each rank clips its own by its own norm, which is said once.
 
         Raises:
-            ZeroStateError: the optimizer was released; a parameter was unfrozen that was frozen when the model was sharded; or, with
+            ZeroStateError: the optimizer was released; the model holds other parameters than those that were sharded; parameters were
+                written differently on the ranks; one was unfrozen that was frozen when the model was sharded; or, with
                 `ignore_unused_parameters: false`, one got no gradient.
+            ZeroOptimizerError: tensors were added to the parameter groups or taken away.
         """
         self._check_in_use()
         loss = None
@@ -269,6 +330,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         run = self._runtime
+        self.check_model()
+        self._step_groups.check()
         self._frozen.check()
         self._unused.check()
         run.averaging.announce_clipping(max_norm)
@@ -288,7 +351,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     write_parameters(group, whole=run.whole)
             run.residency.publish(unit)
         run.residency.finish()
+        self._parameters_written()
         return self._note(StepOutcome(False, None if local else norm, loss))
+
+    def check_model(self) -> None:
+        """Compare the model with what was sharded. `step` and everything that reads or writes the states for checkpoints do it.
+
+        Raises:
+            ZeroStateError: a parameter or its memory was replaced, added or removed; names it.
+        """
+        self._model_check.check()
+
+    def follow_backward(self, watch: BackwardWatch) -> None:
+        """Let whoever scales losses have a word on every backward: see `BackwardWatch`."""
+        self._runtime.gradients.follow(watch)
+
+    def _parameters_written(self) -> None:
+        """Parameters have new values, and not from their user: graphs of before are stale, as after a step of a plain optimizer."""
+        torch.autograd.graph.increment_version(self._stepped_in_place)
+        self._edits.settle()
+        self._edit_agreement.settle()
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -299,6 +381,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit in run.trainable_units():
             for group in unit.trainable:
                 write_parameters(group, whole=run.whole)
+        self._parameters_written()
 
     def _note(self, outcome: StepOutcome) -> StepOutcome:
         self._latest = outcome.without_loss()  # which may hold a graph
@@ -340,7 +423,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def reduce_gradients(self) -> None:
         """Reduce over the ranks what backwards have accumulated so far, `no_sync` or not. Collective; `step` does it too."""
         self._check_in_use()
-        self._runtime.gradients.finish()
+        self._runtime.gradients.complete()
 
     def free_gathered(self) -> None:
         """Stage 3: free every gathered parameter, read ahead or kept for reuse; outside of forward and backward.
@@ -356,17 +439,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit in self._runtime.trainable_units():
             for group in unit.trainable:
                 refresh_master(group, whole=self._runtime.whole)
+        self._edits.settle()
 
     # State ------------------------------------------------------------------------------------------------------------
 
     def slices(self) -> Iterator[ParamSlice]:
         """What this rank owns of every parameter, frozen ones too, in definition order; over all ranks each element once."""
-        self._edits.take_over()
+        self._collect_edits()
         return iter_slices(self._runtime, self._by_name, self.inner)
 
     def held_slices(self) -> Iterator[ParamSlice]:
         """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to stage 2."""
-        self._edits.take_over()
+        self._collect_edits()
         return iter_slices(self._runtime, self._by_name, self.inner, held=True)
 
     def read_slices(self, reader: Reader) -> SliceLoad:
@@ -377,7 +461,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError: optimizer states are incomplete, or do not fit the optimizer.
         """
-        return read_slices(self._runtime, self._by_name, self.inner, reader, from_masters=self._runtime.load_masters)
+        self.check_model()
+        with self._step_groups.masters():
+            load = read_slices(self._runtime, self._by_name, self.inner, reader, from_masters=self._runtime.load_masters)
+        load.call_when_installed(self._parameters_written)
+        return load
 
     def load_slices(self, reader: Reader) -> None:
         """Fill parameters, masters and optimizer states from ranges of named tensors (collective). See `dsx_zero.Reader`."""
@@ -385,8 +473,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's slices by parameter name, and the settings of the parameter groups. Tensors are not copied."""
-        self._edits.take_over()
+        self._collect_edits()
         return save_local(self)
+
+    def _collect_edits(self) -> None:
+        self.check_model()
+        self._edits.take_over()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave on this rank of a job with the same stage and number of ranks (collective).
@@ -429,8 +521,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.residency.write(group, group.layout.index(name), whole)
 
     def state_bytes(self) -> dict[str, int]:
-        """Resident bytes on this rank, each storage counted once: params, grads, master, optimizer, and idle message buffers."""
-        return count_bytes(self._runtime, self._masters, self.inner)
+        """Resident bytes on this rank, each storage counted once: params, grads, master (with what tells edits), optimizer, and idle message buffers."""
+        counted = count_bytes(self._runtime, self._masters, self.inner)
+        return {**counted, "master": counted["master"] + self._edits.nbytes()}
 
     def _norm(self, grad_scale: float, *, needed: bool) -> torch.Tensor:
         """L2 norm of the unscaled gradients that the ranks hold together; at stage 0 of what this rank holds, which is everything."""
@@ -470,7 +563,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for master, grad in zip(self._masters, stepped):
             master.tensor.grad = grad
         try:
-            self._call_inner(factor, [grad for grad in stepped if grad is not None])
+            with self._step_groups.masters():
+                self._call_inner(factor, [grad for grad in stepped if grad is not None])
         finally:
             for master in self._masters:
                 master.tensor.grad = None

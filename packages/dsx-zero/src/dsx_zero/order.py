@@ -86,6 +86,14 @@ class Order(Protocol):
         """The rank comes to its optimizer step. ``pending()`` gives the units whose gradients have not been reduced yet."""
         ...
 
+    def complete(self, pending: Callable[[], Sequence[int]]) -> None:
+        """Between a backward and the step: all ranks reduce what is pending on any of them (``pending()`` as for ``boundary``)."""
+        ...
+
+    def watch_edits(self, watch: EditWatch) -> None:
+        """At every boundary compare over the ranks what users wrote into parameters."""
+        ...
+
     def join(self) -> None:
         """The rank has run its last forward outside training; serve the others until all have."""
         ...
@@ -106,6 +114,18 @@ class Channel(Protocol):
 
     def exchange(self, words: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Everybody's words, by rank; returns when all have called it."""
+        ...
+
+
+class EditWatch(Protocol):
+    """What users wrote into parameters between two steps (``edits.EditAgreement``)."""
+
+    def word(self) -> int:
+        """A number below 2^31 that is the same on ranks that wrote the same."""
+        ...
+
+    def refuse(self) -> None:
+        """The words differ. Collective; raises on every rank."""
         ...
 
 
@@ -146,6 +166,12 @@ class NullOrder:
     def boundary(self, pending: Callable[[], Sequence[int]]) -> None:
         for unit in pending():
             self._executor.run_reduce(unit)
+
+    def complete(self, pending: Callable[[], Sequence[int]]) -> None:
+        self.boundary(pending)
+
+    def watch_edits(self, watch: EditWatch) -> None:
+        """Nobody to compare with."""
 
     def join(self) -> None:
         """Nobody to serve."""
@@ -249,6 +275,7 @@ class AgreedOrder:
         self._replay: _Replay | None = None
         self._schedule: Schedule | None = None
         self._strayed_steps = self._uniform_steps = 0
+        self._edits: EditWatch | None = None
         self._new_step()
 
     def _new_step(self) -> None:
@@ -315,7 +342,22 @@ class AgreedOrder:
             if self._replay is not None and self._deviation is None:
                 self._deviation = wanted
             self._rendezvous(wanted, True)
-        self._finish(self._rendezvous(Operation(Kind.BOUNDARY), True))
+        self._finish(self._rendezvous(Operation(Kind.BOUNDARY), True, 0 if self._edits is None else self._edits.word()))
+
+    def watch_edits(self, watch: EditWatch) -> None:
+        self._edits = watch
+
+    def complete(self, pending: Callable[[], Sequence[int]]) -> None:
+        while units := list(pending()):
+            wanted, replay = Operation(Kind.REDUCE, max(units)), self._replay
+            place = None if replay is None else replay.schedule.find_in_pass(wanted, replay.position)
+            if replay is not None and place is not None:
+                replay.pass_by(place + 1)
+                continue
+            if replay is not None and self._deviation is None:
+                self._deviation = wanted
+            self._rendezvous(wanted, True)
+        self.join()
 
     def join(self) -> None:
         self._rendezvous(Operation(Kind.JOIN), False)
@@ -348,17 +390,18 @@ class AgreedOrder:
         if self._deviation is None:
             self._deviation = wanted
 
-    def _rendezvous(self, wanted: Operation, training: bool) -> list[Post]:
+    def _rendezvous(self, wanted: Operation, training: bool, edits: int = 0) -> list[Post]:
         """Post ``wanted`` round by round, serving the others, until it is fulfilled."""
         while True:
             position = 0 if self._replay is None else self._replay.position
-            mine = Post(wanted, training, position, self._checksum(), self._deviation)
+            mine = Post(wanted, training, position, self._checksum(), self._deviation, edits)
             posts = [Post.from_words(words) for words in self._channel.exchange(mine.to_words())]
             try:
                 decision = decide(posts)
             except ValueError as error:
                 raise ScheduleDivergence(
-                    f"{error}. Every rank has to leave `uneven_forwards` before its next optimizer step"
+                    f"{error}. Before the next optimizer step every rank has to leave `uneven_forwards`, and to make the same calls on "
+                    "gradients (`clip_grad_norm_`, changes of `.grad`)"
                 ) from error
             self._carry_out(decision, wanted)
             self._note(posts)
@@ -401,6 +444,8 @@ class AgreedOrder:
             self._schedule = self._limits.apply(Schedule(tuple(record)))
             _log.debug("the order of collectives is frozen:\n%s", self._schedule)
         self._new_step()
+        if self._edits is not None and len({post.edits for post in posts}) > 1:
+            self._edits.refuse()
         if strayed and self._strict:
             raise ScheduleDivergence(
                 "the ranks' needs differ from the agreed schedule: "

@@ -54,7 +54,7 @@ class Post:
 
     ``training`` is false for forwards outside training steps. ``position`` is how far the rank has executed its frozen schedule
     (0 without one), ``checksum`` covers everything it has executed in this step, ``deviation`` is the first
-    operation it needed beyond the schedule.
+    operation it needed beyond the schedule, ``edits`` stands for what its user wrote into parameters since the last step.
     """
 
     operation: Operation
@@ -62,11 +62,12 @@ class Post:
     position: int = 0
     checksum: int = 0
     deviation: Operation | None = None
+    edits: int = 0
 
-    WORDS = 7
+    WORDS = 8
 
     def to_words(self) -> tuple[int, ...]:
-        """Seven integers, for the wire."""
+        """Eight integers, for the wire."""
         strayed = self.deviation
         return (
             int(self.operation.kind),
@@ -76,14 +77,15 @@ class Post:
             self.checksum,
             -1 if strayed is None else int(strayed.kind),
             -1 if strayed is None else strayed.unit,
+            self.edits,
         )
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Post:
         """The inverse of ``to_words``."""
-        kind, unit, training, position, digest, strayed_kind, strayed_unit = words
+        kind, unit, training, position, digest, strayed_kind, strayed_unit, edits = words
         strayed = None if strayed_kind < 0 else Operation(Kind(strayed_kind), strayed_unit)
-        return cls(Operation(Kind(kind), unit), bool(training), position, digest, strayed)
+        return cls(Operation(Kind(kind), unit), bool(training), position, digest, strayed, edits)
 
 
 @dataclass(frozen=True)

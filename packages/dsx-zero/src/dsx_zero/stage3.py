@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import dsx_comm
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .channel import ControlChannel
 from .external import take_pending, unit_index
@@ -26,7 +24,7 @@ from .hooks import UnitHooks
 from .lanes import Lane, make_lane
 from .memory import memory_of
 from .order import AgreedOrder, Order, ReuseLimits
-from .partitioned import PartitionedParameter, PartitionedParameterError
+from .partitioned import PartitionedParameter
 from .partitioned_unit import PartitionedUnit, UnitState
 from .registry import remember
 from .residency import GatherExecutor, GatherLimits, Residency
@@ -34,23 +32,6 @@ from .restored import restore_parameter
 from .units import ParameterInfo, UnitPlan
 
 __all__ = ["Ranks", "Stage3", "Stage3Limits", "build_stage3"]
-
-
-@cache
-def _guard_optimizers() -> None:
-    """From the first model of stage 3 on: an optimizer over partitioned parameters raises at its step instead of doing nothing."""
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if isinstance(parameter, PartitionedParameter):
-                    raise PartitionedParameterError(
-                        f"{type(optimizer).__name__}.step(): the optimizer holds the partitioned parameter "
-                        f"'{parameter.source.name}', which has neither values nor gradients on this rank; use the optimizer that "
-                        "dsx_zero.shard returned, and give new ones to shard"
-                    )
-
-    register_optimizer_step_pre_hook(check)
 
 
 @dataclass(frozen=True)
@@ -192,6 +173,10 @@ class Stage3:
         """See ``gradients.ReduceOrder``."""
         self.order.complete(pending)
 
+    def watch_edits(self, watch: Any) -> None:
+        """See ``gradients.ReduceOrder``."""
+        self.order.watch_edits(watch)
+
     def gradients_complete(self, unit: int) -> None:
         """See ``Residency.gradients_complete``."""
         self.residency.gradients_complete(unit)
@@ -223,7 +208,6 @@ def build_stage3(
     Returns:
         The parts, and for each parameter that was in the model (by ``id``) the plain one that takes gradients from now on.
     """
-    _guard_optimizers()
     by_name = {info.name: info for info in infos}
     resident, partitioned, plain_of = [], [], {}
     pending, unit_of_original = take_pending(model), {}
