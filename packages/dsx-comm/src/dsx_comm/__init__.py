@@ -8,6 +8,7 @@
 The functions have the names and arguments of torch.distributed and work on its process groups.
 """
 
+from . import parallel_groups
 from ._version import __version__
 from .agreement import check_first_calls
 from .arena import SymmetricArena
@@ -200,6 +201,7 @@ __all__ = [
     "monitored_barrier",
     "new_group",
     "observe",
+    "parallel_groups",
     "quantized_all_gather",
     "quantized_reduce_scatter",
     "read_mpu",

@@ -42,6 +42,7 @@ class GroupRegistry:
         if self.topology.world_size() != world:
             raise TopologyError(f"{self.topology} has {self.topology.world_size()} ranks, the world has {world}")
         self._groups: dict[Any, AxisGroup] = {}
+        self._named: dict[Any, dict[str, Any]] = {}
 
     def axis(self, *axes: str) -> AxisGroup:
         """The group of ranks that differ from this one only in `axes` (several: their product, say data and sequence).
@@ -71,6 +72,21 @@ class GroupRegistry:
     def blocks(self, size: int) -> AxisGroup:
         """The block of `size` consecutive ranks that holds this one (hpZ: the ranks of one machine)."""
         return self._of(("blocks", size), block_groups(self.topology.world_size(), size))
+
+    def local_all_to_all(self, devices: int) -> dict[str, Any]:
+        """Process groups for an all-to-all in two hops, of nodes of `devices` consecutive ranks each.
+
+        Returns:
+            "local_i": the ranks of node i; "global_j": rank j of every node. All groups are there; this rank is a member of one
+            of each kind.
+        """
+        rows = block_groups(self.topology.world_size(), devices)
+        lists = {f"local_{i}": row for i, row in enumerate(rows)}
+        lists.update({f"global_{j}": list(column) for j, column in enumerate(zip(*rows))})
+        key = ("local_all_to_all", devices)
+        if key not in self._named:
+            self._named[key] = {name: new_group(ranks, description=name) for name, ranks in lists.items()}
+        return dict(self._named[key])
 
     def build(self, *axes: str | Sequence[str]) -> None:
         """Make the groups of several axes now, in this order."""

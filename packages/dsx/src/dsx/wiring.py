@@ -137,6 +137,7 @@ def _join_processes(config: Config, request: Request, joins: bool) -> Topology:
     mpu, group = request.mpu, None
     if mpu is not None:
         group = mpu.get_data_parallel_group()
+        comm.parallel_groups.use(mpu)
     return Topology(
         rank=comm.get_rank(),
         world_size=comm.get_world_size(),
