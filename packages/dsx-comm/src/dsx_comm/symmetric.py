@@ -1,22 +1,34 @@
 """`empty`: a tensor in memory that all ranks of the host can address, where the group has such memory.
 
 On groups of the "dsx" backend it lies in memory shared by the ranks: gathers read the peers' shards straight into their
-destination, reductions sum the peers' tensors where they lie. On CUDA it comes from torch's symmetric memory where this torch
-has that for the group's devices. Anywhere else it is an ordinary tensor, and everything works as without it.
+destination, reductions sum the peers' tensors where they lie. On CUDA it comes from torch's symmetric memory, where all
+ranks can have that: on one machine, with devices that reach each other's memory. Anywhere else it is an ordinary tensor,
+and everything works as without it.
 """
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from .errors import CommArgumentError
-from .groups import member
+from .groups import Membership, member
+from .objects import all_gather_object
 from .shm.memory import allocate
 from .shm.process_group import ShmProcessGroup
+
+_log = logging.getLogger(__name__)
+
+_DEVICES = ("cuda",)  # that torch has symmetric memory for
+_ON_DEVICE: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""By storage: the name of the group whose ranks share it on their devices."""
 
 
 def empty(
@@ -35,22 +47,24 @@ def empty(
         size: as for torch.empty.
         dtype: default torch's default dtype.
         group: None for the default group.
-        device: of the tensor.
+        device: of the tensor. Where the ranks' devices cannot share memory, all ranks get an ordinary tensor, and the log
+            says why (`is_symmetric` tells which it is).
 
     Raises:
         CommArgumentError: a negative size.
-        SymmetricMemoryError: the memory cannot be had (on all ranks, naming the first that failed).
+        SymmetricMemoryError: the host's memory cannot be had (on all ranks, naming the first that failed).
     """
     shape = shape_of(size)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     place = torch.device(device)
     to = member(group)
-    shares = place.type == "cuda" or (place.type == "cpu" and isinstance(to.group, ShmProcessGroup))
-    if not shares or to.size == 1:
-        return torch.empty(shape, dtype=dtype, device=place)
-    if place.type == "cuda":
-        return _on_cuda(shape, dtype, place, to.group)
-    return allocate(to.group, prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    if to.size > 1 and place.type == "cpu" and to.shared:
+        return allocate(to.group, prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    if to.size > 1 and place.type in _DEVICES and prod(shape):
+        shared = _on_device(prod(shape), dtype, place, to)
+        if shared is not None:
+            return shared.view(shape)
+    return torch.empty(shape, dtype=dtype, device=place)
 
 
 def shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -64,14 +78,44 @@ def shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
 def is_symmetric(tensor: torch.Tensor, group: Any = None) -> bool:
     """True if `tensor` lies in memory from `empty` or a `SymmetricArena` that the ranks of the group share on this host."""
     to = member(group)
-    return isinstance(to.group, ShmProcessGroup) and to.group.memories.find(tensor)[0] >= 0
+    if tensor.is_cpu:
+        return isinstance(to.group, ShmProcessGroup) and to.group.memories.find(tensor)[0] >= 0
+    return _ON_DEVICE.get(tensor.untyped_storage()) == to.group.group_name
 
 
-def _on_cuda(shape: Any, dtype: torch.dtype, device: torch.device, group: Any) -> torch.Tensor:
+def _on_device(numel: int, dtype: torch.dtype, device: torch.device, to: Membership) -> torch.Tensor | None:
+    """torch's symmetric memory, or None on all ranks where one cannot have it."""
+    tensor, symmetric, problem = None, None, ""
     try:
         from torch.distributed import _symmetric_memory as symmetric
-    except ImportError:  # this torch has none
-        return torch.empty(shape, dtype=dtype, device=device)
-    tensor = symmetric.empty(*shape, dtype=dtype, device=device)
-    symmetric.rendezvous(tensor, group.group_name)
-    return tensor
+
+        tensor = symmetric.empty(numel, dtype=dtype, device=device)
+    except (ImportError, RuntimeError) as error:  # this torch has none, or not for this device
+        problem = str(error)
+    if _all_can(problem, to) and symmetric is not None and tensor is not None:
+        try:
+            symmetric.rendezvous(tensor, to.group.group_name)
+        except RuntimeError as error:  # devices that do not reach each other's memory
+            problem = str(error)
+        if _all_can(problem, to):
+            _ON_DEVICE[tensor.untyped_storage()] = to.group.group_name
+            return tensor
+    return None
+
+
+def _all_can(problem: str, to: Membership) -> bool:
+    """Whether no rank of the group has a problem and all are on one machine; the same answer on all. Collective."""
+    answers: list[Any] = [None] * to.size
+    all_gather_object(answers, (_machine(), problem), to.group)
+    said = [f"rank {rank}: {why}" for rank, (_, why) in zip(to.ranks, answers) if why]
+    if len({machine for machine, _ in answers}) > 1:
+        said.append("the ranks are on several machines")
+    if said and to.rank == 0:
+        _log.info("no symmetric memory on the devices, tensors are ordinary ones: %s", said[0].splitlines()[0])
+    return not said
+
+
+def _machine() -> str:
+    """What tells machines apart: names may be alike, the kernel's number of this boot is not."""
+    number = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {number.read_text().strip() if number.exists() else ''}"

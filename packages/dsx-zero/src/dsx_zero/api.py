@@ -393,7 +393,7 @@ class _Build:
         """A group for words of a few bytes in host memory."""
         if dsx_comm.get_backend(self.process_group) == "gloo":
             return self.process_group
-        return self.groups.take("gloo")
+        return self.groups.take_control()
 
     def _broadcast(self, buffers: Sequence[torch.Tensor]) -> None:
         """Rank 0's parameters and buffers become everybody's."""

@@ -19,7 +19,7 @@ from dsx_comm.discovery import discover
 __all__ = ["LentGroups", "join_launched_ranks"]
 
 _IDLE: WeakKeyDictionary[Any, dict[tuple[str, int], Any]] = WeakKeyDictionary()
-"""By the user's group: what was handed back, by backend and a number that is the same on all ranks."""
+"""By the user's group: what was handed back, by kind and a number that is the same on all ranks."""
 
 _MADE: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """How many groups were made beside the user's group."""
@@ -46,19 +46,38 @@ class LentGroups:
 
     def take(self, backend: str) -> Any:
         """A group of the same ranks (collective). One that was handed back, if every rank has it."""
-        beside = self._beside = dsx_comm.get_world_group() if self._beside is None else self._beside
+        return self._take(backend, backend)
+
+    def take_control(self) -> Any:
+        """As `take`: a group for words of a few bytes in host memory.
+
+        In shared memory where the ranks have that (a rank that ends is named on the others at once), else gloo; gloo too
+        where the user's group is.
+        """
+        if dsx_comm.get_backend(self._parent()) == "gloo":
+            return self._take("control", "gloo")
+        return self._take("control", "dsx", dsx_comm.ShmOptions(slice_bytes=4096, warn=False))
+
+    def _parent(self) -> Any:
+        if self._beside is None:
+            self._beside = dsx_comm.get_world_group()
+        return self._beside
+
+    def _take(self, kind: str, backend: str, options: dsx_comm.ShmOptions | None = None) -> Any:
+        beside = self._parent()
         idle = _IDLE.setdefault(beside, {})
-        mine = [number for kind, number in idle if kind == backend]
+        mine = [number for known, number in idle if known == kind]
         everybody: list[Any] = [None] * dsx_comm.get_world_size(beside)
         dsx_comm.all_gather_object(everybody, mine, group=beside)
         common = set(mine).intersection(*everybody)
         if common:
-            key = (backend, min(common))
+            key = (kind, min(common))
             group = idle.pop(key)
         else:
-            key = (backend, _MADE.get(beside, 0))
+            key = (kind, _MADE.get(beside, 0))
             _MADE[beside] = key[1] + 1
-            group = dsx_comm.new_group(dsx_comm.get_all_ranks_from_group(beside), backend=backend, local=True)
+            ranks = dsx_comm.get_all_ranks_from_group(beside)
+            group = dsx_comm.new_group(ranks, backend=backend, local=True, options=options)
         self._lent[key] = group
         return group
 

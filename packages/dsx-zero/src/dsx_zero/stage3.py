@@ -48,7 +48,7 @@ class Ranks:
     def of(cls, process_group: Any, rank: int, world_size: int, groups: LentGroups) -> Ranks:
         """Take the group for gathers and the one for words in host memory (collective)."""
         gathers = groups.take(dsx_comm.get_backend(process_group))
-        return cls(rank, world_size, process_group, gathers, groups.take("gloo"))
+        return cls(rank, world_size, process_group, gathers, groups.take_control())
 
 
 @dataclass(frozen=True)
