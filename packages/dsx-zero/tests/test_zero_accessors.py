@@ -116,7 +116,7 @@ def test_writing_reaches_masters_parameters_states_and_steps(world):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_frozen_parameter_has_no_gradient_and_no_states(stage):
+def test_a_frozen_parameter_has_no_gradient_no_states_and_no_master(stage):
     def work(rank, world):
         model, _ = dsx_zero.shard(tiny.Frozen(), lambda p: torch.optim.SGD(p, lr=0.1), stage=stage)
         frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -124,6 +124,7 @@ def test_a_frozen_parameter_has_no_gradient_and_no_states(stage):
             assert safe_get_full_grad(p) is None and safe_get_local_grad(p) is None
             assert safe_get_full_optimizer_state(p, "exp_avg") is None
             assert safe_get_local_optimizer_state(p, "exp_avg") is None
+            assert safe_get_full_fp32_param(p) is None and safe_get_local_fp32_param(p) is None
         return len(frozen)
 
     assert min(run_ranks(work, 2)) > 0
@@ -132,7 +133,7 @@ def test_a_frozen_parameter_has_no_gradient_and_no_states(stage):
 def test_mistakes_are_named():
     model, optimizer = dsx_zero.shard(tiny.Frozen(), lambda p: torch.optim.SGD(p, lr=0.1), stage=2)
     with pytest.raises(dsx_zero.ZeroStateError, match="frozen"):
-        safe_get_full_fp32_param(model.layers[0].weight)
+        safe_set_full_fp32_param(model.layers[0].weight, torch.zeros(6, 6))
     with pytest.raises(dsx_zero.ZeroStateError, match="not a parameter"):
         safe_get_full_fp32_param(torch.zeros(3))
     with pytest.raises(dsx_zero.ZeroStateError, match="optimizer="):
@@ -145,3 +146,85 @@ def test_mistakes_are_named():
         safe_set_full_optimizer_state(model.layers[1].weight, torch.zeros(6, 6), "exp_avg")
     with pytest.raises(dsx_zero.ZeroStateError, match="no reduced gradient"):
         safe_set_full_grad(model.layers[1].weight, torch.zeros(6, 6))
+
+
+def before_the_boundary(rank, world, stage, dtype):
+    """Gradients after each of three micro-batches: the first inside `no_sync`, the second too, the third reduced, a fourth on top."""
+    model = tiny.MLP().to(dtype)
+    model, optimizer = dsx_zero.shard(
+        model, lambda p: torch.optim.SGD(p, lr=0.1), stage=stage, config={"stage3_param_persistence_threshold": 8},
+        precision=dsx_zero.Precision(gradients=torch.float32),
+    )  # fmt: skip
+    oracle = tiny.MLP().to(dtype)
+    tolerance = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 1e-2}
+
+    def gradients(number, who):
+        oracle.zero_grad()
+        x, y = oracle.example(2, seed=10 * number + who)
+        oracle.loss(x.to(dtype), y).backward()
+        return {n: p.grad.float() for n, p in oracle.named_parameters()}
+
+    def total(*parts):
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+    def mean(*numbers):
+        every = [gradients(number, who) for number in numbers for who in range(world)]
+        return {name: value / world for name, value in total(*every).items()}
+
+    def check(expected):
+        now = named(model)
+        assert_close_named({n: safe_get_full_grad(p) for n, p in now.items()}, expected, **tolerance)
+        for name, p in now.items():
+            part = safe_get_local_grad(p)
+            view = optimizer.group_of(name).layout.local_slice(name, rank)
+            flat = expected[name].reshape(-1)
+            want = flat if world == 1 or stage == 0 else flat[:0] if view is None else flat[view.start : view.stop]
+            if part is not None and want.numel():
+                torch.testing.assert_close(part.float().reshape(-1), want, **tolerance)
+
+    def backward(number):
+        x, y = model.example(2, seed=10 * number + rank)
+        model.loss(x.to(dtype), y).backward()
+
+    for _ in range(2):
+        with optimizer.no_sync():
+            backward(0)
+            check(gradients(0, rank))
+            backward(1)
+            check(total(gradients(0, rank), gradients(1, rank)))
+            if world > 1:
+                with pytest.raises(dsx_zero.ZeroStateError, match="no reduced gradient now"):
+                    safe_set_full_grad("layers.0.weight", torch.ones(16, 8), optimizer=optimizer)
+        backward(2)
+        check(mean(0, 1, 2))
+        with optimizer.no_sync():
+            backward(3)
+            check(total(mean(0, 1, 2), gradients(3, rank)) if world > 1 else mean(0, 1, 2, 3))
+        backward(4)
+        check(mean(0, 1, 2, 3, 4))
+        optimizer.zero_grad()
+        assert all(safe_get_full_grad(p) is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_before_the_boundary_are_this_ranks_sum_so_far(world, dtype):
+    for stage in range(4):
+        run_ranks(before_the_boundary, world, stage, dtype)
+
+
+def test_arguments_can_be_given_by_the_names_that_scripts_use():
+    model, optimizer = dsx_zero.shard(tiny.MLP(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), stage=2)
+    x, y = model.example(2)
+    model.loss(x, y).backward()
+    p = model.layers[0].weight
+    safe_set_full_grad(param=p, value=safe_get_full_grad(param=p))
+    safe_set_local_grad(param=p, value=safe_get_local_grad(param=p))
+    safe_update_full_grad_vectorized(param_list=[p], update_func=lambda grad, param: 2 * grad)
+    optimizer.step()
+    safe_set_full_fp32_param(param=p, value=safe_get_full_fp32_param(param=p))
+    safe_set_local_fp32_param(param=p, value=safe_get_local_fp32_param(param=p))
+    state = safe_get_full_optimizer_state(param=p, optim_state_key="momentum_buffer")
+    safe_set_full_optimizer_state(param=p, value=state, optim_state_key="momentum_buffer")
+    state = safe_get_local_optimizer_state(param=p, optim_state_key="momentum_buffer")
+    safe_set_local_optimizer_state(param=p, value=state, optim_state_key="momentum_buffer")

@@ -43,8 +43,11 @@ from .leaves import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
+    z3_leaf_parameter,
 )
 from .loading import SliceLoad
 from .optimizer import StepOutcome, ZeroOptimizer
@@ -72,9 +75,12 @@ __all__ = [
     "register_external_parameter",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unregister_external_parameter",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
+    "z3_leaf_parameter",
     "MemoryNeeds",
     "ParamSlice",
     "Precision",

@@ -4,7 +4,9 @@ Full accessors take and give whole tensors in their logical shape and are collec
 ones take and give this rank's 1-D slice (empty where it owns nothing). A parameter is named by the object that
 `model.named_parameters()` gives, or by its name together with `optimizer=`.
 
-Gradients can be read between a backward that reduces and the step. They are as backward left them: under loss scaling they are scaled.
+Gradients can be read between a backward and the step. They are as backward left them: under loss scaling they are scaled. What no reduction
+has taken yet (earlier micro-batches at stages 0 and 1, backwards inside `no_sync`) shows as this rank's own sum so far, not averaged over
+the ranks; it can be read, not written. The names of the arguments are those that scripts use.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class _View:
         self.group: FlatGroup = self.optimizer.group_of(self.name)
         if not self.group.trainable:
             raise ZeroStateError(
-                f"{self.name}: is frozen and has no master, gradient or optimizer state; read the parameter"
+                f"{self.name}: is frozen and has no master, gradient or optimizer state; change the parameter itself (at stage 3 inside "
+                "dsx_zero.GatheredParameters)"
             )
         self.master: Master | None = self.optimizer.master_of(self.name)
         self.index = self.group.layout.index(self.name)
@@ -95,6 +98,10 @@ class _View:
     def grad_slice(self) -> torch.Tensor | None:
         """This rank's reduced gradient, a view; None when there is none."""
         return self.runtime.gradients.view(self.group, self.index, self.part)
+
+    def unreduced(self) -> torch.Tensor | None:
+        """This rank's own gradient that no reduction has taken, in the parameter's shape."""
+        return self.runtime.gradients.unreduced(self.group, self.index)
 
     def state(self, key: str) -> Any:
         return None if self.master is None else self.optimizer.state.get(self.master.tensor, {}).get(key)
@@ -162,28 +169,28 @@ def _is_frozen(parameter: Parameter, optimizer: ZeroOptimizer | None) -> bool:
 # Whole tensors --------------------------------------------------------------------------------------------------------
 
 
-def safe_get_full_fp32_param(parameter: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
-    """The whole master value, a new tensor."""
-    view = _View(parameter, optimizer)
+def safe_get_full_fp32_param(param: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
+    """The whole master value, a new tensor; None for a frozen parameter, which has no master."""
+    if _is_frozen(param, optimizer):
+        return None
+    view = _View(param, optimizer)
     return view.whole(view.master_slice() if view.master is not None else None)
 
 
-def safe_set_full_fp32_param(
-    parameter: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None
-) -> None:
+def safe_set_full_fp32_param(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
     """Set the whole master value and the parameter with it."""
-    view = _View(parameter, optimizer)
+    view = _View(param, optimizer)
     view.master_slice().copy_(view.cut(value))
     view.optimizer.refresh(view.name, value)
 
 
 def safe_get_full_optimizer_state(
-    parameter: Parameter, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
+    param: Parameter, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
 ) -> torch.Tensor | None:
     """A whole optimizer state ("exp_avg", ...); None before the first step, and for a frozen parameter."""
-    if _is_frozen(parameter, optimizer):
+    if _is_frozen(param, optimizer):
         return None
-    view = _View(parameter, optimizer)
+    view = _View(param, optimizer)
     state = view.state(optim_state_key)
     if state is not None and (not isinstance(state, torch.Tensor) or state.numel() != view.part.numel):
         raise ZeroStateError(f"{view.name}: the state {optim_state_key!r} is a single value; read optimizer.state")
@@ -191,58 +198,57 @@ def safe_get_full_optimizer_state(
 
 
 def safe_set_full_optimizer_state(
-    parameter: Parameter, value: torch.Tensor, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
+    param: Parameter, value: torch.Tensor, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
 ) -> None:
     """Set a whole optimizer state. It must exist: the optimizer has stepped, or a checkpoint was loaded."""
-    view = _View(parameter, optimizer)
+    view = _View(param, optimizer)
     part = view.cut(value)
     if view.master is not None:
         _state_of(view, optim_state_key).reshape(-1).copy_(part)
 
 
-def safe_get_full_grad(parameter: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
-    """The whole reduced gradient in fp32; None when there is none."""
-    if _is_frozen(parameter, optimizer):
+def safe_get_full_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
+    """The whole gradient in fp32, averaged over the ranks as far as it has been reduced; None when there is none."""
+    if _is_frozen(param, optimizer):
         return None
-    view = _View(parameter, optimizer)
-    whole = view.whole(view.grad_slice() if view.part.numel else None)
-    return None if whole is None else whole.float()
+    view = _View(param, optimizer)
+    reduced = view.whole(view.grad_slice() if view.part.numel else None)
+    return _sum(reduced, view.unreduced())
 
 
-def safe_set_full_grad(parameter: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
+def safe_set_full_grad(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
     """Set the whole reduced gradient."""
-    view = _View(parameter, optimizer)
+    view = _View(param, optimizer)
     part = view.cut(value)
-    if view.part.numel:
-        _grad_of(view).copy_(part)
+    _write_grad(view, part)
 
 
 def safe_update_full_grad_vectorized(
-    parameters: Sequence[Parameter],
-    update: Callable[[torch.Tensor, Any], torch.Tensor],
+    param_list: Sequence[Parameter],
+    update_func: Callable[[torch.Tensor, Any], torch.Tensor],
     *,
     optimizer: ZeroOptimizer | None = None,
 ) -> None:
-    """Replace the whole gradient g of each parameter p by `update(g, p)`; those without a gradient are left out."""
-    for parameter in parameters:
-        grad = safe_get_full_grad(parameter, optimizer=optimizer)
+    """Replace the whole gradient g of each parameter p by `update_func(g, p)`; those without a gradient are left out."""
+    for param in param_list:
+        grad = safe_get_full_grad(param, optimizer=optimizer)
         if grad is not None:
-            safe_set_full_grad(parameter, update(grad, parameter), optimizer=optimizer)
+            safe_set_full_grad(param, update_func(grad, param), optimizer=optimizer)
 
 
 # This rank's slices ---------------------------------------------------------------------------------------------------
 
 
-def safe_get_local_fp32_param(parameter: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor:
-    """This rank's master slice, a copy."""
-    return _View(parameter, optimizer).master_slice().clone()
+def safe_get_local_fp32_param(param: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
+    """This rank's master slice, a copy; None for a frozen parameter, which has no master."""
+    if _is_frozen(param, optimizer):
+        return None
+    return _View(param, optimizer).master_slice().clone()
 
 
-def safe_set_local_fp32_param(
-    parameter: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None
-) -> None:
+def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
     """Set this rank's master slice and make it visible in the parameter (collective; ranks may give different values)."""
-    view = _View(parameter, optimizer)
+    view = _View(param, optimizer)
     view.master_slice().copy_(view.check_local(value))
     whole = view.whole(view.master_slice() if view.master is not None else None)
     if whole is not None:
@@ -250,39 +256,41 @@ def safe_set_local_fp32_param(
 
 
 def safe_get_local_optimizer_state(
-    parameter: Parameter, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
+    param: Parameter, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
 ) -> torch.Tensor | None:
     """This rank's slice of an optimizer state, a copy; None when there is none."""
-    if _is_frozen(parameter, optimizer):
+    if _is_frozen(param, optimizer):
         return None
-    state = _View(parameter, optimizer).state(optim_state_key)
+    state = _View(param, optimizer).state(optim_state_key)
     return state.detach().reshape(-1).clone() if isinstance(state, torch.Tensor) else state
 
 
 def safe_set_local_optimizer_state(
-    parameter: Parameter, value: torch.Tensor, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
+    param: Parameter, value: torch.Tensor, optim_state_key: str, *, optimizer: ZeroOptimizer | None = None
 ) -> None:
     """Set this rank's slice of an optimizer state."""
-    view = _View(parameter, optimizer)
+    view = _View(param, optimizer)
     part = view.check_local(value)
     if view.master is not None:
         _state_of(view, optim_state_key).reshape(-1).copy_(part)
 
 
-def safe_get_local_grad(parameter: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
-    """This rank's slice of the reduced gradient, a copy; None when there is none."""
-    if _is_frozen(parameter, optimizer):
+def safe_get_local_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
+    """This rank's slice of what `safe_get_full_grad` gives, in the dtype of accumulation, a copy; None when there is none."""
+    if _is_frozen(param, optimizer):
         return None
-    grad = _View(parameter, optimizer).grad_slice()
-    return None if grad is None else grad.clone()
+    view = _View(param, optimizer)
+    own = view.unreduced()
+    slices = (view.grad_slice(), None if own is None else view.cut(own))
+    there = [piece for piece in slices if piece is not None]
+    return sum(there[1:], there[0].clone()) if there else None
 
 
-def safe_set_local_grad(parameter: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
+def safe_set_local_grad(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
     """Set this rank's slice of the reduced gradient."""
-    view = _View(parameter, optimizer)
+    view = _View(param, optimizer)
     part = view.check_local(value)
-    if view.part.numel:
-        _grad_of(view).copy_(part)
+    _write_grad(view, part)
 
 
 def _state_of(view: _View, key: str) -> torch.Tensor:
@@ -295,8 +303,16 @@ def _state_of(view: _View, key: str) -> torch.Tensor:
     return state
 
 
-def _grad_of(view: _View) -> torch.Tensor:
-    grad = view.grad_slice()
-    if grad is None:
-        raise ZeroStateError(f"{view.name}: has no reduced gradient now; call between backward and step")
-    return grad
+def _write_grad(view: _View, part: torch.Tensor) -> None:
+    if view.unreduced() is not None or (view.part.numel and view.grad_slice() is None):
+        raise ZeroStateError(
+            f"{view.name}: has no reduced gradient now; write between the backward of an update's last micro-batch and the step"
+        )
+    if (grad := view.grad_slice()) is not None and view.part.numel:
+        grad.copy_(part)
+    view.runtime.gradients.changed()
+
+
+def _sum(reduced: torch.Tensor | None, own: torch.Tensor | None) -> torch.Tensor | None:
+    there = [piece.detach().float() for piece in (reduced, own) if piece is not None]
+    return sum(there[1:], there[0].clone()) if there else None

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from .errors import ZeroModelError
+from .restored import current_parameter
 
 __all__ = [
     "fine_modules",
@@ -20,8 +22,11 @@ __all__ = [
     "named_leaves",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
+    "z3_leaf_parameter",
 ]
 
 _LEAVES: WeakSet[nn.Module] = WeakSet()
@@ -29,30 +34,87 @@ _LEAVES: WeakSet[nn.Module] = WeakSet()
 Chosen = Iterable[type[nn.Module] | str]
 
 
-def _find(model: nn.Module, chosen: Chosen) -> list[nn.Module]:
-    wanted = list(chosen)
-    found = []
-    for name, module in model.named_modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        if any(isinstance(module, w) if isinstance(w, type) else w in kinds or w == name for w in wanted):
-            found.append(module)
-    if not found:
+def _find(model: nn.Module, chosen: Chosen, raise_if_not_found: bool) -> list[nn.Module]:
+    wanted = [chosen] if isinstance(chosen, (str, type)) else list(chosen)
+    found = [
+        module
+        for name, module in model.named_modules()
+        if any(isinstance(module, w) if isinstance(w, type) else w == name or _is_a(module, w) for w in wanted)
+    ]
+    if not found and raise_if_not_found:
         names = ", ".join(w.__name__ if isinstance(w, type) else w for w in wanted)
         raise ZeroModelError(f"no module of the model is named, or of a class among: {names}")
     return found
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Chosen) -> list[nn.Module]:
-    """Mark the modules of these classes (or class names, or full module names). Call it before the model is sharded.
+def _is_a(module: nn.Module, name: str) -> bool:
+    """Whether a module is of the class of this name, bare or with its Python module, or of a class derived from it."""
+    return any(name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}") for kind in type(module).__mro__)
 
-    Returns the modules.
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Chosen, raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules of these classes. Call it before the model is sharded.
+
+    Args:
+        model: where to look.
+        leaf_module_classes: classes, class names (bare, or with their Python module: "transformers.models.mixtral.modeling_mixtral.X"),
+            or full names of modules.
+        raise_if_not_found: whether it is an error that there is none.
+
+    Returns:
+        The modules.
 
     Raises:
-        ZeroModelError: if there is none.
+        ZeroModelError: there is none.
     """
-    found = _find(model, leaf_module_classes)
+    found = _find(model, leaf_module_classes, raise_if_not_found)
     _LEAVES.update(found)
     return found
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their full names (those of `named_modules()`).
+
+    Args:
+        model: where to look.
+        module_names: the names.
+        flag: False takes the mark off.
+        raise_if_not_found: whether a name that no module has is an error.
+
+    Returns:
+        The modules, and the names that no module has.
+
+    Raises:
+        ZeroModelError: for names that no module has; nothing was marked.
+    """
+    return _mark_by("names", model, module_names, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules whose full names end so. Arguments, results and errors are those of `set_z3_leaf_modules_by_name`."""
+    return _mark_by("name_suffixes", model, module_name_suffixes, flag, raise_if_not_found)
+
+
+def _mark_by(
+    key: str, model: nn.Module, entries: Iterable[str], flag: bool, raise_if_not_found: bool
+) -> tuple[list[nn.Module], list[str]]:
+    wanted = [entries] if isinstance(entries, str) else list(entries)
+    modules = dict(model.named_modules())
+    found = [module for name, module in modules.items() if any(_fits(key, entry, name, module) for entry in wanted)]
+    missing = [entry for entry in wanted if not any(_fits(key, entry, n, m) for n, m in modules.items())]
+    if missing and raise_if_not_found:
+        raise ZeroModelError(
+            f"no module of the model fits {key} {missing}; the names are those of model.named_modules()"
+        )
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found, missing
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -63,9 +125,11 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
         _LEAVES.discard(model)
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Chosen) -> list[nn.Module]:
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Chosen, raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Undo ``set_z3_leaf_modules``. Returns the modules."""
-    found = _find(model, leaf_module_classes)
+    found = _find(model, leaf_module_classes, raise_if_not_found)
     for module in found:
         _LEAVES.discard(module)
     return found
@@ -79,6 +143,12 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def z3_leaf_module(module: nn.Module) -> bool:
     """Whether the module is marked."""
     return module in _LEAVES
+
+
+def z3_leaf_parameter(param: torch.Tensor) -> bool:
+    """Whether the parameter belongs to a marked module, or to a module inside one."""
+    param = current_parameter(param)
+    return any(param is own for leaf in _LEAVES for own in leaf.parameters())
 
 
 def named_leaves(
@@ -110,7 +180,7 @@ def _fits(key: str, entry: str, name: str, module: nn.Module) -> bool:
         return name == entry
     if key == "name_suffixes":
         return name.endswith(entry)
-    return any(entry in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}") for kind in type(module).__mro__)
+    return _is_a(module, entry)
 
 
 def fine_modules(model: nn.Module, threshold: int) -> frozenset[str]:

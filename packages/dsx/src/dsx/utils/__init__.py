@@ -55,11 +55,14 @@ __all__ = [
     "get_z3_leaf_modules",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
+    "z3_leaf_parameter",
     "RepeatingLoader",
 ]
-_FROM_ZERO = tuple(name for name in __all__ if name.startswith("safe_") or "z3_leaf_module" in name)
+_FROM_ZERO = tuple(name for name in __all__ if name.startswith("safe_") or "z3_leaf_" in name)
 
 
 def __getattr__(name: str) -> Any:
