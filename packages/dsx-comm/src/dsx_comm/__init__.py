@@ -95,6 +95,7 @@ from .shm.native import native_status
 from .shm.process_group import ShmProcessGroup
 from .shm.register import FallbackWarning, register
 from .shm.segment import ShmOptions
+from .sparse import sparse_allreduce
 from .summary import log_summary
 from .symmetric import empty, is_symmetric
 from .topology import (
@@ -215,5 +216,6 @@ __all__ = [
     "scatter",
     "scatter_object_list",
     "send",
+    "sparse_allreduce",
     "unit",
 ]

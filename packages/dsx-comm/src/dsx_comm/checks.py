@@ -67,7 +67,9 @@ def tensor_of(value: Any, name: str, what: str = "tensor") -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise CommArgumentError(f"{name}: {what}: got {type(value).__name__}, expected a tensor")
     if value.layout != torch.strided:
-        raise CommArgumentError(f"{name}: {what}: got layout {value.layout}, expected a dense tensor (.to_dense())")
+        raise CommArgumentError(
+            f"{name}: {what}: got layout {value.layout}, expected a dense tensor (.to_dense()); sparse_allreduce takes sparse ones"
+        )
     return value
 
 
