@@ -1,5 +1,8 @@
 """Asynchronous quantised reduce-scatter: both hops go on beside the caller, in the order of calls, with the results of synchronous ones."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -138,6 +141,34 @@ def test_the_thread_ends_when_idle_and_comes_again(monkeypatch):
         assert not threads()
 
 
+ENDING = """
+import sys, time, torch
+from dsx_comm.calls import Call
+from dsx_comm.step_lane import StepLane
+lane = StepLane()
+call = Call("op", None, 1, 8, 8, torch.device("cpu"), {})
+lane.do([(call, lambda: time.sleep(0.3)), (call, lambda: print("through", flush=True))], [torch.zeros(1)], True)
+"""
+
+
+def test_a_process_that_ends_lets_its_steps_end_first():
+    """A thread inside a backend when the interpreter goes away aborts the process."""
+    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "through\n"), ended.stderr
+
+
+def test_a_forked_child_has_a_lane_of_its_own():
+    lane, tensor, release = StepLane(), torch.zeros(1), threading.Event()
+    mine = lane.do([(call(), release.wait)], [tensor], True)
+    child = os.fork()
+    if child == 0:
+        theirs = []
+        lane.do([(call(), lambda: theirs.append(1))], [tensor], True).wait()
+        os._exit(0 if theirs == [1] else 1)
+    release.set()
+    assert mine.wait() and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 class RecordingCuda:
     """Streams and events that write down what is asked of them; a host that waits would raise (there is no synchronize)."""
 
@@ -196,14 +227,14 @@ class DeviceTensor:
 
 @pytest.mark.parametrize("async_op", [True, False])
 def test_on_a_device_all_steps_are_enqueued_on_a_stream_of_their_own(async_op):
-    cuda = RecordingCuda()
+    cuda, before = RecordingCuda(), threads()
     lane = StepLane(cuda)
     steps = [(call(), lambda n=n: cuda.log.append(f"step {n} on {cuda._current}")) for n in (1, 2)]
     handle = lane.do(steps, [DeviceTensor(cuda)], async_op)
     enqueued = [
         "lane's waits for caller's", "step 1 on lane's", "step 2 on lane's", "record on lane's", "memory kept for lane's",
     ]  # fmt: skip
-    assert not threads()
+    assert set(threads()) <= set(before), "no thread is started"
     if not async_op:
         assert handle is None and cuda.log == [*enqueued, "caller's waits for the event"]
         return

@@ -11,7 +11,10 @@ ranks use a group in the same order. The groups of these steps must be used thro
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -23,6 +26,7 @@ import torch
 from .calls import Call, run
 from .collectives import settle
 from .errors import CollectiveTimeoutError
+from .hang import GRACE
 from .works import Handle
 
 Step = tuple[Call, Callable[[], None]]
@@ -99,10 +103,11 @@ class _HostSteps:
     """The thread and its queue."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[list[tuple[Callable[[], None], Promise]]] = SimpleQueue()
+        self._queue: SimpleQueue[list[tuple[Callable[[], None], Promise]] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._last: Promise | None = None
+        _ALL.add(self)
 
     def begin(self, steps: Sequence[Step]) -> Handle:
         """Queue the steps; their calls are counted now."""
@@ -123,6 +128,17 @@ class _HostSteps:
             with suppress(Exception):
                 last.wait()
 
+    def finish(self) -> None:
+        """End the thread once it is through, or let it be after a moment: a peer that never answers keeps it."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._queue.put(None)
+            thread.join(GRACE)
+
+    def forked(self) -> None:
+        """This is a child of the process: it has not the thread, and no part in its parent's calls."""
+        self.__init__()
+
     def _work(self) -> None:
         while True:
             try:
@@ -133,6 +149,8 @@ class _HostSteps:
                         self._thread = None
                         return
                 continue
+            if steps is None:
+                return
             error: BaseException | None = None
             for step, promise in steps:
                 if error is None:
@@ -143,6 +161,22 @@ class _HostSteps:
                         error = found
                 promise.keep(error)
             del steps, error
+
+
+_ALL: weakref.WeakSet[_HostSteps] = weakref.WeakSet()
+
+
+def _each(do: Callable[[_HostSteps], None]) -> Callable[[], None]:
+    def for_all() -> None:
+        for steps in list(_ALL):
+            do(steps)
+
+    return for_all
+
+
+# A thread inside the backend when the interpreter ends would abort the process.
+atexit.register(_each(_HostSteps.finish))
+os.register_at_fork(after_in_child=_each(_HostSteps.forked))
 
 
 def _handing_out(promise: Promise) -> Callable[[], Handle]:
