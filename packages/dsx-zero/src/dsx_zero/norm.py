@@ -1,11 +1,13 @@
 """The global gradient norm and the overflow check: one pass over what this rank holds, one tiny all-reduce.
 
 A non-finite gradient makes the sum of squares non-finite on every rank, so that the norm is the overflow flag too. Squares are
-summed per buffer in fp32 by the norm kernel and across buffers in fp64.
+summed per buffer in fp32 by the norm kernel and across buffers in fp64. A sum of squares beyond fp32 is infinite, as in torch's own norms: which
+elements share a buffer depends on the stage and on the number of ranks, and must not decide that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,8 @@ import dsx_comm
 import torch
 
 __all__ = ["CLIP_EPSILON", "global_norm"]
+
+_LARGEST = torch.finfo(torch.float32).max
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -33,7 +37,9 @@ def global_norm(blocks: Sequence[torch.Tensor], *, device: torch.device, group: 
         total += torch.stack([n.to(device=device, dtype=dtype) for n in norms]).square().sum()
     if shared:
         dsx_comm.all_reduce(total, op=dsx_comm.ReduceOp.SUM, group=group)
-    return total.sqrt()
+    if all(block.dtype == torch.float64 for block in blocks):
+        return total.sqrt()
+    return torch.where(total > _LARGEST, math.inf, total).sqrt()
 
 
 def _norm(block: torch.Tensor) -> torch.Tensor:

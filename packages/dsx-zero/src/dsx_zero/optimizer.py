@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from .loading import SliceLoad, read_slices
 from .local_state import count_bytes, load_local, save_local
 from .masters import Master, copy_targets, refresh_master, write_parameters
 from .model_check import ModelCheck
+from .nonfinite import NonFiniteWarning
 from .norm import CLIP_EPSILON, global_norm
 from .param_groups import StateView, StepGroups, checked_state
 from .partitioned_unit import is_partitioned
@@ -185,6 +187,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.released = False
         """Whether the model may be sharded anew."""
         self._on_release: list[Callable[[], object]] = []
+        self._nonfinite = NonFiniteWarning(runtime)
         self._loss_scale: Callable[[], float] = lambda: 1.0
         self._dynamic_loss_scale = False
         self._connect_norms()
@@ -342,6 +345,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             everywhere = self._sum_over_ranks(norm) if local else norm
             if not torch.isfinite(everywhere).item():
                 return self._note(StepOutcome(True, everywhere, loss))
+        self._nonfinite.look(norm, everywhere=not local)
         factor = self._factor(norm, grad_scale, max_norm)
         self._edits.take_over()
         self._step_inner(factor)
@@ -573,7 +577,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         keywords: dict[str, Any] = {"copy_out": self._copies} if self._copies else {}
         if isinstance(factor, float) and factor == 1.0:
             self.inner.step(**keywords)
-        elif self._takes_scale:
+        elif self._takes_scale and (isinstance(factor, torch.Tensor) or _has_reciprocal(factor)):
             self.inner.step(**{**keywords, "grad_scale": 1.0 / factor})
         elif self._torch_scales():
             scale = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor, device=self._device)
@@ -605,3 +609,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{type(self.inner).__name__} needs norms of whole tensors but has no `norm_reducer` to sum them over ranks; "
                 "use stage 0"
             )
+
+
+def _has_reciprocal(factor: float) -> bool:
+    """Can gradients be divided by `1 / factor`? Clipping to an infinite norm gives 0, to a NaN gives NaN."""
+    return factor != 0.0 and math.isfinite(factor) and math.isfinite(1.0 / factor)
