@@ -167,6 +167,46 @@ def test_every_instruction_set(problem, case):
         module.set_isa(before)
 
 
+def _halves(dtype):
+    """Pairs of values, [2, dim]; their means are exact in float32 and lie between numbers of `dtype` in many ways."""
+    g = torch.Generator().manual_seed(0)
+    exponents = (
+        torch.randint(-30, 30, (2, 41), generator=g)
+        if dtype == torch.bfloat16
+        else torch.randint(-16, 12, (2, 41), generator=g)
+    )
+    values = ((torch.rand(2, 41, generator=g) * 2 - 1) * 2.0**exponents).to(dtype).float()
+    step = torch.finfo(dtype).eps
+    values[:, :8] = torch.tensor(
+        [[1.0] * 8, [1 + step, 1 + 3 * step, 1 - step, 3.0, -1 - step, -1 - 3 * step, 0.0, -1.0]]
+    )
+    values[:, 8] = float("nan")
+    values[:, 9] = float("inf")
+    values[:, 10] = torch.finfo(dtype).max
+    values[:, 11] = torch.finfo(dtype).tiny
+    values[:, 12] = torch.finfo(dtype).tiny / 2
+    return values.to(dtype)
+
+
+@needs_native
+@pytest.mark.native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_are_rounded_to_the_nearest_even_on_every_instruction_set(dtype):
+    v = _halves(dtype)
+    expected = v.float().mean(0).to(dtype)  # the weights of a query of zeros are 1/2 each
+    zeros = torch.zeros(1, 1, 2, 41, dtype=dtype)
+    module, before = native.module(), native.module().isa()
+    try:
+        for isa in module.isas():
+            module.set_isa(isa)
+            got = block_sparse_attention(zeros, zeros, v[None, None], torch.ones(1, 1, 1), block=16, backend="native")
+            for row in got[0, 0]:
+                same = (row.view(torch.int16) == expected.view(torch.int16)) | (row.isnan() & expected.isnan())
+                assert same.all(), (isa, v[:, ~same], row[~same], expected[~same])
+    finally:
+        module.set_isa(before)
+
+
 @needs_native
 @pytest.mark.native
 def test_same_bits_in_every_run_and_for_any_number_of_threads(problem):

@@ -1,4 +1,5 @@
-// The only file that knows Python: chooses the instruction set, makes the block lists, deals the work out to threads, releases the GIL.
+// The only file that knows Python: chooses the instruction set, makes the block lists, divides the work among threads,
+// releases the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -101,9 +102,10 @@ class Scratch {
 };
 
 // body(item, thread) for every item, each taken by whichever thread is free.
-template <class Body> void deal(int64_t items, int threads, const Body& body) {
+template <class Body> void run_on_threads(int64_t items, int threads, const Body& body) {
     std::atomic<int64_t> next{0};
-    dsx_native::on_threads(static_cast<int>(std::min<int64_t>(threads, items)), chosen().own_threads, [&](int part, int) {
+    const int used = static_cast<int>(std::min<int64_t>(threads, items));
+    dsx_native::on_threads(used, chosen().own_threads, [&](int part, int) {
         for (int64_t at = next.fetch_add(1); at < items; at = next.fetch_add(1)) body(at, part);
     });
 }
@@ -145,10 +147,13 @@ struct Call {
         check();
     }
     void check() const {
-        const bool blocks = p.block > 0 && p.block <= 128 && p.block % PAD == 0 && p.blocks == (p.seq + p.block - 1) / p.block;
-        const bool heads = p.kv_heads > 0 && p.heads % p.kv_heads == 0 && (p.lists.layouts == 1 || p.lists.layouts == p.heads);
+        const bool blocks =
+            p.block > 0 && p.block <= 128 && p.block % PAD == 0 && p.blocks == (p.seq + p.block - 1) / p.block;
+        const bool heads =
+            p.kv_heads > 0 && p.heads % p.kv_heads == 0 && (p.lists.layouts == 1 || p.lists.layouts == p.heads);
         if (!blocks || !heads || p.dim < 1 || p.dim > 256 || (layout_width != 8 && layout_width != 1))
-            throw std::invalid_argument("sizes that the kernels do not know; dsx_sparse_attn checks them before calling");
+            throw std::invalid_argument(
+                "sizes that the kernels do not know; dsx_sparse_attn checks them before calling");
     }
 };
 
@@ -169,14 +174,14 @@ void forward(const std::vector<int64_t>& numbers, double scale, double keep_scal
         return lists.cost(p.lists.layouts == 1 ? 0 : item / per_head % p.heads, p.blocks, item % per_head) > much;
     });
     const Scratch scratch(call.threads, k.scratch(p.block, p.dim));
-    deal(total, call.threads, [&](int64_t at, int part) {
+    run_on_threads(total, call.threads, [&](int64_t at, int part) {
         const int64_t item = order[at];
         k.forward(p, item / per_head / p.heads, item / per_head % p.heads, item % per_head, scratch.of(part));
     });
 }
 
-// Into how many parts the key blocks of one key head are cut so that `threads` are busy: the fewest that balance, since each
-// part beyond the first has its own dQ. The answer is also the number of dQ buffers to give.
+// Into how many parts the key blocks of one key head are cut so that `threads` are busy: the fewest that balance, since
+// each part beyond the first has its own dQ. The answer is also the number of dQ buffers to give.
 int parts_for(int64_t heads, int threads) {
     for (int parts = 1; parts < threads; ++parts) {
         const int64_t items = heads * parts, rounds = (items + threads - 1) / threads;
@@ -191,7 +196,8 @@ std::vector<int64_t> borders(const Problem& p, const BlockLists& lists, int64_t 
     std::vector<int64_t> sums{0};
     for (int64_t j = 0; j < p.blocks; ++j) {
         int64_t cost = 1;
-        for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) cost += lists.cost(p.lists.layouts == 1 ? 0 : h, p.blocks, j);
+        for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+            cost += lists.cost(p.lists.layouts == 1 ? 0 : h, p.blocks, j);
         sums.push_back(sums.back() + cost);
     }
     std::vector<int64_t> found;
@@ -210,7 +216,7 @@ void backward(const std::vector<int64_t>& numbers, double scale, double keep_sca
     p.lists.col_start = lists.start.data();
     p.lists.col_items = lists.items.data();
     const Scratch scratch(call.threads, k.scratch(p.block, p.dim));
-    deal(p.batch * p.heads * p.blocks, call.threads, [&](int64_t item, int) {
+    run_on_threads(p.batch * p.heads * p.blocks, call.threads, [&](int64_t item, int) {
         const int64_t head = item / p.blocks, begin = item % p.blocks * p.block;
         k.row_dots(p, head / p.heads, head % p.heads, begin, std::min(p.seq, begin + p.block));
     });
@@ -221,7 +227,7 @@ void backward(const std::vector<int64_t>& numbers, double scale, double keep_sca
     const int64_t batches = share_batch ? 1 : p.batch, heads = share_head ? 1 : p.kv_heads;
     for (int64_t phase = 0; phase < (p.batch / batches) * (p.kv_heads / heads); ++phase) {
         const int64_t b0 = share_batch ? phase % p.batch : 0, h0 = share_head ? phase / (p.batch / batches) : 0;
-        deal(batches * heads * parts, call.threads, [&](int64_t item, int thread) {
+        run_on_threads(batches * heads * parts, call.threads, [&](int64_t item, int thread) {
             const int64_t b = b0 + item / parts / heads, h = h0 + item / parts % heads, part = item % parts;
             k.backward(p, b, h, cuts[h][part], cuts[h][part + 1], part, scratch.of(thread));
         });
@@ -249,7 +255,8 @@ PYBIND11_MODULE(_C, m) {
     m.def("set_isa", [](const std::string& name) { chosen().isa.use(name); });
     m.def("set_own_threads", [](bool on) { chosen().own_threads = on; });
     m.def("threads_backend", [] {
-        return std::string(dsx_native::Gomp::get().usable() && !chosen().own_threads ? "torch's OpenMP pool" : "std::thread");
+        const bool pool = dsx_native::Gomp::get().usable() && !chosen().own_threads;
+        return std::string(pool ? "torch's OpenMP pool" : "std::thread");
     });
     m.def("sanitizer", [] {
 #ifdef __SANITIZE_ADDRESS__

@@ -2,9 +2,9 @@
 //
 // Lanes run along the keys. With P = 2^(S - lse), delta = sum(dO * O) per query:
 //     dV^T += dO^T P      dP = dO V^T      dS = P * (dP - delta)      dK^T += Q^T dS      dQ += dS K
-// K and V are transposed once per block of keys, dK and dV back at its end; everything else is read as it lies. dK and dV stay in the
-// cache; dQ is added to in memory, which is why query heads that share keys, and key blocks of one part, are one thread's work.
-// Formulas: Dao et al. 2022 (FlashAttention), appendix B.
+// K and V are transposed once per block of keys, dK and dV back at its end; everything else is read as it lies. dK and
+// dV stay in the cache; dQ is added to in memory, which is why query heads that share keys, and key blocks of one part,
+// are one thread's work. Formulas: Dao et al. 2022 (FlashAttention), appendix B.
 #include "backward.h"
 
 #include "gemm.h"
@@ -26,11 +26,12 @@ struct Column {
     Rows k_rows;
 };
 
-struct Weigh {  // S -> P = 2^(S - lse)
+struct StoreWeights {  // S -> P = 2^(S - lse)
     float* c;
     int64_t ldc;
     const float* lse;
-    template <int ROWS, int REGS> DSX_INLINE void operator()(const Tile<ROWS, REGS>& t, int64_t row, int64_t col) const {
+    template <int ROWS, int REGS>
+    DSX_INLINE void operator()(const Tile<ROWS, REGS>& t, int64_t row, int64_t col) const {
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
             const vf shift = splat(lse[row + r]);
@@ -40,11 +41,12 @@ struct Weigh {  // S -> P = 2^(S - lse)
     }
 };
 
-struct Differentiate {  // dP -> dS = P * (dP - delta)
+struct StoreScoreGradients {  // dP -> dS = P * (dP - delta)
     float* c;
     int64_t ldc;
     const float *weights, *delta;
-    template <int ROWS, int REGS> DSX_INLINE void operator()(const Tile<ROWS, REGS>& t, int64_t row, int64_t col) const {
+    template <int ROWS, int REGS>
+    DSX_INLINE void operator()(const Tile<ROWS, REGS>& t, int64_t row, int64_t col) const {
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
             const vf shift = splat(delta[row + r]);
@@ -68,7 +70,8 @@ void mask_and_weigh(Column& w, int64_t head, int64_t first, int64_t count) {
         float* s = w.weights + i * n;
         const float* bias = nullptr;
         if (p.bias) {
-            bias = p.bias + w.batch * p.bias_stride[0] + head * p.bias_stride[1] + (first + i) * p.bias_stride[2] + w.first;
+            bias = p.bias + w.batch * p.bias_stride[0] + head * p.bias_stride[1] + (first + i) * p.bias_stride[2] +
+                   w.first;
             if (w.keys < n) {
                 __builtin_memcpy(line, bias, 4 * w.keys);
                 bias = line;
@@ -107,17 +110,18 @@ void drop_and_differentiate(Column& w, int64_t count) {
 void add_bias_gradient(const Column& w, int64_t head, int64_t first, int64_t count) {
     const Problem& p = w.p;
     for (int64_t i = 0; i < count; ++i) {
-        float* to = p.dbias + w.batch * p.bias_stride[0] + head * p.bias_stride[1] + (first + i) * p.bias_stride[2] + w.first;
+        float* to =
+            p.dbias + w.batch * p.bias_stride[0] + head * p.bias_stride[1] + (first + i) * p.bias_stride[2] + w.first;
         const float* from = w.dscores + i * p.block;
         for (int64_t j = 0; j < w.keys; ++j) to[j] += from[j];
     }
 }
 
-void visit(Column& w, int64_t head, int64_t block, int64_t part) {
+void add_block(Column& w, int64_t head, int64_t block, int64_t part) {
     const Problem& p = w.p;
     const int64_t n = p.block, first = block * n, count = least(n, p.seq - first);
-    const Rows q = open_rows(p.q, p, w.batch, head, first, count, w.q_room);
-    const Rows dout = open_rows(p.dout, p, w.batch, head, first, count, w.dout_room);
+    const Rows q = rows_as_float(p.q, p, w.batch, head, first, count, w.q_room);
+    const Rows dout = rows_as_float(p.dout, p, w.batch, head, first, count, w.dout_room);
     const int64_t line = (w.batch * p.heads + head) * p.seq + first;
     for (int64_t i = 0; i < n; ++i) {  // rows that see no key, and padding: weights 2^(-inf) = 0
         w.lse[i] = i < count && p.lse[line + i] != -INF ? p.lse[line + i] * LOG2E : INF;
@@ -127,7 +131,7 @@ void visit(Column& w, int64_t head, int64_t block, int64_t part) {
         gemm<false>(n, n, w.width, q.at, q.stride, w.k, n, Store{w.weights, n});
         mask_and_weigh(w, head, first, count);
     } else {
-        gemm<false>(n, n, w.width, q.at, q.stride, w.k, n, Weigh{w.weights, n, w.lse});
+        gemm<false>(n, n, w.width, q.at, q.stride, w.k, n, StoreWeights{w.weights, n, w.lse});
     }
     if (p.dropout) {
         row_keys(head_key(p, w.batch, head), first, n, w.rows);
@@ -135,7 +139,7 @@ void visit(Column& w, int64_t head, int64_t block, int64_t part) {
         gemm<false>(n, n, w.width, dout.at, dout.stride, w.v, n, Store{w.dscores, n});
         drop_and_differentiate(w, count);
     } else {
-        gemm<false>(n, n, w.width, dout.at, dout.stride, w.v, n, Differentiate{w.dscores, n, w.weights, w.delta});
+        gemm<false>(n, n, w.width, dout.at, dout.stride, w.v, n, StoreScoreGradients{w.dscores, n, w.weights, w.delta});
     }
     if (p.dbias) add_bias_gradient(w, head, first, count);
     gemm<true>(w.width, n, count, dout.at, dout.stride, w.weights, n, Add{w.dv, n});
@@ -148,35 +152,41 @@ void visit(Column& w, int64_t head, int64_t block, int64_t part) {
 void write_rows(const Column& w, const Tensor4& tensor, const float* gradient, float* room, float factor) {
     const Problem& p = w.p;
     const int64_t n = p.block;
-    char* target = const_cast<char*>(row_of(tensor, p.dtype, w.batch, w.kv_head, w.first));
+    char* target = const_cast<char*>(row_address(tensor, p.dtype, w.batch, w.kv_head, w.first));
     if (p.dtype == F32 && p.dim % PAD == 0 && w.keys == n)
         return transpose(gradient, n, reinterpret_cast<float*>(target), tensor.row, w.width, n, factor);
     transpose(gradient, n, room, w.width, w.width, n, factor);
-    for (int64_t j = 0; j < w.keys; ++j) narrow(p.dtype, room + j * w.width, target + j * tensor.row * size_of(p.dtype), p.dim);
+    for (int64_t j = 0; j < w.keys; ++j)
+        narrow(p.dtype, room + j * w.width, target + j * tensor.row * size_of(p.dtype), p.dim);
 }
 
 }  // namespace
 
-int64_t backward_scratch(int64_t block, int64_t dim) { return 7 * block * padded(dim) + 2 * block * block + 6 * (block + 16); }
+int64_t backward_scratch(int64_t block, int64_t dim) {
+    return 7 * block * padded(dim) + 2 * block * block + 6 * (block + 16);
+}
 
-void backward(const Problem& p, int64_t batch, int64_t kv_head, int64_t begin, int64_t end, int64_t part, float* scratch) {
+void backward(const Problem& p, int64_t batch, int64_t kv_head, int64_t begin, int64_t end, int64_t part,
+              float* scratch) {
     const int64_t n = p.block, width = padded(p.dim), group = p.heads / p.kv_heads;
     for (int64_t column = begin; column < end; ++column) {
-        Arena arena{scratch};
+        BumpAllocator room{scratch};
         const int64_t first = column * n, keys = least(n, p.seq - first);
         Column w{p, batch, kv_head, first, keys, width,
-                 arena.take(width * n), arena.take(width * n), arena.take(width * n), arena.take(width * n),
-                 arena.take(n * n), arena.take(n * n), arena.take(width * n), arena.take(width * n), arena.take(width * n),
-                 arena.take(n), arena.take(n), reinterpret_cast<uint32_t*>(arena.take(n)), reinterpret_cast<uint32_t*>(arena.take(n)), {}};
-        const Rows v = open_rows(p.v, p, batch, kv_head, first, keys, w.k_room);
+                 room.take(width * n), room.take(width * n), room.take(width * n), room.take(width * n),
+                 room.take(n * n), room.take(n * n),
+                 room.take(width * n), room.take(width * n), room.take(width * n), room.take(n), room.take(n),
+                 reinterpret_cast<uint32_t*>(room.take(n)), reinterpret_cast<uint32_t*>(room.take(n)), {}};
+        const Rows v = rows_as_float(p.v, p, batch, kv_head, first, keys, w.k_room);
         transpose(v.at, v.stride, w.v, n, n, width, 1.0f);
-        w.k_rows = open_rows(p.k, p, batch, kv_head, first, keys, w.k_room);
+        w.k_rows = rows_as_float(p.k, p, batch, kv_head, first, keys, w.k_room);
         transpose(w.k_rows.at, w.k_rows.stride, w.k, n, n, width, p.scale * LOG2E);
         __builtin_memset(w.dk, 0, 4 * width * n);
         __builtin_memset(w.dv, 0, 4 * width * n);
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
             const int64_t list = (p.lists.layouts == 1 ? 0 : head) * (p.blocks + 1) + column;
-            for (int32_t at = p.lists.col_start[list]; at < p.lists.col_start[list + 1]; ++at) visit(w, head, p.lists.col_items[at], part);
+            for (int32_t at = p.lists.col_start[list]; at < p.lists.col_start[list + 1]; ++at)
+                add_block(w, head, p.lists.col_items[at], part);
         }
         write_rows(w, p.dk, w.dk, w.q_room, p.scale);
         write_rows(w, p.dv, w.dv, w.q_room, 1.0f);
@@ -188,8 +198,8 @@ void row_dots(const Problem& p, int64_t batch, int64_t head, int64_t begin, int6
     const int64_t width = padded(p.dim);
     float* delta = p.delta + (batch * p.heads + head) * p.seq;
     for (int64_t i = begin; i < end; ++i) {
-        widen(p.dtype, row_of(p.out, p.dtype, batch, head, i), a, p.dim);
-        widen(p.dtype, row_of(p.dout, p.dtype, batch, head, i), b, p.dim);
+        widen(p.dtype, row_address(p.out, p.dtype, batch, head, i), a, p.dim);
+        widen(p.dtype, row_address(p.dout, p.dtype, batch, head, i), b, p.dim);
         vf sum = splat(0.0f);
         for (int64_t d = 0; d < width; d += LANES) sum = fma(load(a + d), load(b + d), sum);
         float total = 0.0f;

@@ -1,9 +1,9 @@
 // Forward: one block of queries against the key blocks of its row, with a running softmax and no scores in memory.
 //
 // Lanes run along the queries. Scores are computed transposed, S^T[keys x queries] = K * Q^T, and so are the outputs,
-// O^T[dim x queries] += V^T * P^T: then K and V are only ever broadcast from where they lie, maxima and sums over keys never cross lanes,
-// and the only transpositions are of Q and O, once per block of queries. The scale and log2(e) go into Q: p = 2^(s - max).
-// Formulas: Milakov & Gimelshein 2018 (running softmax), Dao et al. 2022 (FlashAttention).
+// O^T[dim x queries] += V^T * P^T: then K and V are only ever broadcast from where they lie, maxima and sums over keys
+// never cross lanes, and the only transpositions are of Q and O, once per block of queries. The scale and log2(e) go
+// into Q: p = 2^(s - max). Formulas: Milakov & Gimelshein 2018 (running softmax), Dao et al. 2022 (FlashAttention).
 #include "forward.h"
 
 #include "gemm.h"
@@ -30,7 +30,8 @@ struct StoreMax {
     float* c;
     int64_t ldc;
     float* top;
-    template <int ROWS, int REGS> DSX_INLINE void operator()(const Tile<ROWS, REGS>& t, int64_t row, int64_t col) const {
+    template <int ROWS, int REGS>
+    DSX_INLINE void operator()(const Tile<ROWS, REGS>& t, int64_t row, int64_t col) const {
 #pragma GCC unroll 2
         for (int v = 0; v < REGS; ++v) {
             vf high = load(top + col + v * LANES);
@@ -49,12 +50,14 @@ void mask_scores(Row& w, int64_t first_key, int64_t keys, float* top) {
     const Problem& p = w.p;
     const int64_t n = p.block;
     if (p.bias) {  // [queries x keys] in memory; the tile is [keys x queries]
-        const float* b = p.bias + w.batch * p.bias_stride[0] + w.head * p.bias_stride[1] + w.first * p.bias_stride[2] + first_key;
+        const float* b =
+            p.bias + w.batch * p.bias_stride[0] + w.head * p.bias_stride[1] + w.first * p.bias_stride[2] + first_key;
         if (w.count == n && keys == n) {
             transpose(b, p.bias_stride[2], w.bias, n, n, n, LOG2E);
         } else {
             for (int64_t j = 0; j < keys; ++j)
-                for (int64_t i = 0; i < n; ++i) w.bias[j * n + i] = i < w.count ? b[i * p.bias_stride[2] + j] * LOG2E : 0.0f;
+                for (int64_t i = 0; i < n; ++i)
+                    w.bias[j * n + i] = i < w.count ? b[i * p.bias_stride[2] + j] * LOG2E : 0.0f;
         }
     }
     const float* key_bias = p.key_bias ? p.key_bias + w.batch * p.seq + first_key : nullptr;
@@ -111,11 +114,11 @@ bool softmax(Row& w, const float* top, int64_t first_key, int64_t keys) {
     return rescale;
 }
 
-void attend(Row& w, int64_t column) {
+void add_block(Row& w, int64_t column) {
     const Problem& p = w.p;
     const int64_t n = p.block, first_key = column * n, keys = least(n, p.seq - first_key);
-    const Rows k = open_rows(p.k, p, w.batch, w.kv_head, first_key, keys, w.k_room);
-    const Rows v = open_rows(p.v, p, w.batch, w.kv_head, first_key, keys, w.v_room);
+    const Rows k = rows_as_float(p.k, p, w.batch, w.kv_head, first_key, keys, w.k_room);
+    const Rows v = rows_as_float(p.v, p, w.batch, w.kv_head, first_key, keys, w.v_room);
     const bool masked = p.bias || p.key_bias || keys < n || (p.causal && first_key == w.first);
     alignas(64) float top[128];
     for (int64_t i = 0; i < n; i += LANES) store(top + i, splat(-INF));
@@ -133,11 +136,12 @@ void attend(Row& w, int64_t column) {
     }
     if (rescale)
         for (int64_t d = 0; d < w.width; ++d)
-            for (int64_t i = 0; i < n; i += LANES) store(w.out + d * n + i, load(w.out + d * n + i) * load(w.factor + i));
+            for (int64_t i = 0; i < n; i += LANES)
+                store(w.out + d * n + i, load(w.out + d * n + i) * load(w.factor + i));
     gemm<true, TALL_ROWS>(w.width, n, n, v.at, v.stride, w.scores, n, Add{w.out, n});
 }
 
-void finish(Row& w) {
+void write_output(Row& w) {
     const Problem& p = w.p;
     const int64_t n = p.block;
     float* lse = p.lse + (w.batch * p.heads + w.head) * p.seq + w.first;
@@ -148,25 +152,28 @@ void finish(Row& w) {
     for (int64_t d = 0; d < w.width; ++d)
         for (int64_t i = 0; i < n; i += LANES)
             store(w.out + d * n + i, w.started ? load(w.out + d * n + i) * load(w.factor + i) : splat(0.0f));
-    char* target = const_cast<char*>(row_of(p.out, p.dtype, w.batch, w.head, w.first));
+    char* target = const_cast<char*>(row_address(p.out, p.dtype, w.batch, w.head, w.first));
     if (p.dtype == F32 && p.dim % PAD == 0 && w.count == n)
         return transpose(w.out, n, reinterpret_cast<float*>(target), p.out.row, w.width, n, 1.0f);
     transpose(w.out, n, w.q, w.width, w.width, n, 1.0f);  // the queries are no longer needed
-    for (int64_t i = 0; i < w.count; ++i) narrow(p.dtype, w.q + i * w.width, target + i * p.out.row * size_of(p.dtype), p.dim);
+    for (int64_t i = 0; i < w.count; ++i)
+        narrow(p.dtype, w.q + i * w.width, target + i * p.out.row * size_of(p.dtype), p.dim);
 }
 
 }  // namespace
 
-int64_t forward_scratch(int64_t block, int64_t dim) { return 4 * block * padded(dim) + 2 * block * block + 6 * (block + 16); }
+int64_t forward_scratch(int64_t block, int64_t dim) {
+    return 4 * block * padded(dim) + 2 * block * block + 6 * (block + 16);
+}
 
 void forward(const Problem& p, int64_t batch, int64_t head, int64_t block, float* scratch) {
-    Arena arena{scratch};
+    BumpAllocator room{scratch};
     const int64_t n = p.block, width = padded(p.dim), first = block * n, count = least(n, p.seq - first);
     Row w{p, batch, head, head / (p.heads / p.kv_heads), block, first, count, width,
-          arena.take(width * n), arena.take(n * n), arena.take(width * n), arena.take(width * n), arena.take(width * n),
-          arena.take(n), arena.take(n), arena.take(n), arena.take(n * n),
-          reinterpret_cast<uint32_t*>(arena.take(n)), reinterpret_cast<uint32_t*>(arena.take(n)), 0, false};
-    const Rows q = open_rows(p.q, p, batch, head, first, count, w.k_room);
+          room.take(width * n), room.take(n * n), room.take(width * n), room.take(width * n), room.take(width * n),
+          room.take(n), room.take(n), room.take(n), room.take(n * n),
+          reinterpret_cast<uint32_t*>(room.take(n)), reinterpret_cast<uint32_t*>(room.take(n)), 0, false};
+    const Rows q = rows_as_float(p.q, p, batch, head, first, count, w.k_room);
     transpose(q.at, q.stride, w.q, n, n, width, p.scale * LOG2E);
     for (int64_t i = 0; i < n; ++i) {
         w.top[i] = -INF;
@@ -178,8 +185,9 @@ void forward(const Problem& p, int64_t batch, int64_t head, int64_t block, float
         for (int64_t i = 0; i < n; ++i) w.cols[i] = 0;
     }
     const int64_t list = (p.lists.layouts == 1 ? 0 : head) * (p.blocks + 1) + block;
-    for (int32_t at = p.lists.row_start[list]; at < p.lists.row_start[list + 1]; ++at) attend(w, p.lists.row_items[at]);
-    finish(w);
+    for (int32_t at = p.lists.row_start[list]; at < p.lists.row_start[list + 1]; ++at)
+        add_block(w, p.lists.row_items[at]);
+    write_output(w);
 }
 
 }  // namespace DSX_ISA

@@ -1,6 +1,6 @@
-// Registers of floats as wide as the instruction set has them, and the few operations attention needs. Everything is in the
-// namespace of its instruction set and inlined: a shared inline function compiled with AVX-512 could be picked by the
-// linker for everybody.
+// Registers of floats as wide as the instruction set has them, and the few operations attention needs. Everything is in
+// the namespace of its instruction set and inlined: a shared inline function compiled with AVX-512 could be picked by
+// the linker for everybody.
 #pragma once
 #include <stdint.h>
 
@@ -70,7 +70,8 @@ static DSX_INLINE vf exp2v(vf x) {
     const vf c0 = splat(1.00000007165f), c1 = splat(0.693146967046f), c2 = splat(0.240221197258f);
     const vf c3 = splat(0.05550713304f), c4 = splat(0.00967554125623f), c5 = splat(0.00132764621311f);
 #if defined(DSX_ISA_AVX512)
-    const __m512 n = _mm512_maskz_roundscale_ps((__mmask16)-1, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m512 n = _mm512_maskz_roundscale_ps((__mmask16)-1, (__m512)x, NEAREST);
 #elif defined(DSX_ISA_AVX2)
     const __m256 n = _mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
@@ -122,7 +123,7 @@ static DSX_INLINE uint32_t mix1(uint32_t x) {
 // Lanes of `a` where hash >= limit, zero elsewhere.
 static DSX_INLINE vf keep(vf a, vu hash, uint32_t limit) { return (vf)((vu)a & (vu)(hash >= splatu(limit))); }
 
-// ---- 16-bit floats, one at a time: what cannot be avoided is done here, rows go through convert_row ----
+// ---- 16-bit floats, one at a time (rows go through `widen` and `narrow` of tiles.h), and a register's bfloat16 ----
 
 static DSX_INLINE float widen_bf16(uint16_t h) {
     const uint32_t bits = (uint32_t)h << 16;
@@ -135,6 +136,11 @@ static DSX_INLINE uint16_t narrow_bf16(float f) {  // to nearest, ties to even
     __builtin_memcpy(&b, &f, 4);
     if (f != f) return 0x7fc0;
     return (uint16_t)((b + 0x7fffu + ((b >> 16) & 1)) >> 16);
+}
+static DSX_INLINE vu bf16_bits(vf x) {  // the same in every lane
+    const vu bits = (vu)x, rounded = (bits + splatu(0x7fffu) + ((bits >> 16) & splatu(1))) >> 16;
+    const vu number = (vu)(x == x);
+    return (rounded & number) | (splatu(0x7fc0u) & ~number);
 }
 static DSX_INLINE float widen_f16(uint16_t h) {
 #if defined(DSX_ISA_AVX2) || defined(DSX_ISA_AVX512)

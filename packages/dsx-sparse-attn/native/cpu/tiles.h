@@ -9,7 +9,7 @@ static inline int64_t padded(int64_t n) { return (n + PAD - 1) / PAD * PAD; }
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t size_of(DType t) { return t == F32 ? 4 : 2; }
 
-static inline const char* row_of(const Tensor4& t, DType dtype, int64_t batch, int64_t head, int64_t row) {
+static inline const char* row_address(const Tensor4& t, DType dtype, int64_t batch, int64_t head, int64_t row) {
     return t.data + size_of(dtype) * (batch * t.batch + head * t.head + row * t.row);
 }
 
@@ -24,14 +24,17 @@ static inline void widen(DType dtype, const char* from, float* to, int64_t n) {
 #if defined(DSX_ISA_AVX512)
     for (; i + 16 <= n; i += 16) {
         const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(half + i));
-        const __m512 wide = dtype == BF16 ? (__m512)_mm512_maskz_slli_epi32((__mmask16)-1, _mm512_maskz_cvtepu16_epi32((__mmask16)-1, h), 16)
-                                          : _mm512_maskz_cvtph_ps((__mmask16)-1, h);
+        constexpr __mmask16 all = (__mmask16)-1;
+        const __m512 wide = dtype == BF16
+                                ? (__m512)_mm512_maskz_slli_epi32(all, _mm512_maskz_cvtepu16_epi32(all, h), 16)
+                                : _mm512_maskz_cvtph_ps(all, h);
         store(to + i, (vf)wide);
     }
 #elif defined(DSX_ISA_AVX2)
     for (; i + 8 <= n; i += 8) {
         const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(half + i));
-        const __m256 wide = dtype == BF16 ? (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16) : _mm256_cvtph_ps(h);
+        const __m256 wide =
+            dtype == BF16 ? (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16) : _mm256_cvtph_ps(h);
         store(to + i, (vf)wide);
     }
 #endif
@@ -45,7 +48,25 @@ static inline void narrow(DType dtype, const float* from, char* to, int64_t n) {
         __builtin_memcpy(to, from, 4 * n);
         return;
     }
-    for (int64_t i = 0; i < n; ++i) half[i] = dtype == BF16 ? narrow_bf16(from[i]) : narrow_f16(from[i]);
+    int64_t i = 0;
+#if defined(DSX_ISA_AVX512)
+    for (; i + 16 <= n; i += 16) {
+        const vf x = load(from + i);
+        const __m256i h = dtype == BF16 ? _mm512_maskz_cvtepi32_epi16((__mmask16)-1, (__m512i)bf16_bits(x))
+                                        : _mm512_maskz_cvtps_ph((__mmask16)-1, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(half + i), h);
+    }
+#elif defined(DSX_ISA_AVX2)
+    for (; i + 8 <= n; i += 8) {
+        const vf x = load(from + i);
+        const __m256i bits = (__m256i)bf16_bits(x);
+        const __m128i h =
+            dtype == BF16 ? _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1))
+                          : _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(half + i), h);
+    }
+#endif
+    for (; i < n; ++i) half[i] = dtype == BF16 ? narrow_bf16(from[i]) : narrow_f16(from[i]);
 }
 
 // Rows of a tensor as fp32 [rows x padded dim], read where they lie if that is what they are, else copied into `room`.
@@ -53,8 +74,9 @@ struct Rows {
     const float* at;
     int64_t stride;
 };
-static inline Rows open_rows(const Tensor4& t, const Problem& p, int64_t batch, int64_t head, int64_t first, int64_t count, float* room) {
-    const char* source = row_of(t, p.dtype, batch, head, first);
+static inline Rows rows_as_float(const Tensor4& t, const Problem& p, int64_t batch, int64_t head, int64_t first,
+                             int64_t count, float* room) {
+    const char* source = row_address(t, p.dtype, batch, head, first);
     if (p.dtype == F32 && p.dim % PAD == 0 && count == p.block) return {reinterpret_cast<const float*>(source), t.row};
     const int64_t width = padded(p.dim);
     for (int64_t r = 0; r < count; ++r) {
@@ -131,7 +153,8 @@ static DSX_INLINE void transpose16(const float* from, int64_t ldf, float* to, in
 }
 
 // to[c][r] = from[r][c] * factor; rows and cols are multiples of PAD.
-static inline void transpose(const float* from, int64_t ldf, float* to, int64_t ldt, int64_t rows, int64_t cols, float factor) {
+static inline void transpose(const float* from, int64_t ldf, float* to, int64_t ldt, int64_t rows, int64_t cols,
+                             float factor) {
     const vf f = splat(factor);
     for (int64_t r = 0; r < rows; r += 16)
         for (int64_t c = 0; c < cols; c += 16) transpose16(from + r * ldf + c, ldf, to + c * ldt + r, ldt, f);
@@ -149,8 +172,8 @@ static inline void col_keys(uint32_t head, int64_t first, int64_t n, uint32_t* t
     for (int64_t i = 0; i < n; ++i) to[i] = mix1(~head + (uint32_t)(first + i));
 }
 
-// Hands out consecutive pieces of a thread's scratch.
-struct Arena {
+// Consecutive pieces of a thread's scratch, 64 bytes aligned.
+struct BumpAllocator {
     float* at;
     float* take(int64_t n) {
         float* piece = at;

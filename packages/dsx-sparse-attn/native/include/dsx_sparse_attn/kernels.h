@@ -38,7 +38,8 @@ struct Problem {
     float keep_scale;
     float* lse;                   // [batch, heads, seq], natural logarithm; -inf where no key is allowed
     float* delta;                 // [batch, heads, seq]: sum(dout * out) per row
-    float* dq;                    // [batch, heads, blocks * block, padded dim] fp32, zeroed by the caller; + part * dq_part
+    float* dq;                    // [batch, heads, blocks * block, padded dim] fp32, zeroed by the caller; of a part:
+                                  // + part * dq_part
     int64_t dq_part;
     float* dbias;                 // strides of bias; may be null. Work that runs at the same time never meets in it
 };
@@ -49,8 +50,10 @@ struct Kernels {
     void (*forward)(const Problem& p, int64_t batch, int64_t head, int64_t block, float* scratch);
     // delta of one head, rows [begin, end).
     void (*row_dots)(const Problem& p, int64_t batch, int64_t head, int64_t begin, int64_t end);
-    // Key blocks [begin, end) of one key head, for all query heads that share it. Writes dk and dv, adds to dq of `part`.
-    void (*backward)(const Problem& p, int64_t batch, int64_t kv_head, int64_t begin, int64_t end, int64_t part, float* scratch);
+    // Key blocks [begin, end) of one key head, for all query heads that share it. Writes dk and dv, adds to dq of
+    // `part`.
+    void (*backward)(const Problem& p, int64_t batch, int64_t kv_head, int64_t begin, int64_t end, int64_t part,
+                     float* scratch);
     // Floats of scratch that one thread needs (64-byte aligned).
     int64_t (*scratch)(int64_t block, int64_t dim);
     // Fused multiply-adds as fast as they go; returns how many floating-point operations were done.
