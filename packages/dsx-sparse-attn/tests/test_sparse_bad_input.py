@@ -42,8 +42,8 @@ BAD = [
     (ArgumentError, dict(rpe=torch.ones(64)), "got rpe"),
     (ArgumentError, dict(key_padding_mask=torch.ones(2, 63)), r"expected \(2, 64\)"),
     (ArgumentError, dict(key_padding_mask=torch.ones(2, 64), key_padding_mask_mode="times"), '"add" or "mul"'),
-    (ArgumentError, dict(key_padding_mask=torch.ones(2, 64, dtype=torch.int64)), r"hide nothing; pass key_padding_mask.bool\(\)"),
-    (ArgumentError, dict(attn_mask=torch.ones(64, 64, dtype=torch.int32), attn_mask_mode="add"), 'attn_mask_mode="mul"'),
+    (ArgumentError, dict(key_padding_mask=torch.ones(2, 64).long()), r"hide nothing; pass key_padding_mask.bool\(\)"),
+    (ArgumentError, dict(attn_mask=torch.ones(64, 64).int(), attn_mask_mode="add"), 'attn_mask_mode="mul"'),
     (ArgumentError, dict(attn_mask=torch.ones(64, 64, requires_grad=True)), "pass it as rpe"),
     (ArgumentError, dict(backend="cuda"), "expected one of auto, native, triton, flex, torch"),
 ]  # fmt: skip

@@ -93,8 +93,25 @@ def test_masks_are_added_by_default_and_integers_are_not_taken_for_that():
     for mask in (added, seen):
         assert torch.allclose(dense_of(Softmax(made, BLOCK)(x, attn_mask=mask), made), expected)
     for masks in ({"attn_mask": seen.long()}, {"key_padding_mask": torch.ones(BATCH, 12, dtype=torch.int64)}):
-        with pytest.raises(ArgumentError, match=r"torch.int64 in mode \"add\""):
+        with pytest.raises(ArgumentError, match=r"of torch\.int64 with \w+_mode=\"add\""):
             Softmax(made, BLOCK)(x, **masks)
+
+
+def test_the_signatures_of_scripts_are_taken_and_what_they_would_measure_is_refused():
+    made = layout()
+    MatMul(made, BLOCK, "sdd", False, True, False)
+    Softmax(made, BLOCK, False)
+    for make in (lambda: MatMul(made, BLOCK, "sdd", bench=True), lambda: Softmax(made, BLOCK, True)):
+        with pytest.raises(ArgumentError, match=r"torch\.utils\.benchmark"):
+            make()
+
+
+def test_softmax_leaves_its_argument_as_it_is():
+    made = layout()
+    x = torch.randn(1, int(made.sum()), BLOCK, BLOCK, requires_grad=True)  # a leaf, which nothing may write to
+    before = x.detach().clone()
+    got = Softmax(made, BLOCK)(x)
+    assert torch.equal(x.detach(), before) and not torch.equal(got, before) and got.requires_grad
 
 
 def test_second_derivatives():
@@ -108,17 +125,27 @@ def test_second_derivatives():
     assert torch.autograd.gradgradcheck(attend, (q, k))
 
 
+def zeros(*shape):
+    return torch.zeros(shape)
+
+
+SPARSE = (1, 12, BLOCK, BLOCK)  # blocks of `layout()`
+
+
 @pytest.mark.parametrize(
     "run, text",
     [
         (lambda m: MatMul(m, BLOCK, "sss"), '"sdd", "dsd" or "dds"'),
-        (lambda m: MatMul(m, BLOCK, "dsd")(torch.zeros(1, 2, BLOCK, BLOCK), torch.zeros(1, HEADS, 20, 3)), "the blocks of this layout"),
-        (lambda m: MatMul(m, BLOCK, "sdd")(torch.zeros(1, HEADS, 8, 3), torch.zeros(1, HEADS, 3, 20)), "sdd: got a of shape"),
-        (lambda m: MatMul(m, BLOCK, "sdd")(torch.zeros(1, HEADS, 12, 3), torch.zeros(1, HEADS, 4, 20)), "inner sizes 3 and 4"),
-        (lambda m: Softmax(m, BLOCK)(torch.zeros(1, int(m.sum()), BLOCK, BLOCK), attn_mask=torch.ones(12, 20), attn_mask_mode="x"), "'x'"),
-        (lambda m: Softmax(m, BLOCK)(torch.zeros(1, int(m.sum()), BLOCK, BLOCK), rpe=torch.ones(HEADS, 9, 20)), "2 heads of 12 x 20"),
+        (lambda m: MatMul(m, BLOCK, "dsd")(zeros(1, 2, BLOCK, BLOCK), zeros(1, HEADS, 20, 3)), "blocks of this layout"),
+        (lambda m: MatMul(m, BLOCK, "sdd")(zeros(1, HEADS, 8, 3), zeros(1, HEADS, 3, 20)), "sdd: got a of shape"),
+        (lambda m: MatMul(m, BLOCK, "sdd")(zeros(1, HEADS, 12, 3), zeros(1, HEADS, 4, 20)), "inner sizes 3 and 4"),
+        (lambda m: Softmax(m, BLOCK)(zeros(*SPARSE), attn_mask=zeros(12, 20), attn_mask_mode="x"), "'x'"),
+        (lambda m: Softmax(m, BLOCK)(zeros(*SPARSE), rpe=zeros(HEADS, 9, 20)), "2 heads of 12 x 20"),
+        (lambda m: Softmax(m, BLOCK)(zeros(*SPARSE), key_padding_mask=zeros(1, 12)), r"expected \(1, 20\)"),
     ],
 )  # fmt: skip
 def test_shapes_are_checked(run, text):
+    made = layout()
+    assert int(made.sum()) == SPARSE[1]
     with pytest.raises(ArgumentError, match=text):
-        run(layout())
+        run(made)

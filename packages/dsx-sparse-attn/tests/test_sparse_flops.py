@@ -1,4 +1,4 @@
-"""Counters see what the kernels compute: forward and backward, uneven last blocks, layouts per head, grouped queries."""
+"""Counters see what the kernels compute: both passes, uneven last blocks, layouts per head, grouped queries."""
 
 from __future__ import annotations
 

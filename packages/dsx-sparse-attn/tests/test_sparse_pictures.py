@@ -71,6 +71,44 @@ def test_show_writes_a_picture_and_says_the_density(tmp_path, capsys):
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def drawn(path):
+    """Blocks of the first head of an SVG, as pixels of one: {(row, column)}."""
+    blocks = set()
+    for r in ET.parse(path).iter("{http://www.w3.org/2000/svg}rect"):
+        if r.get("fill") == "rgb(38, 84, 124)":
+            x, y, width = (int(r.get(name)) for name in ("x", "y", "width"))
+            blocks |= {(y - 34, x - 16 + i) for i in range(width)}
+    return blocks
+
+
+def test_show_bigbird_draws_random_blocks_by_the_seed(tmp_path):
+    def show(*more):
+        out = tmp_path / "a.svg"
+        arguments = [
+            "show",
+            "bigbird",
+            "--seq",
+            "512",
+            "--block",
+            "16",
+            "--heads",
+            "1",
+            "--cell",
+            "1",
+            "--out",
+            str(out),
+        ]
+        assert main([*arguments, *more]) == 0
+        return drawn(out)
+
+    fixed = {(r, c) for r in range(32) for c in range(32) if abs(r - c) <= 1 or r == 0 or c == 0}
+    assert fixed < show() == show() != show("--seed", "1")
+    assert show("--set", "num_random_blocks=0") == fixed
+    section = tmp_path / "section.json"
+    section.write_text(json.dumps({"sparse_attention": {"mode": "bigbird"}}))
+    assert show("--config", str(section)) == fixed, "a section without num_random_blocks has none, in training too"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

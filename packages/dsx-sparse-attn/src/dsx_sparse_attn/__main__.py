@@ -68,12 +68,15 @@ def show(arguments: argparse.Namespace) -> str:
         config = SparseAttentionConfig(**_section(arguments))
     except ValidationError as error:
         raise LayoutError(str(error)) from error
-    layout = config.sparsity_config(arguments.heads).make_layout(arguments.seq)
+    # A section without num_random_blocks has none (what training does with it); a pattern that is only named is its
+    # class's.
+    pattern = config.sparsity_config(arguments.heads, defaults="section" if arguments.config else "class")
+    layout = pattern.make_layout(arguments.seq)
     path = layout.plot(arguments.out, cell=arguments.cell)
     _, blocks, _ = layout.shape
     return (
         f"{config.mode}: {arguments.heads} heads of {blocks} x {blocks} blocks of {layout.block}, "
-        f"density {100 * layout.density:.2f} %; wrote {path}"
+        f"density {100 * layout.density:.2f} % (seed {arguments.seed}); wrote {path}"
     )
 
 

@@ -1,7 +1,8 @@
 """`block_sparse_attention`: attention that computes the blocks a layout names, forward and backward.
 
 out = dropout(softmax(q k^T * scale + rpe + masks)) v, where scores outside the layout are -inf. A query that may see no
-key gives zeros. Nothing of the size of the score matrix is ever made by the kernels (a `rpe` or `attn_mask` you pass is one).
+key gives zeros. Nothing of the size of the score matrix is ever made by the kernels (a `rpe` or `attn_mask` you pass is
+one).
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor
 
 from . import dispatch
+from .backends import flex
+from .cache import on_device
 from .call import AttentionCall, compute_dtype
 from .errors import ArgumentError, LayoutError
 from .layout import Layout
 from .library import attention
+from .masks import additive, check_mask
 
 __all__ = ["block_sparse_attention", "explain_backends"]
 
@@ -45,13 +49,15 @@ def block_sparse_attention(
     """Attention over the blocks of `layout`.
 
     Args:
-        q: [batch, heads, seq, dim]; float32, bfloat16, float16 or float64; computed in float32 (float64 in float64). Under `torch.autocast` q, k
-            and v may differ.
+        q: [batch, heads, seq, dim]; float32, bfloat16, float16 or float64; computed in float32 (float64 in float64).
+            Under `torch.autocast` q, k and v may differ.
         k, v: [batch, kv_heads, seq, dim]; heads is a multiple of kv_heads (grouped queries).
         layout: [heads or 1, blocks, blocks], nonzero where a block is computed: a `Layout`, or a plain tensor.
         scale: of the scores; default 1 / sqrt(dim).
-        key_padding_mask: [batch, seq]. Bool: True is seen. Floats: added to the scores ("add"). Any numbers: 0 hides ("mul").
-        attn_mask: [seq, seq] or anything that broadcasts to [batch, heads, seq, seq] from 4 dimensions; as above, default "mul".
+        key_padding_mask: [batch, seq]. Bool: True is seen. Floats: added to the scores ("add"). Any numbers: 0 hides
+            ("mul").
+        attn_mask: [seq, seq] or anything that broadcasts to [batch, heads, seq, seq] from 4 dimensions; as above,
+            default "mul".
         rpe: relative position bias added to the scores, [seq, seq], [heads, seq, seq] or 4-D as above; gets a gradient.
         causal: a query sees no later key, also inside blocks.
         dropout_p: probability of dropping a weight, in [0, 1).
@@ -82,7 +88,7 @@ def block_sparse_attention(
     )
     c = checked(q, k, v, layout, options)
     if (c.q.device.type != "cpu" or backend == "flex") and dispatch.prefers_flex(c, backend):
-        return dispatch.flex.run(c)
+        return flex.run(c)
     return attention(*c, backend)
 
 
@@ -117,13 +123,13 @@ class Options(NamedTuple):
 def checked(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, options: Options) -> AttentionCall:
     """Everything checked and brought into one form. Raises `ArgumentError` and `LayoutError`."""
     if not (q.dtype == k.dtype == v.dtype):
-        q, k, v = _as_autocast_would(q, k, v)
+        q, k, v = _cast_as_autocast(q, k, v)
     _check_tensors(q, k, v)
     block = options.block
     if isinstance(layout, Layout):
         block = layout.block if block is None else block
         layout = layout.plain()
-    block = _check_layout(layout, block, q)
+    block = _checked_block(layout, block, q)
     if not 0.0 <= options.dropout_p < 1.0:
         raise ArgumentError(f"got dropout_p={options.dropout_p}, expected a probability in [0, 1)")
     dtype = compute_dtype(q.dtype)
@@ -131,7 +137,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, options: Options) -
         q,
         k,
         v,
-        layout.to(q.device) if layout.device != q.device else layout,
+        on_device(layout, q.device),
         _bias(q, options, dtype),
         _key_bias(q, options, dtype),
         _seed(q, options),
@@ -142,8 +148,10 @@ def checked(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, options: Options) -
     )
 
 
-def _as_autocast_would(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under `torch.autocast` tensors of different precision (queries that were rotated in float32) in the one it computes products in."""
+def _cast_as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under `torch.autocast` tensors of different precision (queries that were rotated in float32) in the one it
+    computes products in.
+    """
     kind = q.device.type
     mixed = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (q, k, v))
     if not mixed or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
@@ -161,20 +169,21 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     batch, heads, seq, dim = q.shape
     if (k.shape[0], k.shape[2], k.shape[3]) != (batch, seq, dim):
         raise ArgumentError(
-            f"got q {tuple(q.shape)} and k, v {tuple(k.shape)}; expected the same batch, sequence length and head dimension "
-            "(block-sparse attention is self-attention)"
+            f"got q {tuple(q.shape)} and k, v {tuple(k.shape)}; expected the same batch, sequence length and head "
+            "dimension (block-sparse attention is self-attention)"
         )
     if k.shape[1] == 0 or heads % k.shape[1] != 0:
         raise ArgumentError(f"got {heads} query heads and {k.shape[1]} key heads, expected a multiple")
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in _DTYPES:
         raise ArgumentError(
-            f"got q, k, v of {q.dtype}, {k.dtype}, {v.dtype}; expected one of float32, bfloat16, float16, float64 for all"
+            f"got q, k, v of {q.dtype}, {k.dtype}, {v.dtype}; expected one of float32, bfloat16, float16, float64 "
+            "for all"
         )
     if not (q.device == k.device == v.device):
         raise ArgumentError(f"got q, k, v on {q.device}, {k.device}, {v.device}; expected one device")
 
 
-def _check_layout(layout: Tensor, block: int | None, q: Tensor) -> int:
+def _checked_block(layout: Tensor, block: int | None, q: Tensor) -> int:
     """The block size, once layout and tensors fit."""
     heads, seq = q.shape[1], q.shape[2]
     if layout.dim() != 3 or layout.shape[1] != layout.shape[2] or layout.shape[1] == 0:
@@ -187,47 +196,36 @@ def _check_layout(layout: Tensor, block: int | None, q: Tensor) -> int:
     if block is None:
         if seq % blocks != 0:
             raise LayoutError(
-                f"got a sequence of {seq} and a layout of {blocks} blocks, and no block size: {blocks} does not divide {seq}; "
-                "pass block=, or a Layout, which knows its own"
+                f"got a sequence of {seq} and a layout of {blocks} blocks, and no block size: "
+                f"{blocks} does not divide {seq}; pass block=, or a Layout, which knows its own"
             )
         block = seq // blocks
     if block < 1 or -(-seq // block) != blocks:
         raise LayoutError(
-            f"got a sequence of {seq}, a layout of {blocks} x {blocks} blocks and block {block}, which covers {blocks * block}; "
-            f"expected {-(-seq // max(block, 1))} blocks (make_layout for the padded length, or config.covering({seq}))"
+            f"got a sequence of {seq}, a layout of {blocks} x {blocks} blocks and block {block}, which covers "
+            f"{blocks * block}; expected {-(-seq // max(block, 1))} blocks (make_layout for the padded length, or "
+            f"config.covering({seq}))"
         )
     return block
 
 
 def _check_mask(name: str, mask: Tensor, mode: str, q: Tensor) -> None:
-    if mode not in ("add", "mul"):
-        raise ArgumentError(f'got {name}_mode={mode!r}, expected "add" or "mul"')
-    if mode == "add" and not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise ArgumentError(
-            f'got a {name} of {mask.dtype} with {name}_mode="add", which would add its numbers to the scores and hide nothing; '
-            f'pass {name}.bool() (True is seen), or {name}_mode="mul" (0 hides), or floats to add'
-        )
+    check_mask(name, mask, mode)
     if mask.requires_grad:
         raise ArgumentError(f"got a {name} that requires a gradient, which masks do not get; pass it as rpe")
     if mask.device != q.device:
         raise ArgumentError(f"got a {name} on {mask.device} and q on {q.device}, expected one device")
 
 
-def _additive(mask: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
-    """A mask as something to add to scores."""
-    if mask.dtype == torch.bool or mode == "mul":
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask == 0, float("-inf"))
-    return mask.to(dtype)
-
-
-def _four(name: str, x: Tensor, q: Tensor) -> Tensor:
+def _broadcast_4d(name: str, x: Tensor, q: Tensor) -> Tensor:
     """[seq, seq], [heads, seq, seq] or 4-D -> 4-D with every size 1 or that of the scores (keys: full)."""
     batch, heads, seq, _ = q.shape
     wide = x.reshape((1,) * (4 - x.dim()) + tuple(x.shape)) if 2 <= x.dim() <= 4 else x
     full = (batch, heads, seq, seq)
     if wide.dim() != 4 or any(n not in (1, m) for n, m in zip(wide.shape, full)):
         raise ArgumentError(
-            f"got {name} of shape {tuple(x.shape)}, expected [{seq}, {seq}], [{heads}, {seq}, {seq}] or 4-D broadcasting to {full}"
+            f"got {name} of shape {tuple(x.shape)}, expected [{seq}, {seq}], [{heads}, {seq}, {seq}] or 4-D "
+            f"broadcasting to {full}"
         )
     return wide if wide.shape[3] == seq else wide.expand(-1, -1, -1, seq)
 
@@ -238,10 +236,10 @@ def _bias(q: Tensor, options: Options, dtype: torch.dtype) -> Tensor | None:
     if options.rpe is not None:
         if options.rpe.device != q.device:
             raise ArgumentError(f"got a rpe on {options.rpe.device} and q on {q.device}, expected one device")
-        bias = _four("rpe", options.rpe, q).to(dtype)
+        bias = _broadcast_4d("rpe", options.rpe, q).to(dtype)
     if options.attn_mask is not None:
         _check_mask("attn_mask", options.attn_mask, options.attn_mask_mode, q)
-        mask = _four("attn_mask", _additive(options.attn_mask, options.attn_mask_mode, dtype), q)
+        mask = _broadcast_4d("attn_mask", additive(options.attn_mask, options.attn_mask_mode, dtype), q)
         bias = mask if bias is None else bias + mask
     return bias
 
@@ -253,7 +251,7 @@ def _key_bias(q: Tensor, options: Options, dtype: torch.dtype) -> Tensor | None:
     _check_mask("key_padding_mask", mask, options.key_padding_mask_mode, q)
     if mask.shape != (q.shape[0], q.shape[2]):
         raise ArgumentError(f"got a key_padding_mask of shape {tuple(mask.shape)}, expected {(q.shape[0], q.shape[2])}")
-    return _additive(mask, options.key_padding_mask_mode, dtype)
+    return additive(mask, options.key_padding_mask_mode, dtype)
 
 
 def _seed(q: Tensor, options: Options) -> Tensor | None:

@@ -1,8 +1,8 @@
 """Block-sparse matrix products and softmax: `MatMul` and `Softmax`, the pieces attention is made of.
 
-A block-sparse tensor is [batch, nnz, block, block]: the computed blocks of all heads in the order of `layout.nonzero()`. Plain
-PyTorch (gather, batched product, scatter-add), so everything differentiates, twice too, on any device. Attention itself
-never makes these tensors; use `block_sparse_attention` for it.
+A block-sparse tensor is [batch, nnz, block, block]: the computed blocks of all heads in the order of
+`layout.nonzero()`. Plain PyTorch (gather, batched product, scatter-add), so everything differentiates, twice too, on
+any device. Attention itself never makes these tensors; use `block_sparse_attention` for it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .errors import ArgumentError, LayoutError
 from .layout import Layout
+from .masks import additive, check_mask, hide
 
 __all__ = ["MatMul", "Softmax"]
 
@@ -23,8 +24,15 @@ def _plain(layout: Tensor) -> Tensor:
     return layout
 
 
-class _OnLayout:
-    """A layout as lists of its blocks, kept per device."""
+def _refuse_bench(bench: bool) -> None:
+    if bench:
+        raise ArgumentError(
+            "got bench=True, expected False: the operator does not time itself; use torch.utils.benchmark.Timer"
+        )
+
+
+class _BlockOperator:
+    """An operator over the blocks of a layout; it keeps their indices on every device it was used on."""
 
     def __init__(self, layout: Tensor, block: int) -> None:
         layout = _plain(layout)
@@ -50,7 +58,7 @@ class _OnLayout:
             )
 
 
-class MatMul(_OnLayout):
+class MatMul(_BlockOperator):
     """Products in which one matrix has the layout's sparsity.
 
     * "sdd": dense [b, h, m, k] x dense [b, h, k, n] -> only the layout's blocks of [m, n];
@@ -60,17 +68,29 @@ class MatMul(_OnLayout):
     `trans_a`, `trans_b` multiply by the transpose of what is given (the layout is that of the matrix given).
     """
 
-    def __init__(self, layout: Tensor, block: int, mode: str, trans_a: bool = False, trans_b: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Tensor,
+        block: int,
+        mode: str,
+        trans_a: bool = False,
+        trans_b: bool = False,
+        bench: bool = False,
+    ) -> None:
         """
         Args:
             layout: [heads, block rows, block columns] of the sparse matrix.
             block: its block size.
             mode: "sdd", "dsd" or "dds".
+            trans_a: multiply by the transpose of the first matrix.
+            trans_b: multiply by the transpose of the second matrix.
+            bench: taken as False only; it is there for scripts that pass it. DeepSpeed's True timed every call.
 
         Raises:
             LayoutError: the layout has another number of dimensions.
-            ArgumentError: another mode.
+            ArgumentError: another mode, or bench=True.
         """
+        _refuse_bench(bench)
         super().__init__(layout, block)
         if mode not in ("sdd", "dsd", "dds"):
             raise ArgumentError(f'got mode={mode!r}, expected "sdd", "dsd" or "dds"')
@@ -116,11 +136,16 @@ class MatMul(_OnLayout):
         return total.view(batch, self.heads, out_blocks * self.block, columns)
 
 
-class Softmax(_OnLayout):
-    """Softmax over the computed blocks of every row of a block-sparse tensor."""
+class Softmax(_BlockOperator):
+    """Softmax over the computed blocks of every row of a block-sparse tensor. Rows without an allowed element are 0.
 
-    def __init__(self, layout: Tensor, block: int) -> None:
-        """See `MatMul`. Rows without an allowed element stay zero."""
+    The result is a new tensor. DeepSpeed's operator writes it into `x` and returns `x`: a script must use what is
+    returned. In place, autograd could not differentiate twice, and refuses a leaf that requires a gradient.
+    """
+
+    def __init__(self, layout: Tensor, block: int, bench: bool = False) -> None:
+        """Arguments as those of `MatMul`, which raises the same errors."""
+        _refuse_bench(bench)
         super().__init__(layout, block)
 
     def __call__(
@@ -133,27 +158,38 @@ class Softmax(_OnLayout):
         key_padding_mask_mode: str = "add",
         attn_mask_mode: str = "add",
     ) -> Tensor:
-        """softmax(x * scale + rpe + masks), block-sparse like x.
+        """softmax(x * scale + rpe + masks), block-sparse like x, which is not changed.
 
         Args:
             x: [batch, nnz, block, block].
             rpe: [heads, rows, columns] or with a batch in front (1 or batch); gets a gradient.
-            key_padding_mask: [batch, columns]; attn_mask: [rows, columns]. "add" (the default of both here, as scripts expect it of
-                this operator) adds floats, "mul" hides where a mask is 0; a bool mask hides where it is False.
+            key_padding_mask: [batch, columns]; attn_mask: [rows, columns]. "add" (the default of both here, as scripts
+                expect it of this operator) adds floats, "mul" hides where a mask is 0; a bool mask hides where it is
+                False.
 
         Raises:
             ArgumentError: a shape or mode does not fit.
         """
         self.check_sparse("x", x)
         heads, rows, cols = self.lists(x.device)
-        s = x * scale
+        added: list[Tensor] = []
         if rpe is not None:
-            s = s + self._blocks_of("rpe", rpe if rpe.dim() == 4 else rpe.unsqueeze(0))[:, heads, rows, cols]
+            added.append(self._blocks_of("rpe", rpe if rpe.dim() == 4 else rpe.unsqueeze(0))[:, heads, rows, cols])
         if key_padding_mask is not None:
-            s = s + self._key_bias(key_padding_mask, key_padding_mask_mode, s)[:, cols].unsqueeze(-2)
+            check_mask("key_padding_mask", key_padding_mask, key_padding_mask_mode)
+            expected = (x.shape[0], self.block_cols * self.block)
+            if key_padding_mask.shape != expected:
+                got = tuple(key_padding_mask.shape)
+                raise ArgumentError(f"got a key_padding_mask of shape {got}, expected {expected}")
+            added.append(self._key_bias(key_padding_mask, key_padding_mask_mode, x.dtype)[:, cols].unsqueeze(-2))
         if attn_mask is not None:
-            bias = _additive(attn_mask, attn_mask_mode, s)
-            s = s + self._blocks_of("attn_mask", bias.expand(1, self.heads, *bias.shape[-2:]))[:, heads, rows, cols]
+            check_mask("attn_mask", attn_mask, attn_mask_mode)
+            bias = additive(attn_mask, attn_mask_mode, x.dtype)
+            bias = bias.expand(1, self.heads, *bias.shape[-2:])
+            added.append(self._blocks_of("attn_mask", bias)[:, heads, rows, cols])
+        s = x * scale
+        if added:
+            s = s + hide(sum(added[1:], start=added[0]))
         return self._normalised(s, heads * self.block_rows + rows)
 
     def _normalised(self, s: Tensor, lines: Tensor) -> Tensor:
@@ -170,25 +206,10 @@ class Softmax(_OnLayout):
         n = self.block
         if x.shape[1:] != (self.heads, self.block_rows * n, self.block_cols * n):
             raise ArgumentError(
-                f"got {name} of shape {tuple(x.shape)}, expected {self.heads} heads of {self.block_rows * n} x {self.block_cols * n}"
+                f"got {name} of shape {tuple(x.shape)}, expected {self.heads} heads of {self.block_rows * n} x "
+                f"{self.block_cols * n}"
             )
         return x.reshape(x.shape[0], self.heads, self.block_rows, n, self.block_cols, n).transpose(3, 4)
 
-    def _key_bias(self, mask: Tensor, mode: str, like: Tensor) -> Tensor:
-        if mask.shape != (like.shape[0], self.block_cols * self.block):
-            raise ArgumentError(
-                f"got a key_padding_mask of shape {tuple(mask.shape)}, expected {(like.shape[0], self.block_cols * self.block)}"
-            )
-        return _additive(mask, mode, like).reshape(mask.shape[0], self.block_cols, self.block)
-
-
-def _additive(mask: Tensor, mode: str, like: Tensor) -> Tensor:
-    if mode not in ("add", "mul"):
-        raise ArgumentError(f'got mask mode {mode!r}, expected "add" or "mul"')
-    if mask.dtype == torch.bool or mode == "mul":
-        return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask == 0, float("-inf"))
-    if not mask.is_floating_point():
-        raise ArgumentError(
-            f'got a mask of {mask.dtype} in mode "add", which would add its numbers and hide nothing; pass mask.bool(), or mode "mul"'
-        )
-    return mask.to(like.dtype)
+    def _key_bias(self, mask: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
+        return additive(mask, mode, dtype).reshape(mask.shape[0], self.block_cols, self.block)

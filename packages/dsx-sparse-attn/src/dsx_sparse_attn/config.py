@@ -1,7 +1,8 @@
 """The `sparse_attention` section of a training configuration, and the sparsity config it means.
 
-Only code that reads a configuration imports this module (pydantic). Keys and defaults are DeepSpeed's; each mode reads
-its own keys, and a key of another mode that differs from its default is an error instead of being ignored.
+Only code that reads a configuration imports this module (pydantic). Keys and defaults are DeepSpeed's. Each mode reads
+its own keys; `unread` names keys of other modes that were set to something else than their default, so that who applies
+a section can say so.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from .patterns import (
 __all__ = ["MODES", "SparseAttentionConfig"]
 
 
-def _whole(value: Any) -> Any:
+def _without_fraction(value: Any) -> Any:
     """Let 1e2 through as 100, as JSON written by hand has it; the strict check judges the rest."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-_Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-_Size = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+_Count = Annotated[int, BeforeValidator(_without_fraction), Field(ge=1)]
+_Size = Annotated[int, BeforeValidator(_without_fraction), Field(ge=0)]
 
 # mode -> (class, keys it reads beside block)
 _WINDOWED = ("num_random_blocks", "local_window_blocks", "global_block_indices", "global_block_end_indices")
@@ -47,7 +48,8 @@ MODES: dict[str, tuple[type[SparsityConfig], tuple[str, ...]]] = {
     ),
     "bigbird": (
         BigBirdSparsityConfig,
-        ("different_layout_per_head", "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "attention"),
+        ("different_layout_per_head", "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks",
+         "attention"),
     ),
     "bslongformer": (
         BSLongformerSparsityConfig,
@@ -87,13 +89,20 @@ class SparseAttentionConfig(BaseModel):
         fields = type(self).model_fields
         return sorted(k for k in self.model_fields_set - read if getattr(self, k) != fields[k].default)
 
-    def sparsity_config(self, num_heads: int) -> SparsityConfig:
+    def sparsity_config(self, num_heads: int, *, defaults: Literal["section", "class"] = "section") -> SparsityConfig:
         """The config of this mode for so many heads.
+
+        Args:
+            num_heads: heads of the attention.
+            defaults: whose defaults keys have that were not set. They differ in one: `num_random_blocks` is 0 in a
+                section and 1 in `BigBirdSparsityConfig`, as DeepSpeed has it.
 
         Raises:
             LayoutError: a combination that has no meaning; the text names the section.
         """
         kind, keys = MODES[self.mode]
+        if defaults == "class":
+            keys = tuple(key for key in keys if key in self.model_fields_set)
         try:
             return kind(num_heads, block=self.block, **{k: getattr(self, k) for k in keys})  # pyright: ignore[reportCallIssue]
         except LayoutError as error:

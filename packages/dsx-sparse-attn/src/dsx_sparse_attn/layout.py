@@ -1,8 +1,8 @@
 """Layouts: which blocks of the score matrix are computed.
 
-A `Layout` is an int64 tensor [heads, blocks, blocks] of zeros and ones (row: block of queries, column: block of keys) that
-knows its block size, its density and how to draw itself. Operations on it give plain tensors. Where a function takes a
-layout, a plain tensor of that shape does too; then the block size comes from the sequence length.
+A `Layout` is an int64 tensor [heads, blocks, blocks] of zeros and ones (row: block of queries, column: block of keys)
+that knows its block size, its density and how to draw itself. Operations on it give plain tensors. Where a function
+takes a layout, a plain tensor of that shape does too; then the block size comes from the sequence length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCKS = (16, 32, 64, 128)
 class Layout(Tensor):
     """int64 [heads, blocks, blocks], 1 where a block is computed. Made by the sparsity configs or `from_mask`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
     block: int
     _blocks: Tensor  # the same memory; torch.compile cannot make it from the subclass
 

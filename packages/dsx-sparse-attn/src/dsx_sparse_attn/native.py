@@ -1,7 +1,7 @@
-"""Finds the compiled module, explains itself when it is missing, and says what runs.
+"""Finds the compiled module, says why when it is missing, and reports what runs.
 
-Importing never fails and prints nothing: the module is looked for at the first use. Without it the PyTorch implementation
-serves, with the same results to rounding; much work on that slow path warns once.
+Importing never fails and prints nothing: the module is looked for at the first use. Without it the PyTorch
+implementation serves, with the same results to rounding; much work on that slow path warns once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 ABI = 1
 WARN_ABOVE = 1 << 32  # multiplications
 HINT = (
-    "install a C++ compiler (g++ or clang++) and reinstall: pip install --no-cache-dir --force-reinstall dsx-sparse-attn "
+    "install a C++ compiler (g++ or clang++) and reinstall: "
+    "pip install --no-cache-dir --force-reinstall dsx-sparse-attn "
     "(a wheel built without a compiler may be in pip's cache)"
 )
 
@@ -82,7 +83,7 @@ def threads() -> int:
 
 
 def warn_slow(work: float) -> None:
-    """One RuntimeWarning per process when much work (multiplications) goes over PyTorch because there is no native code."""
+    """Warn once per process when much work (multiplications) goes over PyTorch for lack of native code."""
     if work < WARN_ABOVE or _loader.warned or _loader.disabled or not _loader.reason:
         return
     _loader.warned = True
@@ -106,8 +107,8 @@ def reference_only() -> Iterator[None]:
 def native_status() -> dict[str, Any]:
     """What is built and what runs.
 
-    Keys: `native` (bool), `reason` (why not, else ""), `isa` in use, `isas` this CPU can run, `threads` (backend and count),
-    `sanitizer`, `triton` (installed), `torch`.
+    Keys: `native` (bool), `reason` (why not, else ""), `isa` in use, `isas` this CPU can run, `threads` (backend and
+    count), `sanitizer`, `triton` (installed), `torch`.
     """
     found = module()
     status: dict[str, Any] = {

@@ -1,9 +1,9 @@
 """Sparsity configs: rules that make a layout for any sequence length.
 
 Names, parameters, defaults and the order of random draws are those of DeepSpeed's sparse attention, so that a script's
-seed gives the layout it always gave: random blocks come from Python's global `random`, per head that has a layout of its own
-first the random blocks (rows from the top, one `random.sample` each), then the local ones, then the global ones. With
-`different_layout_per_head=False` only head 0 is drawn and the others are its copies.
+seed gives the layout it always gave: random blocks come from Python's global `random`, per head that has a layout of
+its own first the random blocks (rows from the top, one `random.sample` each), then the local ones, then the global
+ones. With `different_layout_per_head=False` only head 0 is drawn and the others are its copies.
 
 All parameters are checked when the config is made; what depends on the length, in `make_layout`.
 """
@@ -32,13 +32,13 @@ __all__ = [
 _DIRECTIONS = ("unidirectional", "bidirectional")
 
 
-def _whole(name: str, value: int, least: int) -> int:
+def _checked_int(name: str, value: int, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise LayoutError(f"got {name}={value!r}, expected an int >= {least}")
     return value
 
 
-def _direction(value: str) -> str:
+def _checked_direction(value: str) -> str:
     if value not in _DIRECTIONS:
         raise LayoutError(f'got attention={value!r}, expected "unidirectional" or "bidirectional"')
     return value
@@ -57,8 +57,8 @@ class SparsityConfig:
         Raises:
             LayoutError: a number below 1.
         """
-        self.num_heads = _whole("num_heads", num_heads, 1)
-        self.block = _whole("block", block, 1)
+        self.num_heads = _checked_int("num_heads", num_heads, 1)
+        self.block = _checked_int("block", block, 1)
         self.different_layout_per_head = different_layout_per_head
         self.num_layout_heads = num_heads if different_layout_per_head else 1
 
@@ -91,7 +91,7 @@ class SparsityConfig:
         return Layout(self.check_and_propagate_first_head_layout(layout), self.block)
 
     def covering(self, seq_len: int) -> Layout:
-        """The layout for `seq_len` rounded up to whole blocks; `block_sparse_attention` takes the shorter tensors as they are."""
+        """The layout for `seq_len` rounded up to whole blocks; `block_sparse_attention` takes shorter tensors, too."""
         return self.make_layout(-(-seq_len // self.block) * self.block)
 
     def check_length(self, blocks: int) -> None:
@@ -138,11 +138,13 @@ class FixedSparsityConfig(SparsityConfig):
             LayoutError: a combination that has no meaning.
         """
         super().__init__(num_heads, block, different_layout_per_head)
-        self.num_local_blocks = _whole("num_local_blocks", num_local_blocks, 1)
-        self.num_global_blocks = _whole("num_global_blocks", num_global_blocks, 1)
-        self.attention = _direction(attention)
+        self.num_local_blocks = _checked_int("num_local_blocks", num_local_blocks, 1)
+        self.num_global_blocks = _checked_int("num_global_blocks", num_global_blocks, 1)
+        self.attention = _checked_direction(attention)
         self.horizontal_global_attention = horizontal_global_attention
-        self.num_different_global_patterns = _whole("num_different_global_patterns", num_different_global_patterns, 1)
+        self.num_different_global_patterns = _checked_int(
+            "num_different_global_patterns", num_different_global_patterns, 1
+        )
         if num_local_blocks % num_global_blocks != 0:
             raise LayoutError(
                 f"got num_local_blocks={num_local_blocks} and num_global_blocks={num_global_blocks}, "
@@ -185,7 +187,7 @@ class _RandomAndGlobal(SparsityConfig):
     """Pieces that several patterns use."""
 
     def set_random(self, rows: Tensor, count: int, causal: bool) -> None:
-        """`count` random blocks per row; with `causal` from the blocks up to the row, all of them while those are too few."""
+        """`count` random blocks per row; with `causal` of the blocks up to the row, all while those are fewer."""
         blocks = rows.shape[0]
         for row in range(blocks):
             limit = row + 1 if causal else blocks
@@ -207,7 +209,7 @@ def _set_square(rows: Tensor, start: int, stop: int, attention: str) -> None:
 def _global_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
     """[begin, end) of every global range. Raises `LayoutError` when the lists do not fit."""
     for index in indices:
-        _whole("global_block_indices", index, 0)
+        _checked_int("global_block_indices", index, 0)
     if ends is None:
         return [(index, index + 1) for index in indices]
     if len(ends) != len(indices):
@@ -248,14 +250,14 @@ class VariableSparsityConfig(_RandomAndGlobal):
             LayoutError: a combination that has no meaning.
         """
         super().__init__(num_heads, block, different_layout_per_head)
-        self.num_random_blocks = _whole("num_random_blocks", num_random_blocks, 0)
-        self.local_window_blocks = [_whole("local_window_blocks", n, 1) for n in local_window_blocks]
+        self.num_random_blocks = _checked_int("num_random_blocks", num_random_blocks, 0)
+        self.local_window_blocks = [_checked_int("local_window_blocks", n, 1) for n in local_window_blocks]
         if not self.local_window_blocks:
             raise LayoutError("got no local_window_blocks, expected at least one size, such as [4]")
         self.global_block_indices = list(global_block_indices)
         self.global_block_end_indices = None if global_block_end_indices is None else list(global_block_end_indices)
         self.ranges = _global_ranges(self.global_block_indices, self.global_block_end_indices)
-        self.attention = _direction(attention)
+        self.attention = _checked_direction(attention)
         self.horizontal_global_attention = horizontal_global_attention
         if horizontal_global_attention and attention != "bidirectional":
             raise LayoutError('horizontal_global_attention=True needs attention="bidirectional"')
@@ -298,7 +300,8 @@ class BigBirdSparsityConfig(_RandomAndGlobal):
     ) -> None:
         """
         Args:
-            num_random_blocks: random blocks per row; "unidirectional": from the blocks up to the row, all while those are fewer.
+            num_random_blocks: random blocks per row; "unidirectional": from the blocks up to the row, all while those
+                are fewer.
             num_sliding_window_blocks: width of the band around the diagonal.
             num_global_blocks: first blocks that see all and are seen by all.
             attention: "unidirectional" keeps the lower triangle.
@@ -307,17 +310,18 @@ class BigBirdSparsityConfig(_RandomAndGlobal):
             LayoutError: a number out of range.
         """
         super().__init__(num_heads, block, different_layout_per_head)
-        self.num_random_blocks = _whole("num_random_blocks", num_random_blocks, 0)
-        self.num_sliding_window_blocks = _whole("num_sliding_window_blocks", num_sliding_window_blocks, 1)
-        self.num_global_blocks = _whole("num_global_blocks", num_global_blocks, 0)
-        self.attention = _direction(attention)
+        self.num_random_blocks = _checked_int("num_random_blocks", num_random_blocks, 0)
+        self.num_sliding_window_blocks = _checked_int("num_sliding_window_blocks", num_sliding_window_blocks, 1)
+        self.num_global_blocks = _checked_int("num_global_blocks", num_global_blocks, 0)
+        self.attention = _checked_direction(attention)
 
     def check_length(self, blocks: int) -> None:
         """As many blocks as each kind asks for."""
         for name in ("num_random_blocks", "num_sliding_window_blocks", "num_global_blocks"):
             if blocks < getattr(self, name):
                 raise LayoutError(
-                    f"got {blocks} blocks, expected at least {name}={getattr(self, name)}; use a longer sequence or smaller blocks"
+                    f"got {blocks} blocks, expected at least {name}={getattr(self, name)}; use a longer sequence or "
+                    "smaller blocks"
                 )
 
     def fill(self, rows: Tensor, head: int) -> None:
@@ -356,11 +360,11 @@ class BSLongformerSparsityConfig(_RandomAndGlobal):
             LayoutError: a combination that has no meaning.
         """
         super().__init__(num_heads, block, different_layout_per_head)
-        self.num_sliding_window_blocks = _whole("num_sliding_window_blocks", num_sliding_window_blocks, 1)
+        self.num_sliding_window_blocks = _checked_int("num_sliding_window_blocks", num_sliding_window_blocks, 1)
         self.global_block_indices = list(global_block_indices)
         self.global_block_end_indices = None if global_block_end_indices is None else list(global_block_end_indices)
         self.ranges = _global_ranges(self.global_block_indices, self.global_block_end_indices)
-        self.attention = _direction(attention)
+        self.attention = _checked_direction(attention)
 
     def check_length(self, blocks: int) -> None:
         """As many blocks as the window."""
@@ -394,8 +398,8 @@ class LocalSlidingWindowSparsityConfig(_RandomAndGlobal):
             LayoutError: a number out of range.
         """
         super().__init__(num_heads, block)
-        self.num_sliding_window_blocks = _whole("num_sliding_window_blocks", num_sliding_window_blocks, 1)
-        self.attention = _direction(attention)
+        self.num_sliding_window_blocks = _checked_int("num_sliding_window_blocks", num_sliding_window_blocks, 1)
+        self.attention = _checked_direction(attention)
 
     def check_length(self, blocks: int) -> None:
         """As many blocks as the window."""

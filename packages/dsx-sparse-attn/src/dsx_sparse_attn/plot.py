@@ -63,7 +63,8 @@ def svg(layout: Tensor, block: int, heads: int | None = None, cell: int | None =
         lines.append(f'<rect x="{x0}" y="{top}" width="{side}" height="{side}" fill="rgb{_OFF}"/>')
         for r, row in enumerate(pattern.tolist()):
             lines += [
-                f'<rect x="{x0 + a * size}" y="{top + r * size}" width="{(b - a) * size}" height="{size}" fill="rgb{_ON}"/>'
+                f'<rect x="{x0 + a * size}" y="{top + r * size}" width="{(b - a) * size}" height="{size}" '
+                f'fill="rgb{_ON}"/>'
                 for a, b in _runs(row)
             ]
     return "\n".join([*lines, "</svg>", ""])

@@ -1,11 +1,12 @@
 """Attention over a layout in plain PyTorch: the oracle, and the implementation where no kernel fits.
 
-* `dense_attention` materialises all scores and lets autograd differentiate them. It is what the others are held against.
-* `forward` and `backward` gather the computed blocks and multiply them in batches: the same formulas as the kernels (weights recomputed
-  from the log-sum-exp in backward), any dtype and device, memory in proportion to the number of blocks.
+* `dense_attention` materialises all scores and lets autograd differentiate them. Tests compare the others with it.
+* `forward` and `backward` gather the computed blocks and multiply them in batches: the same formulas as the kernels
+  (weights recomputed from the log-sum-exp in backward), any dtype and device, memory in proportion to the number of
+  blocks.
 
-The dropout mask is a hash of (seed, batch x head, query, key), so that backward, a recomputation, and every backend draw the
-same mask: keep where mix(mix(h + i) ^ mix(~h + j)) >= p * 2^32 with h = mix(seed ^ (batch * heads + head)).
+The dropout mask is a hash of (seed, batch x head, query, key), so that backward, a recomputation, and every backend
+draw the same mask: keep where mix(mix(h + i) ^ mix(~h + j)) >= p * 2^32 with h = mix(seed ^ (batch * heads + head)).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .call import AttentionCall, Gradients, compute_dtype
+from .masks import hide
 
 __all__ = ["backward", "dense_attention", "dropout_keep", "forward"]
 
@@ -53,16 +55,19 @@ def allowed(call: AttentionCall) -> Tensor:
     return full.tril() if call.causal else full
 
 
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
+
+
 def dense_attention(call: AttentionCall) -> Tensor:
     """Attention with all scores in memory, differentiable by autograd; rows with no allowed key are zero."""
     dtype = compute_dtype(call.q.dtype)
     q = call.q.to(dtype)
     k, v = (x.to(dtype).repeat_interleave(call.group, 1) for x in (call.k, call.v))
     scores = q @ k.transpose(-1, -2) * call.scale
-    if call.bias is not None:
-        scores = scores + call.bias
-    if call.key_bias is not None:
-        scores = scores + call.key_bias[:, None, None, :]
+    added = _sum(call.bias, None if call.key_bias is None else call.key_bias[:, None, None, :])
+    if added is not None:
+        scores = scores + hide(added)
     scores = scores.masked_fill(~allowed(call), float("-inf"))
     empty = (scores == float("-inf")).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
@@ -108,11 +113,10 @@ class _Blocks:
         call, n = self.call, self.call.block
         s = self.of_rows(call.q) @ self.of_cols(call.k).transpose(-1, -2) * call.scale
         inside = torch.arange(n, device=s.device)
-        if call.bias is not None:
-            s = s + self.bias_blocks(call.bias)
-        if call.key_bias is not None:
-            padded = F.pad(call.key_bias.to(self.dtype), (0, self.pad)).view(-1, call.blocks, n)
-            s = s + padded[:, self.cols].unsqueeze(-2)
+        bias = None if call.bias is None else self.bias_blocks(call.bias)
+        added = _sum(bias, None if call.key_bias is None else self.key_bias_blocks(call.key_bias))
+        if added is not None:
+            s = s + hide(added)
         if self.pad:
             beyond = self.cols[:, None] * n + inside >= self.seq
             s = s.masked_fill(beyond[None, :, None, :], float("-inf"))
@@ -120,6 +124,11 @@ class _Blocks:
             later = (self.rows == self.cols)[:, None, None] & (inside[None, :] > inside[:, None])
             s = s.masked_fill(later[None], float("-inf"))
         return s
+
+    def key_bias_blocks(self, key_bias: Tensor) -> Tensor:
+        """The blocks of a bias of the keys, [batch, nnz, 1, block]."""
+        padded = F.pad(key_bias.to(self.dtype), (0, self.pad)).view(-1, self.call.blocks, self.call.block)
+        return padded[:, self.cols].unsqueeze(-2)
 
     def bias_blocks(self, bias: Tensor) -> Tensor:
         """The blocks of a bias, [1 or batch, nnz, 1 or block, block]."""

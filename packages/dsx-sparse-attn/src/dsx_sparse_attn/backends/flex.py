@@ -1,66 +1,85 @@
 """PyTorch's FlexAttention with the layout as its block mask.
 
-It brings its own autograd, so it is called around our operator. Compiled, it is a fast kernel on CUDA and a forward-only one on
-CPU; every new shape compiles again. Taken by `auto` on CUDA where Triton's kernels refuse; on request elsewhere.
+It brings its own autograd, so it is called around our operator. Compiled, it is a fast kernel on CUDA and a
+forward-only one on CPU; a new combination of shapes and options compiles once. `dispatch.ORDER` says when `auto` takes
+it.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..cache import derived
 from ..call import AttentionCall
+from ..masks import HIDES_BELOW
 
-__all__ = ["block_mask", "refusals", "run", "unavailable"]
+__all__ = ["block_mask", "compiled_attention", "refusals", "run", "unavailable"]
+
+CUDA_BLOCK = 128  # FlexAttention's CUDA kernels step over their mask in pieces of 128
+_LEAST_DIM = 16
+_RECOMPILES = 64  # of one process; torch stops at 8 and then computes all scores
 
 
 def unavailable() -> str:
-    """Why FlexAttention runs nothing on this machine; empty when it runs."""
-    if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
-        return f"torch {torch.__version__} has no flex_attention"
+    """It is part of every torch that this package runs with."""
     return ""
 
 
 def refusals(call: AttentionCall) -> list[str]:
     """Why FlexAttention cannot do this call; empty when it can."""
-    why = [reason for reason in (unavailable(),) if reason]
+    why, device = [], call.q.device.type
     if call.seed is not None:
         why.append("it has no dropout")
     if call.q.dtype == torch.float64:
         why.append("it does not know float64")
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (call.q, call.k, call.v))
-    if call.q.device.type == "cpu" and wants_grad:
+    if device == "cpu" and wants_grad:
         why.append("it has no backward on CPU")
-    if call.bias is not None and call.bias.requires_grad and call.q.device.type == "cpu":
+    if device == "cpu" and call.bias is not None and call.bias.requires_grad:
         why.append("it has no gradient of rpe on CPU")
-    if call.q.device.type not in ("cpu", "cuda"):
-        why.append(f"tensors are on {call.q.device.type}, it works on cpu and cuda")
-    if call.q.device.type == "cuda" and call.block < 128:
-        why.append(f"got block {call.block}; on CUDA its masks need blocks of 128")
+    if device not in ("cpu", "cuda"):
+        why.append(f"tensors are on {device}, it works on cpu and cuda")
+    if device == "cuda" and call.block % CUDA_BLOCK:
+        why.append(f"got block {call.block}; on CUDA its masks need multiples of {CUDA_BLOCK}")
+    if device == "cuda" and call.q.shape[-1] < _LEAST_DIM:
+        why.append(f"got head dimension {call.q.shape[-1]}; on CUDA it begins at {_LEAST_DIM}")
     return why
 
 
-def block_mask(call: AttentionCall):
-    """The layout as a `BlockMask`: blocks that need no look at their elements are listed apart from the causal diagonal and the end."""
+def block_mask(call: AttentionCall) -> Any:
+    """The layout as a `BlockMask`, made once per layout and length.
+
+    Blocks that need no look at their elements are listed apart from those that the causal diagonal or the end of the
+    sequence cuts.
+    """
+    seq, n, heads, causal = call.q.shape[2], call.block, call.q.shape[1], call.causal
+    layout = call.layout
+    if torch.compiler.is_compiling():
+        return _block_mask(layout, seq, n, heads, causal)
+    return derived(layout, ("flex", seq, n, heads, causal), lambda: _block_mask(layout, seq, n, heads, causal))
+
+
+def _block_mask(layout: Tensor, seq: int, n: int, heads: int, causal: bool) -> Any:
     from torch.nn.attention.flex_attention import BlockMask  # late: importing it costs a second
 
-    seq, n, heads = call.q.shape[2], call.block, call.q.shape[1]
-    active = ((call.layout.tril() if call.causal else call.layout) != 0).expand(heads, -1, -1)
-    whole = torch.ones_like(active)
-    if call.causal:
-        whole = whole & ~torch.eye(call.blocks, dtype=torch.bool, device=active.device)
+    active = ((layout.tril() if causal else layout) != 0).expand(heads, -1, -1)
+    full = torch.ones_like(active)
+    if causal:
+        full = full & ~torch.eye(active.shape[-1], dtype=torch.bool, device=active.device)
     if seq % n:
-        whole[:, -1], whole[:, :, -1] = False, False
-    causal = call.causal
+        full[:, -1], full[:, :, -1] = False, False
 
     def mask_mod(_b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         inside = active[h, i // n, j // n]  # the eager path looks at nothing else
         return inside & (i >= j) if causal else inside
 
-    counts, order = _lists(active & ~whole)
-    full_counts, full_order = _lists(active & whole)
+    counts, order = _lists(active & ~full)
+    full_counts, full_order = _lists(active & full)
     return BlockMask.from_kv_blocks(
         counts, order, full_counts, full_order, BLOCK_SIZE=n, mask_mod=mask_mod, seq_lengths=(seq, seq)
     )
@@ -72,21 +91,46 @@ def _lists(active: Tensor) -> tuple[Tensor, Tensor]:
     return active.sum(-1, dtype=torch.int32).unsqueeze(0).contiguous(), order.unsqueeze(0).contiguous()
 
 
-def _score_mod(call: AttentionCall):
-    bias, key_bias = call.bias, call.key_bias
+def _score_mod(call: AttentionCall) -> Callable[..., Tensor] | None:
+    bias: Any = call.bias
+    key_bias: Any = call.key_bias
     if bias is None and key_bias is None:
         return None
     if bias is not None:
         bias = bias.expand(call.q.shape[0], call.q.shape[1], call.q.shape[2], -1)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if bias is not None:
-            score = score + bias[b, h, i, j]
-        if key_bias is not None:
-            score = score + key_bias[b, j]
-        return score
+        if key_bias is None:
+            added = bias[b, h, i, j]  # pyright: ignore[reportOptionalSubscript]
+        elif bias is None:
+            added = key_bias[b, j]
+        else:
+            added = bias[b, h, i, j] + key_bias[b, j]
+        return score + torch.where(added < HIDES_BELOW, -float("inf"), added)
 
     return score_mod
+
+
+@functools.cache
+def compiled_attention(backend: str = "inductor") -> Callable[..., Any]:
+    """`flex_attention` under `torch.compile`, wrapped once per process.
+
+    torch compiles again for a new combination of shapes and options. It must not give up after its usual number of
+    those, because the uncompiled function computes all scores: the limit is raised, and beyond it torch raises an error
+    instead of falling back.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attention(*arguments: Any, **options: Any) -> Any:
+        return flex_attention(*arguments, **options)
+
+    compiled = torch.compile(attention, dynamic=False, fullgraph=True, backend=backend)
+
+    def run_compiled(*arguments: Any, **options: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):  # pyright: ignore[reportPrivateUsage]
+            return compiled(*arguments, **options)
+
+    return run_compiled
 
 
 def run(call: AttentionCall, *, compiled: bool | None = None) -> Tensor:
@@ -95,7 +139,8 @@ def run(call: AttentionCall, *, compiled: bool | None = None) -> Tensor:
 
     if compiled is None:
         compiled = call.q.device.type == "cuda"
-    function = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+    # Inside the user's own torch.compile the function is traced as part of their graph.
+    function = compiled_attention() if compiled and not torch.compiler.is_compiling() else flex_attention
     return function(
         call.q, call.k, call.v,
         score_mod=_score_mod(call), block_mask=block_mask(call), scale=call.scale, enable_gqa=call.group > 1,

@@ -14,7 +14,7 @@ from ..layout import BLOCKS
 __all__ = ["backward", "forward", "refusals", "unavailable"]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NONE = [0, 0, 0, 0]
+_NO_TENSOR = [0, 0, 0, 0]
 _PAD = 16
 MAX_DIM = 256
 
@@ -49,7 +49,7 @@ def _tensor(t: Tensor) -> list[int]:
 
 def _bias_numbers(bias: Tensor | None) -> list[int]:
     if bias is None:
-        return _NONE
+        return _NO_TENSOR
     return [bias.data_ptr(), *(0 if n == 1 else s for n, s in zip(bias.shape[:3], bias.stride()[:3]))]
 
 
@@ -65,7 +65,9 @@ class _Prepared:
         self.key_bias = None if call.key_bias is None else call.key_bias.to(torch.float32).contiguous()
         self.threads = native.threads()
 
-    def numbers(self, out: Tensor, lse: Tensor, grads: list[int], delta: int, dq: list[int], dbias: int) -> list[int]:
+    def kernel_args(
+        self, out: Tensor, lse: Tensor, grads: list[int], delta: int, dq: list[int], dbias: int
+    ) -> list[int]:
         """All integers of a call, in the order of `Call` in native/bind/module.cpp."""
         call, (batch, heads, seq, dim) = self.call, self.q.shape
         seed = 0 if call.seed is None else int(call.seed.item()) & 0xFFFFFFFF
@@ -92,7 +94,7 @@ def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(prepared.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32)
     if out.numel():
-        numbers = prepared.numbers(out, lse, _NONE * 3, 0, [0, 0], 0)
+        numbers = prepared.kernel_args(out, lse, _NO_TENSOR * 3, 0, [0, 0], 0)
         _loaded().forward(numbers, call.scale, call.keep_scale)
     return out, lse
 
@@ -112,7 +114,7 @@ def backward(call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor, want_b
     if dq.numel():
         grads = [*_tensor(dout), *_tensor(dk), *_tensor(dv)]
         address = 0 if dbias is None else dbias.data_ptr()
-        numbers = prepared.numbers(out, lse, grads, delta.data_ptr(), [dq.data_ptr(), dq.stride(0)], address)
+        numbers = prepared.kernel_args(out, lse, grads, delta.data_ptr(), [dq.data_ptr(), dq.stride(0)], address)
         module.backward(numbers, call.scale, call.keep_scale, parts)
     total = dq[0] if parts == 1 else dq.sum(0)
     return Gradients(total[:, :, :seq, :dim].to(call.q.dtype).contiguous(), dk, dv, dbias)

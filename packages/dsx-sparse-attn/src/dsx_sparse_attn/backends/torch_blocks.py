@@ -39,6 +39,8 @@ def backward(call: AttentionCall, *rest) -> Gradients:
 
 
 def _no_autocast(call: AttentionCall) -> AbstractContextManager[object]:
-    """Inside an autocast products would be of low precision, and those of backward, which runs outside of it, would not."""
+    """Inside an autocast products would be of low precision, and those of backward, which runs outside of it, would
+    not.
+    """
     kind = call.q.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from ..attention import MaskMode, block_sparse_attention
 from ..errors import ArgumentError, LayoutError
+from ..layout import Layout
 from ..patterns import FixedSparsityConfig, SparsityConfig
 
 __all__ = ["SparseSelfAttention"]
+
+_KEPT_LENGTHS = 16  # of which a module keeps the cut layout (and with it what kernels made of it)
 
 
 class SparseSelfAttention(nn.Module):
     """Scores, masks, softmax and weighted values over a layout; no parameters.
 
-    The layout is made once, for `max_seq_length`, and cut for shorter sequences: it is a buffer (saved with the model, moved
-    with it, the same on every rank that loads or broadcasts it) and belongs to this module alone. Lengths that are no multiple
-    of the block are fine.
+    The layout is made once, for `max_seq_length`, and cut for shorter sequences: it is a buffer (saved with the model,
+    moved with it, the same on every rank that loads or broadcasts it) and belongs to this module alone. Lengths that
+    are no multiple of the block are fine.
     """
 
     master_layout: Tensor
@@ -56,8 +61,10 @@ class SparseSelfAttention(nn.Module):
         self.attn_mask_mode: MaskMode = attn_mask_mode
         self.max_seq_length = max_seq_length
         self.dropout, self.causal, self.backend = dropout, causal, backend
-        layout = self.sparsity_config.make_layout(max_seq_length)
-        self.register_buffer("master_layout", layout.plain().to(torch.uint8))
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # blocks -> (the layout it was cut from, the cut)
+        self.register_buffer(
+            "master_layout", _stored(self.sparsity_config, self.sparsity_config.make_layout(max_seq_length))
+        )
 
     def set_sparsity(self, sparsity_config: SparsityConfig) -> None:
         """Take another pattern, for the same longest sequence (rounded up to its blocks).
@@ -70,17 +77,40 @@ class SparseSelfAttention(nn.Module):
         if sparsity_config.num_heads != heads:
             raise ArgumentError(f"got a pattern for {sparsity_config.num_heads} heads, this module has {heads}")
         layout = sparsity_config.covering(self.max_seq_length)
-        self.master_layout = layout.plain().to(torch.uint8).to(self.master_layout.device)
+        self.master_layout = _stored(sparsity_config, layout).to(self.master_layout.device)
         self.sparsity_config, self.max_seq_length = sparsity_config, layout.seq_len
 
     def get_layout(self, seq_len: int) -> Tensor:
-        """The layout of so many positions, uint8 [heads, blocks, blocks]. Raises `LayoutError` beyond `max_seq_length`."""
+        """The layout of so many positions, uint8 [1 or heads, blocks, blocks]: 1 where the pattern is the same in all
+        heads.
+
+        The same tensor every time, so that what kernels make of a layout can be kept with it.
+
+        Raises:
+            LayoutError: the sequence is longer than `max_seq_length`.
+        """
         if seq_len > self.max_seq_length:
             raise LayoutError(
-                f"got a sequence of {seq_len}, this module was made for max_seq_length={self.max_seq_length}; make it longer"
+                f"got a sequence of {seq_len}, this module was made for max_seq_length={self.max_seq_length}; "
+                "make it longer"
             )
         blocks = -(-seq_len // self.sparsity_config.block)
-        return self.master_layout[:, :blocks, :blocks]
+        whole = self.master_layout
+        if blocks == whole.shape[-1]:
+            return whole
+        if torch.compiler.is_compiling():
+            return whole[:, :blocks, :blocks]
+        cut_from, cut = self._views.pop(blocks, (None, None))
+        if cut is None or cut_from is not whole:
+            cut = whole[:, :blocks, :blocks]
+        self._views[blocks] = whole, cut  # the latest at the end
+        if len(self._views) > _KEPT_LENGTHS:
+            del self._views[next(iter(self._views))]
+        return cut
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied view would no longer be a view: writes to the copied layout would not be seen in it.
+        return {**self.__dict__, "_views": {}}
 
     def density(self, seq_len: int | None = None) -> float:
         """Share of blocks computed for so many positions (default: the most)."""
@@ -97,13 +127,11 @@ class SparseSelfAttention(nn.Module):
     ) -> Tensor:
         """[batch, heads, seq, dim] from tensors of that shape; see `block_sparse_attention` for masks and errors.
 
-        As scripts pass them: a key that is transposed already, [batch, heads, dim, seq], and a mask of the keys as [batch, 1, 1, seq].
-        A layout that blocks of the same pattern at another length would not have (a fixed pattern's short last window, random
-        blocks) is that of `max_seq_length`, cut.
+        A key that is transposed already, [batch, heads, dim, seq], and a mask of the keys of shape [batch, 1, 1, seq]
+        are taken too. A shorter sequence uses the first blocks of the layout of `max_seq_length`. For some patterns
+        (random blocks, a fixed pattern's short last window) that differs from a layout made for the shorter length.
         """
-        heads = self.sparsity_config.num_heads
-        if query.dim() != 4 or query.shape[1] != heads:
-            raise ArgumentError(f"got a query of shape {tuple(query.shape)}, expected [batch, {heads}, seq, dim]")
+        self._check_heads(query)
         if key.shape != query.shape and key.dim() == 4 and key.mT.shape == query.shape:
             key = key.mT
         if key_padding_mask is not None and key_padding_mask.dim() == 4 and key_padding_mask.shape[1:3] == (1, 1):
@@ -112,10 +140,75 @@ class SparseSelfAttention(nn.Module):
             query, key, value, self.get_layout(query.shape[2]),
             block=self.sparsity_config.block, rpe=rpe, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
             key_padding_mask_mode=self.key_padding_mask_mode, attn_mask_mode=self.attn_mask_mode,
-            causal=self.causal, dropout_p=self.dropout if self.training else 0.0, backend=self.backend,
+            causal=self.causal, dropout_p=self._dropout(), backend=self.backend,
         )  # fmt: skip
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        *,
+        scale: float | None = None,
+        dropout: float | None = None,
+    ) -> Tensor:
+        """Attention with one mask, as models of the Hugging Face library have it; its shape and dtype say what it
+        means.
+
+        Args:
+            query: [batch, heads, seq, dim].
+            key, value: [batch, key heads, seq, dim].
+            mask: of the keys, [batch, seq] or [batch, 1, 1, seq], beside the causality of this module; or of queries by
+                keys, [batch, 1 or heads, seq, seq], which says all (it holds the causality too). Bool: True is seen;
+                floats are added.
+            scale: of the scores; default 1 / sqrt(dim).
+            dropout: probability of dropping a weight; default: this module's, in training mode.
+
+        Raises:
+            ArgumentError: the mask has another shape, or holds integers.
+        """
+        self._check_heads(query)
+        masks = masks_by_shape(mask, query.shape[0], query.shape[2])
+        return block_sparse_attention(
+            query, key, value, self.get_layout(query.shape[2]), block=self.sparsity_config.block,
+            **masks, attn_mask_mode="add", causal=self.causal and "attn_mask" not in masks,
+            scale=scale, dropout_p=self._dropout() if dropout is None else dropout, backend=self.backend,
+        )  # fmt: skip
+
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _check_heads(self, query: Tensor) -> None:
+        heads = self.sparsity_config.num_heads
+        if query.dim() != 4 or query.shape[1] != heads:
+            raise ArgumentError(f"got a query of shape {tuple(query.shape)}, expected [batch, {heads}, seq, dim]")
 
     def extra_repr(self) -> str:
         """Pattern and size."""
         config = self.sparsity_config
-        return f"{type(config).__name__}, heads={config.num_heads}, block={config.block}, max_seq_length={self.max_seq_length}"
+        sizes = f"heads={config.num_heads}, block={config.block}, max_seq_length={self.max_seq_length}"
+        return f"{type(config).__name__}, {sizes}"
+
+
+def _stored(config: SparsityConfig, layout: Layout) -> Tensor:
+    """uint8, and of one head where the pattern is one for all heads: a layout for long texts is large."""
+    blocks = layout.plain()
+    same = not config.different_layout_per_head and bool((blocks == blocks[:1]).all())
+    return (blocks[:1] if same else blocks).to(torch.uint8).contiguous()
+
+
+def masks_by_shape(mask: Tensor | None, batch: int, seq: int) -> dict[str, Any]:
+    """A mask as the option of `block_sparse_attention` that its shape stands for; see `SparseSelfAttention.attend`."""
+    if mask is None:
+        return {}
+    if mask.dim() == 2:
+        return {"key_padding_mask": mask}
+    if mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == 1:
+        return {"key_padding_mask": mask[:, 0, 0].expand(batch, -1)}
+    if mask.dim() == 4 and mask.shape[-2:] == (seq, seq):
+        return {"attn_mask": mask}
+    raise ArgumentError(
+        f"got an attention_mask of shape {tuple(mask.shape)}, expected [{batch}, {seq}], [{batch}, 1, 1, {seq}] or "
+        f"[{batch}, 1, {seq}, {seq}]"
+    )
