@@ -184,3 +184,65 @@ def test_a_configuration_section_replaces_the_attention():
     ids = torch.randint(2, 50, (1, 32))
     changed = apply_sparse_attention(model, SparseAttentionConfig(mode="local", num_sliding_window_blocks=1))
     assert len(changed) == 2 and not torch.allclose(logits(model, ids), logits(other, ids), atol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["model", "layers", "section", "positions"])
+def test_the_callers_configuration_is_not_changed_and_serves_for_another_model(way):
+    config = transformers.BertConfig(max_position_embeddings=32, **SIZES)
+    before, kind = config.to_dict(), transformers.BertForMaskedLM
+    model, pattern = kind(config), FixedSparsityConfig(4, block=16)
+    if way == "model":
+        SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(model, 32, pattern)
+    elif way == "layers":
+        layers = model.bert.encoder.layer
+        SparseAttentionUtils.replace_self_attention_layer_with_sparse_self_attention_layer(config, layers, pattern)
+    elif way == "section":
+        apply_sparse_attention(model, {"mode": "fixed"})
+    else:
+        SparseAttentionUtils.extend_position_embedding(model, 64)
+        assert model.config.max_position_embeddings == 64 == model.bert.config.max_position_embeddings
+    assert config.to_dict() == before and config._attn_implementation != "dsx_sparse"
+    assert kind(config)(torch.randint(2, 50, (1, 32))).logits.shape == (1, 32, 50)
+
+
+def test_replacing_draws_nothing_from_torchs_generator_and_keeps_the_projections():
+    model = bert()
+    query, state = model.bert.encoder.layer[0].attention.self.query, torch.get_rng_state()
+    apply_sparse_attention(model, {"mode": "fixed"})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.bert.encoder.layer[0].attention.self.query is query
+
+
+def test_a_section_is_a_dictionary_a_validated_section_or_a_pattern():
+    ids = torch.randint(2, 50, (1, 32))
+    section = {"mode": "local", "num_sliding_window_blocks": 1}
+    models = [bert() for _ in range(3)]
+    apply_sparse_attention(models[0], section)
+    apply_sparse_attention(models[1], SparseAttentionConfig(**section))
+    apply_sparse_attention(models[2], SparseAttentionConfig(**section).sparsity_config(4))
+    first, *others = [logits(m, ids) for m in models]
+    assert all(torch.equal(first, other) for other in others)
+    assert not torch.allclose(first, logits(bert(), ids), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "section, text",
+    [
+        ({"mode": "fixd"}, "mode"),
+        ({"blok": 16}, "blok"),
+        ({"sparse_attention": {"mode": "fixed"}}, r'pass config\["sparse_attention"\]'),
+        (FixedSparsityConfig(2), "for 2 heads and attention with 4"),
+        ("fixed", "of type str, expected the keys"),
+    ],
+)
+def test_bad_sections_are_named_and_change_nothing(section, text):
+    model = bert()
+    with pytest.raises(ArgumentError, match=text):
+        apply_sparse_attention(model, section)
+    assert model.config._attn_implementation != "dsx_sparse"
+    assert not any("Sparse" in type(m).__name__ for m in model.modules())
+
+
+def test_keys_that_the_mode_does_not_read_are_named():
+    with pytest.warns(UserWarning, match="mode 'dense' does not read num_random_blocks"):
+        apply_sparse_attention(bert(), {"mode": "dense", "num_random_blocks": 2})

@@ -15,16 +15,25 @@ __all__ = ["BertSparseSelfAttention"]
 
 
 class BertSparseSelfAttention(nn.Module):
-    """Projections to queries, keys and values, sparse attention, heads merged. Parameters as in BERT: `query`, `key`, `value`."""
+    """Projections to queries, keys and values, sparse attention, heads merged.
+
+    Parameters as in BERT: `query`, `key`, `value`.
+    """
 
     def __init__(
-        self, config: Any, sparsity_config: SparsityConfig | None = None, *, max_seq_length: int | None = None
+        self,
+        config: Any,
+        sparsity_config: SparsityConfig | None = None,
+        *,
+        max_seq_length: int | None = None,
+        projections: tuple[nn.Module, nn.Module, nn.Module] | None = None,
     ) -> None:
         """
         Args:
-            config: has `hidden_size`, `num_attention_heads`, `attention_probs_dropout_prob`; `max_position_embeddings` is the
-                longest sequence unless `max_seq_length` is given.
+            config: has `hidden_size`, `num_attention_heads`, `attention_probs_dropout_prob`; `max_position_embeddings`
+                is the longest sequence unless `max_seq_length` is given.
             sparsity_config: the pattern; default `FixedSparsityConfig(num_heads=config.num_attention_heads)`.
+            projections: the layers to use for `query`, `key` and `value`; default: new ones.
 
         Raises:
             ArgumentError: heads do not divide the hidden size, or are not those of the pattern.
@@ -36,12 +45,13 @@ class BertSparseSelfAttention(nn.Module):
         sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=heads)
         if sparsity_config.num_heads != heads:
             raise ArgumentError(
-                f"got a sparsity config for {sparsity_config.num_heads} heads and a model with {heads}; make it with num_heads={heads}"
+                f"got a sparsity config for {sparsity_config.num_heads} heads and a model with {heads}; "
+                f"make it with num_heads={heads}"
             )
         self.num_attention_heads, self.attention_head_size = heads, hidden // heads
-        self.query = nn.Linear(hidden, hidden)
-        self.key = nn.Linear(hidden, hidden)
-        self.value = nn.Linear(hidden, hidden)
+        if projections is None:
+            projections = (nn.Linear(hidden, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, hidden))
+        self.query, self.key, self.value = projections
         longest = max_seq_length or config.max_position_embeddings
         self.sparse_self_attention = SparseSelfAttention(
             sparsity_config,
@@ -58,28 +68,14 @@ class BertSparseSelfAttention(nn.Module):
 
         Args:
             hidden_states: [batch, seq, hidden].
-            attention_mask: of the keys, [batch, seq] or BERT's extended [batch, 1, 1, seq]: added to the scores when it is
-                floats, True is seen when bool. A mask that differs between queries is [batch, 1, seq, seq].
+            attention_mask: of the keys, [batch, seq] or BERT's extended [batch, 1, 1, seq]: added to the scores when it
+                is floats (the lowest ones hide, see `masks.py`), True is seen when bool. A mask that differs between
+                queries is [batch, 1, seq, seq].
 
         Raises:
             ArgumentError: a mask of another shape, or of the keys in integers.
         """
         batch, seq, hidden = hidden_states.shape
         q, k, v = (self.transpose_for_scores(layer(hidden_states)) for layer in (self.query, self.key, self.value))
-        masks = _masks(attention_mask, batch, seq)
-        context = self.sparse_self_attention(q, k, v, **masks)
+        context = self.sparse_self_attention.attend(q, k, v, attention_mask)
         return context.transpose(1, 2).reshape(batch, seq, hidden)
-
-
-def _masks(mask: Tensor | None, batch: int, seq: int) -> dict[str, Tensor]:
-    if mask is None:
-        return {}
-    if mask.dim() == 2:
-        return {"key_padding_mask": mask}
-    if mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == 1:
-        return {"key_padding_mask": mask[:, 0, 0].expand(batch, -1)}
-    if mask.dim() == 4 and mask.shape[-2:] == (seq, seq):
-        return {"rpe": mask} if mask.is_floating_point() else {"attn_mask": mask}
-    raise ArgumentError(
-        f"got an attention_mask of shape {tuple(mask.shape)}, expected [{batch}, {seq}], [{batch}, 1, 1, {seq}] or [{batch}, 1, {seq}, {seq}]"
-    )

@@ -1,4 +1,5 @@
-"""`SparseAttentionUtils`: what a pretrained BERT or RoBERTa of Hugging Face needs to read longer texts with sparse attention.
+"""`SparseAttentionUtils`: what a pretrained BERT or RoBERTa of Hugging Face needs to read longer texts with sparse
+attention.
 
 SparseAttentionUtils.extend_position_embedding(model, 4096)
 SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(model, 4096, sparsity_config)
@@ -7,7 +8,6 @@ SparseAttentionUtils.update_tokenizer_model_max_length(tokenizer, 4096)
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,17 +19,20 @@ from torch import Tensor
 from ..errors import ArgumentError, SparseAttentionError
 from ..patterns import FixedSparsityConfig, SparsityConfig
 from .bert import BertSparseSelfAttention
+from .huggingface import config_of, give_own_config, use_sparse_attention
 
 __all__ = ["SparseAttentionUtils"]
-
-_NAME = "dsx_sparse"  # of the attention implementation, for transformers
 
 
 class _LayerSelfAttention(BertSparseSelfAttention):
     """In the place of a Hugging Face layer's self-attention: its arguments, and a pair as its result."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *rest: Any, **options: Any) -> Any:
-        """(context, None): there are no attention weights to return. Raises `SparseAttentionError` for caches and cross-attention."""
+        """(context, None): there are no attention weights to return.
+
+        Raises:
+            SparseAttentionError: it was called with a cache, or for cross-attention.
+        """
         refused = ("encoder_hidden_states", "past_key_values", "past_key_value", "head_mask")
         given = [name for name in refused if options.get(name) is not None]
         if given or any(x is not None and x is not False for x in rest) or options.get("output_attentions"):
@@ -49,8 +52,8 @@ def _base(model: nn.Module) -> tuple[nn.Module, int]:
     embeddings = getattr(model, "embeddings", None)
     if embeddings is None or not hasattr(embeddings, "position_embeddings") or not hasattr(model, "encoder"):
         raise ArgumentError(
-            f"got a {type(model).__name__}, expected a Hugging Face BERT or RoBERTa model (with `.bert`, `.roberta`, or "
-            "`.embeddings.position_embeddings` and `.encoder.layer` of its own)"
+            f"got a {type(model).__name__}, expected a Hugging Face BERT or RoBERTa model (with `.bert`, `.roberta`, "
+            "or `.embeddings.position_embeddings` and `.encoder.layer` of its own)"
         )
     padding = embeddings.position_embeddings.padding_idx  # RoBERTa numbers positions from padding_idx + 1
     return model, 0 if padding is None else padding + 1
@@ -69,6 +72,8 @@ class SparseAttentionUtils:
     @staticmethod
     def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
         """Give the model exactly `max_position` positions by repeating the table it has. In place; returns the model.
+
+        The model gets a configuration of its own that says so; the caller's stays as it is.
 
         Raises:
             ArgumentError: another kind of model, or it has as many already.
@@ -91,8 +96,8 @@ class SparseAttentionUtils:
             if hasattr(embeddings, name):
                 persistent = name not in embeddings._non_persistent_buffers_set
                 embeddings.register_buffer(name, value, persistent=persistent)
-        for config in {id(c): c for c in (getattr(model, "config", None), getattr(base, "config", None)) if c}.values():
-            config.max_position_embeddings = weight.shape[0]
+        if config_of(model) is not None:
+            give_own_config(model).max_position_embeddings = weight.shape[0]
         return model
 
     @staticmethod
@@ -107,6 +112,9 @@ class SparseAttentionUtils:
         model: nn.Module, max_position: int, sparsity_config: SparsityConfig | None = None
     ) -> nn.Module:
         """Sparse attention in every encoder layer, with the layer's own projections. In place; returns the model.
+
+        The model gets a configuration of its own; the one it was made from stays as it is, and other models can be made
+        from it.
 
         Args:
             model: BERT or RoBERTa, with or without a head.
@@ -126,7 +134,7 @@ class SparseAttentionUtils:
             )
         encoder: Any = base.encoder
         SparseAttentionUtils._replace(config, encoder.layer, sparsity_config, max_position)
-        _ask_for_key_masks(config)
+        use_sparse_attention(model)  # without it masks come as [batch, 1, 1, seq], which is as good
         return model
 
     @staticmethod
@@ -144,9 +152,9 @@ class SparseAttentionUtils:
         sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=config.num_attention_heads)
         for layer in layers:
             old = layer.attention.self
-            new = _LayerSelfAttention(config, sparsity_config, max_seq_length=longest)
-            new.query, new.key, new.value = old.query, old.key, old.value
-            new.to(old.query.weight.device)
+            projections = (old.query, old.key, old.value)
+            new = _LayerSelfAttention(config, sparsity_config, max_seq_length=longest, projections=projections)
+            new.sparse_self_attention.to(old.query.weight.device)
             new.train(old.training)
             layer.attention.self = new
 
@@ -161,10 +169,11 @@ class SparseAttentionUtils:
         pad_token_id: int = 0,
         model_embeddings: Any = None,
     ) -> tuple[int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Lengthen a batch to whole blocks: (pad_len, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds).
+        """Lengthen a batch to whole blocks: (pad_len, input_ids, attention_mask, token_type_ids, position_ids,
+        inputs_embeds).
 
-        All [batch, seq] but inputs_embeds [batch, seq, hidden]. What is None stays None, but a padded batch always gets an
-        attention mask that hides the padding. `model_embeddings` embeds the padding of `inputs_embeds`.
+        All [batch, seq] but inputs_embeds [batch, seq, hidden]. What is None stays None, but a padded batch always gets
+        an attention mask that hides the padding. `model_embeddings` embeds the padding of `inputs_embeds`.
 
         Raises:
             ArgumentError: neither ids nor embeddings, or embeddings to pad and nothing to embed with.
@@ -196,19 +205,3 @@ class SparseAttentionUtils:
     def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
         """Cut the padding off again, [batch, seq, ...]."""
         return sequence_output[:, : sequence_output.shape[1] - pad_len] if pad_len else sequence_output
-
-
-def _ask_for_key_masks(config: Any) -> None:
-    """Have transformers pass the mask of the keys, [batch, seq], instead of one of queries by keys."""
-    try:
-        masking = importlib.import_module("transformers.masking_utils")
-    except (
-        ImportError
-    ):  # older versions pass [batch, 1, 1, seq], which is as good; models need not come from transformers
-        return
-    masking.AttentionMaskInterface.register(_NAME, _key_mask)
-    config._attn_implementation = _NAME
-
-
-def _key_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
-    return None if attention_mask is None else attention_mask.bool()
