@@ -1,11 +1,12 @@
-"""Block-sparse attention beside dense SDPA and compiled FlexAttention: time, share of the FMA peak, memory; goals beside each.
+"""Block-sparse attention beside dense SDPA and compiled FlexAttention: time, share of the FMA peak, memory, goals.
 
     python packages/dsx-sparse-attn/bench/attention.py [--part NAME ...] [--rounds 7] [--threads 2] [--json FILE]
 
-Parts: `peak` (kernels against the machine's fused multiply-adds, one thread; two against one), `long` (n = 8192, BigBird, forward and
-backward), `flex` (forward against FlexAttention compiled), `dense` (density 1.0), `small` (overhead at n = 512), `memory` (peak
-extra memory of forward and backward, each in a process of its own), `longest` (which length fits the memory that
-materialised attention takes at 1024). Contenders of a part run interleaved, in a new order each round; medians are compared.
+Parts: `peak` (kernels against the machine's fused multiply-adds, one thread; two against one), `long` (n = 8192,
+BigBird, forward and backward), `flex` (forward against FlexAttention compiled), `dense` (density 1.0), `small`
+(overhead at n = 512), `memory` (peak extra memory of forward and backward, each in a process of its own), `longest`
+(which length fits the memory that materialised attention takes at 1024). Contenders of a part run interleaved, in a new
+order each round; medians are compared.
 """
 
 from __future__ import annotations
@@ -90,12 +91,12 @@ def kernels(heads: int, seq: int, layout: Layout, threads: int) -> dict[str, Run
     torch.set_num_threads(threads)
     prepared = native_cpu._Prepared(call)
     out, lse = torch.empty_like(q), torch.empty(1, heads, seq)
-    forward = prepared.numbers(out, lse, [0] * 12, 0, [0, 0], 0)
+    forward = prepared.kernel_args(out, lse, [0] * 12, 0, [0, 0], 0)
     module.forward(forward, call.scale, 1.0)
     kept = [torch.empty_like(k), torch.empty_like(v), torch.zeros(heads, seq, 64), torch.empty(1, heads, seq)]
     dk, dv, dq, delta = kept
     grads = [x for t in (dout, dk, dv) for x in native_cpu._tensor(t)]
-    backward = prepared.numbers(out, lse, grads, delta.data_ptr(), [dq.data_ptr(), 0], 0)
+    backward = prepared.kernel_args(out, lse, grads, delta.data_ptr(), [dq.data_ptr(), 0], 0)
     keep_alive = (prepared, out, lse, dout, kept)
     return {
         f"forward {threads}": lambda: (module.forward(forward, call.scale, 1.0), keep_alive),
@@ -116,12 +117,14 @@ def part_peak(report: Report, rounds: int, threads: int) -> None:
     t = medians(runs, max(rounds, 21))
     peak = statistics.median(module.peak(400_000) for _ in range(15))
     print(
-        f"n = 2048, 2 heads x 64, block 64, density {layout.density:.3f}, {module.isa()}, FMA peak {peak / 1e9:.0f} GF/s a thread"
+        f"n = 2048, 2 heads x 64, block 64, density {layout.density:.3f}, {module.isa()}, "
+        f"FMA peak {peak / 1e9:.0f} GF/s a thread"
     )
     for name, operations in (("forward", work), ("backward", 2.5 * work)):
         share = operations / t[f"{name} 1"] / peak
-        report.line(f"{name}: {t[f'{name} 1'] * 1e3:.2f} ms, {operations / t[f'{name} 1'] / 1e9:.0f} GF/s, one thread", 100 * share, "%",
-                    "goal >= 75 % of peak", share >= 0.75)  # fmt: skip
+        seconds = t[f"{name} 1"]
+        what = f"{name}: {seconds * 1e3:.2f} ms, {operations / seconds / 1e9:.0f} GF/s, one thread"
+        report.line(what, 100 * share, "%", "goal >= 75 % of peak", share >= 0.75)
         gain = t[f"{name} 1"] / t[f"{name} {threads}"]
         report.line(f"{name}: {threads} threads over one", gain, "x", "goal >= 1.8", gain >= 1.8)
 
@@ -162,8 +165,10 @@ def part_flex(report: Report, rounds: int, threads: int) -> None:
         with torch.no_grad():
             error = (ours() - theirs()).abs().max().item()
             t = medians({"ours": ours, "flex": theirs}, max(rounds, 11))
-        print(f"n = {seq}, BigBird, density {layout.density:.4f}, forward: ours {1e3 * t['ours']:.2f} ms, flex compiled "
-              f"{1e3 * t['flex']:.2f} ms, difference of results {error:.1e}")  # fmt: skip
+        print(
+            f"n = {seq}, BigBird, density {layout.density:.4f}, forward: ours {1e3 * t['ours']:.2f} ms, "
+            f"flex compiled {1e3 * t['flex']:.2f} ms, difference of results {error:.1e}"
+        )
         ratio = t["flex"] / t["ours"]
         report.line(f"forward n = {seq}: FlexAttention compiled / sparse", ratio, "x", "goal >= 1.5", ratio >= 1.5)
 
@@ -257,7 +262,8 @@ def part_longest(report: Report, rounds: int, threads: int) -> None:
     short, factor = 2048, 16
     materialised, sparse = peak_extra("materialised", short), peak_extra("sparse", factor * short)
     print(
-        f"materialised n = {short}: {materialised / 2**20:.0f} MiB; sparse n = {factor * short}: {sparse / 2**20:.0f} MiB"
+        f"materialised n = {short}: {materialised / 2**20:.0f} MiB; "
+        f"sparse n = {factor * short}: {sparse / 2**20:.0f} MiB"
     )
     report.line(
         f"sparse at {factor}x the length / materialised",

@@ -1,12 +1,13 @@
-"""Find a function's definition in a long text: an encoder trained with dense and with block-sparse attention, side by side.
+"""Find a function's definition in a long text: an encoder with dense and one with block-sparse attention.
 
     python packages/dsx-sparse-attn/examples/long_context.py [--length 2048] [--steps 1200] [--tests 300] [--out FOLDER]
 
-The text is real: functions of the Python installation this runs in, concatenated. The question stands in front: the name of one
-of them; the answer is the position of its `def` (calls of the function are lures). Both encoders start from the same weights and see the same batches; they differ in
-what a token may attend to: everything, or its neighbourhood, the question, and some random blocks (BigBird). Written: a table of loss, accuracy on texts
-of functions not trained on (with the standard error of such a share), CPU time per step and peak memory of a step (Markdown), and a plot of loss over
-time (SVG). CPU only, no downloads; nine minutes with one thread.
+The text is real: functions of the Python installation this runs in, concatenated. The question stands in front: the
+name of one of them; the answer is the position of its `def` (calls of the function are lures). Both encoders start from
+the same weights and see the same batches; they differ in what a token may attend to: everything, or its neighbourhood,
+the question, and some random blocks (BigBird). Written: a table of loss, accuracy on texts of functions not trained on
+(with the standard error of such a share), CPU time per step and peak memory of a step (Markdown), and a plot of loss
+over time (SVG). CPU only, no downloads; nine minutes with one thread.
 """
 
 from __future__ import annotations
@@ -166,9 +167,13 @@ def plot(contenders: list[Contender], path: Path) -> None:
     width, height, pad = 640, 320, 40
     longest = max(c.seconds for c in contenders)
     highest = max(loss for c in contenders for _, loss in c.curve)
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
-             f'<rect width="{width}" height="{height}" fill="#fff"/>',
-             f'<text x="{pad}" y="20">loss (0 to {highest:.1f}) over CPU seconds of training (0 to {longest:.0f})</text>']  # fmt: skip
+    title = f"loss (0 to {highest:.1f}) over CPU seconds of training (0 to {longest:.0f})"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+        f'<text x="{pad}" y="20">{title}</text>',
+    ]
     for n, (c, colour) in enumerate(zip(contenders, ("#b5532a", "#26547c"))):
         smooth = [
             sum(v for _, v in c.curve[max(0, i - 9) : i + 1]) / len(c.curve[max(0, i - 9) : i + 1])
@@ -239,14 +244,16 @@ def main(argv: list[str] | None = None) -> list[Contender]:
             )
     tests = [next(held_out) for _ in range(max(1, arguments.tests // arguments.batch))]
     lines = [
-        "| attention | last 100 losses | right answers, unseen functions | CPU ms per step | peak memory of a step, MiB |",
+        "| attention | last 100 losses | right answers, unseen functions | CPU ms per step | "
+        "peak memory of a step, MiB |",
         "|---|---|---|---|---|",
     ]
     for c in pair:
         c.judge(tests)
         last = [v for _, v in c.curve[-100:]]
         lines.append(
-            f"| {c.name} | {sum(last) / len(last):.3f} | {100 * c.accuracy:.1f} +- {100 * c.doubt:.1f} % | {1e3 * c.seconds / len(c.curve):.0f} | {c.peak / 2**20:.0f} |"
+            f"| {c.name} | {sum(last) / len(last):.3f} | {100 * c.accuracy:.1f} +- {100 * c.doubt:.1f} % | "
+            f"{1e3 * c.seconds / len(c.curve):.0f} | {c.peak / 2**20:.0f} |"
         )
     folder = Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,8 @@
     python packages/dsx-sparse-attn/tests/sanitize.py [pytest arguments]
 
 Builds an instrumented wheel into a temporary folder (the installed module stays as it is), puts it first on the path,
-loads the sanitizer's runtime into Python and runs every test file here that touches kernels. Needs g++ with libasan, and
-hatchling, pybind11 and ninja. Exit code 0 means: no finding, no failure.
+loads the sanitizer's runtime into Python and runs every test file here that touches kernels. Needs g++ with libasan,
+and hatchling, pybind11 and ninja. Exit code 0 means: no finding, no failure.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def main() -> int:
             "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
             "OMP_NUM_THREADS": "1",
         }
-        check = "import sys, dsx_sparse_attn; s = dsx_sparse_attn.native_status(); print(s); sys.exit(s['sanitizer'] != 'address')"
+        check = (
+            "import sys, dsx_sparse_attn; s = dsx_sparse_attn.native_status(); print(s); "
+            "sys.exit(s['sanitizer'] != 'address')"
+        )
         subprocess.check_call([sys.executable, "-c", check], cwd=folder, env=env)
         arguments = sys.argv[1:] or [str(f) for f in FILES]
         options = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(PACKAGE)]

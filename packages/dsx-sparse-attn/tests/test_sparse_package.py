@@ -2,9 +2,12 @@
 
 import json
 import os
+import random
 import re
+import shlex
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 
 import dsx_sparse_attn
@@ -21,14 +24,47 @@ def python(code, **env):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_readme_examples_run(tmp_path, monkeypatch):
+def blocks(tag):
+    """The README's code blocks of one kind."""
+    found = re.findall(r"^```(\S*)\n(.*?)^```$", README.read_text(), re.S | re.M)
+    assert {kind for kind, _ in found} <= {"python", "sh"}, "every block says what it is"
+    return [body for kind, body in found if kind == tag]
+
+
+def test_readme_examples_run(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers", minversion="5.0")
     monkeypatch.chdir(tmp_path)
     scope = {}
-    examples = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    assert examples
-    for example in examples:
+    for example in blocks("python"):
         exec(compile(example, str(README), "exec"), scope)
     assert scope["q"].grad is not None and (tmp_path / "layout.svg").is_file()
+    assert all(p.grad is not None for p in scope["model"].parameters())
+    printed = capsys.readouterr().out.strip()
+    assert printed and f"print(layout)  # {printed}" in README.read_text(), "what the README says is printed"
+
+
+def test_readme_commands_run(tmp_path):
+    lines = [shlex.split(line, comments=True) for body in blocks("sh") for line in body.splitlines()]
+    ours = [words for words in lines if words[:3] == ["python", "-m", "dsx_sparse_attn"]]
+    assert len(ours) == 2
+    for words in ours:
+        done = subprocess.run([sys.executable, *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and done.stdout, done.stderr
+    assert (tmp_path / "layout.svg").is_file()
+    for words in lines:
+        for file in (word for word in words if word.startswith("packages/dsx-sparse-attn/")):
+            assert (README.parents[2] / file).is_file() or not (README.parents[2] / "packages").is_dir(), file
+    extras = {extra for words in lines if words[0] == "pip" for extra in re.findall(r"\[(\w+)\]", words[-1])}
+    assert extras == {"triton"} <= set(metadata("dsx-sparse-attn").get_all("Provides-Extra"))
+
+
+def test_readme_density_is_one_draw_of_the_range_it_gives():
+    (least, most), densities = (0.31, 0.36), []
+    for seed in range(50):
+        random.seed(seed)
+        densities.append(dsx_sparse_attn.BigBirdSparsityConfig(num_heads=4, block=64).make_layout(1024).density)
+    assert f"other seeds give {least} to {most}" in README.read_text()
+    assert least <= min(densities) and max(densities) <= most, (min(densities), max(densities))
 
 
 def test_readme_names_everything_public():
