@@ -6,6 +6,7 @@ import dsx_zero
 import pytest
 import torch
 from dsx_testkit import run_ranks, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def whole(parameter):
@@ -94,3 +95,39 @@ def check_saved_edit(rank, world):
 
 def test_an_edit_before_a_checkpoint_is_in_it():
     run_ranks(check_saved_edit, 2)
+
+
+class Recorded(TorchDispatchMode):
+    """Elements that each operation compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.compared = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func).startswith(("aten.ne.", "aten.where.")):
+            self.compared += sum(a.numel() for a in args if isinstance(a, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def count_comparisons(rank, world, stage, persistence):
+    """Elements compared in a step without edits."""
+    model, optimizer = dsx_zero.shard(
+        tiny.MLP(hidden=128).bfloat16(), lambda params: torch.optim.SGD(params, lr=1e-3), stage=stage,
+        config={"stage3_param_persistence_threshold": persistence},
+    )  # fmt: skip
+    train(model, optimizer, rank, 2)
+    x, y = model.example(2, seed=rank)
+    model.loss(x.bfloat16(), y).backward()
+    with Recorded() as quiet:
+        optimizer.step()
+    optimizer.zero_grad()
+    return quiet.compared
+
+
+@pytest.mark.parametrize(("stage", "persistence"), [(1, 0), (3, 10**9), (3, 0)])
+def test_a_step_without_edits_compares_no_parameters(stage, persistence):
+    """Stage 3 compared every shard with its master in every step: its own updates counted as edits."""
+    count = sum(p.numel() for p in tiny.MLP(hidden=128).parameters())
+    for compared in run_ranks(count_comparisons, 2, stage, persistence):
+        assert compared < count / 4  # sums that tell whether memory was written are compared, a word for each 64 bytes

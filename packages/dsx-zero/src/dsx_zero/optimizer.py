@@ -72,7 +72,7 @@ class StepOutcome:
 
 
 class Residency(Protocol):
-    """Where whole parameters live. `dsx_zero.gather` has those of stages 0-2, `dsx_zero.gathered` that of stage 3."""
+    """Makes new values of parameters visible. `dsx_zero.gather` does it at stages 0-2, `dsx_zero.stage3.Stage3` at stage 3."""
 
     def publish(self, unit: Unit) -> None:
         """This rank's shard of a unit has new values: start making them visible."""

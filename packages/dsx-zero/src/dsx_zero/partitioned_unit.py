@@ -278,4 +278,4 @@ def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, rank: int, mem
     ]
     storage.free()
     shard = memory.empty(layout.shard_numel, plan.key.dtype, plan.key.device).zero_()
-    return PartitionedGroup(plan, parameters, rank=rank, full=storage.fill, shard=shard)
+    return PartitionedGroup(plan, parameters, rank=rank, full=shard[:0], shard=shard)
