@@ -97,3 +97,23 @@ def test_a_model_under_ddp_counts_as_it_does_alone():
     testkit = pytest.importorskip("dsx_testkit")
     for alone, wrapped in testkit.run_ranks(data_parallel, 2):
         assert alone == wrapped and alone[0] > 0 and not alone[3]
+
+
+def test_gradients_that_refuse_python_calls_are_accumulated_as_without_a_profile():
+    """As dsx_zero's gradients inside a backward: autograd may add to them, Python may not."""
+
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise RuntimeError(f"{func} was called from Python")
+
+    model = torch.nn.Linear(4, 2, bias=False)
+    gradient = torch.ones(2, 4).as_subclass(Refusing)
+    model.weight.grad = gradient
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.ones(3, 4)).sum().backward()
+    profiler.stop_profile()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert torch.equal(model.weight.grad.as_subclass(torch.Tensor), torch.full((2, 4), 4.0))
+    assert profiler.totals.backward_macs == 3 * 4 * 2

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .straggler import Straggler, StragglerMonitor, StragglerReport, judge_stragglers
     from .timeline import Timeline, merge_traces
     from .timers import ThroughputTimer, WallClock, phase_times
+    from .tolerance import tolerating
 
 _HOMES = {
     "clocks": ("TracedClock",),
@@ -105,6 +106,7 @@ _HOMES = {
         "WallClock",
         "phase_times",
     ),
+    "tolerance": ("tolerating",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -153,6 +155,7 @@ __all__ = [
     "merge_traces",
     "phase_times",
     "start_run",
+    "tolerating",
     "write_report",
 ]
 

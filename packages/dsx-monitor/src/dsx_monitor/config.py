@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from .events import checked_job_name
 
 __all__ = [
     "CSVConfig",
@@ -49,7 +51,9 @@ class _FileSection(_Section):
     output_path: str | None = Field(
         default="", description="folder; null or empty: the current one; ~ is the home folder"
     )
-    job_name: str = Field(default=_JOB, description="folder below output_path; may be empty")
+    job_name: Annotated[str, AfterValidator(checked_job_name)] = Field(
+        default=_JOB, description="folder below output_path; may be empty"
+    )
 
 
 class TensorBoardConfig(_FileSection):

@@ -8,15 +8,20 @@ device tensor waits for the device, so hand over numbers you already have where 
 from __future__ import annotations
 
 import os
+import re
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from .errors import MonitorConfigError
 
-__all__ = ["Event", "folder_of", "label_to_file_name", "last_byte", "normalised"]
+__all__ = ["Event", "checked_job_name", "folder_of", "label_to_file_name", "last_byte", "normalised"]
 
 Event: TypeAlias = tuple[str, float, int]
+
+_MOST_SAMPLES = 1 << 63  # TensorBoard's files hold 64-bit numbers
+_LONGEST_NAME = 120  # bytes; file systems take 143 to 255, and an ending follows
 
 
 def normalised(events: Iterable[tuple[str, Any, Any]]) -> list[Event]:
@@ -30,8 +35,13 @@ def normalised(events: Iterable[tuple[str, Any, Any]]) -> list[Event]:
         try:
             label, value, samples = event
             value = value.detach() if hasattr(value, "detach") else value
-            result.append((str(label), float(value), int(samples)))
-        except (TypeError, ValueError, RuntimeError) as error:
+            label, samples = str(label), int(samples)
+            if not label.isascii():
+                label = label.encode("utf-8", "backslashreplace").decode()  # half characters, which no file takes
+            if not -_MOST_SAMPLES <= samples < _MOST_SAMPLES:
+                raise ValueError("the number of samples does not fit 64 bits")
+            result.append((label, float(value), samples))
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise MonitorConfigError(
                 f"write_events: got {event!r}, expected (label, number, samples); {error}"
             ) from error
@@ -39,13 +49,37 @@ def normalised(events: Iterable[tuple[str, Any, Any]]) -> list[Event]:
 
 
 def label_to_file_name(label: str) -> str:
-    """File name of a label: `/` and blanks become `_`; so do characters that some file system refuses."""
-    return "".join("_" if character in '/ \\:*?"<>|\0\n\r\t' else character for character in label)
+    """File name of a label: `/` and blanks become `_`; so do characters that some file system refuses.
+
+    A name that is longer than file systems take is cut and ends with a checksum of the label.
+    """
+    name = "".join("_" if character in '/ \\:*?"<>|\0\n\r\t' else character for character in label)
+    if len(name.encode()) <= _LONGEST_NAME:
+        return name
+    return f"{name.encode()[:_LONGEST_NAME].decode(errors='ignore')}.{zlib.crc32(label.encode()):08x}"
 
 
 def folder_of(section: Any) -> Path:
-    """The folder `output_path/job_name` of a section; not created here."""
-    return Path(os.path.expanduser(section.output_path or "")) / section.job_name
+    """The folder `output_path/job_name` of a section; not created here.
+
+    Raises:
+        MonitorConfigError: the name of the job leads out of `output_path`.
+    """
+    return Path(os.path.expanduser(section.output_path or "")) / checked_job_name(section.job_name)
+
+
+def checked_job_name(name: str) -> str:
+    """`name`, if it is empty, a name, or a relative path without `..`: what is written for a job stays in its folder.
+
+    Raises:
+        MonitorConfigError: it is not.
+    """
+    parts = re.split(r"[/\\]", name)
+    if ".." in parts or os.path.isabs(name) or os.path.splitdrive(name)[0] or name[:1] in ("/", "\\") or "\0" in name:
+        raise MonitorConfigError(
+            f"job_name: got {name!r:.80}, expected a folder name below output_path; set output_path to write elsewhere"
+        )
+    return name
 
 
 def last_byte(path: Path) -> bytes:

@@ -91,7 +91,7 @@ class _Monitor:
 
         Args:
             event_list: labels, numbers (or tensors with one element) and the number of samples seen by all ranks.
-            flush: wait until they are written out.
+            flush: wait until they are written out, or a writer has hung for ten seconds.
 
         Raises:
             MonitorConfigError: an event is no such triple.
@@ -102,11 +102,14 @@ class _Monitor:
                 self._background.flush()
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all events so far are written out; False if `timeout` seconds were not enough."""
+        """Wait until all events so far are written out; False if `timeout` seconds were not enough or a writer hangs."""
         return True if self._background is None else self._background.flush(timeout)
 
     def close(self) -> None:
-        """Write everything out and close the backends. Runs by itself when the process ends."""
+        """Write everything out and close the backends. Runs by itself when the process ends.
+
+        Waits as long as the writers get on; one that hangs is given up after ten seconds, with a warning.
+        """
         if self._background is not None:
             self._background.close()
 
@@ -203,6 +206,6 @@ def _build(chosen: list[tuple[str, Any]]) -> list[Writer]:
             writers.append(_BUILDERS[name](section))
         except BackendMissing as error:
             logger.warning("monitor: %s; training goes on without it", error)
-        except Exception as error:  # noqa: BLE001  whatever a backend does at start, training goes on
+        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a backend does at start, training goes on
             logger.warning("monitor: %s cannot start and is switched off: %s: %s", name, type(error).__name__, error)
     return writers

@@ -11,19 +11,24 @@ the same curves. Only `start_run` and `MemoryLog` write here; nothing depends on
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from .events import last_byte
 from .memory import memory_snapshot
 from .monitor import current_rank
+from .tolerance import tolerating
+from .writers.appended import AppendedFile
 
 __all__ = ["MemoryLog", "start_run"]
+
+logger = logging.getLogger("dsx_monitor")
 
 META = "meta.json"
 MEMORY = "memory"
@@ -41,6 +46,8 @@ def start_run(
 ) -> Path:
     """Write or extend `meta.json`. Call on rank 0 only, at the start and at each resume.
 
+    A folder that cannot be made, a full disk or a damaged `meta.json` costs a warning, never the training run.
+
     Args:
         title: headline of the report.
         config: the configuration in force; anything JSON cannot hold is written as text.
@@ -52,22 +59,55 @@ def start_run(
         The run directory, made if needed.
     """
     folder = Path(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / META
-    meta: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"starts": []}
     process = f"{platform.node()}:{os.getpid()}:{_born()}"
-    known = meta["starts"] and meta["starts"][-1].get("process") == process
-    if known and quiet:
-        return folder
-    if known and meta["starts"][-1]["step"] == step:
-        meta["starts"].pop()  # the same start, told again with more words
-    meta.update(title=title, config=dict(config or {}), environment=environment(), facts=dict(facts or {}))
-    start = {"time": time.time(), "step": step, "world_size": world_size, "command": sys.argv, "process": process}
-    meta["starts"].append(start)
-    partial = path.with_name(f"{META}.{os.getpid()}")
-    partial.write_text(json.dumps(meta, indent=1, default=str), encoding="utf-8")
-    os.replace(partial, path)  # a reader never sees half a file
+    with tolerating(f"{folder / META} cannot be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        meta = _read_meta(folder / META)
+        known = meta["starts"] and meta["starts"][-1].get("process") == process
+        if known and quiet:
+            return folder
+        if known and meta["starts"][-1].get("step") == step:
+            meta["starts"].pop()  # the same start, told again with more words
+        meta.update(title=title, config=_text_keys(config), environment=environment(), facts=_text_keys(facts))
+        start = {"time": time.time(), "step": step, "world_size": world_size, "command": sys.argv, "process": process}
+        meta["starts"].append(start)
+        _replace(folder / META, json.dumps(meta, indent=1, default=str))
     return folder
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    """What earlier starts wrote; no starts, and a warning, where that cannot be read."""
+    if not path.exists():
+        return {"starts": []}
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(start, dict) for start in meta["starts"]):
+            raise ValueError("a start that is no object")
+        return meta
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("monitor: %s is damaged and is written anew: %s: %s", path, type(error).__name__, error)
+        return {"starts": []}
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file as a whole: a reader never sees half of it. A write that fails leaves nothing behind."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def _text_keys(value: Any) -> Any:
+    """Nested mappings with texts as keys, as JSON wants them; an empty one for None."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return {str(key): _text_keys(item) if isinstance(item, Mapping) else item for key, item in value.items()}
+    return value
 
 
 def _born() -> str:
@@ -99,6 +139,8 @@ def environment() -> dict[str, Any]:
 class MemoryLog:
     """Appends this rank's memory to the run directory; every rank has its own file.
 
+    A folder that cannot be made or a file that cannot be written costs one warning, never the training run.
+
     Args:
         run_dir: the run directory.
         rank: as for the monitors.
@@ -107,28 +149,37 @@ class MemoryLog:
 
     def __init__(self, run_dir: str | os.PathLike[str], *, rank: int | None = None, interval: float = 1.0) -> None:
         self.rank = current_rank() if rank is None else rank
-        folder = Path(run_dir) / MEMORY
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"rank{self.rank:05d}.jsonl"
-        ended = last_byte(self.path) in (b"", b"\n")
-        self._stream = self.path.open("a", encoding="utf-8")
-        if not ended:  # a crash cut the last line in half
-            self._stream.write("\n")
+        self.path = Path(run_dir) / MEMORY / f"rank{self.rank:05d}.jsonl"
         self._interval, self._next = interval, 0.0
+        self._file: AppendedFile | None = None
+        with self._tolerating():
+            self._file = AppendedFile(self.path)
 
     def record(self, step: int, *, force: bool = False) -> None:
         """Write a line if one is due, at `step` (samples seen by all ranks)."""
         now = time.monotonic()
-        if now < self._next and not force:
+        if self._file is None or (now < self._next and not force):
             return
         self._next = now + self._interval
         line = {"time": round(time.time(), 3), "step": step, **memory_snapshot(pss=True).as_dict()}
-        self._stream.write(json.dumps(line) + "\n")
-        self._stream.flush()
+        with self._tolerating():
+            try:
+                self._file.append(json.dumps(line) + "\n")
+            except OSError:
+                file, self._file = self._file, None
+                with suppress(OSError):  # its buffer cannot be written either
+                    file.close()
+                raise
 
     def close(self) -> None:
         """Close the file."""
-        self._stream.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with self._tolerating():
+                file.close()
+
+    def _tolerating(self) -> AbstractContextManager[None]:
+        return tolerating(f"the memory of rank {self.rank} cannot be written to {self.path}")
 
     def __enter__(self) -> MemoryLog:
         return self

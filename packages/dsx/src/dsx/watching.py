@@ -224,8 +224,9 @@ def _breakdown(to: Watched) -> dict[str, int]:
 
 def _flops(to: Watched, section: Any, timer: Any) -> FlopsSession:
     config, topology = to.config, to.topology
-    profiler = to.monitoring.FlopsProfiler(to.module)
-    profiler.facts = to.monitoring.RunFacts(
+    monitoring = to.monitoring
+    profiler = monitoring.FlopsProfiler(to.module)
+    profiler.facts = monitoring.RunFacts(
         world_size=topology.world_size,
         data_parallel=topology.dp_world_size,
         model_parallel=topology.mp_world_size,
@@ -236,7 +237,8 @@ def _flops(to: Watched, section: Any, timer: Any) -> FlopsSession:
     def learned(flops_per_sample: float) -> None:
         timer.flops_per_sample = flops_per_sample
 
-    return FlopsSession(profiler, section, to.counters, run_dir(config) if config.jsonl.enabled else None, learned)
+    folder = run_dir(config) if config.jsonl.enabled else None
+    return FlopsSession(profiler, section, to.counters, folder, learned, monitoring.tolerating)
 
 
 # - What all ranks take part in
@@ -255,9 +257,10 @@ def _add_straggler(to: Watched, watch: Watch, times: StepTimes) -> None:
 
     def write(record: dict[str, Any]) -> None:
         path = run_dir(to.config) / "stragglers.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
+        with to.monitoring.tolerating(f"the comparison of ranks cannot be written to {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
 
     keep = write if to.config.jsonl.enabled else lambda record: None
     monitor = to.monitoring.StragglerMonitor(gather, every=section.every, ratio=section.ratio, share=section.share)
@@ -280,6 +283,7 @@ def _add_timeline(to: Watched, watch: Watch) -> None:
             barrier=comm.barrier if to.distributed else lambda: None,
             run_dir=folder,
             merge=monitoring.merge_traces if to.first else None,
+            tolerating=monitoring.tolerating,
         )
     )
 

@@ -75,7 +75,7 @@ class _Counting(TorchDispatchMode):
             self._rules[id(func)] = rule = rule_for(func)
             self._seen.append(func)
         if rule is VIEW:
-            return func(*args, **kwargs)
+            return _run(func, args, kwargs)
         if rule is COMPOUND:
             # Under inference mode compound operators arrive whole: take them apart to see what they are made of. Of nested tensors they are none.
             if not any(getattr(argument, "is_nested", False) for argument in args):
@@ -86,7 +86,7 @@ class _Counting(TorchDispatchMode):
             rule = None
         watch = self._watch
         owner, backward = watch.before()
-        result = func(*args, **kwargs)
+        result = _run(func, args, kwargs)
         if rule is None:
             watch.note_unknown(func)
         elif not isinstance(rule, str):  # what costs nothing is a word
@@ -98,6 +98,16 @@ class _Counting(TorchDispatchMode):
             if flops:
                 watch.book(owner, backward, flops, macs)
         return result
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator as it would run without a mode.
+
+    Called from Python it would be offered to `__torch_function__` of tensor subclasses, a level that the call passed
+    before it was dispatched. dsx_zero's gradients refuse there what autograd itself may do with them.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 class _Clock:

@@ -20,6 +20,9 @@ class Writer(Protocol):
     section: str
     """Name of the configuration section, for warnings."""
 
+    remote: bool
+    """Whether it talks to a service, which may hang: then it gets a thread of its own."""
+
     def write(self, events: list[Event]) -> None:
         """Take events over; the last ones may stay in a buffer."""
         ...

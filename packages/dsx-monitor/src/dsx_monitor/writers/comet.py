@@ -18,6 +18,7 @@ class CometWriter:
     """Logs to an experiment of its own."""
 
     section = "comet"
+    remote = True
 
     def __init__(self, config: Any) -> None:
         try:

@@ -1,20 +1,21 @@
 """Events as CSV, one file per label: `output_path/job_name/<label with / as _>.csv`, header `step,<last part of label>`.
 
-Lines wait in this process' own lists until they are flushed, not in a file object's buffer, of which a forked child has a copy that it would write, too.
-Files stay open between events, and a run that starts again in the same folder goes on in the same files: the header is
-written once, and a last line that a crash cut in half is ended before new ones follow.
+Lines wait in lists of this process until they are flushed, not in a file object's buffer, of which a forked child has a
+copy that it would write, too. Files stay open between events, and a run that starts again in the same folder goes on in
+the same files: the header is written once, and a last line that a crash cut in half is ended before new ones follow.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import zlib
 from collections import OrderedDict
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from ..events import Event, folder_of, label_to_file_name, last_byte
+from ..events import Event, folder_of, label_to_file_name
+from .appended import AppendedFile, warn_of_loss
 
 __all__ = ["CSVWriter"]
 
@@ -26,13 +27,15 @@ class CSVWriter:
     """Appends `step,value` lines."""
 
     section = "csv_monitor"
+    remote = False
 
     def __init__(self, config: Any) -> None:
         self.folder = folder_of(config)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._paths: dict[str, Path] = {}
-        self._open: OrderedDict[str, TextIOWrapper] = OrderedDict()
+        self._open: OrderedDict[str, AppendedFile] = OrderedDict()
         self._lines: dict[str, list[str]] = {}
+        self._lost: Path | None = None  # what was found removed during a flush: a file, or the folder
 
     def write(self, events: list[Event]) -> None:
         """Take the events in."""
@@ -49,22 +52,26 @@ class CSVWriter:
             self._paths[label] = path
         return self._paths[label]
 
-    def _stream(self, label: str) -> TextIOWrapper:
-        stream = self._open.get(label)
-        if stream is None:
+    def _file(self, label: str) -> AppendedFile:
+        file = self._open.get(label)
+        if file is None:
             if len(self._open) >= _MOST_OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
-            stream = self._open[label] = _open_for_append(self.path(label), label)
+            file = self._open[label] = AppendedFile(self.path(label), _head(label), self._note_loss)
         self._open.move_to_end(label)
-        return stream
+        return file
+
+    def _note_loss(self, path: Path) -> None:
+        self._lost = self._lost or (path if self.folder.exists() else self.folder)
 
     def flush(self) -> None:
         """Hand everything to the operating system."""
         waiting, self._lines = self._lines, {}
         for label, lines in waiting.items():
-            stream = self._stream(label)
-            stream.write("".join(lines))
-            stream.flush()
+            self._file(label).append("".join(lines))
+        lost, self._lost = self._lost, None
+        if lost is not None:  # one warning for a removed folder, however many files it held
+            warn_of_loss(lost)
 
     def close(self) -> None:
         """Flush and close all files."""
@@ -75,11 +82,7 @@ class CSVWriter:
                 self._open.popitem()[1].close()
 
 
-def _open_for_append(path: Path, label: str) -> TextIOWrapper:
-    last = last_byte(path)  # not the whole file: with many labels this runs again and again
-    stream = path.open("a", encoding="utf-8", newline="")
-    if not last:
-        csv.writer(stream, lineterminator="\n").writerow(("step", label.rsplit("/", 1)[-1]))
-    elif last != b"\n":
-        stream.write("\n")
-    return stream
+def _head(label: str) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(("step", label.rsplit("/", 1)[-1]))
+    return text.getvalue()

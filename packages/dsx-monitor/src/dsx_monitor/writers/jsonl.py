@@ -1,4 +1,4 @@
-"""Events in one file, `output_path/job_name/events.jsonl`: `{"time": ..., "step": ..., "label": ..., "value": ...}` lines.
+"""Events in one file, `output_path/job_name/events.jsonl`, as lines `{"time":, "step":, "label":, "value":}`.
 
 `time` is seconds since 1970, so that curves can be drawn over the clock; values that JSON has no number for are the
 texts "nan", "inf" and "-inf". A run that starts again in the same folder goes on in the same file.
@@ -11,7 +11,8 @@ import math
 import time
 from typing import Any
 
-from ..events import Event, folder_of, last_byte
+from ..events import Event, folder_of
+from .appended import AppendedFile
 
 __all__ = ["JSONLWriter"]
 
@@ -22,16 +23,12 @@ class JSONLWriter:
     """Appends one line per event."""
 
     section = "jsonl"
+    remote = False
 
     def __init__(self, config: Any) -> None:
-        folder = folder_of(config)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / FILE_NAME
-        ended = last_byte(self.path) in (b"", b"\n")
-        self._stream = self.path.open("a", encoding="utf-8")
+        self.path = folder_of(config) / FILE_NAME
+        self._file = AppendedFile(self.path)
         self._labels: dict[str, str] = {}
-        if not ended:  # a crash cut the last line in half
-            self._stream.write("\n")
 
     def write(self, events: list[Event]) -> None:
         """Append the events and hand them to the operating system."""
@@ -40,8 +37,7 @@ class JSONLWriter:
             # Only the label needs escaping; the rest is written as `json.dumps` would, at a quarter of its cost.
             shown = repr(value) if math.isfinite(value) else f'"{value}"'
             lines.append(f'{{"time": {now}, "step": {samples}, "label": {self._quoted(label)}, "value": {shown}}}\n')
-        self._stream.write("".join(lines))
-        self._stream.flush()
+        self._file.append("".join(lines))
 
     def _quoted(self, label: str) -> str:
         known = self._labels.get(label)
@@ -54,4 +50,4 @@ class JSONLWriter:
 
     def close(self) -> None:
         """Close the file."""
-        self._stream.close()
+        self._file.close()

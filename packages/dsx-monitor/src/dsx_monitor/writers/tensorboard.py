@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import BackendMissing
 from ..events import Event, folder_of
+from .appended import is_gone, warn_of_loss
 
 __all__ = ["TensorBoardWriter"]
 
@@ -23,6 +24,7 @@ class TensorBoardWriter:
     """Writes one record for all events of a step, into a new file per process."""
 
     section = "tensorboard"
+    remote = False
 
     def __init__(self, config: Any) -> None:
         try:
@@ -33,18 +35,25 @@ class TensorBoardWriter:
             raise BackendMissing(self.section, "tensorboard", "tensorboard") from error
         self._event: Any = vars(event_pb2)["Event"]
         self._summary: Any = vars(summary_pb2)["Summary"]
-        folder = folder_of(config)
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder_of(config)
+        # Not the file's own buffer: a forked child has a copy of that and would write it, too.
+        self._waiting = io.BytesIO()
+        self._records = RecordWriter(self._waiting)
+        self._open()
+
+    def _open(self) -> None:
+        """Begin a new file."""
+        self._folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         # The name that TensorBoard looks for; the last part tells apart two runs of one process in one second.
         name = f"events.out.tfevents.{now:.0f}.{platform.node()}.{os.getpid()}.{time.monotonic_ns()}"
-        self._file = (folder / name).open("wb")
-        self._waiting = (
-            io.BytesIO()
-        )  # not the file's own buffer: a forked child has a copy of that and would write it, too
-        self._records = RecordWriter(self._waiting)
+        self._path = self._folder / name
+        self._file = self._path.open("wb")
+        waiting = self._take()
         self._add(self._event(wall_time=now, file_version="brain.Event:2"))
-        self.flush()
+        self._file.write(self._take())
+        self._file.flush()
+        self._waiting.write(waiting)
 
     def write(self, events: list[Event]) -> None:
         """Take the events in."""
@@ -58,10 +67,19 @@ class TensorBoardWriter:
 
     def flush(self) -> None:
         """Hand everything to the operating system."""
-        self._file.write(self._waiting.getvalue())
+        if is_gone(self._path, self._file.fileno()):
+            warn_of_loss(self._path)
+            self._file.close()
+            self._open()
+        self._file.write(self._take())
         self._file.flush()
+
+    def _take(self) -> bytes:
+        """What waits to be written; nothing waits any more."""
+        data = self._waiting.getvalue()
         self._waiting.seek(0)
         self._waiting.truncate()
+        return data
 
     def close(self) -> None:
         """Flush and close the file."""

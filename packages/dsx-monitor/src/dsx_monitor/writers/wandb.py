@@ -18,6 +18,7 @@ class WandbWriter:
     """Logs to a run of its own."""
 
     section = "wandb"
+    remote = True
 
     def __init__(self, config: Any) -> None:
         try:

@@ -30,6 +30,7 @@ class FlopsSession(StepHook):
         counters: how far training is.
         run_dir: the profile is also left there for the report; None: it is not.
         learned: told the operations of one sample, forward and backward.
+        tolerating: turns an error of writing inside it into a warning (`dsx_monitor.tolerating`).
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class FlopsSession(StepHook):
         counters: Counters,
         run_dir: Path | None,
         learned: Callable[[float], None],
+        tolerating: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._profiler, self._section, self._counters = profiler, section, counters
-        self._run_dir, self._learned = run_dir, learned
+        self._run_dir, self._learned, self._tolerating = run_dir, learned, tolerating
         self._done = False
         self._micro_batches, self._update_began = 0, 0.0
 
@@ -91,12 +93,13 @@ class FlopsSession(StepHook):
         else:
             places.append(Path(section.output_file))
         for place in places:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if place.suffix not in (".json", ".html"):
-                place.write_text(text, encoding="utf-8")
-            profiler.write_json(place.with_suffix(".json"), step)
-            profiler.write_html(place.with_suffix(".html"), step)
-            logger.info("flops profile of step %d: %s", step, place.with_suffix(".html"))
+            with self._tolerating(f"the flops profile cannot be written to {place}"):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if place.suffix not in (".json", ".html"):
+                    place.write_text(text, encoding="utf-8")
+                profiler.write_json(place.with_suffix(".json"), step)
+                profiler.write_html(place.with_suffix(".html"), step)
+                logger.info("flops profile of step %d: %s", step, place.with_suffix(".html"))
 
     def close(self) -> None:
         """Leave nothing on the model, also if training ended inside the profiled step."""
@@ -114,6 +117,8 @@ class CurvatureSession(StepHook):
         aside: context in which a backward leaves the engine's gradients alone.
         mean: averages a tensor over the ranks in place; None with one rank.
     """
+
+    needs_engine_backward = True
 
     def __init__(
         self,
@@ -161,6 +166,8 @@ class NoiseSession:
         ranks: data-parallel ranks if gradients are summed over them, 1 if averaged.
     """
 
+    needs_engine_backward = True
+
     def __init__(self, noise: Any, squares: Any, micro_batches: Callable[[], int], ranks: int) -> None:
         self._noise, self._squares, self._micro_batches, self._ranks = noise, squares, micro_batches, ranks
 
@@ -190,6 +197,7 @@ class TimelineSession(StepHook):
         barrier: meets the other ranks.
         run_dir: where traces go.
         merge: makes one file of all traces in a folder and returns it; None on other ranks than 0.
+        tolerating: as for `FlopsSession`. A rank that cannot write still meets the others.
     """
 
     def __init__(
@@ -202,7 +210,9 @@ class TimelineSession(StepHook):
         barrier: Callable[[], None],
         run_dir: Path,
         merge: Callable[[Path], Path] | None,
+        tolerating: Callable[[str], AbstractContextManager[None]],
     ) -> None:
+        self._tolerating = tolerating
         self._make, self._section, self._counters, self._clock = make, section, counters, clock
         self._observe, self._barrier, self._run_dir, self._merge = observe, barrier, run_dir, merge
         self._timeline: Any = None
@@ -227,11 +237,13 @@ class TimelineSession(StepHook):
         self._end()
         self._barrier()  # all traces are written
         if self._merge is not None:
-            logger.info("trace of %d steps: %s", self._section.steps, self._merge(self._run_dir))
+            with self._tolerating(f"the traces in {self._run_dir} cannot be put together"):
+                logger.info("trace of %d steps: %s", self._section.steps, self._merge(self._run_dir))
 
     def _end(self) -> None:
         self._stop()
-        self._timeline.write(self._run_dir)
+        with self._tolerating(f"the trace cannot be written to {self._run_dir}"):
+            self._timeline.write(self._run_dir)
         self._timeline = self._clock.timeline = None
 
     def close(self) -> None:
