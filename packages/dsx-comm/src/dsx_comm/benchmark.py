@@ -3,11 +3,12 @@
     dsx bench comm --ranks 2 --sizes 1K,64K,1M,64M --backends dsx,gloo --plot comm.svg
     torchrun --nproc-per-node 4 -m dsx_comm.benchmark     # on ranks that somebody else starts
 
-All backends run in the same processes, one call of each in turn, so that a disturbance meets all; medians are shown. `--calls` times several
-calls on end and divides, as OSU's and NCCL's benchmarks do: a single call of microseconds is mostly how far apart the ranks begin it. Ratios
-are against the first backend after the first. `floor` is what the memory allows: the bytes that the operation must read and
-write, at the rate of an in-place pass over a tensor of that size, run by all ranks in the same turn. Bandwidths have the usual
-definitions (algbw = size / time; busbw = algbw x 2(N-1)/N for all-reduce, (N-1)/N for gathers and scatters).
+All backends run in the same processes, one call of each in turn, so that a disturbance meets all; medians are shown. `--calls`
+times several calls on end and divides, as OSU's and NCCL's benchmarks do: a single call of microseconds is mostly how far
+apart the ranks begin it. Ratios are against the first backend. `floor` is what the memory allows: the bytes that the
+operation must read and write, at the rate of an in-place pass over a tensor of that size, run by all ranks in the same turn
+(from 1 MiB on). Bandwidths have the usual definitions (algbw = size / time; busbw = algbw x 2(N-1)/N for all-reduce, (N-1)/N
+for gathers and scatters). `benchmark_plot.py` draws the picture.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .benchmark_plot import has_floor, plot
 from .errors import CommArgumentError
 
 OPERATIONS = (
@@ -184,65 +186,22 @@ def timed_in_turn(calls: dict[str, Callable[[], Any]], group: Any, options: argp
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text."""
+    """The rows as text. Columns `x peer`: how many times longer that backend takes than the first."""
     names = list(rows[0].times)
-    head = f"{'operation':<15}{'bytes':>11}" + "".join(f"{n + ' ms':>18}" for n in names)
     peers = names[1:]
-    head += "".join(f"{'x ' + p:>15}" for p in peers) + f"{'algbw GB/s':>12}{'busbw GB/s':>12}{'of floor':>10}"
-    lines = [head]
+    wide = {name: max(12, len(name) + 5) for name in names}
+    head = f"{'operation':<15}{'bytes':>11}" + "".join(f"{name + ' ms':>{wide[name]}}" for name in names)
+    head += "".join(f"{'x ' + name:>{wide[name]}}" for name in peers)
+    lines = [head + f"{'algbw GB/s':>12}{'busbw GB/s':>12}{'of floor':>10}"]
     for row in rows:
         first = row.times[names[0]]
-        line = f"{row.op:<15}{row.nbytes:>11}" + "".join(f"{row.times[n]:>18.4f}" for n in names)
-        line += "".join(f"{row.times[p] / first:>15.1f}" for p in peers)
+        line = f"{row.op:<15}{row.nbytes:>11}" + "".join(f"{row.times[name]:>{wide[name]}.4f}" for name in names)
+        line += "".join(f"{row.times[name] / first:>{wide[name]}.1f}" for name in peers)
         rate = row.nbytes / first / 1e6
         line += f"{rate:>12.2f}{rate * bus_factor(row.op, row.ranks):>12.2f}" if row.op != "barrier" else " " * 24
-        line += f"{row.floor / first:>10.2f}" if row.floor and row.nbytes >= 1 << 20 else ""
+        line += f"{row.floor / first:>10.2f}" if has_floor(row) else ""
         lines.append(line.rstrip())
     return "\n".join(lines)
-
-
-def plot(rows: Sequence[Row]) -> str:
-    """An SVG picture: one panel per operation, time over size, both logarithmic, one line per backend."""
-    from math import log10
-
-    names = list(rows[0].times)
-    colours = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b")
-    ops = [op for op in dict.fromkeys(r.op for r in rows) if op != "barrier"]
-    width, height, pad = 300, 220, 40
-    spots = [log10(r.nbytes) for r in rows]
-    values = [log10(max(t, 1e-4)) for r in rows for t in r.times.values()]
-    left, right, low, high = min(spots), max(spots) + 1e-9, min(values), max(values) + 1e-9
-    parts = []
-    for i, op in enumerate(ops):
-        x0, y0 = (i % 3) * width, (i // 3) * height + 20
-        parts.append(f'<text x="{x0 + pad}" y="{y0 + 12}" font-weight="bold">{op}</text>')
-        box = f'x="{x0 + pad}" y="{y0 + 20}" width="{width - pad - 10}" height="{height - 60}"'
-        parts.append(f'<rect {box} fill="none" stroke="#999"/>')
-        for j, name in enumerate(names):
-            points = []
-            for row in (r for r in rows if r.op == op):
-                x = x0 + pad + (log10(row.nbytes) - left) / (right - left) * (width - pad - 10)
-                y = y0 + height - 40 - (log10(max(row.times[name], 1e-4)) - low) / (high - low) * (height - 60)
-                points.append(f"{x:.1f},{y:.1f}")
-            line = f'points="{" ".join(points)}" fill="none" stroke="{colours[j % len(colours)]}" stroke-width="2"'
-            parts.append(f"<polyline {line}/>")
-        parts.append(f'<text x="{x0 + pad}" y="{y0 + height - 24}">{_size(10**left)} to {_size(10**right)}</text>')
-        parts.append(f'<text x="{x0}" y="{y0 + 30}">{10**high:.3g} ms</text>')
-        parts.append(f'<text x="{x0}" y="{y0 + height - 42}">{10**low:.2g}</text>')
-    for j, name in enumerate(names):
-        parts.append(f'<text x="{10 + 130 * j}" y="14" fill="{colours[j % len(colours)]}">{name}</text>')
-    rows_of_panels = -(-len(ops) // 3)
-    size = f'width="{3 * width}" height="{rows_of_panels * height + 20}"'
-    style = 'font-family="sans-serif" font-size="10"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>\n'
-
-
-def _size(n: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}"
-        n /= 1024
-    return f"{n:.0f} GiB"
 
 
 # - running it
@@ -318,15 +277,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
     else:
         rows = _started_here(options)
-    sys.stdout.write(
-        f"{rows[0].ranks} ranks, {options.dtype}, medians of up to {options.repeats} samples of {options.calls}\n{table(rows)}\n"
-    )
+    calls = "one call" if options.calls == 1 else f"{options.calls} calls"
+    how = f"{options.dtype}, medians of up to {options.repeats} samples of {calls}"
+    sys.stdout.write(f"{rows[0].ranks} ranks, {how}\n{table(rows)}\n")
     if options.json:
         with open(options.json, "w") as f:
             json.dump([asdict(r) for r in rows], f, indent=1)
     if options.plot:
-        with open(options.plot, "w") as f:
-            f.write(plot(rows))
+        with open(options.plot, "w", encoding="utf-8") as f:
+            f.write(plot(rows, how))
     return 0
 
 
