@@ -61,36 +61,39 @@ def use_sparse_attention(model: nn.Module) -> bool:
         return False
     if "q_length" not in inspect.signature(masking.sdpa_mask).parameters:
         return False
-    masking.AttentionMaskInterface.register(NAME, _mask)
+    masking.AttentionMaskInterface.register(NAME, _mask_function(masking))
     attention.register(NAME, _attention)
     give_own_config(model)._attn_implementation = NAME
     return True
 
 
-def _mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    mask_function: Any,
-    attention_mask: Tensor | None = None,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    **options: Any,
-) -> Tensor | None:
-    """The mask of the keys, bool [batch, keys], where a model masks nothing else; else all of it, bool [batch, 1,
-    queries, keys].
+def _mask_function(masking: Any) -> Any:
+    """The function that makes masks, for `transformers.masking_utils` as given (an import cannot be traced)."""
 
-    Plain causality is left to the attention module.
-    """
-    masking = importlib.import_module("transformers.masking_utils")
-    plain = mask_function in (masking.causal_mask_function, masking.bidirectional_mask_function)
-    if plain and q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0:
-        return None if attention_mask is None else attention_mask.bool()
-    options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    return masking.sdpa_mask(
-        q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask,
-        q_offset=q_offset, kv_offset=kv_offset, **options,
-    )  # fmt: skip
+    def mask(
+        *,
+        q_length: int,
+        kv_length: int,
+        mask_function: Any,
+        attention_mask: Tensor | None = None,
+        q_offset: Any = 0,
+        kv_offset: int = 0,
+        **options: Any,
+    ) -> Tensor | None:
+        """The mask of the keys, bool [batch, keys], where a model masks nothing else; else the mask of queries by keys.
+
+        The latter is bool [batch, 1, queries, keys]. Plain causality is left to the attention module.
+        """
+        plain = mask_function in (masking.causal_mask_function, masking.bidirectional_mask_function)
+        if plain and q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0:
+            return None if attention_mask is None else attention_mask.bool()
+        options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return masking.sdpa_mask(
+            q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask,
+            q_offset=q_offset, kv_offset=kv_offset, **options,
+        )  # fmt: skip
+
+    return mask
 
 
 def _attention(
