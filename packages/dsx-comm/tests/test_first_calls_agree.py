@@ -74,3 +74,54 @@ def test_what_may_differ_is_not_refused():
 def test_the_number_of_calls_is_checked():
     with pytest.raises(dsx_comm.CommArgumentError, match="at least 0"):
         dsx_comm.check_first_calls(-1)
+
+
+class CountingStore:
+    """A store in this process' memory that counts requests; `wait` does not wait (the threads below do not need it)."""
+
+    def __init__(self, inner):
+        self._inner, self.requests = inner, 0
+
+    def __getattr__(self, name):
+        self.requests += 1
+        return getattr(self._inner, name)
+
+
+def lines_of(ranks, odd=()):
+    """(requests of each rank, errors) of one call of `ranks` ranks, of which `odd` call something else."""
+    from dsx_comm import agreement
+    from torch._C._distributed_c10d import HashStore
+
+    store, errors = HashStore(), {}
+    stores = [CountingStore(store) for _ in range(ranks)]
+    lines = [f"all_reduce of {4 + (rank in odd)} bytes" for rank in range(ranks)]
+    with pytest.MonkeyPatch.context() as patch:
+        for rank in range(ranks):
+            patch.setattr(agreement.dist, "get_rank", lambda rank=rank: rank)
+            agreement._post(stores[rank], lines[rank], ranks)
+        for rank in range(ranks):
+            try:
+                agreement._compare(stores[rank], lines[rank], list(range(ranks)), "call #1 of group 0")
+            except dsx_comm.MismatchError as error:
+                errors[rank] = str(error)
+    return [s.requests for s in stores], errors
+
+
+def test_a_call_costs_a_rank_the_same_however_many_ranks_there_are():
+    few, _ = lines_of(2)
+    many, errors = lines_of(500)
+    assert max(many) == max(few) <= 6 and not errors
+
+
+def test_the_odd_ones_of_many_ranks_are_named_on_all():
+    _, errors = lines_of(3, odd=(1,))
+    assert len(errors) == 3
+    assert "rank 0: all_reduce of 4 bytes; rank 1: all_reduce of 5 bytes; rank 2: all_reduce of 4 bytes" in errors[0]
+    requests, errors = lines_of(300, odd=(7, 130))
+    assert len(errors) == 300 and max(requests) < 20
+    assert (
+        "rank 7: all_reduce of 5 bytes; rank 130: all_reduce of 5 bytes; 2 of 300 ranks differ from the first"
+        in errors[299]
+    )
+    _, errors = lines_of(300, odd=range(1, 300))  # the first one is the odd one
+    assert len(errors) == 300 and errors[0].count("rank ") == 16 and "299 of 300 ranks differ" in errors[0]

@@ -110,13 +110,14 @@ def _compare(store: Any, mine: str, ranks: list[int], where: str) -> None:
         return
     if store.get("verdict") != b"different":
         return
-    others = [store.get(f"other/{n}").decode() for n in range(1, min(store.add("others", 0), _NAMED) + 1)]
+    count = store.add("others", 0)
+    others = [store.get(f"other/{n}").decode() for n in range(1, min(count, _NAMED) + 1)]
     lines = {int(rank): line for rank, line in (other.split(" ", 1) for other in others)}
     first = store.get("first").decode()
     said = "; ".join(f"rank {rank}: {lines.get(rank, first)}" for rank in ranks[:_NAMED])
     if len(ranks) > _NAMED:
         named = "; ".join(f"rank {rank}: {line}" for rank, line in sorted(lines.items()))
-        said = f"{named}; the first of {len(ranks)} ranks to come: {first}"
+        said = f"{named}; {count} of {len(ranks)} ranks differ from the first to come: {first}"
     raise MismatchError(
         f"ranks call different collectives ({where}): {said}. What they would have exchanged means nothing."
     )
