@@ -1,9 +1,10 @@
 """Does one package install and pass its tests by itself?
 
 `python ci/alone.py dsx-zero`: for the package and every package of ours it needs: build the sdist, build the wheel from
-the unpacked sdist (which proves the sdist complete), check the wheel's content; make a clean virtual environment in a temporary
-folder; install torch (pinned), the wheels and the test tools; check that exactly the closure is installed; copy the
-tests out of the tree and run them there. Packages with native code go through it a second time built with `DSX_BUILD_NATIVE=0`.
+the unpacked sdist (which proves the sdist complete), check the wheel's content; make a clean virtual environment in a
+temporary folder; install torch (pinned), the wheels and the test tools; check that exactly the closure is installed;
+copy the tests out of the tree and run them there. Packages with native code go through it a second time built with
+`DSX_BUILD_NATIVE=0`.
 
 Needs hatchling, pybind11 and ninja in the interpreter that runs it (`tools/dev.py alone` provides them).
 """
@@ -85,7 +86,10 @@ def fresh_environment(folder: Path, wheels: list[Path], packages: list[Package])
 
 def check_installed(python: Path, expected: set[str]) -> None:
     """Exactly the closure (and the test kit) of our distributions is there."""
-    query = "import importlib.metadata as m; print(*sorted({d.name for d in m.distributions() if d.name.startswith('dsx')}))"
+    query = (
+        "import importlib.metadata as m; print(*sorted({d.name for d in m.distributions() if"
+        " d.name.startswith('dsx')}))"
+    )
     found = set(subprocess.check_output([str(python), "-c", query], text=True, cwd="/").split())
     if found != expected:
         raise AloneError(f"installed {sorted(found)}, expected {sorted(expected)}")

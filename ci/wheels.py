@@ -5,9 +5,9 @@ environment of its own: sdist, wheel from the sdist, and for packages with nativ
 that the module needs nothing but what every Linux of that age has, and writes the platform tag that package indexes
 take. Packages without native code give one wheel for all.
 
-The wheels hold no CUDA module: its size and its compiler would have to fit every toolkit. Build that one on the machine.
-What it leaves out: other systems than Linux, and uploading. Build on an old distribution (a manylinux image) for a tag
-that old distributions accept: the tag follows the C library of the machine that builds.
+The wheels hold no CUDA module: its size and its compiler would have to fit every toolkit. Build that one on the
+machine. What it leaves out: other systems than Linux, and uploading. Build on an old distribution (a manylinux image)
+for a tag that old distributions accept: the tag follows the C library of the machine that builds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The build hook of every dsx package with native code: compiles `native/` with ninja, without knowing torch.
 
-The idea: hatchling builds the wheel; this hook adds one extension module to it. The hook writes a `build.ninja` by hand (three
-rules) and runs the ninja of the build environment. Sources listed as `isa_sources` are compiled once per instruction set, each time
-into a namespace of its own (`-DDSX_ISA=avx2`), so that one wheel serves every CPU and chooses at run time. The sdist carries
-a copy of this file and of the headers that packages share (`native/dsx_native`), so that it builds outside the repository; in the repository
-the packages find both here.
+The idea: hatchling builds the wheel; this hook adds one extension module to it. The hook writes a `build.ninja` by hand
+(three rules) and runs the ninja of the build environment. Sources listed as `isa_sources` are compiled once per
+instruction set, each time into a namespace of its own (`-DDSX_ISA=avx2`), so that one wheel serves every CPU and
+chooses at run time. The sdist carries a copy of this file and of the headers that packages share (`native/dsx_native`),
+so that it builds outside the repository; in the repository the packages find both here.
 
 Configured in the package's `pyproject.toml`::
 
@@ -14,7 +14,7 @@ Configured in the package's `pyproject.toml`::
     sources = ["native/bind/*.cpp"]        # compiled once; may include pybind11
     isa_sources = ["native/cpu/*.cpp"]     # compiled per instruction set
     include = ["native/include"]
-    cuda_module = "_cuda"                  # optional second module, built by nvcc, so that CUDA trouble leaves the first alone
+    cuda_module = "_cuda"                  # optional second module, built by nvcc: CUDA trouble leaves the first alone
     cuda_sources = ["native/cuda/*.cu", "native/cuda/*.cpp"]
 
 Switches of the environment:
@@ -26,8 +26,8 @@ Switches of the environment:
     DSX_BUILD_SANITIZE  e.g. "address,undefined": an instrumented module in a build directory of its own
     CXX, CXXFLAGS (appended), CUDA_HOME
 
-No compiler in `auto`: a pure wheel and a visible warning. A compiler that is there and fails is always an error with its output.
-What it leaves out: Windows and MSVC; anything that would need torch's headers.
+No compiler in `auto`: a pure wheel and a visible warning. A compiler that is there and fails is always an error with
+its output. What it leaves out: Windows and MSVC; anything that would need torch's headers.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ X86_ISAS = {
     "avx2": "-mavx2 -mfma -mf16c",
     "avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq",
 }
-# No contraction: a*b+c rounds twice everywhere, so every instruction set (and the PyTorch reference) gives the same bits.
+# No contraction: a*b+c rounds twice everywhere, so every instruction set (and the PyTorch reference) gives the same
+# bits.
 CXX_FLAGS = (
     "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra"
 )
-# Line numbers only: with variables (-g) or at -O2 the compiler takes many minutes for a file of instrumented vector code.
+# Line numbers only: with variables (-g) or at -O2 the compiler takes many minutes for a file of instrumented vector
+# code.
 SANITIZE_FLAGS = "-g1 -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 OUTPUT_SHOWN = 6000
 SHARED_HEADERS = Path(__file__).resolve().parent / "native"
@@ -221,7 +223,9 @@ class DsxNativeHook(BuildHookInterface):
             build_data["force_include"].update({str(m): f"{package}/{m.name}" for m in modules})
 
     def install_in_tree(self, modules: list[Path], folder: Path) -> None:
-        """Editable: the modules go beside the sources, and what an earlier build left and this one does not make goes away."""
+        """Editable: the modules go beside the sources, and what an earlier build left and this one does not make goes
+        away.
+        """
         suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
         names = {f"{self.config[k]}{suffix}" for k in ("module", "cuda_module") if k in self.config}
         for stale in names - {m.name for m in modules}:
@@ -270,7 +274,8 @@ class DsxNativeHook(BuildHookInterface):
         folder.mkdir(parents=True, exist_ok=True)
         import pybind11  # late: only a build with native code needs it
 
-        # Isolated builds find pybind11 at a new path each time; a stable name keeps the command lines, and so the objects.
+        # Isolated builds find pybind11 at a new path each time; a stable name keeps the command lines, and so the
+        # objects.
         link, target = folder / "inc_pybind11", pybind11.get_include()
         if not link.is_symlink() or os.readlink(link) != target:
             temporary = folder / f".inc_pybind11.{os.getpid()}"
@@ -292,7 +297,8 @@ class DsxNativeHook(BuildHookInterface):
         x86 = platform.machine().lower() in ("x86_64", "amd64")
         isas = X86_ISAS if x86 else {"base": ""}
         known = "-DDSX_X86=1" if x86 else ""
-        # Overflow and shift checks on every lane of the vector code take minutes to compile; addresses are checked there too.
+        # Overflow and shift checks on every lane of the vector code take minutes to compile; addresses are checked
+        # there too.
         lanes = "-fno-sanitize=undefined" if os.environ.get("DSX_BUILD_SANITIZE") else ""
         objects = [ninja_file.compile(s, f"{s.stem}.o", known) for s in self.files("sources")]
         for source in self.files("isa_sources"):

@@ -1,7 +1,8 @@
 """Importing a package does nothing but define names (contract C10).
 
-One fresh interpreter per package, watched by an audit hook: no process started, no file written, no environment variable
-changed, no device touched, nothing printed. torch is imported before the watch begins: what it does is its own affair.
+One fresh interpreter per package, watched by an audit hook: no process started, no file written, no environment
+variable changed, no device touched, nothing printed. torch is imported before the watch begins: what it does is its own
+affair.
 """
 
 import json
@@ -20,7 +21,8 @@ import json, os, sys
 sys.dont_write_bytecode = True
 import torch
 before, seen = dict(os.environ), []
-FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.bind", "socket.connect", "os.mkdir", "os.remove", "os.rename")
+FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.bind",
+              "socket.connect", "os.mkdir", "os.remove", "os.rename")
 def hook(event, args):
     if event in FORBIDDEN:
         seen.append([event, repr(args)[:200]])
@@ -31,7 +33,8 @@ known = set(sys.modules)
 import MODULE
 new = sorted(set(sys.modules) - known)
 changed = {k for k in {*before, *os.environ} if before.get(k) != os.environ.get(k)}
-sys.__stdout__.write(json.dumps({"seen": seen, "changed": sorted(changed), "new": new, "cuda": torch.cuda.is_initialized()}))
+found = {"seen": seen, "changed": sorted(changed), "new": new, "cuda": torch.cuda.is_initialized()}
+sys.__stdout__.write(json.dumps(found))
 """
 
 

@@ -1,4 +1,6 @@
-"""The ssh way for real: a private sshd on a high port of this machine, reached under two names as if it were two hosts."""
+"""The ssh way for real: a private sshd on a high port of this machine, reached under two names as if it were two
+hosts.
+"""
 
 import os
 import shutil
@@ -38,12 +40,13 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     (folder / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host_key\nAuthorizedKeysFile {folder}/authorized_keys\nPidFile none\n"
-        "StrictModes no\nUsePAM no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\nLogLevel ERROR\n"
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host_key\nAuthorizedKeysFile"
+        f" {folder}/authorized_keys\nPidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication"
+        " no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\nLogLevel ERROR\n"
     )
     (folder / "ssh_config").write_text(
-        f"Host host-a host-b\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {folder}/user_key\n  IdentitiesOnly yes\n"
-        "  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
+        f"Host host-a host-b\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {folder}/user_key\n  IdentitiesOnly"
+        " yes\n  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
     )
     (folder / "hosts").write_text("host-a slots=1\nhost-b slots=2\n")
     if os.geteuid() == 0:
@@ -107,8 +110,10 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([float(dist.get_rank() + 1)])
 dist.all_reduce(total)
-line = f"rank {dist.get_rank()} host {os.environ['CROSS_RANK']} sum {total.item()} {os.environ['FROM_FILE']}|{os.environ['NCCL_FROM_HERE']}|{sys.argv[2:]}"
-os.write(1, (line + chr(10)).encode())  # in one piece: print writes the end of the line by itself, and the hosts write to one pipe
+values = f"{os.environ['FROM_FILE']}|{os.environ['NCCL_FROM_HERE']}|{sys.argv[2:]}"
+line = f"rank {dist.get_rank()} host {os.environ['CROSS_RANK']} sum {total.item()} {values}"
+# In one piece: print writes the end of the line by itself, and the hosts write to one pipe.
+os.write(1, (line + chr(10)).encode())
 dist.destroy_process_group()
 """,
     )

@@ -1,8 +1,8 @@
 """`dsx.verify` notices mistakes: each bug below is planted in dsx itself, inside the test ranks, and must be caught.
 
-A bug is a context manager that replaces one internal function by a wrong one. The same settings without the bug must pass, or
-the catch would prove nothing. `python tests/integration/test_planted_bugs.py` runs them all and rewrites the table in
-`docs/verify.md`.
+A bug is a context manager that replaces one internal function by a wrong one. The same settings without the bug must
+pass, or the catch would prove nothing. `python tests/integration/test_planted_bugs.py` runs them all and rewrites the
+table in `docs/verify.md`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A run saved at one (ZeRO stage, number of ranks) goes on at any other, optimizer included, as if nothing had happened.
+"""A run saved at one (ZeRO stage, number of ranks) goes on at any other, optimizer included, as if nothing had
+happened.
 
-The oracle is the same engine, uninterrupted, on one rank at stage 0. The global batch is the same for all numbers of ranks, so
-losses and parameters agree to rounding (fp32: the order of sums over ranks differs).
+The oracle is the same engine, uninterrupted, on one rank at stage 0. The global batch is the same for all numbers of
+ranks, so losses and parameters agree to rounding (fp32: the order of sums over ranks differs).
 """
 
 import pytest

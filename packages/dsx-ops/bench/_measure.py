@@ -1,6 +1,7 @@
 """What the benches here share: contenders, interleaved rounds, medians, goals, one Markdown table.
 
-Every round runs every contender of a job once, in a new order, and medians are compared: what disturbs the machine for a moment disturbs all.
+Every round runs every contender of a job once, in a new order, and medians are compared: what disturbs the machine for
+a moment disturbs all.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def copy_contender(nbytes: int) -> Contender:
 
 
 def stream_contender(streams: list[torch.Tensor]) -> Contender | None:
-    """Adam's four reads and three writes with next to no arithmetic (the second is added to the others): the ceiling of a plain fp32 step."""
+    """Adam's four reads and three writes with next to no arithmetic (the second is added to the others): the ceiling of
+    a plain fp32 step.
+    """
     module = native.module()
     if module is None:
         return None
@@ -72,7 +75,9 @@ def stream_contender(streams: list[torch.Tensor]) -> Contender | None:
 
 
 def keep_memory() -> None:
-    """Let malloc keep what is freed: else every operator that returns a large tensor measures the page faults of new memory."""
+    """Let malloc keep what is freed: else every operator that returns a large tensor measures the page faults of new
+    memory.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD

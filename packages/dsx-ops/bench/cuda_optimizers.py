@@ -2,8 +2,9 @@
 
     python packages/dsx-ops/bench/cuda_optimizers.py [--elements 134217728] [--rounds 21] [--json FILE]
 
-Times are those of CUDA events around one step, medians over rounds in which every contender runs once, in a new order. Copy bandwidth is `copy_` between
-two buffers as large as a parameter, counted as bytes read plus bytes written. Without a CUDA device it says so and measures nothing.
+Times are those of CUDA events around one step, medians over rounds in which every contender runs once, in a new order.
+Copy bandwidth is `copy_` between two buffers as large as a parameter, counted as bytes read plus bytes written. Without
+a CUDA device it says so and measures nothing.
 """
 
 from __future__ import annotations
@@ -172,7 +173,8 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {n} parameters; {loader.status()}")
     copy_rate = copy_bandwidth(n, options.rounds)
     print(
-        f"\ncopy bandwidth {copy_rate / 1e9:.0f} GB/s\n\n| job | contender | ms | GB/s | of copy bandwidth | against the job's first |"
+        f"\ncopy bandwidth {copy_rate / 1e9:.0f} GB/s\n\n| job | contender | ms | GB/s | of copy bandwidth | against"
+        " the job's first |"
     )
     print("|---|---|---|---|---|---|")
     results: dict[str, float] = {}

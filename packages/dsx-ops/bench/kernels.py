@@ -1,8 +1,11 @@
-"""Quantisers, one-bit signs, layer norm, GELU, dropout, softmax and token moves: bytes per second beside torch's copy and beside torch operations.
+"""Quantisers, one-bit signs, layer norm, GELU, dropout, softmax and token moves: bytes per second beside torch's copy
+and beside torch operations.
 
-    python packages/dsx-ops/bench/kernels.py [--elements 16000000] [--rounds 11] [--threads N] [--jobs onebit ...] [--json FILE]
+    python packages/dsx-ops/bench/kernels.py [--elements 16000000] [--rounds 11] [--threads N]
+        [--jobs onebit ...] [--json FILE]
 
-A kernel's bytes are what it must read and write. The copy moves as many bytes as the elements have in fp32, twice. Run it on an idle machine.
+A kernel's bytes are what it must read and write. The copy moves as many bytes as the elements have in fp32, twice. Run
+it on an idle machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""How much the 8-bit states cost in loss: a byte-level language model on the standard library's sources, trained with both.
+"""How much the 8-bit states cost in loss: a byte-level language model on the standard library's sources, trained with
+both.
 
     python packages/dsx-ops/bench/loss_gap.py [--steps 600] [--seeds 2]
 
-Same model, data and seeds for torch's AdamW and for `Adam8bit`; the validation losses at the end are compared (goal: at most 0.3 % apart).
+Same model, data and seeds for torch's AdamW and for `Adam8bit`; the validation losses at the end are compared (goal: at
+most 0.3 % apart).
 """
 
 from __future__ import annotations

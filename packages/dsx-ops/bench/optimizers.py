@@ -1,8 +1,10 @@
 """Optimizer steps beside their peers: milliseconds, bytes per second, and the goals.
 
-    python packages/dsx-ops/bench/optimizers.py [--elements 32000000] [--rounds 11] [--threads N] [--jobs fp32 ...] [--json FILE]
+    python packages/dsx-ops/bench/optimizers.py [--elements 32000000] [--rounds 11] [--threads N]
+        [--jobs fp32 ...] [--json FILE]
 
-Peers: torch AdamW as for-loop, foreach and fused; DeepSpeed's CPUAdam when it can be imported. Run it on an idle machine.
+Peers: torch AdamW as for-loop, foreach and fused; DeepSpeed's CPUAdam when it can be imported. Run it on an idle
+machine.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def deepspeed_adam(name: str, nbytes: float, numel: int, dtype: torch.dtype) -> 
 
 
 def over(memory: dsx_ops.FusedAdam, kind: type, *, step: object, **options: object) -> Step:
-    """Another Adam over the parameter, gradient and moments of `memory`, with a `step` as it counts: on which pages tensors lie changes a pass by up to 8 %."""
+    """Another Adam over the parameter, gradient and moments of `memory`, with a `step` as it counts: on which pages
+    tensors lie changes a pass by up to 8 %.
+    """
     (p,) = memory.param_groups[0]["params"]
     optimizer = kind([p], lr=1e-3, weight_decay=0.1, **options)
     moments = {k: memory.state[p][k] for k in ("exp_avg", "exp_avg_sq")}

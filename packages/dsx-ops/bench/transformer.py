@@ -1,9 +1,12 @@
-"""One BERT encoder layer, forward and backward: ours, Hugging Face's `BertLayer`, torch's `TransformerEncoderLayer`; time and bytes kept.
+"""One BERT encoder layer, forward and backward: ours, Hugging Face's `BertLayer`, torch's `TransformerEncoderLayer`;
+time and bytes kept.
 
-    python packages/dsx-ops/bench/transformer.py [--batch 4] [--sequence 128] [--hidden 768] [--rounds 9] [--jobs dropped kept bytes]
+    python packages/dsx-ops/bench/transformer.py [--batch 4] [--sequence 128] [--hidden 768] [--rounds 9]
+        [--jobs dropped kept bytes]
 
-fp32, on the CPU or on the first GPU. Every round runs every contender once, in a new order; medians. "kept": without dropout, "dropped": 0.1 in all three
-places. "bytes": what autograd keeps between forward and backward, parameters apart.
+fp32, on the CPU or on the first GPU. Every round runs every contender once, in a new order; medians. "kept": without
+dropout, "dropped": 0.1 in all three places. "bytes": what autograd keeps between forward and backward, parameters
+apart.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ def contenders(hidden: int) -> dict[str, Make]:
 
         def bert(p: float, attention: str = attention) -> nn.Module:
             config = BertConfig(
-                hidden_size=hidden, num_attention_heads=heads, intermediate_size=inner, hidden_dropout_prob=p, attention_probs_dropout_prob=p
+                hidden_size=hidden, num_attention_heads=heads, intermediate_size=inner,
+                hidden_dropout_prob=p, attention_probs_dropout_prob=p
             )  # fmt: skip
             config._attn_implementation = attention
             return BertLayer(config)
@@ -112,7 +116,8 @@ def main() -> int:
     shape = (options.batch, options.sequence, options.hidden)
     x = torch.randn(shape, device=device, requires_grad=True)
     print(
-        f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, input {shape}, median of {options.rounds}"
+        f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, input {shape}, median of"
+        f" {options.rounds}"
     )
     makers = contenders(options.hidden)
     for job in options.jobs:
@@ -126,7 +131,8 @@ def main() -> int:
             continue
         medians = measure(layers, x, options.rounds)
         print(
-            f"\n| layer, dropout {0.0 if job == 'kept' else 0.1} | ms, forward and backward | against ours |\n|---|---|---|"
+            f"\n| layer, dropout {0.0 if job == 'kept' else 0.1} | ms, forward and backward | against ours"
+            " |\n|---|---|---|"
         )
         for name, took in medians.items():
             print(f"| {name} | {took * 1e3:.1f} | {took / medians[first]:.2f}x |", flush=True)

@@ -1,4 +1,6 @@
-"""The CUDA kernels on the host: their own sources, compiled by g++ against native/cuda/emulator, as a module that takes host tensors."""
+"""The CUDA kernels on the host: their own sources, compiled by g++ against native/cuda/emulator, as a module that takes
+host tensors.
+"""
 
 import importlib.util
 import shutil

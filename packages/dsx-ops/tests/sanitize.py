@@ -3,8 +3,8 @@
     python packages/dsx-ops/tests/sanitize.py [pytest arguments]
 
 Builds an instrumented wheel into a temporary folder (the installed module stays as it is), puts it first on the path,
-loads the sanitizer's runtime into Python and runs every test file here that touches kernels. Needs g++ with libasan, and
-hatchling, pybind11 and ninja. Exit code 0 means: no finding, no failure.
+loads the sanitizer's runtime into Python and runs every test file here that touches kernels. Needs g++ with libasan,
+and hatchling, pybind11 and ninja. Exit code 0 means: no finding, no failure.
 """
 
 from __future__ import annotations

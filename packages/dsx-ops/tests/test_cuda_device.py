@@ -1,4 +1,6 @@
-"""On a GPU: the CUDA kernels against the CPU ones, on torch's current stream, without waiting, inside graphs. See test_cuda_optimizers for what runs everywhere."""
+"""On a GPU: the CUDA kernels against the CPU ones, on torch's current stream, without waiting, inside graphs. See
+test_cuda_optimizers for what runs everywhere.
+"""
 
 import dsx_ops
 import pytest

@@ -1,4 +1,6 @@
-"""The CUDA kernels of the optimizers, run on the host by the emulator: the bits of the PyTorch reference, whatever the dtypes and shapes."""
+"""The CUDA kernels of the optimizers, run on the host by the emulator: the bits of the PyTorch reference, whatever the
+dtypes and shapes.
+"""
 
 import itertools
 import shutil
@@ -51,7 +53,9 @@ def same(a, b):
 
 
 def train(make, dtype, steps=2, sizes=SIZES, copy=torch.bfloat16, scale=3.0, spoil=None, **options):
-    """Parameters, states and copies after a few steps on reproducible data; tensors begin at unaligned addresses now and then."""
+    """Parameters, states and copies after a few steps on reproducible data; tensors begin at unaligned addresses now
+    and then.
+    """
     generator = torch.Generator().manual_seed(1)
     params = []
     for i, n in enumerate(sizes):

@@ -1,4 +1,6 @@
-"""Elementwise kernels give the same bits for every instruction set, thread count and split, and as the PyTorch reference."""
+"""Elementwise kernels give the same bits for every instruction set, thread count and split, and as the PyTorch
+reference.
+"""
 
 import itertools
 

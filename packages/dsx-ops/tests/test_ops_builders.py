@@ -1,4 +1,6 @@
-"""The op builders' names: what they load works under the names and arguments of scripts, what is elsewhere names the way (F85, F88)."""
+"""The op builders' names: what they load works under the names and arguments of scripts, what is elsewhere names the
+way (F85, F88).
+"""
 
 import dsx_ops
 import pytest
@@ -58,7 +60,9 @@ def test_codes_and_params_have_the_shapes_scripts_expect_and_come_back(handle, b
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("devices", [4, 8])
 def test_the_exchange_of_two_nodes_adds_up(handle, bits, devices):
-    """swizzle_quant, quantized_reduction, dequantize as a hierarchical all-to-all calls them; and the same with error feedback."""
+    """swizzle_quant, quantized_reduction, dequantize as a hierarchical all-to-all calls them; and the same with error
+    feedback.
+    """
     nodes, x = 2, torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
     groups = 64
     swizzled = x.view(nodes, devices, -1).permute(1, 0, 2).reshape(x.shape)

@@ -1,4 +1,6 @@
-"""ZeRO++'s swizzle, quantised reduction and error feedback: a two-hop exchange played on one process against the exact sum."""
+"""ZeRO++'s swizzle, quantised reduction and error feedback: a two-hop exchange played on one process against the exact
+sum.
+"""
 
 import contextlib
 import functools

@@ -1,4 +1,6 @@
-"""float64 goes through the functions of a transformer layer in float64: torch.autograd.gradcheck passes, results are torch's."""
+"""float64 goes through the functions of a transformer layer in float64: torch.autograd.gradcheck passes, results are
+torch's.
+"""
 
 import dsx_ops
 import pytest

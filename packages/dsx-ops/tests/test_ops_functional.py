@@ -1,4 +1,6 @@
-"""Layer norm, GELU, dropout and softmax against float64 autograd, through the public functions, with and without native code."""
+"""Layer norm, GELU, dropout and softmax against float64 autograd, through the public functions, with and without native
+code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Clipping, norms and overflow checks against torch.nn.utils and float64; flatten and unflatten; builders; fake quantisation."""
+"""Clipping, norms and overflow checks against torch.nn.utils and float64; flatten and unflatten; builders; fake
+quantisation.
+"""
 
 import math
 

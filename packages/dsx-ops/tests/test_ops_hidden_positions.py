@@ -1,4 +1,6 @@
-"""What a boolean mask hides never reaches a result of masked_softmax: not NaN, not infinity, whatever was left in memory there."""
+"""What a boolean mask hides never reaches a result of masked_softmax: not NaN, not infinity, whatever was left in
+memory there.
+"""
 
 import dsx_ops
 import pytest

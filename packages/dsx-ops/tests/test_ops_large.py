@@ -1,4 +1,6 @@
-"""Offsets beyond 2^31 bytes and elements, over memory that is only reserved: pages that were never written read as zero and cost nothing."""
+"""Offsets beyond 2^31 bytes and elements, over memory that is only reserved: pages that were never written read as zero
+and cost nothing.
+"""
 
 import mmap
 

@@ -1,4 +1,6 @@
-"""Parameters, gradients and states in any order of memory: channels_last, transposed, strided, expanded. Results as torch's."""
+"""Parameters, gradients and states in any order of memory: channels_last, transposed, strided, expanded. Results as
+torch's.
+"""
 
 import copy
 import itertools
@@ -20,7 +22,8 @@ ORDERS = {
 }
 # (ours, torch's)
 PAIRS = {
-    "FusedAdam": (lambda p: dsx_ops.FusedAdam(p, lr=0.1, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1)),
+    "FusedAdam": (lambda p: dsx_ops.FusedAdam(p, lr=0.1, weight_decay=0.1),
+                  lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1)),
     "CPUAdam": (lambda p: dsx_ops.CPUAdam(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0)),
     "CPUAdagrad": (lambda p: dsx_ops.CPUAdagrad(p, lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
     "SGD": (lambda p: dsx_ops.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),

@@ -1,4 +1,6 @@
-"""SGD whose momentum is switched on, off and on again between steps, as schedules do: the numbers of torch.optim.SGD."""
+"""SGD whose momentum is switched on, off and on again between steps, as schedules do: the numbers of
+torch.optim.SGD.
+"""
 
 import copy
 

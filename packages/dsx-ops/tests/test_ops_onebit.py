@@ -1,4 +1,6 @@
-"""Signs in bits: against plain torch and float64, error feedback, equality over instruction sets, threads and splits."""
+"""Signs in bits: against plain torch and float64, error feedback, equality over instruction sets, threads and
+splits.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,10 @@ def test_report_says_what_is_missing():
 
 
 def test_import_is_silent_and_loads_nothing_native():
-    code = "import sys, dsx_ops; assert 'dsx_ops._C' not in sys.modules; import torch; assert not torch.cuda.is_initialized()"
+    code = (
+        "import sys, dsx_ops; assert 'dsx_ops._C' not in sys.modules; import torch; assert not"
+        " torch.cuda.is_initialized()"
+    )
     assert python(code) == (0, "", "")
 
 

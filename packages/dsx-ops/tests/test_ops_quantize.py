@@ -83,7 +83,9 @@ def test_results_go_where_they_are_wanted(either_path):
 
 
 def test_places_beyond_32_bits_are_told_apart(either_path):
-    """The noise hashes an index of 64 bits; groups in which its low half overflows give what they give when cut elsewhere."""
+    """The noise hashes an index of 64 bits; groups in which its low half overflows give what they give when cut
+    elsewhere.
+    """
     x = torch.full((600,), 0.357)
     x[::20] = 1.0
     start = 2**32 - 310

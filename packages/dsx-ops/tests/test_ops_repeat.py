@@ -1,4 +1,6 @@
-"""Steps that go over kept tables of addresses: the same bits as steps that begin anew, whatever happens between them, and the same errors."""
+"""Steps that go over kept tables of addresses: the same bits as steps that begin anew, whatever happens between them,
+and the same errors.
+"""
 
 import copy
 import gc

@@ -1,4 +1,6 @@
-"""The functions are differentiable once, and say so when more is asked of them: a silent zero would be a wrong gradient."""
+"""The functions are differentiable once, and say so when more is asked of them: a silent zero would be a wrong
+gradient.
+"""
 
 import dsx_ops
 import pytest

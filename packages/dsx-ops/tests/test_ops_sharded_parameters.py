@@ -1,4 +1,6 @@
-"""Parameters that are DTensors, as FSDP2 makes them: the shards are updated, whole-tensor rules and other wrappers refused."""
+"""Parameters that are DTensors, as FSDP2 makes them: the shards are updated, whole-tensor rules and other wrappers
+refused.
+"""
 
 import dsx_ops
 import pytest
@@ -12,7 +14,8 @@ def model():
 
 
 MAKERS = {
-    "FusedAdam": (lambda ps: dsx_ops.FusedAdam(ps, lr=1e-2, weight_decay=0.1), lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1)),
+    "FusedAdam": (lambda ps: dsx_ops.FusedAdam(ps, lr=1e-2, weight_decay=0.1),
+                  lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1)),
     "SGD": (lambda ps: dsx_ops.SGD(ps, lr=1e-1, momentum=0.9), lambda ps: torch.optim.SGD(ps, lr=1e-1, momentum=0.9)),
     "FusedLion": (lambda ps: dsx_ops.FusedLion(ps, lr=1e-3), None),
 }  # fmt: skip

@@ -1,4 +1,6 @@
-"""Signs of many runs of one buffer in one call: against `onebit` run by run, on every path there is (CPU kernels, reference, CUDA's on the emulator)."""
+"""Signs of many runs of one buffer in one call: against `onebit` run by run, on every path there is (CPU kernels,
+reference, CUDA's on the emulator).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ LENGTHS = [(8,), (1, 7, 9), (40, 3, 129), (PIECE, PIECE + 1, 5), (3 * PIECE + 77
 
 
 def places(lengths, cut=None):
-    """Runs one after the other at multiples of 8, signs packed likewise; `cut`: a stretch of its own every so many elements."""
+    """Runs one after the other at multiples of 8, signs packed likewise; `cut`: a stretch of its own every so many
+    elements.
+    """
     runs, at, byte = [], 0, 5
     for n in lengths:
         step = n if cut is None else cut

@@ -1,4 +1,6 @@
-"""Sparse gradients, as torch.nn.Embedding(sparse=True) makes them: CPUAdagrad as torch's, norms and clipping; the others refuse."""
+"""Sparse gradients, as torch.nn.Embedding(sparse=True) makes them: CPUAdagrad as torch's, norms and clipping; the
+others refuse.
+"""
 
 import dsx_ops
 import pytest

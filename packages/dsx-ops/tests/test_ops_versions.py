@@ -1,4 +1,6 @@
-"""Every write through a pointer shows in the tensor's version: a graph that saved the old values raises, as it does under torch (contract C19)."""
+"""Every write through a pointer shows in the tensor's version: a graph that saved the old values raises, as it does
+under torch (contract C19).
+"""
 
 import dsx_ops
 import pytest
@@ -199,7 +201,7 @@ def test_a_discriminator_step_between_forward_and_backward_raises_as_under_torch
             train(make)
 
 
-# ---- the CUDA path, on the host -----------------------------------------------------------------------------------------
+# ---- the CUDA path, on the host --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -237,7 +239,7 @@ def test_scaling_and_clipping_by_the_cuda_kernels_count(emulator, monkeypatch):
             score.backward()
 
 
-# ---- DTensor ------------------------------------------------------------------------------------------------------------
+# ---- DTensor ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_distributed_parameter_counts_as_a_whole():

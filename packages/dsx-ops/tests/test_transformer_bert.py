@@ -1,4 +1,6 @@
-"""`TransformerLayer` in the place of a Hugging Face `BertLayer`: the same results and gradients with its weights, alone and inside a model."""
+"""`TransformerLayer` in the place of a Hugging Face `BertLayer`: the same results and gradients with its weights, alone
+and inside a model.
+"""
 
 import dsx_ops
 import pytest

@@ -1,4 +1,6 @@
-"""`TransformerLayer` against a plain float64 formula with the very masks of its dropout, in both orders and with every option."""
+"""`TransformerLayer` against a plain float64 formula with the very masks of its dropout, in both orders and with every
+option.
+"""
 
 import itertools
 import math
@@ -24,7 +26,9 @@ def layer_of(seed=0, **options):
 
 
 def plain(layer, w, x, mask, key):
-    """The layer in the words of its formula, with any dtype of weights `w`; dropout masks are those that belong to `key`."""
+    """The layer in the words of its formula, with any dtype of weights `w`; dropout masks are those that belong to
+    `key`.
+    """
     c = layer.config
     batch, sequence, hidden = x.shape
 
@@ -179,7 +183,7 @@ def test_under_autocast(pre):
         assert 0 < (exact - rounded).norm() < 0.05 * exact.norm() + 1e-3
 
 
-# ---- dropout ------------------------------------------------------------------------------------------------------------
+# ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
 def test_dropout_is_repeatable_new_every_time_and_off_in_eval():
@@ -265,7 +269,7 @@ def test_compiles_to_one_graph_with_new_masks_in_every_step(pre):
         torch.testing.assert_close(a, p.grad, rtol=1e-4, atol=1e-5)
 
 
-# ---- config and arguments -----------------------------------------------------------------------------------------------
+# ---- config and arguments --------------------------------------------------------------------------------------------
 
 
 def test_new_weights_have_the_spread_they_should_on_every_rank():

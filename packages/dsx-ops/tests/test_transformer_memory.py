@@ -1,4 +1,6 @@
-"""What a `TransformerLayer` keeps for backward, counted in bytes of distinct storages: each option drops what it says."""
+"""What a `TransformerLayer` keeps for backward, counted in bytes of distinct storages: each option drops what it
+says.
+"""
 
 import dsx_ops
 import torch
@@ -65,7 +67,9 @@ def test_dropout_keeps_no_masks():
 
 
 def test_the_whole_account():
-    """post-LN, everything recomputed: q, k, v, context, two norm results (one of them the layer's own), the inner input and P."""
+    """post-LN, everything recomputed: q, k, v, context, two norm results (one of them the layer's own), the inner input
+    and P.
+    """
     tightest = of(pre_layer_norm=False, gelu_checkpoint=True, attn_dropout_checkpoint=True, normalize_invertible=True)
     close(tightest, 3 * TOKENS + TOKENS + TOKENS + INNERS + SCORES)
 

@@ -13,7 +13,8 @@ from .errors import TensorError
 def flatten(tensors: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
     """One flat tensor [sum of numels] with the elements of all, row-major, in their order.
 
-    All of one dtype and device; with `out` (flat, contiguous, of any float dtype) they are converted into it. Raises `TensorError`.
+    All of one dtype and device; with `out` (flat, contiguous, of any float dtype) they are converted into it. Raises
+    `TensorError`.
     """
     given = [t.detach() for t in tensors]
     total = sum(t.numel() for t in given)
@@ -32,7 +33,9 @@ def flatten(tensors: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views into `flat` with the shapes of `like`, in their order. Raises `TensorError` when the sizes do not add up."""
+    """Views into `flat` with the shapes of `like`, in their order. Raises `TensorError` when the sizes do not add
+    up.
+    """
     total = sum(t.numel() for t in like)
     if flat.dim() != 1 or flat.numel() != total:
         raise TensorError(

@@ -22,8 +22,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their global norm is at most `max_norm`; returns the norm before (fp64, no dimension).
 
-    Coefficient min(1, max_norm / (norm + 1e-6)). `norm_type`: 2, infinity, or any p > 0. Parameters without gradients are passed over.
-    Raises `HyperparameterError` for a negative `max_norm`, and for an `mpu` (see the module's text).
+    Coefficient min(1, max_norm / (norm + 1e-6)). `norm_type`: 2, infinity, or any p > 0. Parameters without gradients
+    are passed over. Raises `HyperparameterError` for a negative `max_norm`, and for an `mpu` (see the module's text).
     """
     if not max_norm >= 0:
         raise HyperparameterError(f"max_norm: got {max_norm}, expected a number >= 0")

@@ -1,8 +1,9 @@
 """The order of elements in memory: when kernels may walk through tensors as if they were flat, and what to do when not.
 
-A kernel gets an address and a number of elements. Tensors of one shape and equal strides that fill their memory without holes
-("dense": contiguous, channels_last, transposed) have equal elements at equal places, so an elementwise kernel takes them as they are.
-For all others a working copy in the right order stands in, and is put back after the call where the kernel wrote.
+A kernel gets an address and a number of elements. Tensors of one shape and equal strides that fill their memory without
+holes ("dense": contiguous, channels_last, transposed) have equal elements at equal places, so an elementwise kernel
+takes them as they are. For all others a working copy in the right order stands in, and is put back after the call where
+the kernel wrote.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def readable(tensor: Tensor) -> Tensor:
 def writable(tensor: Tensor, role: str) -> tuple[Tensor, list[WorkingCopy]]:
     """A dense tensor to be multiplied in place of `tensor`, and what to put back then. Raises `TensorError`.
 
-    Of elements that `expand` repeats there is one in it. A sparse tensor gives its values as they are: those of equal indices are added up
-    later, which multiplication does not mind.
+    Of elements that `expand` repeats there is one in it. A sparse tensor gives its values as they are: those of equal
+    indices are added up later, which multiplication does not mind.
     """
     plain = tensor._values() if tensor.layout is torch.sparse_coo else without_expanded(tensor)
     if is_dense(plain):

@@ -1,10 +1,11 @@
 """The one `torch.library` of this package, and how an operator enters it.
 
-An operator is a schema, a function that runs it (which asks for the compiled kernel and falls back on its PyTorch reference), a fake
-that gives shapes and dtypes for tracing, and, where it is differentiable, the formula of its backward. What has one is differentiable once: the
-operators that compute gradients say so when they are differentiated themselves, instead of contributing nothing. With these `torch.library.opcheck`
-and `torch.compile` work. A kernel for one device is added with `implement(name, "CUDA", function)` and takes precedence there. What an operator
-writes to, as its schema says (`Tensor(a!)`), gets a new version, whichever kernel did it.
+An operator is a schema, a function that runs it (which asks for the compiled kernel and falls back on its PyTorch
+reference), a fake that gives shapes and dtypes for tracing, and, where it is differentiable, the formula of its
+backward. What has one is differentiable once: the operators that compute gradients say so when they are differentiated
+themselves, instead of contributing nothing. With these `torch.library.opcheck` and `torch.compile` work. A kernel for
+one device is added with `implement(name, "CUDA", function)` and takes precedence there. What an operator writes to, as
+its schema says (`Tensor(a!)`), gets a new version, whichever kernel did it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ def operator(
     backward: Callable[..., Any] | None = None,
     gradient: bool = False,
 ) -> None:
-    """Define `dsx_ops::<schema>`; `run` serves every device without a kernel of its own, `setup` and `backward` are autograd's.
+    """Define `dsx_ops::<schema>`; `run` serves every device without a kernel of its own, `setup` and `backward` are
+    autograd's.
 
-    `gradient`: the operator is a part of another one's backward, and raises `TensorError` when it is to be differentiated.
+    `gradient`: the operator is a part of another one's backward, and raises `TensorError` when it is to be
+    differentiated.
     """
     name = schema.split("(", 1)[0]
     _library.define(schema)
@@ -51,7 +54,9 @@ def _overload(name: str) -> Any:
 
 
 def _counting_writes(name: str) -> Callable[..., Any]:
-    """Runs the operator below autograd, and tells autograd which arguments were written, as torch's own operators do."""
+    """Runs the operator below autograd, and tells autograd which arguments were written, as torch's own operators
+    do.
+    """
     overload = _overload(name)
     written = [
         i for i, a in enumerate(overload._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
@@ -59,7 +64,8 @@ def _counting_writes(name: str) -> Callable[..., Any]:
     below: Any = torch._C._after_ADInplaceOrView_keyset  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(keyset: Any, *arguments: Any) -> Any:
-        # Writes by torch's operators inside are not counted a second time: the guard switches this key off in the thread.
+        # Writes by torch's operators inside are not counted a second time: the guard switches this key off in the
+        # thread.
         with torch._C._AutoDispatchBelowADInplaceOrView():  # pyright: ignore[reportAttributeAccessIssue]
             found = overload.redispatch(keyset & below, *arguments)
         wrote(arguments[i] for i in written)
@@ -71,8 +77,9 @@ def _counting_writes(name: str) -> Callable[..., Any]:
 def _refusal(name: str) -> Callable[..., Any]:
     def refuse(*_: Any) -> Any:
         raise TensorError(
-            f"{name}: got a second derivative to compute, expected only first ones: the functions of dsx_ops are differentiable once; "
-            "use torch.nn.functional's where gradients of gradients are needed (gradient penalties, Hessians)"
+            f"{name}: got a second derivative to compute, expected only first ones: the functions of dsx_ops are"
+            " differentiable once; use torch.nn.functional's where gradients of gradients are needed (gradient"
+            " penalties, Hessians)"
         )
 
     return refuse

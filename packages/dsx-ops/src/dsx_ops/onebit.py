@@ -1,10 +1,13 @@
 """One bit per element with error feedback: what 1-bit Adam, 0/1 Adam and 1-bit Lamb send instead of a tensor (F12).
 
-    t = x + error;  scale = |t|_2 / sqrt(n);  bits = t >= 0;  error <- t - scale sign(t)          (Tang et al. 2021, "1-bit Adam", section 4)
+    t = x + error;  scale = |t|_2 / sqrt(n);  bits = t >= 0;  error <- t - scale sign(t)
 
-so that what one round loses is part of the next. Zero counts as positive, NaN as negative (and makes the scale NaN). Element i lies in bit
-i % 8 of byte i // 8; the bits beyond the last element are 0. The scale is summed in fp64 in a fixed order: every instruction set and
-thread count gives the same one. One exchange of a tensor of n elements (padded to a multiple of 8 P) between P ranks:
+(Tang et al. 2021, "1-bit Adam", section 4)
+
+so that what one round loses is part of the next. Zero counts as positive, NaN as negative (and makes the scale NaN).
+Element i lies in bit i % 8 of byte i // 8; the bits beyond the last element are 0. The scale is summed in fp64 in a
+fixed order: every instruction set and thread count gives the same one. One exchange of a tensor of n elements (padded
+to a multiple of 8 P) between P ranks:
 
     packed, scale = compress_with_feedback(x, worker_error)        # [n/8] bytes, one number
     ... ranks exchange chunks: rows [P, n/(8P)] and scales [P] arrive ...
@@ -45,8 +48,9 @@ def unpack_signs(
 ) -> Tensor:
     """+scale for set bits, -scale for others.
 
-    `packed`: uint8 [bytes], `scale` one fp32 number, giving [numel]; or `packed` [rows, bytes], `scale` [rows], giving [rows, numel].
-    `numel`: elements per row, 8 * bytes when left out. `out` receives the result in its own dtype. Raises `TensorError`.
+    `packed`: uint8 [bytes], `scale` one fp32 number, giving [numel]; or `packed` [rows, bytes], `scale` [rows], giving
+    [rows, numel]. `numel`: elements per row, 8 * bytes when left out. `out` receives the result in its own dtype.
+    Raises `TensorError`.
     """
     count = 8 * packed.shape[-1] if numel is None else numel
     if out is None:
@@ -58,7 +62,8 @@ def unpack_signs(
 def compress_with_feedback(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
     """(packed signs of x + error, scale); `error` (fp32, as many elements as x) becomes what the signs leave out.
 
-    `x` float32, bfloat16 or float16, unchanged. `scale`: fp32, no dimension, on x's device. Raises `TensorError`; then `error` is as it was.
+    `x` float32, bfloat16 or float16, unchanged. `scale`: fp32, no dimension, on x's device. Raises `TensorError`; then
+    `error` is as it was.
     """
     return torch.ops.dsx_ops.compress_signs(x, error)
 
@@ -66,7 +71,8 @@ def compress_with_feedback(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
 def mean_of_signs(packed: Tensor, scales: Tensor, *, numel: int | None = None, out: Tensor | None = None) -> Tensor:
     """(1/P) sum over ranks, in their order, of scales[r] * sign_r: fp32 [numel].
 
-    `packed`: uint8 [P, bytes]; `scales`: fp32 [P]; `numel`: 8 * bytes when left out; `out`: fp32 [numel]. Raises `TensorError`.
+    `packed`: uint8 [P, bytes]; `scales`: fp32 [P]; `numel`: 8 * bytes when left out; `out`: fp32 [numel]. Raises
+    `TensorError`.
     """
     count = 8 * packed.shape[-1] if numel is None else numel
     if out is None:
@@ -75,7 +81,7 @@ def mean_of_signs(packed: Tensor, scales: Tensor, *, numel: int | None = None, o
     return out
 
 
-# ---- reference ----------------------------------------------------------------------------------------------------------
+# ---- reference -------------------------------------------------------------------------------------------------------
 
 
 def reference_pack_signs(x: Tensor) -> Tensor:
@@ -118,7 +124,7 @@ def reference_mean_of_signs(packed: Tensor, scales: Tensor, numel: int) -> Tenso
     return total * torch.tensor(1.0 / packed.shape[0], dtype=torch.float32, device=packed.device)
 
 
-# ---- operators ----------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _run_pack(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The updates in plain PyTorch: oracle of the kernels, and what runs where there are none.
 
-Every elementwise rule uses the same fp32 operations in the same order as `native/cpu/optimizers.cpp`, each rounding once, so the results
-are equal to the bit on CPU. Long tensors are worked on in pieces, so that the temporaries stay small. Runs on any device.
+Every elementwise rule uses the same fp32 operations in the same order as `native/cpu/optimizers.cpp`, each rounding
+once, so the results are equal to the bit on CPU. Long tensors are worked on in pieces, so that the temporaries stay
+small. Runs on any device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .spec import BLOCK8, Algorithm, Batch, Lowered, Slot
 
 PIECE = 1 << 22  # elements at a time; a multiple of BLOCK8
 
-# What a code's bits, shifted left by 20 and read as fp32, are multiplied by; and the scale from which on that is done in two steps.
+# What a code's bits, shifted left by 20 and read as fp32, are multiplied by; and the scale from which on that is done
+# in two steps.
 FIRST_UNIT, SECOND_UNIT = 2.0**112, 2.0**96
 FIRST_LIMIT, SECOND_LIMIT = 2.0**13, 2.0**29
 LARGEST_CODE = 1.875
@@ -133,10 +135,12 @@ def _adam(p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Lowered) -> None:
 
 
 def adam_rollback(slot: Slot, h: Lowered) -> None:
-    """Undo the Adam update that was made with the numbers `h`, to rounding: parameter and moments as they were before it.
+    """Undo the Adam update that was made with the numbers `h`, to rounding: parameter and moments as they were before
+    it.
 
-    The parameter comes first, since its step is a function of the moments after the update; with L2 decay the gradient needs the old
-    parameter:  p = (p' + step m' / (sqrt(v') inv + eps)) / decay;  m = (m' - (1-b1) g) / b1;  v = max((v' - (1-b2) g^2) / b2, 0).
+    The parameter comes first, since its step is a function of the moments after the update; with L2 decay the gradient
+    needs the old parameter:  p = (p' + step m' / (sqrt(v') inv + eps)) / decay;  m = (m' - (1-b1) g) / b1;  v = max((v'
+    - (1-b2) g^2) / b2, 0).
     """
     for piece in pieces(slot):
         p, (m, v) = load_param(piece), (s.float() for s in piece.states)
@@ -178,7 +182,7 @@ def _sgd(p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Lowered) -> None:
     p.sub_(g * h.step_size)
 
 
-# ---- Lamb -------------------------------------------------------------------------------------------------------------
+# ---- Lamb ------------------------------------------------------------------------------------------------------------
 
 
 def _lamb_direction(p: Tensor, m: Tensor, v: Tensor, h: Lowered) -> Tensor:
@@ -216,7 +220,7 @@ def lamb_apply(batch: Batch, coefficients: Tensor) -> None:
             store_param(piece, p)
 
 
-# ---- 8-bit states -----------------------------------------------------------------------------------------------------
+# ---- 8-bit states ----------------------------------------------------------------------------------------------------
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -234,7 +238,9 @@ def noise(seed: int, offset: int, count: int, device: torch.device) -> tuple[Ten
 
 
 def pair_noise(seed: int, offset: int, count: int, device: torch.device) -> Tensor:
-    """32 random bits for each pair of elements (int64, one number per element, the same for both of a pair); `offset` is even."""
+    """32 random bits for each pair of elements (int64, one number per element, the same for both of a pair); `offset`
+    is even.
+    """
     pair = torch.arange(offset, offset + count, dtype=torch.int64, device=device) >> 1
     block = pair // (BLOCK8 // 2)
     start = _mix((block & _MASK32) ^ ((seed + (block >> 32) * 0x9E3779B9) & _MASK32))
@@ -243,7 +249,9 @@ def pair_noise(seed: int, offset: int, count: int, device: torch.device) -> Tens
 
 
 def encode8(shifted: Tensor, random: Tensor) -> Tensor:
-    """Stochastic code (int64) of numbers that are not negative, divided by their moment's unit already; `random` has 20 bits."""
+    """Stochastic code (int64) of numbers that are not negative, divided by their moment's unit already; `random` has 20
+    bits.
+    """
     return ((shifted.contiguous().view(torch.int32).to(torch.int64) & _MASK32) + random) >> 20
 
 
@@ -261,8 +269,8 @@ def _fp32(x: float) -> float:
 class _Numbers8:
     """The step's numbers, folded as in `native/cpu/adam8.cpp`.
 
-    Second moments are counted in units of (1 - beta2) / (1 - beta1)^2: then a gradient adds to them the square of what it
-    adds to the first.
+    Second moments are counted in units of (1 - beta2) / (1 - beta1)^2: then a gradient adds to them the square of what
+    it adds to the first.
     """
 
     beta1: float
@@ -308,7 +316,9 @@ def _block_max(x: Tensor) -> Tensor:
 
 
 def _below_largest(x: Tensor, scale: Tensor, careful: Tensor, unit: float) -> Tensor:
-    """x over its block's scale and over the unit, as `encode8` takes it: a little less than 1.875 at most; 0 where that is no number."""
+    """x over its block's scale and over the unit, as `encode8` takes it: a little less than 1.875 at most; 0 where that
+    is no number.
+    """
     inverse = torch.where(
         (scale >= torch.finfo(torch.float32).tiny) & (scale <= torch.finfo(torch.float32).max),
         _fp32(LARGEST_CODE * _fp32(1 - 2.0**-20)) / scale,
@@ -364,7 +374,7 @@ def _adam8(piece: Slot, lowered: Lowered) -> None:
     store_param(piece, p)
 
 
-# ---- norms ------------------------------------------------------------------------------------------------------------
+# ---- norms -----------------------------------------------------------------------------------------------------------
 
 
 def squares(tensors: list[Tensor]) -> Tensor:

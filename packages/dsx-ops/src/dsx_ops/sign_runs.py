@@ -1,15 +1,18 @@
-"""One bit per element for many runs of one flat buffer at a time: what `onebit` does to one tensor, in one call for all parameters.
+"""One bit per element for many runs of one flat buffer at a time: what `onebit` does to one tensor, in one call for all
+parameters.
 
-A *run* is a range of a flat fp32 buffer with a scale of its own (one parameter, say). Its signs may go to several places of what is sent
-(the messages to several ranks): each such *stretch* names its elements and the byte at which its signs begin.
+A *run* is a range of a flat fp32 buffer with a scale of its own (one parameter, say). Its signs may go to several
+places of what is sent (the messages to several ranks): each such *stretch* names its elements and the byte at which its
+signs begin.
 
     runs = SignRuns([[(0, 40, 4)], [(40, 64, 9), (64, 100, 24)]], device)
-    compress_runs(x, error, runs, bits, scales)          # t = x + error; scales[r] = |t|_2 / sqrt(n); error = t - scale sign(t)
-    mean_of_runs(bits, scales, runs, out, ranks=P, ...)  # out = mean over P messages of scale sign
+    compress_runs(x, error, runs, bits, scales)          # t = x + error; scales[r] = |t|_2 / sqrt(n); error = t - scale
+    sign(t) mean_of_runs(bits, scales, runs, out, ranks=P, ...)  # out = mean over P messages of scale sign
     unpack_runs(bits, scales, runs, out)                 # out = scale sign
 
-The scale, signs and order of sums are those of `onebit`; runs are cut into pieces of 16384 elements for threads and blocks. Elements
-and bytes of no stretch are neither read nor written. The table of pieces is made once, on the device of the buffers.
+The scale, signs and order of sums are those of `onebit`; runs are cut into pieces of 16384 elements for threads and
+blocks. Elements and bytes of no stretch are neither read nor written. The table of pieces is made once, on the device
+of the buffers.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ OCTET = 8  # elements of a byte
 
 
 class Stretch(NamedTuple):
-    """Elements [begin, end) of the flat buffer, `begin` a multiple of 8; the byte at which their signs begin; the index of their scale."""
+    """Elements [begin, end) of the flat buffer, `begin` a multiple of 8; the byte at which their signs begin; the index
+    of their scale.
+    """
 
     begin: int
     end: int
@@ -43,8 +48,8 @@ class SignRuns:
     """Where runs, their signs and their scales lie; immutable.
 
     Args:
-        runs: for each run its stretches, as `Stretch` or tuples (begin, end, byte[, scale]). Without a scale the run's number counts;
-            `compress_runs` writes scales by that number only.
+        runs: for each run its stretches, as `Stretch` or tuples (begin, end, byte[, scale]). Without a scale the run's
+            number counts; `compress_runs` writes scales by that number only.
         device: where the buffers are.
 
     Raises:
@@ -102,7 +107,9 @@ def compress_runs(x: Tensor, error: Tensor, runs: SignRuns, bits: Tensor, scales
 
 
 def unpack_runs(bits: Tensor, scales: Tensor, runs: SignRuns, out: Tensor) -> None:
-    """out (fp32 [n]) = +scale for set bits, -scale for others, in every run. Raises `TensorError`; then nothing is written."""
+    """out (fp32 [n]) = +scale for set bits, -scale for others, in every run. Raises `TensorError`; then nothing is
+    written.
+    """
     _check(runs, out=out, bits=bits, scales=scales)
     torch.ops.dsx_ops.unpack_sign_runs(bits, scales, runs.pieces, out)
 
@@ -113,7 +120,8 @@ def mean_of_runs(
     """out (fp32 [n]) = (1/ranks) sum over the ranks' messages, in their order, of scale * sign, in every run.
 
     Args:
-        bits, scales: all messages; rank r's bits begin r `bit_stride` bytes further, its scales r `scale_stride` numbers further.
+        bits, scales: all messages; rank r's bits begin r `bit_stride` bytes further, its scales r `scale_stride`
+            numbers further.
         runs: places in rank 0's message.
 
     Raises:
@@ -145,7 +153,8 @@ def _check_length(role: str, tensor: Tensor, needed: int, what: str) -> None:
         raise TensorError(f"{role}: got {tensor.numel()} {what}, expected at least {needed}")
 
 
-# ---- reference ----------------------------------------------------------------------------------------------------------
+# ---- reference
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _rows(pieces: Tensor) -> list[tuple[int, int, int, int]]:
@@ -187,7 +196,8 @@ def reference_mean_of_runs(
         out[a:b] = reference_mean_of_signs(packed, of_ranks, b - a)
 
 
-# ---- operators ----------------------------------------------------------------------------------------------------------
+# ---- operators
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _run_compress(x: Tensor, error: Tensor, pieces: Tensor, first: Tensor, bits: Tensor, scales: Tensor) -> None:
@@ -223,7 +233,8 @@ def _fake(*_: Any) -> None:
 
 
 library.operator(
-    "compress_sign_runs(Tensor x, Tensor(a!) error, Tensor pieces, Tensor first, Tensor(b!) bits, Tensor(c!) scales) -> ()",
+    "compress_sign_runs(Tensor x, Tensor(a!) error, Tensor pieces, Tensor first, Tensor(b!) bits, "
+    "Tensor(c!) scales) -> ()",
     _run_compress,
     _fake,
 )

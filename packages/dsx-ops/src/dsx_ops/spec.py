@@ -1,7 +1,7 @@
 """What an update is: an algorithm, its numbers, and the tensors it goes over. Plain data, no arithmetic on tensors.
 
-`Hyper` holds the numbers as the user gives them; `Hyper.lowered()` turns them into the factors that the kernels and the PyTorch
-reference both multiply with, computed once in fp64, so that the two agree to the bit.
+`Hyper` holds the numbers as the user gives them; `Hyper.lowered()` turns them into the factors that the kernels and the
+PyTorch reference both multiply with, computed once in fp64, so that the two agree to the bit.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class Hyper:
         for name, value in factors:
             if value == 0.0:
                 raise HyperparameterError(
-                    f"rollback: got {name} = 0, expected another number: such a step keeps nothing of what was before it"
+                    f"rollback: got {name} = 0, expected another number: such a step keeps nothing of what was"
+                    " before it"
                 )
 
     def lowered(self, algorithm: Algorithm) -> Lowered:
@@ -148,8 +149,8 @@ class Slot:
 
     `low_bits`: int16, completes a bf16 `param` to its fp32 master. `copy`: receives the new parameter in its own dtype.
     `scales`: one fp32 per 256 elements and moment, for 8-bit states. `offset`: index of the first element in the whole
-    buffer, which keys stochastic rounding. `owner`: the slot that this one was made
-    from, of distributed tensors or of tensors in another order. `copies`: what to put back there when the update is done.
+    buffer, which keys stochastic rounding. `owner`: the slot that this one was made from, of distributed tensors or of
+    tensors in another order. `copies`: what to put back there when the update is done.
     """
 
     param: Tensor
@@ -179,7 +180,8 @@ class Slot:
 class Guard:
     """Whether an update happens is known on the device only.
 
-    `found_inf`: fp32, one number; not 0 = everything stays. `skipped`: fp64, how many of the counted steps did not happen.
+    `found_inf`: fp32, one number; not 0 = everything stays. `skipped`: fp64, how many of the counted steps did not
+    happen.
     """
 
     found_inf: Tensor
@@ -188,7 +190,9 @@ class Guard:
 
 @dataclass
 class Batch:
-    """Slots of one kind with the same numbers: one call of a kernel. `group`: the parameter group the numbers come from."""
+    """Slots of one kind with the same numbers: one call of a kernel. `group`: the parameter group the numbers come
+    from.
+    """
 
     algorithm: Algorithm
     hyper: Hyper

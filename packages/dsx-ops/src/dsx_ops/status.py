@@ -21,8 +21,8 @@ def missing_kernels(device: torch.device | str) -> str:
 def native_status() -> dict[str, Any]:
     """What is built and what runs.
 
-    Keys: `native` (bool), `reason` (why not, else ""), `isa` in use, `isas` this CPU can run, `threads` (backend and count),
-    `sanitizer`, `cuda` (which implementation serves CUDA tensors), `torch`.
+    Keys: `native` (bool), `reason` (why not, else ""), `isa` in use, `isas` this CPU can run, `threads` (backend and
+    count), `sanitizer`, `cuda` (which implementation serves CUDA tensors), `torch`.
     """
     found = native.module()
     return {

@@ -1,4 +1,5 @@
-"""How tensors are named to the compiled modules: dtype codes, lists of addresses, and tables with one row per tensor of an update.
+"""How tensors are named to the compiled modules: dtype codes, lists of addresses, and tables with one row per tensor of
+an update.
 
 The CPU module and the CUDA module read the same tables; `native/include/dsx_ops/kernels.h` is their definition.
 A tensor that a table names must be kept by the caller until the kernel has returned (on CUDA: has been started).

@@ -1,12 +1,14 @@
-"""Rows of a sequence picked out and put back: what random layerwise token dropping (random-LTD, Yao et al. 2022) does around a layer.
+"""Rows of a sequence picked out and put back: what random layerwise token dropping (random-LTD, Yao et al. 2022) does
+around a layer.
 
-`indices` [batch, kept] (int64) names, for every sample, distinct positions in its sequence. Gathering is the backward of scattering and the other
-way round, so both are differentiable:
+`indices` [batch, kept] (int64) names, for every sample, distinct positions in its sequence. Gathering is the backward
+of scattering and the other way round, so both are differentiable:
 
     part = token_gather(x, indices)               part[b, k] = x[b, indices[b, k]]
     y = token_scatter(x, layer(part), indices)    y = x with those rows replaced
 
-Sequences are [batch, sequence, hidden], or [sequence, batch, hidden] with `batch_first=False`. Which tokens to drop is decided elsewhere.
+Sequences are [batch, sequence, hidden], or [sequence, batch, hidden] with `batch_first=False`. Which tokens to drop is
+decided elsewhere.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ _ANY = (
 
 
 def token_gather(x: Tensor, indices: Tensor, batch_first: bool = True) -> Tensor:
-    """The rows of x [batch, sequence, hidden] at `indices` [batch, kept]: [batch, kept, hidden]. Raises `TensorError`."""
+    """The rows of x [batch, sequence, hidden] at `indices` [batch, kept]: [batch, kept, hidden]. Raises
+    `TensorError`.
+    """
     return torch.ops.dsx_ops.token_gather(x, indices, batch_first)
 
 
 def token_scatter(full: Tensor, part: Tensor, indices: Tensor, batch_first: bool = True) -> Tensor:
-    """A copy of `full` with the rows at `indices` replaced by those of `part` [batch, kept, hidden]. Raises `TensorError`."""
+    """A copy of `full` with the rows at `indices` replaced by those of `part` [batch, kept, hidden]. Raises
+    `TensorError`.
+    """
     return torch.ops.dsx_ops.token_scatter(full, part, indices, batch_first)
 
 
@@ -54,7 +60,9 @@ def token_sort_(indices: Tensor) -> Tensor:
 
 
 def mask_gather_bert(mask: Tensor, indices: Tensor) -> Tensor:
-    """The attention mask [batch, 1, s, s] of the kept tokens: [batch, 1, kept, kept], rows and columns at `indices` [batch, kept]."""
+    """The attention mask [batch, 1, s, s] of the kept tokens: [batch, 1, kept, kept], rows and columns at `indices`
+    [batch, kept].
+    """
     if mask.dim() != 4 or mask.shape[-1] != mask.shape[-2]:
         raise TensorError(f"mask: got shape {tuple(mask.shape)}, expected [batch, heads, sequence, sequence]")
     if indices.dim() != 2 or (indices.shape[0] not in (mask.shape[0], 1) and mask.shape[0] != 1):
@@ -73,7 +81,7 @@ def mask_gather_gpt(mask: Tensor, kept: int) -> Tensor:
     return mask[..., :kept, :kept].contiguous()
 
 
-# ---- reference ----------------------------------------------------------------------------------------------------------
+# ---- reference -------------------------------------------------------------------------------------------------------
 
 
 def _wide(indices: Tensor, hidden: int, batch_first: bool) -> Tensor:
@@ -92,7 +100,7 @@ def reference_scatter_(full: Tensor, part: Tensor, indices: Tensor, batch_first:
     full.scatter_(1 if batch_first else 0, _wide(indices, full.shape[-1], batch_first), part)
 
 
-# ---- operators ----------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _part_shape(full: Tensor, indices: Tensor, batch_first: bool) -> tuple[int, ...]:
@@ -171,7 +179,7 @@ def _fake_scatter(full: Tensor, part: Tensor, indices: Tensor, batch_first: bool
     return torch.empty_like(full)
 
 
-# ---- autograd -----------------------------------------------------------------------------------------------------------
+# ---- autograd --------------------------------------------------------------------------------------------------------
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

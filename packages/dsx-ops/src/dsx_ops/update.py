@@ -88,8 +88,8 @@ class Norm(NamedTuple):
 def squared_norms(tensors: Iterable[Tensor]) -> Tensor:
     """Sum of squares of each tensor in fp64, shape [len(tensors)], on the tensors' device (no host sync).
 
-    One pass in a fixed order: the same for every thread count and instruction set. An entry is finite exactly when all of
-    its tensor's elements are (squares of finite fp32 numbers cannot overflow fp64). Raises `TensorError`.
+    One pass in a fixed order: the same for every thread count and instruction set. An entry is finite exactly when all
+    of its tensor's elements are (squares of finite fp32 numbers cannot overflow fp64). Raises `TensorError`.
     """
     return _squares([readable(t) for t in _checked(tensors)])
 
@@ -109,7 +109,9 @@ def norm(tensors: Iterable[Tensor]) -> Norm:
 
 
 def scale_(tensors: Iterable[Tensor], factor: float) -> None:
-    """Multiply every tensor by `factor` in place, in fp32, rounding once. Raises `TensorError` before anything is written."""
+    """Multiply every tensor by `factor` in place, in fp32, rounding once. Raises `TensorError` before anything is
+    written.
+    """
     _scale(_checked(tensors), factor)
 
 
@@ -164,8 +166,8 @@ def _checked(tensors: Iterable[Tensor]) -> list[Tensor]:
     for i, t in enumerate(found):
         if type(t) not in _PLAIN and is_traceable_wrapper_subclass(t):
             raise TensorError(
-                f"tensor {i} is a {type(t).__name__}, of which a rank has a part; expected plain tensors: give .to_local() and add the "
-                "squared norms up over the ranks, or clip with torch.nn.utils.clip_grad_norm_"
+                f"tensor {i} is a {type(t).__name__}, of which a rank has a part; expected plain tensors: give"
+                " .to_local() and add the squared norms up over the ranks, or clip with torch.nn.utils.clip_grad_norm_"
             )
         if t.layout not in (torch.strided, torch.sparse_coo):
             raise TensorError(

@@ -1,7 +1,8 @@
 """Recording stand-ins for what only a device has: works of its collectives, streams, events.
 
-They do nothing but note what was asked of them, in one common list, so that a test can say in which order a piece of code
-would have used a device: `RecordingWork` for `torch.distributed` works, `FakeCuda` for streams and events of `torch.cuda`.
+They do nothing but note what was asked of them, in one common list, so that a test can say in which order a piece of
+code would have used a device: `RecordingWork` for `torch.distributed` works, `FakeCuda` for streams and events of
+`torch.cuda`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import torch.distributed as dist
 __all__ = ["FakeCuda", "FakeEvent", "FakeStream", "RecordingWork", "recorded_collectives"]
 
 _COLLECTIVES = (
-    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_single", "all_gather_into_tensor", "gather", "scatter",
-    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "isend", "irecv",
-    "barrier",
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_single", "all_gather_into_tensor",
+    "gather", "scatter", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor",
+    "all_to_all", "all_to_all_single", "isend", "irecv", "barrier",
 )  # fmt: skip
 
 
@@ -123,8 +124,8 @@ class FakeEvent:
 class FakeCuda:
     """Streams and events without a device; `log` is what was asked of them, in order.
 
-    `with FakeCuda().installed() as cuda:` puts it in the place of `torch.cuda.Stream`, `Event`, `current_stream`, `stream`,
-    `synchronize`, `current_device` and `device`. Code must look these up in `torch.cuda` when it runs.
+    `with FakeCuda().installed() as cuda:` puts it in the place of `torch.cuda.Stream`, `Event`, `current_stream`,
+    `stream`, `synchronize`, `current_device` and `device`. Code must look these up in `torch.cuda` when it runs.
     """
 
     def __init__(self) -> None:

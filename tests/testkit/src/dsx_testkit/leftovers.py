@@ -17,7 +17,9 @@ def segments_of(pids: Iterable[int]) -> set[str]:
 
 
 def sockets_of(pids: Iterable[int]) -> set[str]:
-    """Inodes of the Unix sockets that these processes (alive) have open; `inodes & set(unix_inodes())` are those left later."""
+    """Inodes of the Unix sockets that these processes (alive) have open; `inodes & set(unix_inodes())` are those left
+    later.
+    """
     found: set[str] = set()
     for pid in pids:
         for name in os.listdir(f"/proc/{pid}/fd"):

@@ -1,7 +1,7 @@
 """Nodes of a cluster on one machine: which test rank stands on which node, and what crosses between them.
 
-`run_ranks` starts ranks on one machine. `Nodes` numbers them as launchers do (rank r is device r % D of node r // D) and
-sets the variables by which code learns its place, so that two-level collectives and placements see several nodes.
+`run_ranks` starts ranks on one machine. `Nodes` numbers them as launchers do (rank r is device r % D of node r // D)
+and sets the variables by which code learns its place, so that two-level collectives and placements see several nodes.
 `Crossing` adds up bytes that were sent inside a node and between nodes.
 """
 
@@ -49,7 +49,9 @@ class Nodes:
 
     @contextmanager
     def environment(self, rank: int) -> Iterator[None]:
-        """Inside, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and their like say what a launcher would say on this node."""
+        """Inside, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and their like say what a launcher would say on this
+        node.
+        """
         values = {
             "LOCAL_RANK": self.device_of(rank),
             "LOCAL_WORLD_SIZE": self.devices,

@@ -1,9 +1,9 @@
 """Links of a known speed and computation of a known length, so that overlap can be tested where there is neither.
 
 The idea: a transfer over a `PacedLink` ends when the bytes would have arrived, and transfers of one link take turns, as
-on a wire. `SleepingLinear` spends a given time in forward and in backward without using a core. Two ranks that share two
-cores then show the overlap that a schedule allows, not what the machine's cores allow. What it leaves out: bandwidth that
-depends on the message size.
+on a wire. `SleepingLinear` spends a given time in forward and in backward without using a core. Two ranks that share
+two cores then show the overlap that a schedule allows, not what the machine's cores allow. What it leaves out:
+bandwidth that depends on the message size.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class PacedLink:
             return PacedTransfer(self._free_at + self.latency_s)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> PacedTransfer:
-        """Copy now, and say when the copy would have arrived: who reads earlier reads what a real link had not brought."""
+        """Copy now, and say when the copy would have arrived: who reads earlier reads what a real link had not
+        brought.
+        """
         target.copy_(source)
         return self.start(source.numel() * source.element_size())
 
@@ -89,7 +91,9 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingLinear(nn.Linear):
-    """A square linear layer that also sleeps: `forward_s` in forward and `backward_s` (default: twice that) in backward."""
+    """A square linear layer that also sleeps: `forward_s` in forward and `backward_s` (default: twice that) in
+    backward.
+    """
 
     def __init__(self, features: int, forward_s: float, backward_s: float | None = None) -> None:
         super().__init__(features, features)

@@ -87,7 +87,8 @@ class TinyGPT(nn.Module):
     """A decoder over `vocab` tokens with a ModuleList `blocks`; `tied` shares the embedding with the output layer."""
 
     def __init__(
-        self, vocab: int = 32, width: int = 16, layers: int = 2, heads: int = 2, context: int = 16, *, tied: bool = True, seed: int = 0
+        self, vocab: int = 32, width: int = 16, layers: int = 2, heads: int = 2, context: int = 16, *,
+        tied: bool = True, seed: int = 0
     ):  # fmt: skip
         super().__init__()
         self.vocab, self.context, self.seed = vocab, context, seed
@@ -218,7 +219,9 @@ class OddSizes(_Regression):
 
 
 class TwoGroups(MLP):
-    """An MLP whose `groups()` gives two optimizer groups: matrices with weight decay, vectors without and another lr."""
+    """An MLP whose `groups()` gives two optimizer groups: matrices with weight decay, vectors without and another
+    lr.
+    """
 
     def groups(self, lr: float = 1e-2) -> list[dict]:
         """Parameter groups for a torch optimizer."""

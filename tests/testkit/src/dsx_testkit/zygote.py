@@ -116,7 +116,9 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _watch(statuses: dict[int, int], deadline: float) -> tuple[list[tuple[int, bytes]], bool]:
-    """Collect one status per rank in the order of arrival, until all are in, a failure's grace is over, or time is up."""
+    """Collect one status per rank in the order of arrival, until all are in, a failure's grace is over, or time is
+    up.
+    """
     order: list[tuple[int, bytes]] = []
     timed_out = True
     with selectors.DefaultSelector() as selector:

@@ -1,7 +1,7 @@
 """Batches of CUDA tensors: torch's own fused kernels where they compute the same rule, else the reference's operations.
 
-No host synchronisation as long as `lr` and `grad_scale` are numbers (or, with the fused kernels, tensors on the device).
-Gradients are never changed: with a `grad_scale` they are unscaled into temporaries, a bounded piece at a time.
+No host synchronisation as long as `lr` and `grad_scale` are numbers (or, with the fused kernels, tensors on the
+device). Gradients are never changed: with a `grad_scale` they are unscaled into temporaries, a bounded piece at a time.
 """
 
 from __future__ import annotations

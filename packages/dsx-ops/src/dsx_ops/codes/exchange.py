@@ -1,7 +1,8 @@
 """Quantisation for ZeRO++'s gradient exchange (F43): swizzled, reducing, and with error feedback.
 
-Gradients of N nodes with D devices each go to their owners in two hops: between the devices of a node, then between nodes. Chunk (n, d) of the
-flat gradient belongs to device d of node n, so a device's first message to its neighbour d holds the chunks (0, d), (1, d), ... :
+Gradients of N nodes with D devices each go to their owners in two hops: between the devices of a node, then between
+nodes. Chunk (n, d) of the flat gradient belongs to device d of node n, so a device's first message to its neighbour d
+holds the chunks (0, d), (1, d), ... :
 
     q = swizzle_quantize(gradient, nodes=N, devices=D)       # codes lie as [D, N, chunk]
     ... all-to-all in the node ...                           # rows from D devices, each [N, chunk]
@@ -9,7 +10,8 @@ flat gradient belongs to device d of node n, so a device's first message to its 
     ... all-to-all between nodes ...
     mine = reduce_dequantize(rows, ranks=N, numel=chunk)     # fp32 [chunk], or `out`
 
-`LocoQuantizer` keeps what rounding loses and adds it to the next gradient (Xie et al. 2024, "LoCo", algorithm 1). Moving bytes is not done here.
+`LocoQuantizer` keeps what rounding loses and adds it to the next gradient (Xie et al. 2024, "LoCo", algorithm 1).
+Moving bytes is not done here.
 """
 
 from __future__ import annotations
@@ -43,9 +45,11 @@ def swizzle_quantize(
     offset: int = 0,
     out: Quantized | None = None,
 ) -> Quantized:
-    """Quantise x, seen as [nodes, devices, chunk], into codes laid out as [pipeline, devices, nodes, chunk / pipeline], in one pass.
+    """Quantise x, seen as [nodes, devices, chunk], into codes laid out as [pipeline, devices, nodes, chunk / pipeline],
+    in one pass.
 
-    numel must be a multiple of nodes * devices * pipeline * group_size; otherwise as `quantize`. Stochastic rounding is keyed by the index in x.
+    numel must be a multiple of nodes * devices * pipeline * group_size; otherwise as `quantize`. Stochastic rounding is
+    keyed by the index in x.
     """
     where = (nodes, devices, pipeline)
     return run(x, format_of(bits, symmetric), group_size, stochastic, seed, offset, swizzle=where, out=out)
@@ -79,7 +83,8 @@ def reduce_dequantize(
     mean: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """fp32 [numel]: the sum (`mean`: the mean) of what `ranks` messages of `numel` elements stand for, added in fp32 in their order.
+    """fp32 [numel]: the sum (`mean`: the mean) of what `ranks` messages of `numel` elements stand for, added in fp32 in
+    their order.
 
     `q`: the messages one after another, each tensor with `ranks` equal parts. Raises `TensorError`.
     """
@@ -106,7 +111,8 @@ def reduce_quantize(
 ) -> Quantized:
     """As `reduce_dequantize`, quantised again a group at a time: the fp32 sums never leave the cache.
 
-    `out_bits`, `out_group_size`: as the input's when left out; `stochastic`, `seed`, `offset` are the output's. Raises `TensorError`.
+    `out_bits`, `out_group_size`: as the input's when left out; `stochastic`, `seed`, `offset` are the output's. Raises
+    `TensorError`.
     """
     given, made = format_of(bits, symmetric), format_of(bits if out_bits is None else out_bits, symmetric)
     how = (made, out_group_size or group_size, stochastic, seed & MASK32, offset)
@@ -123,7 +129,8 @@ def _factor(ranks: int, mean: bool) -> float:
 class LocoQuantizer:
     """Quantiser of one flat gradient with error feedback kept in 8 bits per element (F43, LoCo).
 
-    g = x + e;  q = quantise(g);  e <- beta e + (1 - beta) (g - dequantise(q));  every `reset` calls e <- 0 (`reset` 0: never).
+    g = x + e;  q = quantise(g);  e <- beta e + (1 - beta) (g - dequantise(q));  every `reset` calls e <- 0 (`reset` 0:
+    never).
     """
 
     def __init__(self, numel: int, *, beta: float = 0.8, reset: int = 1024, group_size: int = 256) -> None:
@@ -137,7 +144,9 @@ class LocoQuantizer:
         self.error = Quantized(*(t.zero_() for t in empty_codes(torch.empty(0), numel, scheme)))
 
     def quantize(self, x: Tensor, *, nodes: int = 1, devices: int = 1, bits: int = 4) -> Quantized:
-        """The codes of x plus the error so far, swizzled as by `swizzle_quantize`; updates the error. Raises `TensorError`."""
+        """The codes of x plus the error so far, swizzled as by `swizzle_quantize`; updates the error. Raises
+        `TensorError`.
+        """
         check(x, "LoCo's input")
         if x.numel() != self.numel:
             raise TensorError(f"LoCo's input: got {x.numel()} elements, expected {self.numel}")
@@ -157,7 +166,7 @@ class LocoQuantizer:
         return q
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _check_messages(q: Sequence[Tensor], ranks: int, numel: int, scheme: Scheme) -> None:
@@ -259,8 +268,8 @@ library.operator(
     _fake_reduce,
 )
 library.operator(
-    "requantize(Tensor codes, Tensor scale, Tensor zero, int ranks, int numel, str format, int group_size, float factor, "
-    "str out_format, int out_group_size, bool stochastic, int seed, int offset) -> (Tensor, Tensor, Tensor)",
+    "requantize(Tensor codes, Tensor scale, Tensor zero, int ranks, int numel, str format, int group_size, float"
+    " factor, str out_format, int out_group_size, bool stochastic, int seed, int offset) -> (Tensor, Tensor, Tensor)",
     _run_requantize,
     _fake_requantize,
 )

@@ -1,7 +1,8 @@
-"""Quantise and dequantise tensors, groupwise, over the compiled kernels or their reference; see `scheme` for the formats.
+"""Quantise and dequantise tensors, groupwise, over the compiled kernels or their reference; see `scheme` for the
+formats.
 
-A group with a NaN or an infinity comes back not finite. Codes, scales and values are equal to the bit with and without native code, for every
-instruction set, thread count and cut at groups.
+A group with a NaN or an infinity comes back not finite. Codes, scales and values are equal to the bit with and without
+native code, for every instruction set, thread count and cut at groups.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from .scheme import Scheme, Swizzle
 
 
 class Quantized(NamedTuple):
-    """`codes`: uint8 or fp8 [n] (int4: uint8 [ceil(n/2)]); `scale`, `zero`: fp32 [groups] (`zero` empty unless asymmetric)."""
+    """`codes`: uint8 or fp8 [n] (int4: uint8 [ceil(n/2)]); `scale`, `zero`: fp32 [groups] (`zero` empty unless
+    asymmetric).
+    """
 
     codes: Tensor
     scale: Tensor
@@ -49,8 +52,8 @@ def quantize(
 ) -> Quantized:
     """Quantise a contiguous float tensor to integers of 8 or 4 bits.
 
-    `offset`: index of x's first element in the whole buffer, which keys stochastic rounding. `out`: tensors that receive the result.
-    Raises `TensorError` for bits other than 4 and 8, odd groups of 4 bits, and unfit tensors.
+    `offset`: index of x's first element in the whole buffer, which keys stochastic rounding. `out`: tensors that
+    receive the result. Raises `TensorError` for bits other than 4 and 8, odd groups of 4 bits, and unfit tensors.
     """
     return run(x, format_of(bits, symmetric), group_size, stochastic, seed, offset, out=out)
 
@@ -65,7 +68,9 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The tensor of `shape` and `dtype` that `q` stands for; the other arguments as in `quantize`. `out` receives it, in its own dtype."""
+    """The tensor of `shape` and `dtype` that `q` stands for; the other arguments as in `quantize`. `out` receives it,
+    in its own dtype.
+    """
     return run_back(q, shape, format_of(bits, symmetric), group_size, dtype, out=out)
 
 
@@ -79,7 +84,9 @@ def quantize_fp8(
     offset: int = 0,
     out: Quantized | None = None,
 ) -> Quantized:
-    """Quantise to 8-bit floats, "e4m3" or "e5m2", scaled so that a group's largest magnitude is the format's. Raises `TensorError`."""
+    """Quantise to 8-bit floats, "e4m3" or "e5m2", scaled so that a group's largest magnitude is the format's. Raises
+    `TensorError`.
+    """
     return run(x, _fp8(format), group_size, stochastic, seed, offset, out=out)
 
 
@@ -101,7 +108,8 @@ def ds_quantizer(
 ) -> Tensor:
     """Round `input` in place to what 4 or 8 bits per element can say, in `groups` equal groups (F85); returns it.
 
-    `sr`: stochastic rounding, keyed by `seed`; `asym`: with a zero point. Raises `TensorError` before anything is written.
+    `sr`: stochastic rounding, keyed by `seed`; `asym`: with a zero point. Raises `TensorError` before anything is
+    written.
     """
     if groups < 1 or input.numel() % groups:
         raise TensorError(f"groups: got {groups}, expected a divisor of the {input.numel()} elements")
@@ -158,7 +166,7 @@ def run_back(
     return out
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _scheme(format: str, group: int, stochastic: bool, seed: int, offset: int, swizzle: Sequence[int]) -> Scheme:
@@ -278,7 +286,8 @@ library.operator(
     _fake_dequantize,
 )
 library.operator(
-    "dequantize_out(Tensor codes, Tensor scale, Tensor zero, str format, int group_size, int[] swizzle, Tensor(a!) out) -> ()",
+    "dequantize_out(Tensor codes, Tensor scale, Tensor zero, str format, int group_size, int[] swizzle, Tensor(a!) out)"
+    " -> ()",
     _run_dequantize_out,
     _fake_dequantize_out,
 )

@@ -1,4 +1,6 @@
-"""Quantisation in plain PyTorch operations: oracle of the kernels, and what runs where there are none. Equal to them to the bit on CPU."""
+"""Quantisation in plain PyTorch operations: oracle of the kernels, and what runs where there are none. Equal to them to
+the bit on CPU.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, numel: int, scheme: S
 
 
 def reduce(q: tuple[Tensor, ...], numel: int, scheme: Scheme, factor: float) -> Tensor:
-    """fp32 [numel]: the sum over ranks, in order, times `factor`. `q`: codes [ranks, bytes], scales and zeros [ranks, groups]."""
+    """fp32 [numel]: the sum over ranks, in order, times `factor`. `q`: codes [ranks, bytes], scales and zeros [ranks,
+    groups].
+    """
     codes, scale, zero = q
     total = dequantize(codes[0], scale[0], zero[0], numel, scheme)
     for r in range(1, codes.shape[0]):

@@ -6,8 +6,8 @@
 | int8_asym, int4_asym | round((x - zero) / scale) | (max x - min x) / 255 (15) | min x |
 | e4m3, e5m2 | the nearest fp8 number to x / scale | max abs(x) / 448 (57344) | none |
 
-int4 keeps two codes per byte, the even element in the low half. Rounding to nearest (ties to even), or stochastic, keyed by seed and the
-element's index in x: the same on every machine, and for every way of cutting x at groups.
+int4 keeps two codes per byte, the even element in the low half. Rounding to nearest (ties to even), or stochastic,
+keyed by seed and the element's index in x: the same on every machine, and for every way of cutting x at groups.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class Scheme:
         return FORMATS[self.format]
 
     def sizes(self, numel: int) -> tuple[int, int, int]:
-        """Elements of codes, scale and zero for a tensor of `numel` elements. Raises `TensorError` when a swizzle does not fit."""
+        """Elements of codes, scale and zero for a tensor of `numel` elements. Raises `TensorError` when a swizzle does
+        not fit.
+        """
         s, groups = self.swizzle, -(-numel // self.group)
         parts = s.nodes * s.devices * s.pipeline
         if s != Swizzle() and numel % (parts * self.group):

@@ -17,7 +17,7 @@ from . import launch
 
 Codes = tuple[Tensor, Tensor, Tensor]
 
-# ---- quantisation ---------------------------------------------------------------------------------------------------------
+# ---- quantisation ----------------------------------------------------------------------------------------------------
 
 
 def run_quantize(module: Any, x: Tensor, *how: Any) -> Codes:
@@ -78,7 +78,7 @@ def _start_dequantize(
     module.quantize(launch.place(codes), False, addresses(out, codes, scale, zero), numbers, out.numel(), False, 0)
 
 
-# ---- reduction of several ranks' codes ------------------------------------------------------------------------------------
+# ---- reduction of several ranks' codes -------------------------------------------------------------------------------
 
 
 def run_reduce(
@@ -137,7 +137,7 @@ def _start_reduce(
     module.reduce_codes(launch.place(q[0]), addresses(*q), numbers, ranks, strides, factor, to, again, numel, *rounding)
 
 
-# ---- signs ----------------------------------------------------------------------------------------------------------------
+# ---- signs -----------------------------------------------------------------------------------------------------------
 
 
 def run_pack_signs(module: Any, x: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def run_mean_of_signs(module: Any, packed: Tensor, scales: Tensor, numel: int, o
     return True
 
 
-# ---- signs of many runs of one buffer; `sign_runs` has checked the tensors --------------------------------------------------
+# ---- signs of many runs of one buffer; `sign_runs` has checked the tensors -------------------------------------------
 
 
 def run_compress_sign_runs(

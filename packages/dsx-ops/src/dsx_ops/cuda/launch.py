@@ -1,4 +1,6 @@
-"""From tensors to what the CUDA module takes beside tables: a place (device, stream), vectors, numbers on the device."""
+"""From tensors to what the CUDA module takes beside tables: a place (device, stream), vectors, numbers on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def lies_on(value: object, device: torch.device) -> bool:
 
 
 def scalar(value: float | Tensor, device: torch.device) -> Scalar:
-    """(value, address, type): by value, or by address when it lies on the device. The caller keeps the tensor alive until the launch."""
+    """(value, address, type): by value, or by address when it lies on the device. The caller keeps the tensor alive
+    until the launch.
+    """
     if not isinstance(value, Tensor) or value.device != device:
         return (float(value), 0, 0)
     if value.dtype not in _SCALARS:

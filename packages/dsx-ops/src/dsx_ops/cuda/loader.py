@@ -1,7 +1,7 @@
 """Finds the compiled CUDA module at its first use, and says what serves CUDA tensors.
 
-The module is optional: it is built where there is nvcc (`DSX_BUILD_CUDA`). Whatever keeps it from running (not built, driver too old, switched off) is a
-sentence in `reason()`, never an error: torch's kernels serve then.
+The module is optional: it is built where there is nvcc (`DSX_BUILD_CUDA`). Whatever keeps it from running (not built,
+driver too old, switched off) is a sentence in `reason()`, never an error: torch's kernels serve then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import torch
 from .. import native
 
 ABI = 3
-HINT = "install the CUDA toolkit (nvcc) and reinstall: DSX_BUILD_CUDA=1 pip install --no-cache-dir --force-reinstall dsx-ops"
+HINT = (
+    "install the CUDA toolkit (nvcc) and reinstall: DSX_BUILD_CUDA=1 pip install --no-cache-dir --force-reinstall"
+    " dsx-ops"
+)
 FALLBACK = "torch's fused Adam and SGD where all dtypes match, plain torch operations elsewhere"
 
 

@@ -1,6 +1,7 @@
 """Gives the operators `torch.ops.dsx_ops.*` their kernels for CUDA tensors.
 
-Without the compiled module, and for what a kernel does not take, the operator's PyTorch reference runs on the device instead.
+Without the compiled module, and for what a kernel does not take, the operator's PyTorch reference runs on the device
+instead.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from . import codes, loader, rows, tokens
 class Kernel:
     """A kernel and what runs where it cannot: `run` returns None for arguments it does not take.
 
-    Operators without a result (`void`) report True. Kernels compute in fp32 and leave float64 to the fallback, unless they only move bytes
-    (`any_dtype`).
+    Operators without a result (`void`) report True. Kernels compute in fp32 and leave float64 to the fallback, unless
+    they only move bytes (`any_dtype`).
     """
 
     run: Callable[..., Any]

@@ -1,6 +1,7 @@
 """Kernels of the row functions (layer norm, GELU, dropout, softmax) for CUDA tensors.
 
-Each allocates what the operator's fake describes (which also checks the arguments), and starts the launch. None: the kernel does not take these arguments.
+Each allocates what the operator's fake describes (which also checks the arguments), and starts the launch. None: the
+kernel does not take these arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _partials(module: Any, x: Tensor, vectors: int = 1) -> Tensor:
     return torch.empty(vectors * module.SLABS * cols, dtype=torch.float32, device=x.device)
 
 
-# ---- layer norm -----------------------------------------------------------------------------------------------------------
+# ---- layer norm ------------------------------------------------------------------------------------------------------
 
 
 def run_layer_norm(
@@ -76,7 +77,7 @@ def run_layer_norm_backward(
     return dx, dweight, dbias
 
 
-# ---- GELU -----------------------------------------------------------------------------------------------------------------
+# ---- GELU ------------------------------------------------------------------------------------------------------------
 
 
 def run_bias_gelu(module: Any, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
@@ -98,7 +99,7 @@ def run_bias_gelu_backward(
     return dx, dbias
 
 
-# ---- dropout --------------------------------------------------------------------------------------------------------------
+# ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
 def _mask_numbers(p: float, seed: int, offset: int) -> tuple[bool, int, float, int, int]:
@@ -134,7 +135,7 @@ def run_bias_grad(
     return dx, dbias
 
 
-# ---- softmax --------------------------------------------------------------------------------------------------------------
+# ---- softmax ---------------------------------------------------------------------------------------------------------
 
 
 def _mask_view(module: Any, x: Tensor, mask: Tensor | None) -> tuple | None:

@@ -1,4 +1,6 @@
-"""Kernels of token gather and scatter for CUDA tensors. Indices are not looked at on the host; those outside of the sequence touch nothing."""
+"""Kernels of token gather and scatter for CUDA tensors. Indices are not looked at on the host; those outside of the
+sequence touch nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Dropout whose mask is a function of (seed, element index), so that backward computes it again instead of keeping it.
 
-Element i is dropped when the upper 24 bits of `noise(seed, offset + i)` lie below p 2^24, else multiplied by 1 / (1 - p). The same mask comes out on
-every device, thread count and split (`offset`: index of the first element in the whole tensor). A seed gives one mask: take a new one per
-layer and step.
+Element i is dropped when the upper 24 bits of `noise(seed, offset + i)` lie below p 2^24, else multiplied by 1 / (1 -
+p). The same mask comes out on every device, thread count and split (`offset`: index of the first element in the whole
+tensor). A seed gives one mask: take a new one per layer and step.
 
     dropout(x):                y = m(x)                          dx = m(dy)
     bias_dropout_residual:     y = residual + m(x + bias)        dx = m(dy);  dbias = sum_rows m(dy);  dresidual = dy
@@ -25,14 +25,18 @@ _BITS = 24
 
 
 def dropout(x: Tensor, p: float, seed: int, offset: int = 0) -> Tensor:
-    """x with elements dropped with probability p, the others scaled by 1/(1-p); x's shape and dtype. Raises `TensorError`."""
+    """x with elements dropped with probability p, the others scaled by 1/(1-p); x's shape and dtype. Raises
+    `TensorError`.
+    """
     return torch.ops.dsx_ops.dropout(x, p, seed, offset)
 
 
 def bias_dropout_residual(
     x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: int, offset: int = 0
 ) -> Tensor:
-    """residual + dropout(x + bias) in one pass. `bias`: [x.shape[-1]] or None; `residual`: as x. Raises `TensorError`."""
+    """residual + dropout(x + bias) in one pass. `bias`: [x.shape[-1]] or None; `residual`: as x. Raises
+    `TensorError`.
+    """
     return torch.ops.dsx_ops.bias_dropout_residual(x, bias, residual, p, seed, offset)
 
 
@@ -56,7 +60,7 @@ def keep_scale(p: float) -> float:
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
-# ---- reference ----------------------------------------------------------------------------------------------------------
+# ---- reference -------------------------------------------------------------------------------------------------------
 
 
 def reference_dropout(x: Tensor, p: float, seed: int, offset: int) -> Tensor:
@@ -87,7 +91,7 @@ def _dropped(u: Tensor, p: float, seed: int, offset: int) -> Tensor:
     return torch.where(kept, u * torch.tensor(keep_scale(p), dtype=u.dtype), torch.zeros_like(u))
 
 
-# ---- operators ----------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _check_numbers(p: float, offset: int, seed: int) -> None:
@@ -168,7 +172,7 @@ def _fake_bias_grad(grad: Tensor, dtype: torch.dtype, p: float, seed: int, offse
     return torch.empty_like(grad), grad.new_empty(grad.shape[-1:], dtype=dtype)
 
 
-# ---- autograd -----------------------------------------------------------------------------------------------------------
+# ---- autograd --------------------------------------------------------------------------------------------------------
 
 
 def _setup_dropout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,6 +1,6 @@
 """GELU of x + bias, in the tanh form and in the exact one, forward and backward.
 
-    tanh form:  y = u/2 (1 + tanh(a (u + b u^3))),  a = sqrt(2/pi), b = 0.044715     (Hendrycks & Gimpel 2016, section 2)
+    tanh form:  y = u/2 (1 + tanh(a (u + b u^3))),  a = sqrt(2/pi), b = 0.044715  (Hendrycks & Gimpel 2016, section 2)
     exact form: y = u/2 (1 + erf(u / sqrt 2))
 
 with u = x + bias, `bias` along the last dimension. Backward keeps x and bias only and computes u again.
@@ -25,13 +25,15 @@ _FORMS = {"tanh": True, "none": False}
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    """GELU(x + bias) of x's shape and dtype. `bias`: [x.shape[-1]]; `approximate`: "tanh" or "none", as torch's. Raises `TensorError`."""
+    """GELU(x + bias) of x's shape and dtype. `bias`: [x.shape[-1]]; `approximate`: "tanh" or "none", as torch's. Raises
+    `TensorError`.
+    """
     if approximate not in _FORMS:
         raise TensorError(f"approximate: got {approximate!r}, expected 'tanh' or 'none' (the exact form)")
     return torch.ops.dsx_ops.bias_gelu(x, bias, _FORMS[approximate])
 
 
-# ---- reference ----------------------------------------------------------------------------------------------------------
+# ---- reference -------------------------------------------------------------------------------------------------------
 
 
 def reference_bias_gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
@@ -63,7 +65,7 @@ def _sum_rows(dx: Tensor, bias: Tensor | None) -> Tensor:
     return (dx.sum(rows) if rows else dx.clone()).to(bias.dtype)
 
 
-# ---- operators ----------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _check(x: Tensor, bias: Tensor | None, grad: Tensor | None = None) -> None:
@@ -117,7 +119,7 @@ def _fake_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> 
     return torch.empty_like(x), x.new_empty(0, dtype=torch.float32) if bias is None else torch.empty_like(bias)
 
 
-# ---- autograd -----------------------------------------------------------------------------------------------------------
+# ---- autograd --------------------------------------------------------------------------------------------------------
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -3,9 +3,9 @@
     mean = sum(x) / n;  rstd = 1 / sqrt(sum((x - mean)^2) / n + eps);  xhat = (x - mean) rstd;  y = xhat weight + bias
     g = dy weight;  dx = rstd (g - sum(g)/n - xhat sum(g xhat)/n);  dweight = sum_rows dy xhat;  dbias = sum_rows dy
 
-Backward needs `xhat`: from the input (kept with its mean and rstd), or, `from_output`, from the output as (y - bias) / weight, so that the
-input need not be kept (F84 `normalize_invertible`; weights of 0 then give no gradient through their column).
-Not here: RMS norm, normalised shapes of more than one dimension.
+Backward needs `xhat`: from the input (kept with its mean and rstd), or, `from_output`, from the output as (y - bias) /
+weight, so that the input need not be kept (F84 `normalize_invertible`; weights of 0 then give no gradient through their
+column). Not here: RMS norm, normalised shapes of more than one dimension.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from ..tables import DTYPE_CODES, addresses
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, from_output: bool = False) -> Tensor:
-    """y of x's shape and dtype. `weight`, `bias`: [x.shape[-1]], of one dtype. `from_output`: keep y, not x, for backward. Raises `TensorError`."""
+    """y of x's shape and dtype. `weight`, `bias`: [x.shape[-1]], of one dtype. `from_output`: keep y, not x, for
+    backward. Raises `TensorError`.
+    """
     return torch.ops.dsx_ops.layer_norm(x, weight, bias, eps, from_output)[0]
 
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + residual), x + residual) in one pass; the sum is rounded to x's dtype first. Raises `TensorError`."""
+    """(layer_norm(x + residual), x + residual) in one pass; the sum is rounded to x's dtype first. Raises
+    `TensorError`.
+    """
     y, total, _, _ = torch.ops.dsx_ops.add_layer_norm(x, residual, weight, bias, eps)
     return y, total
 
 
-# ---- reference ----------------------------------------------------------------------------------------------------------
+# ---- reference -------------------------------------------------------------------------------------------------------
 
 
 def reference_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +79,7 @@ def reference_layer_norm_backward(
     return dx.to(saved.dtype), dweight.to(weight.dtype), dbias.to(bias.dtype)
 
 
-# ---- operators ----------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _check_forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> None:
@@ -183,7 +187,7 @@ def _fake_backward(
     return torch.empty_like(saved), torch.empty_like(weight), torch.empty_like(bias)
 
 
-# ---- autograd -----------------------------------------------------------------------------------------------------------
+# ---- autograd --------------------------------------------------------------------------------------------------------
 
 
 def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -229,7 +233,8 @@ library.operator(
     backward=_backward_layer_norm,
 )
 library.operator(
-    "add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    "add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor,"
+    " Tensor)",
     _run_add_layer_norm,
     _fake_add_layer_norm,
     setup=_setup_add_layer_norm,

@@ -2,8 +2,9 @@
 
     s = scale x + mask;  y = exp(s - max s) / sum exp(s - max s);      dx = scale y (dy - sum(dy y))
 
-`mask` is broadcast to x: additive in a float dtype (-inf or a large negative number excludes), or bool with True for positions that take
-part, as in torch's scaled_dot_product_attention. A row of which nothing takes part becomes zeros, not NaN. Masks get no gradient.
+`mask` is broadcast to x: additive in a float dtype (-inf or a large negative number excludes), or bool with True for
+positions that take part, as in torch's scaled_dot_product_attention. A row of which nothing takes part becomes zeros,
+not NaN. Masks get no gradient.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from ..tables import DTYPE_CODES, addresses
 
 
 def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """softmax(scale * x + mask) of x's shape and dtype. `mask`: bool or float, broadcastable to x. Raises `TensorError`."""
+    """softmax(scale * x + mask) of x's shape and dtype. `mask`: bool or float, broadcastable to x. Raises
+    `TensorError`.
+    """
     if mask is not None and mask.requires_grad:
         raise TensorError("mask: got one that requires a gradient, which it does not get here; add it to x instead")
     return torch.ops.dsx_ops.masked_softmax(x, mask, scale)
 
 
-# ---- reference ----------------------------------------------------------------------------------------------------------
+# ---- reference -------------------------------------------------------------------------------------------------------
 
 
 def reference_masked_softmax(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -48,7 +51,7 @@ def reference_softmax_backward(grad: Tensor, y: Tensor, scale: float) -> Tensor:
     return (scale * w * (g - (g * w).sum(-1, keepdim=True))).to(y.dtype)
 
 
-# ---- operators ----------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _check(x: Tensor, mask: Tensor | None) -> None:
@@ -85,7 +88,9 @@ _MASK_KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool
 
 
 def _layout(mask: Tensor, x: Tensor) -> tuple[Tensor, int, Tensor]:
-    """For every row of x the index of its first mask element (int64), the step along the row, and the mask with such a step."""
+    """For every row of x the index of its first mask element (int64), the step along the row, and the mask with such a
+    step.
+    """
     if mask.dim() and mask.shape[-1] > 1 and mask.stride(-1) != 1:
         mask = mask.contiguous()
     wide = mask.expand(x.shape)
@@ -120,7 +125,7 @@ def _fake_backward(grad: Tensor, y: Tensor, scale: float) -> Tensor:
     return torch.empty_like(y)
 
 
-# ---- autograd -----------------------------------------------------------------------------------------------------------
+# ---- autograd --------------------------------------------------------------------------------------------------------
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,9 +1,10 @@
 """The operators by the builder names scripts know: `CPUAdamBuilder().load()`, `.is_compatible()` (F88).
 
-Nothing is built here: native code is compiled when the package is installed, and without it the PyTorch reference serves. So every
-builder of this package loads, and `is_compatible` says whether it runs in compiled code. `load` returns a namespace with the functions and
-classes of this package, and with the functions that scripts call on such a handle (`quantizer`, `adam`).
-Builders of what lives in another package, or is not part of dsx, are there too: their `load` raises and names the way.
+Nothing is built here: native code is compiled when the package is installed, and without it the PyTorch reference
+serves. So every builder of this package loads, and `is_compatible` says whether it runs in compiled code. `load`
+returns a namespace with the functions and classes of this package, and with the functions that scripts call on such a
+handle (`quantizer`, `adam`). Builders of what lives in another package, or is not part of dsx, are there too: their
+`load` raises and names the way.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class OpBuilder:
     members: dict[str, str] = {}
 
     def load(self, verbose: bool = False) -> SimpleNamespace:
-        """The group's functions and classes. `verbose` is accepted; there is nothing to report, since nothing is built."""
+        """The group's functions and classes. `verbose` is accepted; there is nothing to report, since nothing is
+        built.
+        """
         found = {}
         for name, place in self.members.items():
             module, attribute = place.split(":")
@@ -118,7 +121,9 @@ _ELSEWHERE = {
     "CCLComm": "oneCCL is not used; dsx_comm's process groups serve CPU ranks (pip install dsx-comm)",
     "PinMemory": "pin with torch's Tensor.pin_memory(), or allocate with dsx_nvme.empty(..., pin=True)",
     "DeepCompile": "there are no compiler passes of our own; use torch.compile on the modules of the model",
-    "EvoformerAttn": "torch.nn.functional.scaled_dot_product_attention takes the pair bias as attn_mask, with gradients",
+    "EvoformerAttn": (
+        "torch.nn.functional.scaled_dot_product_attention takes the pair bias as attn_mask, with gradients"
+    ),
     "Inference": _INFERENCE,
     "InferenceCore": _INFERENCE,
     "InferenceCutlass": _INFERENCE,

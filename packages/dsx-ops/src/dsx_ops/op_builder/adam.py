@@ -1,6 +1,7 @@
 """What `CPUAdamBuilder().load()` returns beside the classes: Adam by the raw functions that scripts call (F78).
 
-An optimizer is a number that the caller chooses; it says only whether weight decay is AdamW's, since all other numbers come with each call.
+An optimizer is a number that the caller chooses; it says only whether weight decay is AdamW's, since all other numbers
+come with each call.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class CPUAdamHandle:
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
     ) -> int:
-        """Step number `step` (from 1) of one buffer, in place; returns 0. Raises `TensorError` before anything is written."""
+        """Step number `step` (from 1) of one buffer, in place; returns 0. Raises `TensorError` before anything is
+        written.
+        """
         hyper = self._hyper(optimizer_id, step, lr, (beta1, beta2), epsilon, weight_decay, bias_correction)
         slot = _slot(params, grads, exp_avg, exp_avg_sq)
         update.apply(Batch(Algorithm.ADAM, hyper, [slot]))
@@ -80,7 +83,9 @@ class CPUAdamHandle:
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
     ) -> int:
-        """Undo step number `step`, to rounding: the reverse of `adam_update` with the same arguments. Raises `HyperparameterError`."""
+        """Undo step number `step`, to rounding: the reverse of `adam_update` with the same arguments. Raises
+        `HyperparameterError`.
+        """
         hyper = self._hyper(optimizer_id, step, lr, (beta1, beta2), epsilon, weight_decay, bias_correction)
         hyper.check_reversible()
         slot = _slot(params, grads, exp_avg, exp_avg_sq)

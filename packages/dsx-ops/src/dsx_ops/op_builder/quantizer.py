@@ -1,11 +1,12 @@
 """What `QuantizerBuilder().load()` returns: the quantisers under the names and arguments that scripts call (F85).
 
-A tensor is cut into `groups` equal parts; each has its parameters: a scale, and for asymmetric codes the smallest value beside it. So
-`params` is fp32 [groups, 1] or [groups, 2]. Codes are int8, of the input's shape; two codes of 4 bits share a byte, which halves the last
-dimension. The numbers in `params` are those of `dsx_ops.quantize`: they fit the functions here, not tables of other libraries.
+A tensor is cut into `groups` equal parts; each has its parameters: a scale, and for asymmetric codes the smallest value
+beside it. So `params` is fp32 [groups, 1] or [groups, 2]. Codes are int8, of the input's shape; two codes of 4 bits
+share a byte, which halves the last dimension. The numbers in `params` are those of `dsx_ops.quantize`: they fit the
+functions here, not tables of other libraries.
 
-`quantize_intX` upstream is the file of two functions for weights that were quantised beforehand, by x = code / scale + min:
-`dequantize_int4_to_half_experimental`, `dequantize_int8_to_half_experimental`.
+`quantize_intX` upstream is the file of two functions for weights that were quantised beforehand, by x = code / scale +
+min: `dequantize_int4_to_half_experimental`, `dequantize_int8_to_half_experimental`.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def quantized_reduction(
     quant_type: QuantizationType,
     devices_per_node: int,
 ) -> list[Tensor]:
-    """[codes, params] of the sum of `devices_per_node` messages: in `in_groups` groups altogether, `out_groups` in the result."""
+    """[codes, params] of the sum of `devices_per_node` messages: in `in_groups` groups altogether, `out_groups` in the
+    result.
+    """
     total = _elements(input_vals, num_bits)
     numel, size = _group_size(total, devices_per_node), _group_size(total, in_groups)
     q = reduce_quantize(
@@ -120,7 +123,8 @@ def loco_swizzle_quant(
     nodes: int,
     devices_per_node: int,
 ) -> list[Tensor]:
-    """`swizzle_quant` of input plus error; `error_feedback` (in the order of the result, any float dtype) is updated in place.
+    """`swizzle_quant` of input plus error; `error_feedback` (in the order of the result, any float dtype) is updated in
+    place.
 
     e <- beta e + (1 - beta) (x + e - what the codes say), as in F43.
     """
@@ -198,13 +202,15 @@ ds_quantize_asym_fp32, ds_quantize_asym_fp16 = (_rounding(d, False, True) for d 
 ds_sr_quantize_asym_fp32, ds_sr_quantize_asym_fp16 = (_rounding(d, True, True) for d in (torch.float32, torch.float16))
 
 
-# ---- weights that were quantised beforehand (quantize_intX) -----------------------------------------------------------
+# ---- weights that were quantised beforehand (quantize_intX) ----------------------------------------------------------
 
 
 def dequantize_int4_to_half_experimental(
     data_in: Tensor, scale_buffer: Tensor, min_val_buffer: Tensor, num_group: int, group_size: int
 ) -> Tensor:
-    """code / scale + min in float16 [num_group, group_size]. `data_in`: uint8, the first of two codes in the upper half of a byte."""
+    """code / scale + min in float16 [num_group, group_size]. `data_in`: uint8, the first of two codes in the upper half
+    of a byte.
+    """
     check(data_in, "data_in", dtypes=(torch.uint8, torch.int8))
     packed = data_in.reshape(-1).view(torch.uint8)
     codes = torch.stack([packed >> 4, packed & 15], -1)
@@ -222,13 +228,14 @@ def dequantize_int8_to_half_experimental(
 def _affine(codes: Tensor, scale: Tensor, smallest: Tensor, groups: int, size: int) -> Tensor:
     if codes.numel() != groups * size or scale.numel() != groups or smallest.numel() != groups:
         raise TensorError(
-            f"got {codes.numel()} codes, {scale.numel()} scales and {smallest.numel()} minima, expected {groups} groups of {size}"
+            f"got {codes.numel()} codes, {scale.numel()} scales and {smallest.numel()} minima, expected {groups} groups"
+            f" of {size}"
         )
     rows = codes.reshape(groups, size).float()
     return (rows / scale.reshape(-1, 1).float() + smallest.reshape(-1, 1).float()).half()
 
 
-# ---- shapes -----------------------------------------------------------------------------------------------------------
+# ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
 def _group_size(numel: int, groups: int) -> int:

@@ -1,9 +1,11 @@
 """What the optimizers share: torch.optim.Optimizer in front, batches of slots behind.
 
 `step` collects every parameter with a gradient into batches of the same dtypes, device and step number, checks all of
-them, and only then writes: an error leaves parameters and states as they were. A batch is one kernel call however many tensors it has.
+them, and only then writes: an error leaves parameters and states as they were. A batch is one kernel call however many
+tensors it has.
 
-State: tensors under torch's names, and `step` as a Python number. State dicts go both ways between these optimizers and torch's.
+State: tensors under torch's names, and `step` as a Python number. State dicts go both ways between these optimizers and
+torch's.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ class FusedOptimizer(Optimizer):
     own_options: tuple[str, ...] = ()
     # Whether a shard can be updated without knowing of the others.
     elementwise = True
-    # Whether the rule depends on the index of an element, so that its states lie in row-major order whatever the parameter's strides.
+    # Whether the rule depends on the index of an element, so that its states lie in row-major order whatever the
+    # parameter's strides.
     row_major = False
-    # torch.amp.GradScaler looks for this, and sets `grad_scale` and `found_inf` on the instance around `step`; it must find no such names before.
+    # torch.amp.GradScaler looks for this, and sets `grad_scale` and `found_inf` on the instance around `step`; it must
+    # find no such names before.
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -112,12 +116,12 @@ class FusedOptimizer(Optimizer):
     ) -> Any:
         """One update of every parameter that has a gradient.
 
-        `grad_scale`: gradients are divided by it inside the pass (multiplied by its fp32 reciprocal); they stay as they are. It carries
-        unscaling and clipping at once: loss scale divided by the clip coefficient. `copy_out`: for parameters in it, the
-        new values are also written to that tensor, in its dtype, in the same pass. `found_inf` (a tensor of one number): when it is
-        not 0, nothing changes and the step does not count; on a device with kernels of ours nobody waits for it. torch.amp.GradScaler
-        gives both by itself.
-        Returns the closure's loss. Raises `TensorError` before anything is written.
+        `grad_scale`: gradients are divided by it inside the pass (multiplied by its fp32 reciprocal); they stay as they
+        are. It carries unscaling and clipping at once: loss scale divided by the clip coefficient. `copy_out`: for
+        parameters in it, the new values are also written to that tensor, in its dtype, in the same pass. `found_inf` (a
+        tensor of one number): when it is not 0, nothing changes and the step does not count; on a device with kernels
+        of ours nobody waits for it. torch.amp.GradScaler gives both by itself. Returns the closure's loss. Raises
+        `TensorError` before anything is written.
         """
         loss = None
         if closure is not None:
@@ -191,7 +195,7 @@ class FusedOptimizer(Optimizer):
         for batch in batches:
             update.apply(batch)
 
-    # ---- flat shards --------------------------------------------------------------------------------------------------
+    # ---- flat shards -------------------------------------------------------------------------------------------------
 
     def new_flat_state(self, param: Tensor, *, group: int = 0) -> dict[str, Any]:
         """Zero states for a flat buffer, to be kept by the caller and given to `step_flat`."""
@@ -211,9 +215,10 @@ class FusedOptimizer(Optimizer):
     ) -> None:
         """One update of a flat buffer that need not be a registered parameter, with the numbers of a group.
 
-        `param`, `grad`: contiguous, equal numel; `state`: from `new_flat_state`, or slices of one with the same `step`; its
-        `step` is counted up. `offset`: index of the first element in the whole buffer. Cutting a buffer into pieces does not
-        change the result (8-bit states: pieces of multiples of 256). Raises `TensorError` before anything is written.
+        `param`, `grad`: contiguous, equal numel; `state`: from `new_flat_state`, or slices of one with the same `step`;
+        its `step` is counted up. `offset`: index of the first element in the whole buffer. Cutting a buffer into pieces
+        does not change the result (8-bit states: pieces of multiples of 256). Raises `TensorError` before anything is
+        written.
         """
         _check_scale(grad_scale)
         slot = self._slot(param, grad, state, "flat buffer")
@@ -223,7 +228,7 @@ class FusedOptimizer(Optimizer):
         self._apply([Batch(self.algorithm, hyper, [slot])])
         state["step"] += 1
 
-    # ---- state dicts --------------------------------------------------------------------------------------------------
+    # ---- state dicts -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Waits for the device when steps were made with a `found_inf` there."""
@@ -251,16 +256,17 @@ class FusedOptimizer(Optimizer):
         """How many steps a state of another optimizer has seen that does not say so itself. Raises `TensorError`."""
         if "step" not in group:
             raise TensorError(
-                f"the state dict has {', '.join(state)} but no step, neither with the states nor in their group; set `step` to the number of "
-                "steps behind them"
+                f"the state dict has {', '.join(state)} but no step, neither with the states nor in their group; set"
+                " `step` to the number of steps behind them"
             )
         return int(group["step"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, from a state dict of this optimizer or of torch's equivalent.
 
-        torch would cast every state to the parameter's dtype; here states keep their own (fp32 moments of bf16 parameters stay exact).
-        Raises `HyperparameterError` for a group whose numbers are out of range or mean another rule (amsgrad); nothing is loaded then.
+        torch would cast every state to the parameter's dtype; here states keep their own (fp32 moments of bf16
+        parameters stay exact). Raises `HyperparameterError` for a group whose numbers are out of range or mean another
+        rule (amsgrad); nothing is loaded then.
         """
         for saved in state_dict["param_groups"]:
             check_numbers(saved)

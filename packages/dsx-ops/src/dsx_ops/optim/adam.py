@@ -18,14 +18,15 @@ from ._base import FusedOptimizer
 class FusedAdam(FusedOptimizer):
     """Adam(W) as one call per dtype, whatever the number of tensors.
 
-    m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  p -= lr/(1-b1^t) * m / (sqrt(v)/sqrt(1-b2^t) + eps).
-    `adam_w_mode`: weight decay multiplies the parameter by 1 - lr*wd first (AdamW); otherwise wd*p is added to the gradient.
-    Moments are in the parameter's dtype, or in `state_dtype` (float32, bfloat16, float16); arithmetic is fp32 always.
-    `split_master` (bf16 parameters): the optimizer keeps the 16 bits that complete each weight to an fp32 master (`low_bits`
-    in the state), and updates that master exactly: 12 bytes per parameter in all. The weight is the master rounded to
-    nearest. Changing such a weight by hand changes its master too; the low bits stay.
+    m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  p -= lr/(1-b1^t) * m / (sqrt(v)/sqrt(1-b2^t) + eps). `adam_w_mode`:
+    weight decay multiplies the parameter by 1 - lr*wd first (AdamW); otherwise wd*p is added to the gradient. Moments
+    are in the parameter's dtype, or in `state_dtype` (float32, bfloat16, float16); arithmetic is fp32 always.
+    `split_master` (bf16 parameters): the optimizer keeps the 16 bits that complete each weight to an fp32 master
+    (`low_bits` in the state), and updates that master exactly: 12 bytes per parameter in all. The weight is the master
+    rounded to nearest. Changing such a weight by hand changes its master too; the low bits stay.
 
-    Signature as F77; `set_grad_none` is what `zero_grad()` does by default. State dicts exchange with torch.optim.AdamW.
+    Signature as F77; `set_grad_none` is what `zero_grad()` does by default. State dicts exchange with
+    torch.optim.AdamW.
     """
 
     algorithm = Algorithm.ADAM
@@ -109,10 +110,10 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         """Undo the last update of a flat buffer: `step_flat` backwards, with the same gradient and the same numbers.
 
-        Parameter and moments become what they were, to the rounding of their dtypes (a bf16 parameter comes back to its last bit
-        or so; with split masters it is the fp32 master that does), and `state["step"]` is counted down. For a step that was taken
-        before it was known whether the gradients are finite or must be clipped. Raises `HyperparameterError` where nothing can be undone,
-        and `TensorError`, before anything is written.
+        Parameter and moments become what they were, to the rounding of their dtypes (a bf16 parameter comes back to its
+        last bit or so; with split masters it is the fp32 master that does), and `state["step"]` is counted down. For a
+        step that was taken before it was known whether the gradients are finite or must be clipped. Raises
+        `HyperparameterError` where nothing can be undone, and `TensorError`, before anything is written.
         """
         if self.algorithm is not Algorithm.ADAM:
             raise HyperparameterError(
@@ -134,9 +135,9 @@ def _subgroup_key(number: int) -> Any:
 class CPUAdam(FusedAdam):
     """Adam(W) for parameters in host memory (F78): moments in fp32 whatever the parameter's dtype.
 
-    `fp32_optimizer_states=False` keeps them in the parameter's dtype. Numbers and rule as `FusedAdam`.
-    `step_subgroup` and `rollback_subgroup` are for callers that put the buffers of an offloaded model into `param_groups` one
-    after another: what belongs to a buffer is kept by the number of its subgroup, and is part of the state dict.
+    `fp32_optimizer_states=False` keeps them in the parameter's dtype. Numbers and rule as `FusedAdam`. `step_subgroup`
+    and `rollback_subgroup` are for callers that put the buffers of an offloaded model into `param_groups` one after
+    another: what belongs to a buffer is kept by the number of its subgroup, and is part of the state dict.
     """
 
     def __init__(
@@ -167,7 +168,8 @@ class CPUAdam(FusedAdam):
         )
 
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the one parameter that has a gradient, with the state of subgroup `subgroup_id`; returns the closure's loss.
+        """Update the one parameter that has a gradient, with the state of subgroup `subgroup_id`; returns the closure's
+        loss.
 
         Raises `TensorError` when no parameter or several have a gradient.
         """
@@ -179,7 +181,8 @@ class CPUAdam(FusedAdam):
         return loss
 
     def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """Undo the last `step_subgroup` of `sub_group_id`, whose parameter and gradient are still there; see `rollback_flat`.
+        """Undo the last `step_subgroup` of `sub_group_id`, whose parameter and gradient are still there; see
+        `rollback_flat`.
 
         Raises `HyperparameterError` when there was none.
         """
@@ -205,10 +208,11 @@ class CPUAdam(FusedAdam):
 class Adam8bit(FusedAdam):
     """Adam(W) with both moments in 8 bits: about 2 bytes of state per parameter.
 
-    Codes are small floats relative to a scale per block of 256 elements (`scale_avg`, `scale_avg_sq` in the state: the EMA of
-    the block's largest gradient, and of its square, which bound the moments), rounded stochastically and reproducibly (keyed by
-    `seed`, step and element index). bf16 parameters are rounded stochastically too, so that updates below their last bit add
-    up. A NaN or infinity in a gradient makes its whole block NaN, so check for overflow first (`dsx_ops.norm`).
+    Codes are small floats relative to a scale per block of 256 elements (`scale_avg`, `scale_avg_sq` in the state: the
+    EMA of the block's largest gradient, and of its square, which bound the moments), rounded stochastically and
+    reproducibly (keyed by `seed`, step and element index). bf16 parameters are rounded stochastically too, so that
+    updates below their last bit add up. A NaN or infinity in a gradient makes its whole block NaN, so check for
+    overflow first (`dsx_ops.norm`).
     """
 
     algorithm = Algorithm.ADAM8

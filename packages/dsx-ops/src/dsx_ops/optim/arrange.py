@@ -1,6 +1,7 @@
 """Slots whose tensors lie in memory in different orders, or whose gradient is sparse: working copies stand in for them.
 
-Dense tensors of equal strides (channels_last, transposed) need none. The order is the parameter's where that is dense, else row-major.
+Dense tensors of equal strides (channels_last, transposed) need none. The order is the parameter's where that is dense,
+else row-major.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class _Arrangement:
     def read(self, tensor: Tensor, role: str) -> Tensor:
         if tensor.shape != self.order.shape:
             raise TensorError(
-                f"{self.given.name}: got a {role} of shape {tuple(tensor.shape)}, expected {tuple(self.order.shape)}, since "
-                "the parameter or its gradient is not contiguous"
+                f"{self.given.name}: got a {role} of shape {tuple(tensor.shape)}, expected {tuple(self.order.shape)},"
+                " since the parameter or its gradient is not contiguous"
             )
         if is_dense(tensor) and same_order(tensor, self.order):
             return tensor
@@ -65,8 +66,8 @@ class _Arrangement:
         if work is not tensor:
             if may_overlap(tensor):
                 raise TensorError(
-                    f"{self.given.name}: elements of the {role} share memory (strides {tuple(tensor.stride())}), so that an update "
-                    "would be written more than once; make it a tensor of its own with .contiguous()"
+                    f"{self.given.name}: elements of the {role} share memory (strides {tuple(tensor.stride())}), so"
+                    " that an update would be written more than once; make it a tensor of its own with .contiguous()"
                 )
             self.copies.append(WorkingCopy(tensor, work))
         return work

@@ -1,7 +1,7 @@
 """Lamb: Adam's direction, scaled per tensor by the ratio of the parameter's norm to the direction's.
 
-Two passes, since the ratio needs the whole tensor. The norms leave the first pass as squares, so that shards of a tensor can be added up
-between the two: that is `norm_reducer`, the only place where communication comes in.
+Two passes, since the ratio needs the whole tensor. The norms leave the first pass as squares, so that shards of a
+tensor can be added up between the two: that is `norm_reducer`, the only place where communication comes in.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ NormReducer = Callable[[Sequence[Tensor], Tensor], Tensor]
 class FusedLamb(FusedOptimizer):
     """Lamb (F81), on CPU and CUDA.
 
-    m, v as Adam;  u = m / (sqrt(v) + eps) + wd p (or sqrt(v + eps) with `eps_inside_sqrt`);  ratio = clip(|p| / |u|, min_coeff, max_coeff), 1 when
-    either norm is 0;  p -= lr * sqrt(1-b2^t)/(1-b1^t) * ratio * u (`bias_correction=False`: lr * ratio * u).
-    `max_grad_norm` > 0 scales a group's gradients first, inside the same pass, as clipping the global norm of all (unscaled) gradients to it would.
+    m, v as Adam;  u = m / (sqrt(v) + eps) + wd p (or sqrt(v + eps) with `eps_inside_sqrt`);  ratio = clip(|p| / |u|,
+    min_coeff, max_coeff), 1 when either norm is 0;  p -= lr * sqrt(1-b2^t)/(1-b1^t) * ratio * u
+    (`bias_correction=False`: lr * ratio * u). `max_grad_norm` > 0 scales a group's gradients first, inside the same
+    pass, as clipping the global norm of all (unscaled) gradients to it would.
 
-    Sharded parameters: set `norm_reducer`, called exactly once in every `step`, also when this rank has no gradient at all:
-    `norm_reducer(params, squares)` with `squares` fp64 [len(params), 2], row i holding |p|^2 and |u|^2 of what this rank holds
-    of params[i] (in the order of the parameter groups, parameters without gradient left out); it returns the same shape with
-    the sums over all ranks.
+    Sharded parameters: set `norm_reducer`, called exactly once in every `step`, also when this rank has no gradient at
+    all: `norm_reducer(params, squares)` with `squares` fp64 [len(params), 2], row i holding |p|^2 and |u|^2 of what
+    this rank holds of params[i] (in the order of the parameter groups, parameters without gradient left out); it
+    returns the same shape with the sums over all ranks.
     """
 
     algorithm = Algorithm.LAMB
@@ -99,8 +100,8 @@ class FusedLamb(FusedOptimizer):
         clips = any(limit > 0 for limit in limits)
         if clips and self.norm_reducer is not None:
             raise HyperparameterError(
-                f"max_grad_norm: got {limits}, expected 0 with sharded parameters: a rank does not know the global norm; "
-                "clip through the engine (gradient_clipping)"
+                f"max_grad_norm: got {limits}, expected 0 with sharded parameters: a rank does not know the global"
+                " norm; clip through the engine (gradient_clipping)"
             )
         batches, states = super()._collect(scale, copy_out)
         if clips:
@@ -144,7 +145,7 @@ def _step_size(batch: Batch) -> float | Tensor:
         if not hyper.bias_correction:
             return lr
         step = hyper.step - batch.guard.skipped
-        (beta1, beta2) = hyper.betas
+        beta1, beta2 = hyper.betas
         return lr * (1.0 - beta2**step).sqrt() / (1.0 - beta1**step)
     if isinstance(lr, Tensor):
         return lr * replace(hyper, lr=1.0, grad_scale=1.0).lowered(Algorithm.LAMB).step_size
@@ -158,7 +159,9 @@ def _concatenate(squares: list[Tensor]) -> Tensor:
 
 
 def _arranged(rows: Tensor, order: list[int]) -> Tensor:
-    """rows[order]; rows themselves when they are in order, so that no index travels to a device (which waits for it)."""
+    """rows[order]; rows themselves when they are in order, so that no index travels to a device (which waits for
+    it).
+    """
     if order == list(range(len(order))):
         return rows
     return rows[torch.tensor(order, dtype=torch.long, device=rows.device)]

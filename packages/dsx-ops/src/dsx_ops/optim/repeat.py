@@ -1,11 +1,14 @@
-"""Steps that repeat the one before: the tables of addresses are kept, and filled anew by native code that looks at every tensor.
+"""Steps that repeat the one before: the tables of addresses are kept, and filled anew by native code that looks at
+every tensor.
 
-With thousands of small tensors a step costs what Python does per tensor, not what memory does. A ledger holds one batch's table and what the
-tensors in it must be like. In the next step native code reads all addresses anew (tensors may have moved) and checks each tensor as
-`spec.check_slot` does; only then anything is written. Anything unusual, and the ledger says no: then the ordinary way is taken, which finds out what
-it is and names errors. Between steps a ledger holds parameters and numbers, so that it keeps no gradient and no state alive.
+With thousands of small tensors a step costs what Python does per tensor, not what memory does. A ledger holds one
+batch's table and what the tensors in it must be like. In the next step native code reads all addresses anew (tensors
+may have moved) and checks each tensor as `spec.check_slot` does; only then anything is written. Anything unusual, and
+the ledger says no: then the ordinary way is taken, which finds out what it is and names errors. Between steps a ledger
+holds parameters and numbers, so that it keeps no gradient and no state alive.
 
-Only for plain tensors in host memory with native code, without copies, and with a PyTorch whose tensors offer DLPack's C functions.
+Only for plain tensors in host memory with native code, without copies, and with a PyTorch whose tensors offer DLPack's
+C functions.
 """
 
 from __future__ import annotations

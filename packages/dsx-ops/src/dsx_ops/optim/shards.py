@@ -1,8 +1,9 @@
 """Parameters that are DTensors, as FSDP2 and tensor parallelism make them: this rank's shard is what gets updated.
 
-An elementwise rule gives the same numbers shard by shard, so that nothing is communicated. States are DTensors like their parameter, which is
-what distributed checkpoints can cut anew for another number of ranks. Rules that need whole tensors (Lamb's norms, scales per block of 8-bit
-states) refuse. Other tensor subclasses without memory of their own are refused here too: a kernel would be given no address.
+An elementwise rule gives the same numbers shard by shard, so that nothing is communicated. States are DTensors like
+their parameter, which is what distributed checkpoints can cut anew for another number of ranks. Rules that need whole
+tensors (Lamb's norms, scales per block of 8-bit states) refuse. Other tensor subclasses without memory of their own are
+refused here too: a kernel would be given no address.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ def local_slot(slot: Slot, elementwise: bool) -> Slot:
         return slot
     if not all(map(is_distributed, tensors)) or _layout(slot.param) != _layout(slot.grad):
         raise TensorError(
-            f"{slot.name}: got a parameter as {_said(slot.param)} and a gradient as {_said(slot.grad)}, expected the same mesh and placements"
+            f"{slot.name}: got a parameter as {_said(slot.param)} and a gradient as {_said(slot.grad)}, expected the"
+            " same mesh and placements"
         )
     if not elementwise:
         raise TensorError(
-            f"{slot.name}: got a DTensor, expected a whole tensor: this optimizer needs norms or scales of whole tensors; "
-            "use FusedAdam or FusedLion with FSDP2, or dsx-zero, which reduces the norms"
+            f"{slot.name}: got a DTensor, expected a whole tensor: this optimizer needs norms or scales of whole"
+            " tensors; use FusedAdam or FusedLion with FSDP2, or dsx-zero, which reduces the norms"
         )
     return replace(
         slot,
@@ -75,5 +77,6 @@ def _refuse_wrapper(tensor: Tensor, name: str) -> None:
     )
     if is_traceable_wrapper_subclass(tensor) or without_memory:
         raise TensorError(
-            f"{name}: got a {type(tensor).__name__}, which has no memory of its own; expected a plain tensor or a DTensor"
+            f"{name}: got a {type(tensor).__name__}, which has no memory of its own; expected a plain tensor or a"
+            " DTensor"
         )

@@ -19,8 +19,9 @@ def _state_dtype(fp32: bool) -> torch.dtype | None:
 class CPUAdagrad(FusedOptimizer):
     """Adagrad (F79): sum += g^2;  p -= lr * g / (sqrt(sum) + eps), with wd*p added to g in both places.
 
-    As torch.optim.Adagrad without lr_decay; state dicts exchange with it. Gradients are left as they are. Of a sparse gradient (sparse_coo, as
-    torch.nn.Embedding(sparse=True) makes) the elements that it names are updated; weight decay is refused with it, as by torch.
+    As torch.optim.Adagrad without lr_decay; state dicts exchange with it. Gradients are left as they are. Of a sparse
+    gradient (sparse_coo, as torch.nn.Embedding(sparse=True) makes) the elements that it names are updated; weight decay
+    is refused with it, as by torch.
     """
 
     algorithm = Algorithm.ADAGRAD
@@ -62,8 +63,9 @@ class CPUAdagrad(FusedOptimizer):
     def _checked(self, slot: Slot, group: dict[str, Any]) -> Slot:
         if slot.grad.layout is torch.sparse_coo and group["weight_decay"] != 0:
             raise HyperparameterError(
-                f"{slot.name}: got a sparse gradient and weight_decay {group['weight_decay']}, expected 0: the decay of rows that the "
-                "gradient does not name would be left out; put such parameters into a group with weight_decay=0"
+                f"{slot.name}: got a sparse gradient and weight_decay {group['weight_decay']}, expected 0: the decay of"
+                " rows that the gradient does not name would be left out; put such parameters into a group with"
+                " weight_decay=0"
             )
         return super()._checked(slot, group)
 
@@ -140,7 +142,9 @@ class CPULion(FusedLion):
 
 
 class SGD(FusedOptimizer):
-    """SGD with momentum, dampening and Nesterov, as torch.optim.SGD (state `momentum_buffer`; none without momentum)."""
+    """SGD with momentum, dampening and Nesterov, as torch.optim.SGD (state `momentum_buffer`; none without
+    momentum).
+    """
 
     algorithm = Algorithm.SGD
     state_names = ("momentum_buffer",)
@@ -201,9 +205,11 @@ class SGD(FusedOptimizer):
             raise
 
     def _begin_momentum(self) -> list[tuple[dict[str, Any], int]]:
-        """Buffers of parameters whose group has momentum only since steps without it; returns their states and old counts.
+        """Buffers of parameters whose group has momentum only since steps without it; returns their states and old
+        counts.
 
-        A buffer begins as the first gradient that it sees, so `step` counts from there: of SGD's numbers only that one depends on it.
+        A buffer begins as the first gradient that it sees, so `step` counts from there: of SGD's numbers only that one
+        depends on it.
         """
         begun: list[tuple[dict[str, Any], int]] = []
         for group in self.param_groups:

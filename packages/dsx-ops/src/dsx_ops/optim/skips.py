@@ -1,7 +1,8 @@
 """Steps that the device decides to skip, without the host knowing.
 
-After an overflow nothing may change, and the step must not count, or the bias corrections would run ahead. The host counts every step; the device counts
-those it skipped, and subtracts. `settle` brings the two together; it waits for the device, and is called where numbers leave the optimizer.
+After an overflow nothing may change, and the step must not count, or the bias corrections would run ahead. The host
+counts every step; the device counts those it skipped, and subtracts. `settle` brings the two together; it waits for the
+device, and is called where numbers leave the optimizer.
 """
 
 from __future__ import annotations

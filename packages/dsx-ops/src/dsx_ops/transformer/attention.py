@@ -1,10 +1,11 @@
-"""softmax(scale Q K^T + mask) V for a layer that trains: with dropout on the probabilities, or by torch's fused attention.
+"""softmax(scale Q K^T + mask) V for a layer that trains: with dropout on the probabilities, or by torch's fused
+attention.
 
     P = softmax(scale Q K^T + mask);  D = dropout(P);  O = D V
     dV = D^T dO;  dP = dropout(dO V^T) with the same mask;  dS = scale P (dP - rowsum(P dP));  dQ = dS K;  dK = dS^T Q
 
-The mask of the dropout is a function of its key and is never kept; D is kept or, on demand, computed again from P. Where nothing is dropped
-torch's scaled_dot_product_attention does it all without ever writing P.
+The mask of the dropout is a function of its key and is never kept; D is kept or, on demand, computed again from P.
+Where nothing is dropped torch's scaled_dot_product_attention does it all without ever writing P.
 """
 
 from __future__ import annotations
@@ -70,10 +71,12 @@ def attention(
     keep_dropped: bool = True,
     any_order: bool = False,
 ) -> Tensor:
-    """[batch, heads, sequence, size per head] from three such. `mask`: broadcastable to [batch, heads, sequence, sequence], bool (True takes part) or added.
+    """[batch, heads, sequence, size per head] from three such. `mask`: broadcastable to [batch, heads, sequence,
+    sequence], bool (True takes part) or added.
 
-    `p`: dropout of the probabilities with `drop_key` and `site`; `keep_dropped=False` computes the dropped probabilities again in backward.
-    `any_order`: on CUDA, sums of backward may be taken in any order, which lets torch's fused attention train.
+    `p`: dropout of the probabilities with `drop_key` and `site`; `keep_dropped=False` computes the dropped
+    probabilities again in backward. `any_order`: on CUDA, sums of backward may be taken in any order, which lets
+    torch's fused attention train.
     """
     scale = query.shape[-1] ** -0.5
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)

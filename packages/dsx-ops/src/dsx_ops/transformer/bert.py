@@ -1,4 +1,6 @@
-"""Weights from and to a Hugging Face `BertLayer` (post-LN), and the config that fits it. Nothing of `transformers` is imported: names are enough."""
+"""Weights from and to a Hugging Face `BertLayer` (post-LN), and the config that fits it. Nothing of `transformers` is
+imported: names are enough.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_pytorc
 
 
 def config_from_bert(config: Any, **options: Any) -> TransformerConfig:
-    """A `TransformerConfig` with the sizes and ratios of a Hugging Face `BertConfig`; `options` are further fields. Raises `HyperparameterError`."""
+    """A `TransformerConfig` with the sizes and ratios of a Hugging Face `BertConfig`; `options` are further fields.
+    Raises `HyperparameterError`.
+    """
     if config.hidden_act not in _GELU:
         raise HyperparameterError(f"hidden_act: got {config.hidden_act!r}, expected one of {', '.join(_GELU)}")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
@@ -65,7 +69,9 @@ def _pairs(layer: TransformerLayer, bert: nn.Module) -> Iterator[tuple[Tensor, T
 
 @torch.no_grad()
 def copy_from_bert(layer: TransformerLayer, bert: nn.Module) -> TransformerLayer:
-    """Give `layer` (post-LN) the weights of a Hugging Face `BertLayer`; returns it. Raises `HyperparameterError` for a pre-LN layer."""
+    """Give `layer` (post-LN) the weights of a Hugging Face `BertLayer`; returns it. Raises `HyperparameterError` for a
+    pre-LN layer.
+    """
     _check_order(layer)
     for ours, theirs in _pairs(layer, bert):
         ours.copy_(theirs)

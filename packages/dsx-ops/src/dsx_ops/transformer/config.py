@@ -19,23 +19,25 @@ _FORMS = ("tanh", "none")
 class TransformerConfig:
     """Sizes and options of a `TransformerLayer`. -1 means "not given".
 
-    batch_size: accepted, means nothing here (nothing is preallocated), with a warning.
-    hidden_size, heads: required; heads divides hidden_size. intermediate_size: 4 * hidden_size when not given.
-    attn_dropout_ratio, hidden_dropout_ratio: of the attention probabilities, and of both sublayers' results; 0 when not given.
-    num_hidden_layers: layers of the whole model, for `adjust_init_range`. initializer_range: standard deviation of new weights (0.02 when not given).
-    layer_norm_eps: added to the variance.
-    local_rank: mixed into the dropout keys, so that ranks with equal random states drop different elements; sets no device.
-    seed: mixed into the dropout keys. The keys themselves are drawn from torch's default generator, so that `torch.manual_seed` makes a run
+    batch_size: accepted, means nothing here (nothing is preallocated), with a warning. hidden_size, heads: required;
+    heads divides hidden_size. intermediate_size: 4 * hidden_size when not given. attn_dropout_ratio,
+    hidden_dropout_ratio: of the attention probabilities, and of both sublayers' results; 0 when not given.
+    num_hidden_layers: layers of the whole model, for `adjust_init_range`. initializer_range: standard deviation of new
+    weights (0.02 when not given). layer_norm_eps: added to the variance. local_rank: mixed into the dropout keys, so
+    that ranks with equal random states drop different elements; sets no device. seed: mixed into the dropout keys. The
+    keys themselves are drawn from torch's default generator, so that `torch.manual_seed` makes a run
         repeatable and `torch.utils.checkpoint` replays the same masks.
-    fp16: parameters are made in float16.
-    pre_layer_norm: x + f(norm(x)) instead of norm(x + f(x)).
-    normalize_invertible: backward of the layer norms starts from their results, which are kept anyway; their inputs are not kept. A norm weight
+    fp16: parameters are made in float16. pre_layer_norm: x + f(norm(x)) instead of norm(x + f(x)).
+    normalize_invertible: backward of the layer norms starts from their results, which are kept anyway; their inputs are
+    not kept. A norm weight
         of exactly 0 gets no gradient then, and in 16-bit dtypes the rounding of the results enters the gradients.
-    gelu_checkpoint: the GELU's result [batch, sequence, intermediate_size] is computed again in backward instead of being kept.
-    attn_dropout_checkpoint: the same for the dropped attention probabilities [batch, heads, sequence, sequence].
-    adjust_init_range: weights of the two result maps begin with initializer_range / sqrt(2 * num_hidden_layers).
-    stochastic_mode: on CUDA torch's fused attention trains too. It is faster and keeps no probabilities, but its backward adds in no fixed order,
-        so two runs differ in the last bits. Without it, every sum has a fixed order: equal seeds give equal bits, run after run.
+    gelu_checkpoint: the GELU's result [batch, sequence, intermediate_size] is computed again in backward instead of
+    being kept. attn_dropout_checkpoint: the same for the dropped attention probabilities [batch, heads, sequence,
+    sequence]. adjust_init_range: weights of the two result maps begin with initializer_range / sqrt(2 *
+    num_hidden_layers). stochastic_mode: on CUDA torch's fused attention trains too. It is faster and keeps no
+    probabilities, but its backward adds in no fixed order,
+        so two runs differ in the last bits. Without it, every sum has a fixed order: equal seeds give equal bits, run
+        after run.
         On CPU it changes nothing: what runs there has a fixed order, and is the fastest that there is, in either case.
     return_tuple (also called huggingface): `forward` returns (hidden_states,).
     training: the mode that the layer is made in.

@@ -31,7 +31,9 @@ class _GeluLinear(torch.autograd.Function):
 
 
 def gelu_linear(x: Tensor, bias: Tensor, weight: Tensor, *, tanh: bool, again: bool) -> Tensor:
-    """GELU(x + bias) W^T: x [..., n], bias [n], weight [m, n] of x's dtype. `again`: the GELU's result is not kept for backward."""
+    """GELU(x + bias) W^T: x [..., n], bias [n], weight [m, n] of x's dtype. `again`: the GELU's result is not kept for
+    backward.
+    """
     if again:
         return _GeluLinear.apply(x, bias, weight, tanh)  # type: ignore[return-value]
     return linear(torch.ops.dsx_ops.bias_gelu(x, bias, tanh), weight)

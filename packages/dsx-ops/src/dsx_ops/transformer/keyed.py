@@ -1,8 +1,9 @@
 """Dropout whose seed is a tensor.
 
-The functions of `dsx_ops.functional.dropout` take their seed as a number. A compiled graph would freeze such a number; a key is an int64 tensor
-on the host, drawn inside the graph (`new_key`), and read when the operator runs. Reading it waits for no device. `site` (with everything else
-that must tell masks apart mixed into it) makes several masks from one key.
+The functions of `dsx_ops.functional.dropout` take their seed as a number. A compiled graph would freeze such a number;
+a key is an int64 tensor on the host, drawn inside the graph (`new_key`), and read when the operator runs. Reading it
+waits for no device. `site` (with everything else that must tell masks apart mixed into it) makes several masks from one
+key.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def bias_dropout_residual(x: Tensor, bias: Tensor, residual: Tensor, p: float, k
     return torch.ops.dsx_ops.keyed_residual(x, bias, residual, p, key, site)
 
 
-# ---- operators ----------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _run_dropout(x: Tensor, p: float, key: Tensor, site: int) -> Tensor:

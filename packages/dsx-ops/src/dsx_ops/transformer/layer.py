@@ -3,8 +3,9 @@
     post-LN:  a = norm(x + drop(attention(x)); attn_n*)         y = norm(a + drop(W2 gelu(W1 a)); norm_*)
     pre-LN:   a = x + drop(attention(norm(x; norm_*)))          y = a + drop(W2 gelu(W1 norm(a; attn_n*)))
 
-Bias, dropout and residual are one pass, so are bias and GELU; dropout keeps no masks. What backward keeps, per token, with hidden size h, intermediate
-size i and s scores per head and token: see the README. Leaves out: cross attention, caches of keys and values, head masks, causal masks of its own (pass one).
+Bias, dropout and residual are one pass, so are bias and GELU; dropout keeps no masks. What backward keeps, per token,
+with hidden size h, intermediate size i and s scores per head and token: see the README. Leaves out: cross attention,
+caches of keys and values, head masks, causal masks of its own (pass one).
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ GRADIENT_NAMES = {
 class TransformerLayer(nn.Module):
     """Attention and feed-forward with residuals, norms and dropout; parameters under the names of F84.
 
-    `initial_weights`, `initial_biases`: eight tensors each, of query, key, value, attention result, attention norm, intermediate, result and last
-    norm; a bias may be None (zero). To copy from a Hugging Face layer see `copy_from_bert`.
+    `initial_weights`, `initial_biases`: eight tensors each, of query, key, value, attention result, attention norm,
+    intermediate, result and last norm; a bias may be None (zero). To copy from a Hugging Face layer see
+    `copy_from_bert`.
     """
 
     def __init__(
@@ -142,11 +144,13 @@ class TransformerLayer(nn.Module):
     ) -> Tensor | tuple[Tensor]:
         """[batch, sequence, hidden] -> the same.
 
-        `attention_mask`: [batch, sequence] of bool or integers (not 0 = takes part), or what broadcasts to [batch, heads, sequence, sequence]: bool (True =
-        takes part) or float (added; -inf or a large negative number excludes). A token that may see nothing gets a zero context where dropout is on. Further arguments of other
-        layers' `forward` must be None or False, except what only speaks of caches or output (`use_cache`, `cache_position`, `position_ids`).
-        `grads`: a list to which backward appends [gradient, name] of every parameter, for comparing layers (names as in `GRADIENT_NAMES`; of the
-        joint query, key and value parameters the value's part). Raises `TensorError`.
+        `attention_mask`: [batch, sequence] of bool or integers (not 0 = takes part), or what broadcasts to [batch,
+        heads, sequence, sequence]: bool (True = takes part) or float (added; -inf or a large negative number excludes).
+        A token that may see nothing gets a zero context where dropout is on. Further arguments of other layers'
+        `forward` must be None or False, except what only speaks of caches or output (`use_cache`, `cache_position`,
+        `position_ids`). `grads`: a list to which backward appends [gradient, name] of every parameter, for comparing
+        layers (names as in `GRADIENT_NAMES`; of the joint query, key and value parameters the value's part). Raises
+        `TensorError`.
         """
         self._refuse(others, named)
         if grads is not None:
@@ -173,7 +177,7 @@ class TransformerLayer(nn.Module):
             if parameter.requires_grad:
                 self._gradient_hooks[name] = parameter.register_hook(partial(collect, name))
 
-    # ---- the two orders ------------------------------------------------------------------------------------------------
+    # ---- the two orders ----------------------------------------------------------------------------------------------
 
     def _post_norm(self, x: Tensor, mask: Tensor | None, drop_key: Tensor | None) -> Tensor:
         context = self._attention(x, mask, drop_key)
@@ -189,7 +193,7 @@ class TransformerLayer(nn.Module):
         result = self._feedforward(self._norm(middle, self.attn_nw, self.attn_nb))
         return self._add_residual(result, self.output_b, middle, drop_key, AFTER_FEEDFORWARD)
 
-    # ---- parts ---------------------------------------------------------------------------------------------------------
+    # ---- parts -------------------------------------------------------------------------------------------------------
 
     def _drops(self) -> bool:
         return self.training and (self.config.attn_dropout_ratio > 0 or self.config.hidden_dropout_ratio > 0)
@@ -241,19 +245,21 @@ class TransformerLayer(nn.Module):
             return torch.ops.dsx_ops.bias_dropout_residual(x, bias, residual, 0.0, 0, 0)
         return keyed.bias_dropout_residual(x, bias, residual, p, drop_key, self._site(site))
 
-    # ---- arguments -----------------------------------------------------------------------------------------------------
+    # ---- arguments ---------------------------------------------------------------------------------------------------
 
     def _refuse(self, others: Sequence[object], named: dict[str, object]) -> None:
         harmless = ("use_cache", "cache_position", "position_ids")
         for i, value in enumerate(others):
             if value is not None and value is not False:
                 raise TensorError(
-                    f"forward: got a value for argument {i + 2}, expected None: only hidden_states and attention_mask are used"
+                    f"forward: got a value for argument {i + 2}, expected None: only hidden_states and attention_mask"
+                    " are used"
                 )
         for name, value in named.items():
             if value is not None and value is not False and name not in harmless:
                 raise TensorError(
-                    f"forward: got {name}, expected None: this layer has no cross attention, cache, head mask or attention output"
+                    f"forward: got {name}, expected None: this layer has no cross attention, cache, head mask or"
+                    " attention output"
                 )
 
     def _mask(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -267,16 +273,16 @@ class TransformerLayer(nn.Module):
         if mask.dim() == 2 and tuple(mask.shape) == (batch, sequence):
             if mask.is_floating_point():
                 raise TensorError(
-                    "attention_mask: got a float mask of two dimensions, expected bool or integers (not 0 = takes part), "
-                    "or a float mask of four dimensions, which is added to the scores"
+                    "attention_mask: got a float mask of two dimensions, expected bool or integers (not 0 = takes"
+                    " part), or a float mask of four dimensions, which is added to the scores"
                 )
             return mask.bool()[:, None, None, :]
         wanted = (batch, self.config.heads, sequence, sequence)
         fits = mask.dim() <= 4 and all(m in (1, n) for m, n in zip(reversed(mask.shape), reversed(wanted)))
         if not fits or not (mask.is_floating_point() or mask.dtype is torch.bool):
             raise TensorError(
-                f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected [{batch}, {sequence}] of bool or integers, "
-                f"or bool or float that broadcasts to {wanted}"
+                f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected [{batch}, {sequence}] of bool"
+                f" or integers, or bool or float that broadcasts to {wanted}"
             )
         return mask.to(x.dtype) if mask.dtype is torch.float64 else mask
 
