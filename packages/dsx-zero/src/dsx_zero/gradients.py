@@ -78,7 +78,7 @@ class BackwardWatch(Protocol):
         ...
 
     def factor(self) -> float:
-        """What the gradients of the running backward are to be multiplied with."""
+        """What the gradients of the running backward are to be multiplied with; 0.0 if `begin` will refuse it."""
         ...
 
     def begin(self) -> float:
@@ -281,6 +281,8 @@ class ReducedGradients:
             return self._watch.begin()
         except BaseException:
             buffers.refuse(index)
+            for hidden in self._of.values():
+                hidden.show_views()
             raise
 
     def _end_backward(self) -> None:
@@ -440,10 +442,19 @@ def _returned(gradients: Callable[[], ReducedGradients | None], module: nn.Modul
 
 
 def _multiplied(
-    gradients: Callable[[], LocalGradients | None], watch: BackwardWatch, grad: torch.Tensor
+    gradients: Callable[[], LocalGradients | None], watch: BackwardWatch, place: int, index: int, grad: torch.Tensor
 ) -> torch.Tensor | None:
     owner = gradients()
-    return None if owner is None else owner.on_gradient(watch, grad)
+    return None if owner is None else owner.on_gradient(watch, place, index, grad)
+
+
+def _accumulates(parameter: torch.Tensor) -> bool:
+    """Whether the running backward adds to the parameter's `.grad`. `torch.autograd.grad` runs the hooks of a tensor too."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # what torch says where the gradient of this very parameter is asked for
+        return False
 
 
 class LocalGradients:
@@ -463,14 +474,19 @@ class LocalGradients:
         """See `Gradients.follow`; puts a hook on every parameter, once it is needed."""
         if not watch.needed or self._handles:
             return
-        hook = partial(_multiplied, weakref.ref(self), watch)
-        self._handles = [p.register_hook(hook) for group in self._groups for p in group.parameters if p.requires_grad]
+        me = weakref.ref(self)
+        self._handles = [
+            parameter.register_hook(partial(_multiplied, me, watch, place, index))
+            for place, group in enumerate(self._groups)
+            for index, parameter in enumerate(group.parameters)
+            if parameter.requires_grad
+        ]
 
-    def on_gradient(self, watch: BackwardWatch, grad: torch.Tensor) -> torch.Tensor | None:
-        """A gradient is about to be accumulated; what it is replaced with, if it is."""
+    def on_gradient(self, watch: BackwardWatch, place: int, index: int, grad: torch.Tensor) -> torch.Tensor | None:
+        """A gradient is there for parameter `index` of group `place`; what it is replaced with, if it is."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._factor = watch.begin()
+            self._factor = watch.begin() if _accumulates(self._groups[place].parameters[index]) else 1.0
             self._task = task
         return None if self._factor == 1.0 else grad * self._factor
 

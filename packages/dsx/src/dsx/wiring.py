@@ -22,6 +22,7 @@ from ._version import __version__
 from .config import Config, load_config
 from .data import LoaderOptions
 from .engine.accumulation import Accumulation, SyncWindow
+from .engine.backwards import Backwards
 from .engine.checkpointing import Checkpointer
 from .engine.engine import Engine
 from .engine.errors import EngineArgumentError
@@ -259,6 +260,10 @@ def _parts(
         part("dsx_zero"),
     )  # fmt: skip
     watch = build_watch(watched) if trains else no_watch(watched)
+    window = SyncWindow(optimizer.no_sync, every_micro_batch=stage >= 2 and not config.zero.keep_full_gradients)
+    scales = scaler.state_dict()["kind"] != "none"
+    backwards = Backwards(accumulation, window, scaled_losses=scales, watchers=(*watch.hooks, *watch.observers))
+    optimizer.follow_backward(backwards)
 
     def release() -> None:
         optimizer.release()
@@ -285,7 +290,8 @@ def _parts(
         schedule=driver,
         lr_scheduler=scheduler,
         accumulation=accumulation,
-        window=SyncWindow(optimizer.no_sync, every_micro_batch=stage >= 2 and not config.zero.keep_full_gradients),
+        window=window,
+        backwards=backwards,
         cast=CastInputs(config.precision.dtype("params")) if config.precision.cast_inputs else PassInputs(),
         autocast=_forward_context(_autocast(config.precision, model), watch.forward),
         clock=watch.clock,

@@ -4,6 +4,8 @@
     engine.backward(loss)          # loss x scale / accumulation, autograd, gradients reduced as units complete
     engine.step()                  # at a boundary: unscale, check, clip, update, schedule, report
 
+`loss.backward()` in the place of `engine.backward(loss)` gives the same gradients, or raises where it cannot (see `backwards.py`).
+
 The engine holds parts that were chosen once from the configuration (see `parts.py`); nothing in here asks whether a
 feature is on. The loss itself is scaled, once, whatever the model returned: a term added to the loss after the forward
 pass is scaled like the rest.
@@ -77,7 +79,9 @@ class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors):
         parts.window.before_backward(boundary=boundary)
         for hook in parts.hooks:
             hook.before_backward(loss, boundary)
-        return loss.float() * (parts.scaler.scale / divisor)
+        scaled = loss.float() * (parts.scaler.scale / divisor)
+        parts.backwards.watch(scaled)
+        return scaled
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of a micro-batch's loss; reduce them over the ranks where it is time to.
@@ -169,6 +173,7 @@ class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors):
                 f"(micro batch {self.train_micro_batch_size_per_gpu()} x {parts.topology.dp_world_size} ranks)"
             )
         parts.accumulation.steps = train_batch_size // per_micro_step
+        parts.shards.follow_backward(parts.backwards)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Tell the engine that micro-batches have another size from the next update on; the global size follows.

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..data import LoaderOptions
 from .accumulation import Accumulation, SyncWindow
+from .backwards import Backwards
 from .checkpointing import Checkpointer
 from .clock import Clock
 from .hooks import StepHook
@@ -47,6 +48,7 @@ class EngineParts:
         scaler: the loss scale.
         schedule: drives `lr_scheduler`.
         accumulation, window: which micro-batch is the boundary, and when gradients are reduced.
+        backwards: judges backwards of losses that the engine did not scale.
         cast: applied to the model's inputs.
         autocast: context factory around the forward pass.
         clock: times the parts of a step.
@@ -70,6 +72,7 @@ class EngineParts:
     lr_scheduler: Any
     accumulation: Accumulation
     window: SyncWindow
+    backwards: Backwards
     cast: Callable[[Any], Any]
     autocast: Callable[[], AbstractContextManager[object]]
     clock: Clock

@@ -1,0 +1,119 @@
+"""Backwards that the engine was not told of: `loss.backward()` instead of `engine.backward(loss)`.
+
+`engine.scale` puts a hook on the loss it returns, so that the backward of that loss is known from its first moment. Every other backward that
+brings the model's parameters gradients has an unscaled loss. Its gradients are divided by the accumulation steps when they arrive. A loss scale
+cannot be made up for afterwards, because small gradients are lost in backward already: then such a backward is refused before it has
+changed anything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from .accumulation import Accumulation, SyncWindow
+from .errors import EngineError
+
+
+class _ScaledLoss:
+    """The hook on a loss of `engine.scale`; lives as long as the loss's graph."""
+
+    def __init__(self, backwards: Backwards) -> None:
+        self._backwards = weakref.ref(backwards)
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        found = self._backwards()
+        if found is not None:
+            found.begin_scaled(self)
+
+
+class _Running:
+    """A backward of a scaled loss, for as long as it runs. Autograd keeps it among the callbacks for its end, and drops those when an error ends
+    the backward too (see `test_an_error_in_backward_ends_it`)."""
+
+    def __init__(self, backwards: Backwards) -> None:
+        self._backwards = weakref.ref(backwards)
+
+    def __call__(self) -> None:
+        """Nothing to do: its own end is the message."""
+
+    def __del__(self) -> None:
+        found = self._backwards()
+        if found is not None:
+            found.end_scaled()
+
+
+class Backwards:
+    """Judges each backward for the sharded gradients (`dsx_zero`'s `BackwardWatch`).
+
+    Args:
+        accumulation, window: those of the engine.
+        scaled_losses: whether there is a loss scale.
+        watchers: the engine's hooks and observers; some cannot work without `engine.backward`.
+    """
+
+    def __init__(
+        self, accumulation: Accumulation, window: SyncWindow, *, scaled_losses: bool, watchers: Sequence[object]
+    ) -> None:
+        self._accumulation, self._window, self._scaled_losses = accumulation, window, scaled_losses
+        self._need_engine = [type(w).__name__ for w in watchers if getattr(w, "needs_engine_backward", False)]
+        self._waiting: weakref.WeakSet[_ScaledLoss] = weakref.WeakSet()
+        self._running = 0
+
+    def watch(self, scaled: torch.Tensor) -> None:
+        """The backward of this loss will be one that the engine knows."""
+        hook = _ScaledLoss(self)
+        scaled.register_hook(hook)
+        self._waiting.add(hook)
+
+    def begin_scaled(self, loss: _ScaledLoss) -> None:
+        """The backward of a scaled loss has begun."""
+        self._waiting.discard(loss)
+        self._running += 1
+        torch.autograd.Variable._execution_engine.queue_callback(_Running(self))
+
+    def end_scaled(self) -> None:
+        """It has ended, or an error ended it."""
+        self._running -= 1
+
+    def _is_scaled(self) -> bool:
+        # A loss that still waits may be a part of the one that runs: `(engine.scale(loss) + penalty).backward()`.
+        return self._running > 0 or len(self._waiting) > 0
+
+    @property
+    def needed(self) -> bool:
+        """Whether a backward of an unscaled loss is to be refused, or would give other gradients than the engine's."""
+        return self._scaled_losses or bool(self._need_engine) or self._accumulation.steps > 1
+
+    def factor(self) -> float:
+        """What the running backward's gradients are to be multiplied with; 0.0 if `begin` will refuse it."""
+        if self._is_scaled():
+            return 1.0
+        return 0.0 if self._scaled_losses or self._need_engine else 1.0 / self._accumulation.steps
+
+    def begin(self) -> float:
+        """The running backward has brought its first gradient; the factor.
+
+        Raises:
+            EngineError: the loss was not scaled, and has to be.
+        """
+        if self._is_scaled():
+            return 1.0
+        if self._scaled_losses:
+            raise EngineError(
+                "loss.backward(): the gradients of a loss without the fp16 loss scale were about to be mixed with scaled ones; call "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        if self._need_engine:
+            raise EngineError(
+                f"loss.backward(): {', '.join(self._need_engine)} has to know of every backward; call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+        boundary = self._accumulation.is_boundary()
+        self._accumulation.note_backward()
+        self._window.before_backward(boundary=boundary)
+        return self.factor()
+
+
