@@ -65,8 +65,41 @@ def test_the_report_is_one_file_that_asks_for_nothing_and_runs_nothing_foreign(r
 
 def test_configuration_environment_and_facts_are_shown(run):
     page = write_report(run).read_text()
+    shown = page.replace("<wbr>", "")
     for text in ("zero_optimization.stage", "<td>2</td>", "python", "1.38 M", "on 2 processes, then 1 process"):
-        assert text in page
+        assert text in shown
+
+
+def test_long_keys_end_a_line_between_words(run):
+    page = write_report(run).read_text()
+    assert "<th>zero_<wbr>optimization.<wbr>stage</th>" in page
+    # In an attribute or a title nothing is put between the words.
+    assert "<wbr>" not in re.search(r"<head>(.*?)</head>", page, re.S)[1]
+
+
+def test_the_throughput_tile_shows_what_its_curve_shows(tmp_path):
+    config = {"jsonl": {"enabled": True, "output_path": str(tmp_path), "job_name": ""}}
+    with MonitorMaster(config, rank=0) as monitor:
+        for step, speed in enumerate((100.0, 3138.0, 3140.0, 1227.0)):
+            monitor.write_events([("Train/Samples/tokens_per_second", speed, step)])
+    page = write_report(tmp_path).read_text()
+    (series,) = panels_by_title(page)["Throughput"]["series"]
+    tile = re.search(r'<div class="tile"><span>Throughput, (.*?)</span><b>(.*?)</b><i>(.*?)</i>', page)
+    assert tile[1] == series["name"] == "all ranks"
+    assert float(tile[2]) == series["y"][-1] == 1227.0  # the legend shows the last value
+    assert tile[3] == "tokens/s at the end, median 3138"
+
+
+def test_every_start_of_a_run_has_its_command(tmp_path, monkeypatch):
+    (tmp_path / "events.jsonl").write_text('{"time": 1, "step": 1, "label": "a", "value": 1}\n')
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1"])
+    start_run(tmp_path, title="t", world_size=2)
+    monkeypatch.setattr("sys.argv", ["train.py", "--resume", "a folder"])
+    start_run(tmp_path, title="t", step=800)
+    page = write_report(tmp_path).read_text().replace("<wbr>", "")
+    rows = dict(re.findall(r"<th>(start \d: .*?)</th><td>(.*?)</td>", page))
+    assert list(rows.values()) == ["train.py --lr 0.1", "train.py --resume &#x27;a folder&#x27;"]
+    assert [name.split(", ", 1)[1] for name in rows] == ["2 processes, at 0 samples", "1 process, at 800 samples"]
 
 
 def test_half_a_line_is_skipped_and_counted(run):

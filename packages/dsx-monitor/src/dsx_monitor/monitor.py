@@ -12,14 +12,13 @@ Left out: histograms, images, text. For figures of every rank see `dsx_monitor.r
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .background import BackgroundWriters
 from .errors import BackendMissing, MonitorConfigError
 from .events import normalised
+from .processes import current_rank
 from .writers.base import Writer
 
 __all__ = ["CometMonitor", "JSONLMonitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"]
@@ -159,15 +158,6 @@ class JSONLMonitor(_Monitor):
     """Only the section `jsonl`; takes the section or the whole configuration."""
 
     _sections = ("jsonl",)
-
-
-def current_rank() -> int:
-    """Global rank of this process, found without importing torch."""
-    torch = sys.modules.get("torch")
-    distributed = getattr(torch, "distributed", None)
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
 
 
 class _Single:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .memory import memory_snapshot
-from .monitor import current_rank
+from .processes import current_rank
 from .tolerance import tolerating
 from .writers.appended import AppendedFile
 

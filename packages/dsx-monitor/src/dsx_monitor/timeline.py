@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import ReportError
-from .monitor import current_rank
+from .processes import current_rank
 
 __all__ = ["LANES", "Timeline", "merge_traces"]
 

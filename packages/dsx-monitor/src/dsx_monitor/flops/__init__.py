@@ -5,8 +5,8 @@ attention on any device, custom modules and recomputation are counted by what re
 operation it was. Backward is counted as it runs, not assumed to be twice the forward pass. An operation that does
 arithmetic and is not known is listed by name. Nothing stays on the model afterwards.
 
-Left out: operations inside kernels that PyTorch does not dispatch; a custom operator counts by the formula registered for it
-with `torch.utils.flop_counter.register_flop_formula`, else its name is listed.
+Left out: operations inside kernels that PyTorch does not dispatch; a custom operator counts by the formula registered
+for it with `torch.utils.flop_counter.register_flop_formula`, else its name is listed.
 """
 
 from .facts import RunFacts
@@ -15,6 +15,7 @@ from .profiler import FlopsProfiler, ProfilerError
 from .ranks import RankFigures, RankTotals
 from .units import (
     bytes_to_string,
+    count_to_string,
     duration_to_string,
     flops_to_string,
     macs_to_string,
@@ -29,6 +30,7 @@ __all__ = [
     "RankTotals",
     "RunFacts",
     "bytes_to_string",
+    "count_to_string",
     "duration_to_string",
     "flops_to_string",
     "get_model_profile",

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from ..processes import current_world_size
 from .ranks import RankTotals
 from .tree import Node
-from .units import duration_to_string, flops_to_string, macs_to_string, number_to_string, params_to_string
+from .units import (
+    count_to_string,
+    duration_to_string,
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+)
 
-__all__ = ["RunFacts", "summary_rows"]
+__all__ = ["RunFacts", "facts_of_engine", "summary_rows", "unknown_text"]
+
+_MOST_NAMED = 12
 
 
 @dataclass(frozen=True)
@@ -17,7 +28,9 @@ class RunFacts:
     """Where and on how much the profiled part ran.
 
     Attributes:
-        world_size, data_parallel, model_parallel: sizes of the job.
+        world_size: processes of the job.
+        data_parallel, model_parallel: how many hold the same part of the model, and in how many parts it is; None: not
+            known (several processes and no engine that tells), which the summary leaves out.
         batch_size: samples this process worked on in the profiled part; None: not known.
         micro_batches: forwards they were divided into.
         step_seconds: length of the optimizer step that followed; None: not measured.
@@ -26,8 +39,8 @@ class RunFacts:
     """
 
     world_size: int = 1
-    data_parallel: int = 1
-    model_parallel: int = 1
+    data_parallel: int | None = 1
+    model_parallel: int | None = 1
     batch_size: int | None = None
     micro_batches: int = 1
     step_seconds: float | None = None
@@ -36,9 +49,10 @@ class RunFacts:
 
 
 def facts_of_engine(engine: Any) -> RunFacts:
-    """What an engine with the field's usual attributes tells; ones where there is none."""
+    """What an engine with the field's usual attributes tells. Without one: the number of processes of this job."""
     if engine is None:
-        return RunFacts()
+        world = current_world_size()
+        return RunFacts() if world == 1 else RunFacts(world_size=world, data_parallel=None, model_parallel=None)
 
     def number(name: str) -> int | None:
         value = getattr(engine, name, None)
@@ -58,11 +72,11 @@ def summary_rows(root: Node, totals: Any, facts: RunFacts) -> dict[str, str]:
 
     Latencies and operations are those of the whole profiled part on this process, `micro_batches` forwards together.
     """
-    rows = {
-        "world size": str(facts.world_size),
-        "data parallel size": str(facts.data_parallel),
-        "model parallel size": str(facts.model_parallel),
-    }
+    rows = {"world size": str(facts.world_size)}
+    if facts.data_parallel is not None:
+        rows["data parallel size"] = str(facts.data_parallel)
+    if facts.model_parallel is not None:
+        rows["model parallel size"] = str(facts.model_parallel)
     if facts.system:
         rows["system"] = facts.system
     if facts.batch_size is not None:
@@ -71,39 +85,48 @@ def summary_rows(root: Node, totals: Any, facts: RunFacts) -> dict[str, str]:
     rows |= {
         "params per GPU": params_to_string(root.params),
         "fwd MACs per GPU": macs_to_string(root.macs),
-        "fwd flops per GPU": flops_to_string(root.flops),
+        "fwd flops per GPU": count_to_string(root.flops),
     }
-    rows |= _model_rows(root, facts) if facts.over_ranks is None else _rows_of_ranks(facts.over_ranks)
+    rows |= _model_rows(root, facts) if facts.over_ranks is None else _rows_of_ranks(facts.over_ranks, facts)
     rows |= {
         "fwd latency": duration_to_string(root.seconds),
         "fwd FLOPS per GPU": _rate(root.flops, root.seconds),
     }
     rows |= _backward_rows(root, totals, facts)
     if totals.outside_flops:
-        rows["flops outside the model"] = flops_to_string(totals.outside_flops)
+        rows["flops outside the model"] = count_to_string(totals.outside_flops)
     if totals.unknown:
-        rows["not counted"] = ", ".join(f"{name} x{times}" for name, times in totals.unknown.most_common(12))
+        rows["not counted"] = unknown_text(totals.unknown)
     return rows
 
 
+def unknown_text(unknown: Counter[str]) -> str:
+    """Operators that are not counted, the most frequent first, with how often they ran."""
+    named = ", ".join(f"{name} x{times}" for name, times in unknown.most_common(_MOST_NAMED))
+    return named if len(unknown) <= _MOST_NAMED else f"{named} and {len(unknown) - _MOST_NAMED} others"
+
+
 def _model_rows(root: Node, facts: RunFacts) -> dict[str, str]:
-    """Of the model, as far as this process can tell: its own part times their number."""
+    """Of the model, as far as this process can tell: its own part times their number, if that is known."""
     parallel = facts.model_parallel
+    if parallel is None:
+        return {}
     return {
         "params of model = params per GPU * mp_size": params_to_string(root.params * parallel),
-        "fwd flops of model = fwd flops per GPU * mp_size": flops_to_string(root.flops * parallel),
+        "fwd flops of model = fwd flops per GPU * mp_size": count_to_string(root.flops * parallel),
     }
 
 
-def _rows_of_ranks(totals: RankTotals) -> dict[str, str]:
+def _rows_of_ranks(totals: RankTotals, facts: RunFacts) -> dict[str, str]:
     """Of the whole step, as all ranks have measured it."""
     count = len(totals.ranks)
+    params = "params of all ranks" if facts.data_parallel is None else "params of model, all ranks / dp_size"
     rows = {
-        "params of model, all ranks / dp_size": params_to_string(totals.params),
-        f"fwd flops of {count} ranks": flops_to_string(totals.flops),
+        params: params_to_string(totals.params),
+        f"fwd flops of {count} ranks": count_to_string(totals.flops),
     }
     if totals.backward_flops:
-        rows[f"bwd flops of {count} ranks, measured"] = flops_to_string(totals.backward_flops)
+        rows[f"bwd flops of {count} ranks, measured"] = count_to_string(totals.backward_flops)
     busiest = max(range(count), key=lambda rank: totals.ranks[rank].flops)
     share = totals.ranks[busiest].flops * count / totals.flops if totals.flops else 1.0
     rows["most fwd flops of a rank / mean"] = f"{share:.2f} (rank {busiest})"
@@ -114,11 +137,11 @@ def _backward_rows(root: Node, totals: Any, facts: RunFacts) -> dict[str, str]:
     if not totals.backward_flops:
         return {}
     rows = {
-        "bwd flops per GPU, measured": flops_to_string(totals.backward_flops),
+        "bwd flops per GPU, measured": count_to_string(totals.backward_flops),
         "bwd flops / fwd flops": f"{totals.backward_flops / root.flops:.2f}" if root.flops else "-",
     }
     if totals.recompute_flops:
-        rows["of these, recomputation"] = flops_to_string(totals.recompute_flops)
+        rows["of these, recomputation"] = count_to_string(totals.recompute_flops)
     both = root.seconds + totals.backward_seconds
     rows |= {
         "bwd latency": duration_to_string(totals.backward_seconds),
@@ -130,7 +153,7 @@ def _backward_rows(root: Node, totals: Any, facts: RunFacts) -> dict[str, str]:
         rows["step latency"] = duration_to_string(facts.step_seconds)
         rows["iter latency"] = duration_to_string(whole)
         if facts.batch_size is not None and whole > 0:
-            rows["samples/second"] = number_to_string(facts.batch_size * facts.data_parallel / whole).rstrip()
+            rows["samples/second"] = number_to_string(facts.batch_size * (facts.data_parallel or 1) / whole).rstrip()
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .facts import unknown_text
 from .profiler import FlopsProfiler, ProfilerError
 from .units import flops_to_string, macs_to_string, params_to_string
 
 __all__ = ["get_model_profile"]
+
+logger = logging.getLogger("dsx_monitor")
 
 
 def get_model_profile(
@@ -33,6 +37,8 @@ def get_model_profile(
     """Operations, multiply-accumulates and parameters of one forward pass (or of `generate`) in evaluation mode.
 
     The model is in training mode again afterwards, where it was before, and its running statistics are as they were.
+    Operators that are not counted are named in the printed profile; without it a warning of the logger `dsx_monitor`
+    names them.
 
     Args:
         input_shape: of a tensor of ones to call the model with, in front of `args`.
@@ -69,6 +75,8 @@ def get_model_profile(
             profiler.stop_profile()
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    elif profiler.totals.unknown:
+        logger.warning("get_model_profile: not counted: %s", unknown_text(profiler.totals.unknown))
     flops, macs, params = profiler.root.flops, profiler.root.macs, profiler.root.params
     profiler.end_profile()
     if as_string:

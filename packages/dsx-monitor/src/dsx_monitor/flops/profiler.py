@@ -136,7 +136,8 @@ class FlopsProfiler:
     def gather_ranks(self, gather: Callable[[list[float]], Sequence[Sequence[float]]]) -> RankTotals:
         """All ranks' figures, and their sum: in a pipeline each rank sees its own stage only. Collective.
 
-        The summary shows them from then on. Parameters are those of all ranks over `facts.data_parallel`.
+        The summary shows them from then on. Parameters are those of all ranks over `facts.data_parallel`, where that is
+        known, and else those of all ranks together.
 
         Args:
             gather: gives all ranks' lists for this rank's list of numbers, in the order of the ranks.
@@ -152,7 +153,7 @@ class FlopsProfiler:
             totals.backward_seconds,
         )
         ranks = tuple(map(RankFigures.of_row, gather(own.row())))
-        found = RankTotals(ranks, self.facts.data_parallel)
+        found = RankTotals(ranks, self.facts.data_parallel or 1)
         self.facts = replace(self.facts, over_ranks=found)
         return found
 

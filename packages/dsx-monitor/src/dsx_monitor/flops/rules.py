@@ -1,8 +1,10 @@
 """How many operations a dispatched operator takes, from the shapes of its arguments and results. Pure arithmetic.
 
-A rule returns `(flops, macs)`. A multiply-accumulate is two flops. Attention counts both products in full, causal or not.
-Elementwise operators count one flop per element of the result, reductions and softmax one per element read, norms five
-per element with an affine part and four without. Moving data is free.
+A rule returns `(flops, macs)`. A multiply-accumulate is two flops. Attention counts both products in full, causal or
+not. Elementwise operators count one flop per element of the result, reductions and softmax one per element read, norms
+five per element with an affine part and four without. Moving data is free. Of complex numbers the real operations are
+counted: four multiply-accumulates for one, six flops for a product, two for a sum and whatever else is elementwise.
+Rarer operators are in `special_rules`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 from typing import Any
+
+from .special_rules import SPECIAL_RULES
 
 __all__ = ["COMPOUND", "FREE", "RULES", "VIEW", "rule_for"]
 
@@ -122,14 +126,25 @@ def _rnn_cudnn_backward(args: tuple[Any, ...], out: Any) -> Cost:
 
 
 def _elementwise(args: tuple[Any, ...], out: Any) -> Cost:
-    first = out[0] if isinstance(out, (tuple, list)) and out else out
-    # Counting steps in an integer buffer is no floating-point operation.
-    return (_numel(out) if getattr(first, "is_floating_point", bool)() else 0), 0
+    return _numel(out) * _operations(out), 0
+
+
+def _product(args: tuple[Any, ...], out: Any) -> Cost:
+    """An elementwise product or quotient: of two complex numbers six flops, of a complex and a real one two."""
+    complex_ones = sum(_operations(argument) == 2 for argument in args[:2])
+    return _numel(out) * (6 if complex_ones == 2 else _operations(out)), 0
 
 
 def _reads(args: tuple[Any, ...], out: Any) -> Cost:
-    first = args[0][0] if isinstance(args[0], (tuple, list)) and args[0] else args[0]
-    return (_numel(args[0]) if getattr(first, "is_floating_point", bool)() else 0), 0
+    return _numel(args[0]) * _operations(args[0]), 0
+
+
+def _operations(value: Any) -> int:
+    """Flops per element: one for real and two for complex numbers. Counting in whole numbers is not floating-point."""
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
+    if getattr(first, "is_complex", bool)():
+        return 2
+    return int(getattr(first, "is_floating_point", bool)())
 
 
 def _norm(affine_at: int) -> Rule:
@@ -191,6 +206,9 @@ RULES: dict[str, Rule] = {
     "_batch_norm_no_update": _batch_norm_inference,
     "cudnn_batch_norm": _batch_norm,
     "miopen_batch_norm": _batch_norm,
+    "mul": _product,
+    "div": _product,
+    **SPECIAL_RULES,
 }
 _FUSED = (
     "flash_attention",
@@ -204,7 +222,7 @@ for _kind in _FUSED:
     RULES[f"_scaled_dot_product_{_kind}_backward"] = _attention_backward
 
 _ELEMENTWISE = """
-    add sub rsub mul div true_divide remainder fmod floor_divide pow neg abs sign reciprocal square sqrt rsqrt exp exp2 expm1 log
+    add sub rsub true_divide remainder fmod floor_divide pow neg abs sign reciprocal square sqrt rsqrt exp exp2 expm1 log
     log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh sigmoid erf erfc relu gelu silu mish elu selu celu softplus
     leaky_relu hardtanh hardswish hardsigmoid prelu _prelu_kernel relu6 glu log_sigmoid_forward clamp clamp_min clamp_max maximum
     minimum where lerp addcmul addcdiv floor ceil round trunc frac threshold threshold_backward gelu_backward silu_backward
@@ -219,14 +237,23 @@ _ELEMENTWISE = """
     _thnn_fused_lstm_cell_backward _thnn_fused_gru_cell_backward cudnn_batch_norm_backward max_pool3d_with_indices_backward
     avg_pool3d_backward _adaptive_avg_pool3d_backward upsample_nearest1d_backward upsample_nearest3d_backward
     upsample_bicubic2d_backward sinc erfinv deg2rad heaviside copysign nan_to_num signbit polygamma lgamma digamma
-    binary_cross_entropy_backward huber_loss_backward soft_margin_loss rrelu_with_noise softshrink hardshrink
-    _euclidean_dist renorm angle
+    binary_cross_entropy_backward huber_loss_backward soft_margin_loss rrelu_with_noise softshrink hardshrink renorm angle
+    acosh asinh atanh fmax fmin logaddexp logaddexp2 logcumsumexp ldexp frexp nextafter sgn i0 polar
+    rrelu_with_noise_backward softshrink_backward hardshrink_backward upsample_linear1d_backward
+    upsample_trilinear3d_backward _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward
+    adaptive_max_pool2d_backward adaptive_max_pool3d_backward fractional_max_pool2d_backward grid_sampler_2d
+    grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward multi_margin_loss_backward
+    multilabel_margin_loss_backward _segment_reduce_backward
 """
 _READS = """
     _softmax _log_softmax _safe_softmax softmax log_softmax sum mean var std var_mean std_mean amax amin max min prod norm
     linalg_vector_norm logsumexp argmax argmin any all nll_loss_forward nll_loss2d_forward mse_loss l1_loss smooth_l1_loss
     huber_loss binary_cross_entropy binary_cross_entropy_with_logits avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices
     max_pool3d_with_indices adaptive_max_pool2d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d topk sort cummax
+    cummin adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d multi_margin_loss
+    multilabel_margin_loss_forward trace median nanmedian mode kthvalue histc segment_reduce index_reduce
 """
 RULES.update(dict.fromkeys(_ELEMENTWISE.split(), _elementwise))
 RULES.update(dict.fromkeys(_READS.split(), _reads))
@@ -252,7 +279,12 @@ _FREE = """
     pixel_shuffle pixel_unshuffle native_channel_shuffle im2col col2im reflection_pad1d reflection_pad2d
     replication_pad1d replication_pad2d _pad_enum argsort _resize_output_ resize_as_ exponential_ geometric_
     to_padded_tensor _nested_tensor_from_mask _nested_from_padded _nested_tensor_size
-    unsafe_split unsafe_split_with_sizes unsafe_chunk log_normal_ poisson tril_indices triu_indices meshgrid hann_window hamming_window complex
+    unsafe_split unsafe_split_with_sizes unsafe_chunk log_normal_ poisson tril_indices triu_indices meshgrid hann_window hamming_window
+    complex _unsafe_index diagonal_backward _efficientzerotensor max_unpool2d max_unpool3d _embedding_bag_backward
+    reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward
+    replication_pad1d_backward replication_pad2d_backward replication_pad3d replication_pad3d_backward _unique2 unique_dim
+    bincount _to_sparse _to_dense sparse_mask is_coalesced _coalesced coalesce _indices _values indices values _nnz
+    _linalg_check_errors
 """
 FREE = frozenset(_FREE.split())
 """Operators that move, make or compare data, or only look at shapes."""
@@ -312,13 +344,20 @@ def rule_for(func: Any) -> FullRule | str | None:
             return _without_keywords(rule)
         if name in FREE or bare in FREE or name.endswith("_copy"):
             return FREE_OF_ARITHMETIC
+        if name.startswith("special_"):  # functions of a number: Bessel's, gamma, error functions
+            return _without_keywords(_elementwise)
         if name.startswith("_foreach_"):
             return lambda args, kwargs, out: (sum(map(_numel, args[0])), 0)
     return _registered(packet) or (COMPOUND if namespace == "aten" else None)
 
 
 def _without_keywords(rule: Rule) -> FullRule:
-    return lambda args, kwargs, out: rule(args, out)
+    def counted(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+        flops, macs = rule(args, out)
+        # A product of complex numbers is four of real ones. What has no products knows complex numbers itself.
+        return (4 * flops, 4 * macs) if macs and _operations(out) == 2 else (flops, macs)
+
+    return counted
 
 
 def _registered(packet: Any) -> FullRule | None:

@@ -1,9 +1,14 @@
-"""Numbers as people read them: decimal prefixes, two decimals."""
+"""Numbers as people read them: decimal prefixes, two decimals.
+
+`flops_to_string` has the unit that scripts of the field know for both counts and rates. In a profile, which shows both,
+counts are in flops (`count_to_string`) and rates in FLOPS.
+"""
 
 from __future__ import annotations
 
 __all__ = [
     "bytes_to_string",
+    "count_to_string",
     "duration_to_string",
     "flops_to_string",
     "macs_to_string",
@@ -27,6 +32,11 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
     """With the unit FLOPS (operations, or operations per second)."""
     return f"{number_to_string(flops, units, precision)}FLOPS"
+
+
+def count_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """A number of operations, with the unit flops."""
+    return f"{number_to_string(flops, units, precision)}flops"
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:

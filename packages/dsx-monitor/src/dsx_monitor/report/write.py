@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
+import shlex
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.resources import files
@@ -70,7 +72,7 @@ def _subtitle(data: RunData) -> str:
 
 
 def _tiles(data: RunData, panels: list[Panel]) -> str:
-    """First and last value of the main curves, and the run's own facts, as a row of figures."""
+    """The last value of the main curves, which their legends show too, and the run's own facts, as a row of figures."""
     tiles: list[tuple[str, str, str]] = []
     for panel in panels:
         if panel.title not in ("Loss", "Bits per byte", "Throughput"):
@@ -78,10 +80,10 @@ def _tiles(data: RunData, panels: list[Panel]) -> str:
         for series in panel.series:
             known = [y for y in series["y"] if y is not None]
             if known:
-                name = f"{panel.title}, {series['name']}" if panel.title != "Throughput" else "Throughput"
-                note = f"from {_short(known[0])}" if panel.title != "Throughput" else panel.unit
-                shown = known[-1] if panel.title != "Throughput" else sorted(known)[len(known) // 2]
-                tiles.append((name, _short(shown), note))
+                middle = sorted(known)[len(known) // 2]
+                speed = f"{panel.unit} at the end, median {_short(middle)}"
+                note = speed if panel.title == "Throughput" else f"from {_short(known[0])}"
+                tiles.append((f"{panel.title}, {series['name']}", _short(known[-1]), note))
     for name, value in data.meta.get("facts", {}).items():
         tiles.append((name, _short(value) if isinstance(value, (int, float)) else str(value), ""))
     return "".join(
@@ -106,17 +108,28 @@ def _short(value: float) -> str:
 
 def _tables(data: RunData) -> str:
     tables = [("Environment", data.meta.get("environment", {})), ("Configuration", data.meta.get("config", {}))]
-    starts = data.meta.get("starts", [])
-    if starts:
-        last = starts[-1].get("command")
-        command = " ".join(map(str, last)) if isinstance(last, list) else ""
-        tables.insert(0, ("Run", {"command": command, "starts": len(starts)}))
+    if data.meta.get("starts"):
+        tables.insert(0, ("Run", _starts(data.meta["starts"])))
     if data.flops:
         tables.insert(0, ("Flops profile", data.flops))
     if data.unreadable_lines:
         tables.append(("Remarks", {"lines that could not be read": data.unreadable_lines}))
     shown = "".join(_table(title, _flat(content)) for title, content in tables if content)
     return _pages(data.pages) + _ranks(data.stragglers) + shown
+
+
+def _starts(starts: list[dict[str, Any]]) -> dict[str, str]:
+    """Every start of the run, when and where it began, and its command."""
+    rows: dict[str, str] = {}
+    for number, start in enumerate(starts, 1):
+        began = datetime.fromtimestamp(start.get("time", 0), tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        ranks = start.get("world_size", 1)
+        name = (
+            f"start {number}: {began}, {ranks} process{'es' if ranks != 1 else ''}, at {start.get('step', 0)} samples"
+        )
+        command = start.get("command")
+        rows[name] = shlex.join(map(str, command)) if isinstance(command, list) else "not known"
+    return rows
 
 
 _ABOUT = {
@@ -155,8 +168,13 @@ def _ranks(comparisons: list[dict[str, Any]]) -> str:
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> str:
-    body = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in rows)
+    body = "".join(f"<tr><th>{_breakable(key)}</th><td>{_breakable(value)}</td></tr>" for key, value in rows)
     return f"<section><h2>{html.escape(title)}</h2><table>{body}</table></section>"
+
+
+def _breakable(text: str) -> str:
+    """Text for a cell, where a line may end behind the parts of a name: a long key is not cut inside a word."""
+    return "<wbr>".join(html.escape(part) for part in re.split(r"(?<=[._/,=-])(?=[A-Za-z])", text))
 
 
 def _flat(content: Any, prefix: str = "") -> list[tuple[str, str]]:
