@@ -1,4 +1,6 @@
-"""`compressed_allreduce` under DeepSpeed's name and arguments: errors that the caller keeps, one scale over the padded buffer."""
+"""`compressed_allreduce` under DeepSpeed's name and arguments: errors that the caller keeps, one scale over the padded
+buffer.
+"""
 
 import dsx_comm
 import pytest

@@ -1,7 +1,7 @@
 """Which code compresses on which device, and that it is asked once per phase, whatever the number of parameters.
 
-CUDA is stood in for by fake tensors: they have a device, shapes and dtypes and no values, and raise where the host would have to
-wait for a value or where tensors of two devices meet.
+CUDA is stood in for by fake tensors: they have a device, shapes and dtypes and no values, and raise where the host
+would have to wait for a value or where tensors of two devices meet.
 """
 
 from collections import Counter

@@ -12,7 +12,8 @@ from dsx_testkit import run_ranks
 
 
 def simulate(per_rank, worker, server, lengths, world, scale):
-    """One all-reduce in float64, element lists and loops: values, worker errors, server errors -> the mean that arrives.
+    """One all-reduce in float64, element lists and loops: values, worker errors, server errors -> the mean that
+    arrives.
 
     `per_rank[r]`, `worker[r]`: lists of segments. `server`: one list of segments, owned chunk by chunk.
     """

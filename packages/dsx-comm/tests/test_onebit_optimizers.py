@@ -92,7 +92,9 @@ def means(per_rank):
 
 
 def test_a_variance_of_which_the_last_exact_steps_weigh_alike():
-    """b2 = 0.5, so that its mean of two squares gives way to one of many: weights in v, and the correction of its bias."""
+    """b2 = 0.5, so that its mean of two squares gives way to one of many: weights in v, and the correction of its
+    bias.
+    """
     world, steps, freeze, window, b2 = 2, 12, 8, 6, 0.5
     settings = {"freeze_step": freeze, "variance_window": window, "bias_correction": True, "lr": 0.2}
     ranks = run_ranks(run, world, "OneBitAdam", settings, steps, False, (B1, b2))

@@ -1,4 +1,6 @@
-"""Going on from saved states: errors, intervals, masks and numbers continue; other numbers of ranks get the same mean."""
+"""Going on from saved states: errors, intervals, masks and numbers continue; other numbers of ranks get the same
+mean.
+"""
 
 import copy
 import logging

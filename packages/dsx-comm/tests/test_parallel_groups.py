@@ -1,4 +1,6 @@
-"""The process groups of hybrid parallelism by name: layouts, sizes without groups, experts, an mpu, and what a group really connects."""
+"""The process groups of hybrid parallelism by name: layouts, sizes without groups, experts, an mpu, and what a group
+really connects.
+"""
 
 import dsx_comm
 import pytest

@@ -1,4 +1,6 @@
-"""Quantised all-gather and hierarchical reduce-scatter: exact where codes are exact, bounded elsewhere, bytes counted."""
+"""Quantised all-gather and hierarchical reduce-scatter: exact where codes are exact, bounded elsewhere, bytes
+counted.
+"""
 
 import dsx_comm
 import pytest

@@ -1,4 +1,6 @@
-"""Asynchronous quantised reduce-scatter: both hops go on beside the caller, in the order of calls, with the results of synchronous ones."""
+"""Asynchronous quantised reduce-scatter: both hops go on beside the caller, in the order of calls, with the results of
+synchronous ones.
+"""
 
 import os
 import subprocess
@@ -59,7 +61,9 @@ def test_several_in_flight_give_what_synchronous_calls_give(world, devices, back
 
 
 def by_itself(rank, world):
-    """Nobody waits and nobody asks: the result comes into its place all the same. The call returns before others have called."""
+    """Nobody waits and nobody asks: the result comes into its place all the same. The call returns before others have
+    called.
+    """
     hierarchy = dsx_comm.make_hierarchy(2)
     output, wanted, done = torch.full((NUMEL,), torch.nan), torch.empty(NUMEL), threading.Event()
     dsx_comm.quantized_reduce_scatter(wanted, source(rank, 0, world), hierarchy)
@@ -170,7 +174,9 @@ def test_a_forked_child_has_a_lane_of_its_own():
 
 
 class RecordingCuda:
-    """Streams and events that write down what is asked of them; a host that waits would raise (there is no synchronize)."""
+    """Streams and events that write down what is asked of them; a host that waits would raise (there is no
+    synchronize).
+    """
 
     def __init__(self):
         self.log, self.done, self._current = [], False, "caller's"
@@ -232,7 +238,8 @@ def test_on_a_device_all_steps_are_enqueued_on_a_stream_of_their_own(async_op):
     steps = [(call(), lambda n=n: cuda.log.append(f"step {n} on {cuda._current}")) for n in (1, 2)]
     handle = lane.do(steps, [DeviceTensor(cuda)], async_op)
     enqueued = [
-        "lane's waits for caller's", "step 1 on lane's", "step 2 on lane's", "record on lane's", "memory kept for lane's",
+        "lane's waits for caller's", "step 1 on lane's", "step 2 on lane's", "record on lane's", "memory kept for "
+        "lane's",
     ]  # fmt: skip
     assert set(threads()) <= set(before), "no thread is started"
     if not async_op:

@@ -1,4 +1,6 @@
-"""`dsx.utils.groups`: the names of `deepspeed.utils.groups` over those of dsx_comm, and the mpu that `initialize` is given."""
+"""`dsx.utils.groups`: the names of `deepspeed.utils.groups` over those of dsx_comm, and the mpu that `initialize` is
+given.
+"""
 
 import dsx
 import dsx_comm

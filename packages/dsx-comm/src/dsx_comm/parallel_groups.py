@@ -1,13 +1,16 @@
-"""The process groups of hybrid parallelism by name, for code that is not handed a `GroupRegistry`: who shares data, model, experts.
+"""The process groups of hybrid parallelism by name, for code that is not handed a `GroupRegistry`: who shares data,
+model, experts.
 
     parallel_groups.use(GroupRegistry(ProcessTopology(("data", "sequence"), (4, 2))))
     get_data_parallel_group(), get_sequence_parallel_rank(), get_sequence_data_parallel_world_size()
 
-The names are those of `deepspeed.utils.groups` without the underscore that most of them begin with there (`dsx.utils.groups` has both).
-What they speak of is one `ParallelGroups` per process: that of the latest `use`, and without one plain data parallelism over all ranks.
+The names are those of `deepspeed.utils.groups` without the underscore that most of them begin with there
+(`dsx.utils.groups` has both). What they speak of is one `ParallelGroups` per process: that of the latest `use`, and
+without one plain data parallelism over all ranks.
 
-Ranks and sizes are arithmetic. A group is made the first time it is asked for, which all ranks of the world do together, in the same
-order. Axes that the topology does not have are of one rank. Left out: device meshes (`GroupRegistry.device_mesh`).
+Ranks and sizes are arithmetic. A group is made the first time it is asked for, which all ranks of the world do
+together, in the same order. Axes that the topology does not have are of one rank. Left out: device meshes
+(`GroupRegistry.device_mesh`).
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ class ParallelGroups:
     """The groups of one process.
 
     Args:
-        source: a registry, or a Megatron-style `mpu` object, whose groups are taken as they are when they are first asked for; None:
-            one data axis over all ranks.
+        source: a registry, or a Megatron-style `mpu` object, whose groups are taken as they are when they are first
+            asked for; None: one data axis over all ranks.
     """
 
     def __init__(self, source: Any = None) -> None:
@@ -56,7 +59,8 @@ class ParallelGroups:
         found = getattr(self._mpu, kind) or (self._mpu.data if kind == "sequence_data" else None)
         if found is None:
             raise TopologyError(
-                f"the mpu has no {kind.replace('_', '-')}-parallel group; its get_{kind}_parallel_group() is missing or None"
+                f"the mpu has no {kind.replace('_', '-')}-parallel group; its get_{kind}_parallel_group() "
+                "is missing or None"
             )
         return found
 
@@ -94,7 +98,8 @@ class ParallelGroups:
             mine = next(ranks for ranks in topology.get_axis_comm_lists("model") if get_rank() in ranks)
             if mine != sorted(self.axis("model").ranks):
                 raise TopologyError(
-                    f"the mpu's model-parallel group is {list(self.axis('model').ranks)}, expected neighbours: {mine}; use a GroupRegistry"
+                    f"the mpu's model-parallel group is {list(self.axis('model').ranks)}, expected "
+                    f"neighbours: {mine}; use a GroupRegistry"
                 )
             self._registry = GroupRegistry(topology)
         return self._registry
@@ -102,7 +107,9 @@ class ParallelGroups:
     # - experts
 
     def create_experts(self, size: int, *, data_before_expert: bool = False) -> None:
-        """Make the groups of experts that are spread over `size` ranks, under the name "ep_size_{size}" (collective)."""
+        """Make the groups of experts that are spread over `size` ranks, under the name "ep_size_{size}"
+        (collective).
+        """
         name = f"ep_size_{size}"
         if name not in self._experts:
             self._experts[name] = self.registry.expert(size, data_before_expert=data_before_expert)
@@ -119,7 +126,8 @@ class ParallelGroups:
         if name not in self._experts:
             known = ", ".join(self._experts) or "none"
             raise TopologyError(
-                f"got the expert group {name!r}, expected one of those made so far: {known}; create_expert_and_data_parallel makes them"
+                f"got the expert group {name!r}, expected one of those made so far: {known}; "
+                "create_expert_and_data_parallel makes them"
             )
         return self._experts[name]
 
@@ -161,7 +169,9 @@ _CURRENT = _Current()
 
 
 def use(source: Any = None) -> ParallelGroups:
-    """From now on the functions of this module speak of `source`: a `GroupRegistry`, an mpu, or None for plain data parallelism."""
+    """From now on the functions of this module speak of `source`: a `GroupRegistry`, an mpu, or None for plain data
+    parallelism.
+    """
     groups = ParallelGroups(source)
     _CURRENT.put(groups)
     return groups
@@ -176,7 +186,9 @@ def current() -> ParallelGroups:
 
 
 def get_data_parallel_group() -> Any:
-    """The group over which gradients of one model are averaged (with sequence parallelism: without the sequence axis)."""
+    """The group over which gradients of one model are averaged (with sequence parallelism: without the sequence
+    axis).
+    """
     return current().axis("data").group
 
 
@@ -254,14 +266,18 @@ def get_broadcast_src_rank() -> int:
 
 
 def create_expert_and_data_parallel(expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False) -> None:
-    """Make the groups of experts over `expert_parallel_size_` ranks, named "ep_size_{n}" (collective; a second call does nothing)."""
+    """Make the groups of experts over `expert_parallel_size_` ranks, named "ep_size_{n}" (collective; a second call
+    does nothing).
+    """
     current().create_experts(expert_parallel_size_, data_before_expert=use_data_before_expert_parallel_)
 
 
 def create_expert_data_and_model_parallel(
     expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """As `create_expert_and_data_parallel` beside model parallelism, whose groups `mpu` knows and which are used from now on."""
+    """As `create_expert_and_data_parallel` beside model parallelism, whose groups `mpu` knows and which are used from
+    now on.
+    """
     use(mpu)
     create_expert_and_data_parallel(expert_parallel_size_, use_data_before_expert_parallel_)
 
@@ -349,7 +365,8 @@ def get_max_expert_parallel_group() -> Any:
 
 
 def get_local_all_to_all_group(devices: int | None = None) -> dict[str, Any]:
-    """Groups for an all-to-all in two hops: "local_i" is node i, "global_j" device j of every node (see `GroupRegistry`).
+    """Groups for an all-to-all in two hops: "local_i" is node i, "global_j" device j of every node (see
+    `GroupRegistry`).
 
     Args:
         devices: ranks per node; None: LOCAL_WORLD_SIZE, which launchers set, else all ranks.

@@ -77,8 +77,8 @@ class GroupRegistry:
         """Process groups for an all-to-all in two hops, of nodes of `devices` consecutive ranks each.
 
         Returns:
-            "local_i": the ranks of node i; "global_j": rank j of every node. All groups are there; this rank is a member of one
-            of each kind.
+            "local_i": the ranks of node i; "global_j": rank j of every node. All groups are there; this rank is a
+            member of one of each kind.
         """
         rows = block_groups(self.topology.world_size(), devices)
         lists = {f"local_{i}": row for i, row in enumerate(rows)}

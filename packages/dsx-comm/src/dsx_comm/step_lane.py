@@ -1,12 +1,13 @@
 """Where an asynchronous call of several steps goes on by itself while its caller computes.
 
-A step encodes, communicates and decodes; the next one begins when it is done. Done by the caller, the second step could begin only when
-the caller waits, and would hide behind nothing. A lane does the steps of one call after the other, and calls in their order, so that all
-ranks use a group in the same order. The groups of these steps must be used through one lane only.
+A step encodes, communicates and decodes; the next one begins when it is done. Done by the caller, the second step could
+begin only when the caller waits, and would hide behind nothing. A lane does the steps of one call after the other, and
+calls in their order, so that all ranks use a group in the same order. The groups of these steps must be used through
+one lane only.
 
 * Host tensors: a thread, started by the first call, does the steps. It ends when nothing has come for a while.
-* CUDA tensors: all steps are enqueued at once on a stream of the lane's own, behind what the caller's stream has enqueued so far; the
-  host waits for nothing.
+* CUDA tensors: all steps are enqueued at once on a stream of the lane's own, behind what the caller's stream has
+  enqueued so far; the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ class StepLane:
 
         Args:
             steps: at least one.
-            tensors: what they read and write of the caller's, all on one device; left alone by the caller until the handle was
-                waited for.
-            async_op: return a handle at once. Otherwise the steps are done when this returns, behind those of earlier calls.
+            tensors: what they read and write of the caller's, all on one device; left alone by the caller until the
+                handle was waited for.
+            async_op: return a handle at once. Otherwise the steps are done when this returns, behind those of earlier
+                calls.
         """
         if tensors[0].device.type == "cuda":
             return self._device.do(steps, tensors, async_op)
@@ -191,7 +193,9 @@ class _DeviceSteps:
         self._streams: dict[torch.device, Any] = {}
 
     def do(self, steps: Sequence[Step], tensors: Sequence[torch.Tensor], async_op: bool) -> Handle | None:
-        """Enqueue the steps behind what the caller's stream has enqueued; without `async_op` that stream then waits for them."""
+        """Enqueue the steps behind what the caller's stream has enqueued; without `async_op` that stream then waits for
+        them.
+        """
         cuda, device = self._cuda, tensors[0].device
         if device not in self._streams:
             self._streams[device] = cuda.Stream(device=device)

@@ -7,9 +7,12 @@ namespace dsx {
 namespace {
 
 constexpr int64_t PARTIALS = SIGN_PIECE / CHUNK;  // sums per piece, the last ones unused in a shorter piece
-constexpr int64_t TOGETHER = 1 << 18;             // elements of neighbouring runs that are read twice while they are in a cache
+constexpr int64_t TOGETHER = 1 << 18;  // elements of neighbouring runs that are read twice while in a cache
 
 const SignPiece* pieces_at(int64_t address) { return pointer<const SignPiece>(address); }
+
+const char* bytes_at(const float* values) { return reinterpret_cast<const char*>(values); }
+char* bytes_at(float* values) { return reinterpret_cast<char*>(values); }
 
 std::vector<int64_t> sizes_of(const SignPiece* pieces, int64_t from, int64_t to) {
     std::vector<int64_t> sizes;
@@ -19,14 +22,14 @@ std::vector<int64_t> sizes_of(const SignPiece* pieces, int64_t from, int64_t to)
 }
 
 // What compress does with the pieces [from, to), which are the whole runs [run, runs).
-void compress_group(const SignKernels& k, const SignPiece* pieces, const int64_t* first, int64_t run, int64_t runs, const float* x,
-                    float* error, char* bits, float* scales, int threads) {
+void compress_group(const SignKernels& k, const SignPiece* pieces, const int64_t* first, int64_t run, int64_t runs,
+                    const float* x, float* error, char* bits, float* scales, int threads) {
     const int64_t from = first[run], to = first[runs];
     const std::vector<int64_t> sizes = sizes_of(pieces, from, to);
     std::vector<double> partials(static_cast<size_t>((to - from) * PARTIALS));
     Plan(sizes, CHUNK).parallel(sizes, threads, [&](size_t i, int64_t begin, int64_t end) {
         const SignPiece& piece = pieces[from + static_cast<int64_t>(i)];
-        k.squares(F32, reinterpret_cast<const char*>(x + piece.begin), reinterpret_cast<const char*>(error + piece.begin), begin, end,
+        k.squares(F32, bytes_at(x + piece.begin), bytes_at(error + piece.begin), begin, end,
                   partials.data() + static_cast<int64_t>(i) * PARTIALS);
     });
     for (int64_t r = run; r < runs; ++r) {
@@ -34,7 +37,8 @@ void compress_group(const SignKernels& k, const SignPiece* pieces, const int64_t
         int64_t count = 0;
         for (int64_t p = first[r]; p < first[r + 1]; ++p) {
             const int64_t length = pieces[p].end - pieces[p].begin;
-            for (int64_t c = 0; c * CHUNK < length; ++c) sum += partials[static_cast<size_t>((p - from) * PARTIALS + c)];
+            const double* own = partials.data() + (p - from) * PARTIALS;
+            for (int64_t c = 0; c * CHUNK < length; ++c) sum += own[c];
             count += length;
         }
         scales[r] = static_cast<float>(std::sqrt(sum / static_cast<double>(count)));
@@ -43,12 +47,13 @@ void compress_group(const SignKernels& k, const SignPiece* pieces, const int64_t
     std::vector<int64_t> reversed(sizes.rbegin(), sizes.rend());
     Plan(reversed, ALIGN).parallel(reversed, threads, [&](size_t i, int64_t begin, int64_t end) {
         const SignPiece& piece = pieces[to - 1 - static_cast<int64_t>(i)];
-        k.compress(F32, reinterpret_cast<const char*>(x + piece.begin), reinterpret_cast<char*>(error + piece.begin), scales[piece.scale],
+        k.compress(F32, bytes_at(x + piece.begin), bytes_at(error + piece.begin), scales[piece.scale],
                    bits + piece.byte, begin, end);
     });
 }
 
-void compress_sign_runs(int64_t table, int64_t count, int64_t starts, int64_t runs, const std::vector<int64_t>& addresses, int threads) {
+void compress_sign_runs(int64_t table, int64_t count, int64_t starts, int64_t runs,
+                        const std::vector<int64_t>& addresses, int threads) {
     if (addresses.size() != 4 || count < 0 || runs < 0) throw std::invalid_argument("expected 4 addresses");
     const SignKernels& k = *tables().sign;
     const SignPiece* pieces = pieces_at(table);
@@ -82,13 +87,13 @@ void unpack_sign_runs(int64_t table, int64_t count, int64_t bits, int64_t scales
     Plan(sizes, ALIGN).parallel(sizes, threads, [&](size_t i, int64_t begin, int64_t end) {
         const SignPiece& piece = pieces[i];
         k.unpack(pointer<const char>(bits) + piece.byte, pointer<const float>(scales)[piece.scale], F32,
-                 reinterpret_cast<char*>(pointer<float>(out) + piece.begin), begin, end, stream);
+                 bytes_at(pointer<float>(out) + piece.begin), begin, end, stream);
     });
 }
 
 // strides: bytes of bits and number of scales between ranks.
-void mean_of_sign_runs(int64_t table, int64_t count, int64_t bits, int64_t scales, const std::vector<int64_t>& strides, int64_t ranks,
-                       int64_t out, int threads) {
+void mean_of_sign_runs(int64_t table, int64_t count, int64_t bits, int64_t scales, const std::vector<int64_t>& strides,
+                       int64_t ranks, int64_t out, int threads) {
     if (strides.size() != 2 || ranks < 1) throw std::invalid_argument("expected 2 strides and at least one rank");
     const SignKernels& k = *tables().sign;
     const SignPiece* pieces = pieces_at(table);
@@ -98,9 +103,10 @@ void mean_of_sign_runs(int64_t table, int64_t count, int64_t bits, int64_t scale
     Plan(sizes, ALIGN).parallel(sizes, threads, [&](size_t i, int64_t begin, int64_t end) {
         const SignPiece& piece = pieces[i];
         std::vector<float> of_ranks(static_cast<size_t>(ranks));
-        for (int64_t r = 0; r < ranks; ++r) of_ranks[static_cast<size_t>(r)] = pointer<const float>(scales)[r * strides[1] + piece.scale];
+        const float* first = pointer<const float>(scales) + piece.scale;
+        for (int64_t r = 0; r < ranks; ++r) of_ranks[static_cast<size_t>(r)] = first[r * strides[1]];
         k.mean(pointer<const char>(bits) + piece.byte, strides[0], of_ranks.data(), ranks, factor,
-               reinterpret_cast<char*>(pointer<float>(out) + piece.begin), begin, end);
+               bytes_at(pointer<float>(out) + piece.begin), begin, end);
     });
 }
 

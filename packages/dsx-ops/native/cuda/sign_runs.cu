@@ -1,8 +1,9 @@
-// Signs and scales of many runs of one flat buffer in one launch (what the arithmetic is: native/cpu/signs.cpp). A block takes one piece of
-// a run, as the caller's table on the device says; a thread takes eight neighbours, which make one byte.
+// Signs and scales of many runs of one flat buffer in one launch (what the arithmetic is: native/cpu/signs.cpp). A
+// block takes one piece of a run, as the caller's table on the device says; a thread takes eight neighbours, which make
+// one byte.
 //
-// Per element: compress reads value and error twice and writes the error (20 bytes, 1/8 byte of signs), unpack writes 4 bytes, mean reads
-// 1/8 byte per rank and writes 4. Loads of a thread are issued before anything is computed from them.
+// Per element: compress reads value and error twice and writes the error (20 bytes, 1/8 byte of signs), unpack writes 4
+// bytes, mean reads 1/8 byte per rank and writes 4. Loads of a thread are issued before anything is computed from them.
 #include "memory.cuh"
 #include "reduce.cuh"
 
@@ -18,7 +19,8 @@ struct Octet { float x[OCTET]; };
 __device__ __forceinline__ Octet load_octet(const float* base, int64_t i, int n, bool whole) {
     Octet found = {};
     if (whole && n == OCTET) {
-        const Words4 low = reinterpret_cast<const Words4*>(base + i)[0], high = reinterpret_cast<const Words4*>(base + i)[1];
+        const Words4* words = reinterpret_cast<const Words4*>(base + i);
+        const Words4 low = words[0], high = words[1];
         for (int k = 0; k < 4; ++k) {
             found.x[k] = __uint_as_float(low.w[k]);
             found.x[4 + k] = __uint_as_float(high.w[k]);
@@ -83,7 +85,8 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 __global__ void __launch_bounds__(THREADS)
-    compress_pieces(const SignPiece* pieces, const float* x, float* error, const float* scales, bool whole, char* bits) {
+    compress_pieces(const SignPiece* pieces, const float* x, float* error, const float* scales, bool whole,
+                    char* bits) {
     const SignPiece piece = pieces[blockIdx.x];
     const float magnitude = scales[piece.scale];
     octets(piece, [&](int64_t i, int n, int64_t byte) {
@@ -114,8 +117,8 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 __global__ void __launch_bounds__(THREADS)
-    mean_pieces(const SignPiece* pieces, const char* bits, int64_t bit_stride, const float* scales, int64_t scale_stride, int64_t ranks,
-                float factor, bool whole, float* out) {
+    mean_pieces(const SignPiece* pieces, const char* bits, int64_t bit_stride, const float* scales,
+                int64_t scale_stride, int64_t ranks, float factor, bool whole, float* out) {
     const SignPiece piece = pieces[blockIdx.x];
     octets(piece, [&](int64_t i, int n, int64_t byte) {
         Octet sum = {};
@@ -135,8 +138,8 @@ bool aligned(const void* a, const void* b) { return fits(a, 16) && fits(b, 16); 
 
 }  // namespace
 
-void compress_sign_runs(const Where& where, const SignPieces& p, const int64_t* first, int64_t runs, const float* x, float* error,
-                        char* bits, float* scales, double* partials) {
+void compress_sign_runs(const Where& where, const SignPieces& p, const int64_t* first, int64_t runs, const float* x,
+                        float* error, char* bits, float* scales, double* partials) {
     OnDevice on(where);
     const bool whole = aligned(x, error);
     launch(where, square_pieces, p.count, THREADS, p.at, x, (const float*)error, whole, partials);
@@ -149,10 +152,11 @@ void unpack_sign_runs(const Where& where, const SignPieces& p, const char* bits,
     launch(where, unpack_pieces, p.count, THREADS, p.at, bits, scales, aligned(out, out), out);
 }
 
-void mean_of_sign_runs(const Where& where, const SignPieces& p, const char* bits, int64_t bit_stride, const float* scales,
-                       int64_t scale_stride, int64_t ranks, float* out) {
+void mean_of_sign_runs(const Where& where, const SignPieces& p, const char* bits, int64_t bit_stride,
+                       const float* scales, int64_t scale_stride, int64_t ranks, float* out) {
     OnDevice on(where);
-    launch(where, mean_pieces, p.count, THREADS, p.at, bits, bit_stride, scales, scale_stride, ranks, (float)(1.0 / (double)ranks),
+    const float factor = (float)(1.0 / (double)ranks);
+    launch(where, mean_pieces, p.count, THREADS, p.at, bits, bit_stride, scales, scale_stride, ranks, factor,
            aligned(out, out), out);
 }
 

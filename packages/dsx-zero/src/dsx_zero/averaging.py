@@ -1,8 +1,9 @@
 """Who averages the gradients of a step: dsx-zero, or an optimizer that communicates by itself.
 
-`dsx_comm.OneBitAdam` and its kin exchange momenta, not gradients: in some of their steps every rank's own gradients must stay as they
-are. What dsx-zero has to ask such an optimizer is asked here, so that the rest knows an `Averaging` and no optimizer's methods. What such
-an optimizer cannot work with is decided in `dsx_comm.onebit.rules`, for configurations too.
+`dsx_comm.OneBitAdam` and its kin exchange momenta, not gradients: in some of their steps every rank's own gradients
+must stay as they are. What dsx-zero has to ask such an optimizer is asked here, so that the rest knows an `Averaging`
+and no optimizer's methods. What such an optimizer cannot work with is decided in `dsx_comm.onebit.rules`, for
+configurations too.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Averaging(Protocol):
         ...
 
     def announce_clipping(self, max_norm: float | None) -> None:
-        """The coming step clips to `max_norm`: say once what that means, where it does not mean the norm of the mean gradient."""
+        """The coming step clips to `max_norm`: say once what that means, where it does not mean the norm of the mean
+        gradient.
+        """
         ...
 
     def announce(self, wire_dtype: torch.dtype | None) -> None:

@@ -1,13 +1,14 @@
 """Blockwise int8 and int4: what travels in quantised gathers and reductions.
 
 A tensor is cut, in row-major order, into blocks; each has a float32 scale, max|x| / 127 (7 for int4), and codes
-round(x / scale), ties to even, two's complement, for int4 two in a byte with the even element in the low half. One message:
+round(x / scale), ties to even, two's complement, for int4 two in a byte with the even element in the low half. One
+message:
 
     [scales: fp32 x blocks][codes][padding to 4 bytes]
 
-A block with a NaN or an infinity comes back as NaN. Several messages lie one after the other and are made or read in one go, on the
-CPU and on CUDA by the kernels of `dsx_ops` where it has them (`block_kernels`), else in plain torch; the codes are the same, so that
-hosts may differ in that.
+A block with a NaN or an infinity comes back as NaN. Several messages lie one after the other and are made or read in
+one go, on the CPU and on CUDA by the kernels of `dsx_ops` where it has them (`block_kernels`), else in plain torch; the
+codes are the same, so that hosts may differ in that.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class BlockFormat:
         return self.blocks(numel) * self.block
 
     def parts(self, messages: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales (float32) and codes (uint8) in messages (uint8, message in the last dimension), sharing their memory."""
+        """The scales (float32) and codes (uint8) in messages (uint8, message in the last dimension), sharing their
+        memory.
+        """
         cut = SCALE_BYTES * self.blocks(numel)
         codes = messages.narrow(-1, cut, self.code_bytes(numel))
         return messages.narrow(-1, 0, cut).view(torch.float32), codes

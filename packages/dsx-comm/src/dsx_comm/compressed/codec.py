@@ -1,8 +1,10 @@
-"""Compressing and decompressing the messages of a 1-bit all-reduce: values of a flat buffer on one side, messages on the other.
+"""Compressing and decompressing the messages of a 1-bit all-reduce: values of a flat buffer on one side, messages on
+the other.
 
-Two implementations with the same results up to the last bit of a scale. `TorchCodec` is plain torch, run by run. `KernelCodec` gives
-all runs to the kernels of `dsx_ops.sign_runs` in one call per phase, on the CPU and on CUDA; they write signs and scales where the
-messages want them. `dsx_ops` is optional and looked for at the first use; `codec_status` says what is used and why.
+Two implementations with the same results up to the last bit of a scale. `TorchCodec` is plain torch, run by run.
+`KernelCodec` gives all runs to the kernels of `dsx_ops.sign_runs` in one call per phase, on the CPU and on CUDA; they
+write signs and scales where the messages want them. `dsx_ops` is optional and looked for at the first use;
+`codec_status` says what is used and why.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from .signs import Measure
 
 
 class Codec(Protocol):
-    """What the all-reduce needs on one rank. Values and errors are float32; what belongs to no segment is zero and stays so.
+    """What the all-reduce needs on one rank. Values and errors are float32; what belongs to no segment is zero and
+    stays so.
 
     `messages` are all ranks' messages one after the other, 1-D uint8; what no scale or sign lies in is left as it is.
     """
@@ -136,7 +139,9 @@ class KernelCodec:
         return parts
 
     def _stretch(self, run: Run, rank: int, scale: int, row: int | None = None) -> tuple[int, int, int, int]:
-        """A run of `rank`'s chunk: in the chunk and its one message, or (`row` given) in the flat buffer and message `row`."""
+        """A run of `rank`'s chunk: in the chunk and its one message, or (`row` given) in the flat buffer and message
+        `row`.
+        """
         begin = run.start - rank * self._layout.chunk
         byte = self._layout.signs_at + begin // BYTE
         if row is None:
@@ -167,7 +172,9 @@ class KernelCodec:
 def rows_of(
     messages: torch.Tensor, layout: OneBitLayout, count: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales (count x K float32) and signs (count x chunk/8 uint8) in messages (1-D uint8), sharing their memory."""
+    """The scales (count x K float32) and signs (count x chunk/8 uint8) in messages (1-D uint8), sharing their
+    memory.
+    """
     rows = messages.view(layout.world_size if count is None else count, layout.message_bytes)
     cut = layout.signs_at
     return rows[:, :cut].view(torch.float32), rows[:, cut : cut + layout.chunk // BYTE]

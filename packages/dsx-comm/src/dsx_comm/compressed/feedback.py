@@ -1,8 +1,8 @@
 """Compression with memory: what one message leaves out is added to the next.
 
-`ErrorFeedback` holds, for one kind of message, the layout and the two errors of the 1-bit all-reduce: the worker's (what
-this rank's signs left out of its own values) and the server's (what the averaged signs left out of this rank's chunk).
-Both are float32: 4 bytes per element and 4 / P, P ranks.
+`ErrorFeedback` holds, for one kind of message, the layout and the two errors of the 1-bit all-reduce: the worker's
+(what this rank's signs left out of its own values) and the server's (what the averaged signs left out of this rank's
+chunk). Both are float32: 4 bytes per element and 4 / P, P ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class ErrorFeedback:
                 )
         if worker.numel() != to.size * server.numel() or server.numel() % BYTE:
             raise CommArgumentError(
-                f"got a worker error of {worker.numel()} elements and a server error of {server.numel()}, expected {to.size} (ranks) "
+                f"got a worker error of {worker.numel()} elements and a server error of {server.numel()}, "
+                f"expected {to.size} (ranks) "
                 f"times the server error's, and that a multiple of {BYTE}"
             )
         layout = OneBitLayout((worker.numel(),), to.size, server.numel())

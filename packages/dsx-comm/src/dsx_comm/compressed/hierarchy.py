@@ -24,8 +24,8 @@ class Hierarchy:
         inter: the ranks of this device number, one per node, in order; None with one node.
         nodes, devices: how many nodes, and ranks per node.
         node, device: this rank's.
-        lane: where asynchronous calls on `intra` and `inter` go on by themselves. These two groups are its alone: a collective of
-            the caller's on one of them could come between, on some ranks earlier than on others.
+        lane: where asynchronous calls on `intra` and `inter` go on by themselves. These two groups are its alone: a
+            collective of the caller's on one of them could come between, on some ranks earlier than on others.
     """
 
     group: Any

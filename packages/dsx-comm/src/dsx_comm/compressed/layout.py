@@ -1,12 +1,14 @@
 """Where the elements of a 1-bit all-reduce lie, and how many bytes it sends: arithmetic only.
 
-A flat buffer holds *segments* (for example one per parameter), each with a scale of its own. Segments begin at multiples
-of 8 elements, so that the sign bits of each fill whole bytes; the buffer is cut into one equal *chunk* per rank, the part
-that rank averages as a server. A *run* is what a segment and a chunk have in common: the unit that has a scale on the wire.
+A flat buffer holds *segments* (for example one per parameter), each with a scale of its own. Segments begin at
+multiples of 8 elements, so that the sign bits of each fill whole bytes; the buffer is cut into one equal *chunk* per
+rank, the part that rank averages as a server. A *run* is what a segment and a chunk have in common: the unit that has a
+scale on the wire.
 
 One message, of the same length for every pair of ranks and both phases:
 
-    [scales: fp32 x most runs of any chunk][signs: 1 bit x elements of a chunk, element i of a byte in bit i][padding to 4 bytes]
+    [scales: fp32 x most runs of any chunk][signs: 1 bit x elements of a chunk, element i of a byte in bit i][padding to
+    4 bytes]
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Run:
 class OneBitLayout:
     """The layout for segments of `lengths` elements among `world_size` ranks.
 
-    `given_chunk`: elements of a chunk, for callers whose buffers have a length already; None chooses the least that fits.
+    `given_chunk`: elements of a chunk, for callers whose buffers have a length already; None chooses the least that
+    fits.
     """
 
     lengths: tuple[int, ...]
@@ -50,12 +53,14 @@ class OneBitLayout:
     def __post_init__(self) -> None:
         if self.world_size < 1 or any(length < 0 for length in self.lengths):
             raise CommArgumentError(
-                f"got segments {self.lengths} among {self.world_size} ranks, expected lengths >= 0 and at least one rank"
+                f"got segments {self.lengths} among {self.world_size} ranks, expected lengths >= 0 and at "
+                "least one rank"
             )
         given = self.given_chunk
         if given is not None and (given % BYTE or given * self.world_size < self._end):
             raise CommArgumentError(
-                f"got chunks of {given} elements among {self.world_size} ranks, expected a multiple of {BYTE} that holds {self._end} elements"
+                f"got chunks of {given} elements among {self.world_size} ranks, expected a multiple of "
+                f"{BYTE} that holds {self._end} elements"
             )
 
     @classmethod

@@ -62,7 +62,8 @@ def compressed_all_reduce(
 def compressed_allreduce(
     buffer_m: torch.Tensor, worker_error: torch.Tensor, server_error: torch.Tensor, local_rank: int, group: Any = None
 ) -> torch.Tensor:
-    """DeepSpeed's form of `compressed_all_reduce`: the caller keeps the two errors; one scale for the whole padded buffer.
+    """DeepSpeed's form of `compressed_all_reduce`: the caller keeps the two errors; one scale for the whole padded
+    buffer.
 
     Args:
         buffer_m: N elements, contiguous, float32, bfloat16 or float16; becomes the mean.
@@ -101,7 +102,8 @@ def _check(tensor: torch.Tensor, feedback: ErrorFeedback, to: Membership, name: 
         raise CommArgumentError(f"{name}: got {tensor.dtype}, expected one of {', '.join(map(str, _FLOATS))}")
     if layout.world_size != to.size or feedback.rank != to.rank:
         raise CommArgumentError(
-            f"{name}: the feedback was made for rank {feedback.rank} of {layout.world_size}, but this is rank {to.rank} of "
+            f"{name}: the feedback was made for rank {feedback.rank} of {layout.world_size}, but this is "
+            f"rank {to.rank} of "
             f"{to.size} in the group; make one ErrorFeedback per group"
         )
     if tensor.device != feedback.worker.device:
@@ -109,7 +111,8 @@ def _check(tensor: torch.Tensor, feedback: ErrorFeedback, to: Membership, name: 
     logical = sum(layout.lengths)
     if tensor.numel() not in (logical, layout.numel):
         raise CommArgumentError(
-            f"{name}: got {tensor.numel()} elements, expected {logical} (segments {_short(layout.lengths)}) or the padded "
+            f"{name}: got {tensor.numel()} elements, expected {logical} (segments "
+            f"{_short(layout.lengths)}) or the padded "
             f"{layout.numel} of feedback.flat()"
         )
 

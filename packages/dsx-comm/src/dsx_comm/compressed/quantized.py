@@ -1,8 +1,8 @@
 """An all-gather and a reduce-scatter that send int8 or int4 (ZeRO++, arXiv:2306.10209, sections 3.1 and 3.3).
 
-The gather sends each rank's part quantised; every rank, the sender too, goes on with what the codes say, so that all have
-the same bits. The reduce-scatter takes two hops, so that little crosses between nodes: with N nodes of D devices, part
-(n, d) of the input belongs to device d of node n. Within a node, device d receives from its neighbours the parts
+The gather sends each rank's part quantised; every rank, the sender too, goes on with what the codes say, so that all
+have the same bits. The reduce-scatter takes two hops, so that little crosses between nodes: with N nodes of D devices,
+part (n, d) of the input belongs to device d of node n. Within a node, device d receives from its neighbours the parts
 (0, d) .. (N - 1, d) and adds them up in float32; between nodes, equal devices exchange those sums, quantised again:
 
     in the node      (D - 1) / D of the input, quantised
@@ -46,7 +46,8 @@ def quantized_all_gather(
     async_op: bool = False,
     **labels: Unpack[Labels],
 ) -> Any:
-    """output (N s elements) = the ranks' `input` (s elements) one after the other, each rounded to int8 or int4 by blocks.
+    """output (N s elements) = the ranks' `input` (s elements) one after the other, each rounded to int8 or int4 by
+    blocks.
 
     Float32, bfloat16 or float16; `input` may be this rank's part of `output`, which then changes too. A world of one
     copies and rounds nothing.
@@ -97,11 +98,12 @@ def quantized_reduce_scatter(
 ) -> Any:
     """output (s elements) = part `rank` of the sum or mean of all ranks' `input` (N s elements), sent as int8 or int4.
 
-    Counted as one call per hop, each on its own group. Float32, bfloat16 or float16; added up in float32. A world of one
-    copies and rounds nothing.
+    Counted as one call per hop, each on its own group. Float32, bfloat16 or float16; added up in float32. A world of
+    one copies and rounds nothing.
 
-    With `async_op` a handle is returned at once, and both hops, with what is encoded and decoded, go on beside the caller's
-    computation (`hierarchy.lane`); `input` and `output` must be left alone until the handle was waited for. Otherwise None.
+    With `async_op` a handle is returned at once, and both hops, with what is encoded and decoded, go on beside the
+    caller's computation (`hierarchy.lane`); `input` and `output` must be left alone until the handle was waited for.
+    Otherwise None.
 
     Raises:
         CommArgumentError: sizes, dtypes or operator do not fit.
@@ -172,7 +174,9 @@ class _Reduction:
         return self._source.contiguous().view(places.nodes, places.devices, -1).transpose(0, 1).reshape(-1)
 
     def _hop(self, to: Membership) -> torch.Tensor:
-        """Send row p of what there is to rank p of the group, quantised; the float32 sum of what arrives, in rank order."""
+        """Send row p of what there is to rank p of the group, quantised; the float32 sum of what arrives, in rank
+        order.
+        """
         rows = self._sum.view(to.size, -1)
         messages = quantize_rows(rows, self._form)
         received = torch.empty_like(messages)

@@ -5,8 +5,9 @@ A run of n values x is sent as sign(x) and one scale s. Two scales are known (`M
     rms   s = ||x||_2 / sqrt(n)   (Seide et al. 2014; 1-bit Adam, arXiv:2102.02888, section 4)
     mean  s = ||x||_1 / n         the s that minimises ||x - s sign(x)||_2 (Karimireddy et al., arXiv:1901.09847)
 
-sign(0) counts as +1, whatever the sign of the zero; NaN as -1, and its scale is NaN, so that it shows. Bits lie in a byte
-from the lowest up. `dsx_ops` has kernels for the same; `codec_status` says whether they are in use and, if not, why.
+sign(0) counts as +1, whatever the sign of the zero; NaN as -1, and its scale is NaN, so that it shows. Bits lie in a
+byte from the lowest up. `dsx_ops` has kernels for the same; `codec_status` says whether they are in use and, if not,
+why.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ..errors import CommArgumentError
 Measure = Literal["rms", "mean"]
 MEASURES = ("rms", "mean")
 
-# b0 | b1 << 8 | ... | b7 << 56 times this has b0..b7 in its highest byte, and no two terms meet (bits 8i + 56 - 7j differ)
+# b0 | b1 << 8 | ... | b7 << 56 times this has b0..b7 in its highest byte, and no two terms meet (bits 8i + 56 - 7j
+# differ)
 _GATHER = sum(1 << (56 - 7 * i) for i in range(8))
 _PIECE = 1 << 12  # elements whose norm is taken in float32: over millions that sum would be wrong in the third digit
 _BLOCK = 1 << 20  # elements that are unpacked at a time: the 32-bit indices need memory

@@ -1,12 +1,14 @@
-"""1-bit Adam (arXiv:2102.02888): Adam until the variance is stable, then momenta averaged in one bit over a frozen variance.
+"""1-bit Adam (arXiv:2102.02888): Adam until the variance is stable, then momenta averaged in one bit over a frozen
+variance.
 
-Steps 1 .. `freeze_step` are Adam with decoupled weight decay: gradients averaged exactly, both moments move. Afterwards v
-stays, every rank moves the common momentum by its own gradient, the momenta are averaged in one bit with error feedback,
-and all ranks take the same step:
+Steps 1 .. `freeze_step` are Adam with decoupled weight decay: gradients averaged exactly, both moments move. Afterwards
+v stays, every rank moves the common momentum by its own gradient, the momenta are averaged in one bit with error
+feedback, and all ranks take the same step:
 
     m = b1 m + (1 - b1) g_local;  m = compressed mean(m) * mask;  p = p - lr (m / (sqrt(v) + eps) + weight_decay p)
 
-Left out: clipping (an engine clips before the step; see `rules.clipping_note`), ZeRO stages (a rank needs whole momenta).
+Left out: clipping (an engine clips before the step; see `rules.clipping_note`), ZeRO stages (a rank needs whole
+momenta).
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class FreezeClock:
 
 
 class FreezingOptimizer(CompressedOptimizer):
-    """An optimizer whose variance is frozen after `freeze_step` steps, the last `variance_window` of which weigh alike in it."""
+    """An optimizer whose variance is frozen after `freeze_step` steps, the last `variance_window` of which weigh alike
+    in it.
+    """
 
     clock_type = FreezeClock
 
@@ -64,27 +68,27 @@ class OneBitAdam(FreezingOptimizer):
     """See the module's text; config name `OneBitAdam`, other name `OnebitAdam`.
 
     Args:
-        params: parameters or groups. A group may have `exp_avg_mask` (a tensor, or one per parameter: positions with 0 keep
-            zero momentum; flattened or in the parameter's shape) and `non_freeze: True` (ordinary Adam with exactly averaged
-            gradients for ever).
-        deepspeed: an engine that reduces gradients during backward unless its `enable_backward_allreduce` is false, which the
-            optimizer then sets; None in a plain loop and with `dsx.initialize`.
+        params: parameters or groups. A group may have `exp_avg_mask` (a tensor, or one per parameter: positions with 0
+            keep zero momentum; flattened or in the parameter's shape) and `non_freeze: True` (ordinary Adam with
+            exactly averaged gradients for ever).
+        deepspeed: an engine that reduces gradients during backward unless its `enable_backward_allreduce` is false,
+            which the optimizer then sets; None in a plain loop and with `dsx.initialize`.
         freeze_step: number of exact steps before compression begins.
         bias_correction: correct the bias of the moments as Adam does. Upstream's default is True and does nothing; the
             published algorithm has none.
         eps_inside_sqrt: divide by sqrt(v + eps).
         max_grad_norm, amsgrad: refused unless 0 and False.
-        cuda_aware, comm_backend_name: checked; the process group's backend carries the messages whatever they say, and one line tells
-            where they say something else.
+        cuda_aware, comm_backend_name: checked; the process group's backend carries the messages whatever they say, and
+            one line tells where they say something else.
         process_group: who takes part; None: all ranks.
         compression: "on", "off" (exact steps for ever) or "auto" (off where it costs time; see `gate`).
         gradient_dtype: dtype in which gradients of exact steps travel; None: their own.
         scale: "rms" (the published scale) or "mean" (the least error per message).
-        variance_floor: in compressed steps no element's sqrt(v) counts as less than this share of its tensor's root mean
-            square; 0 is the published algorithm, 0.1 keeps the noise of one-bit momenta out of rarely used rows.
-        variance_window: in so many steps before the freeze the variance goes over to their plain mean, b2 growing to 1 - 1/k; 0 is the
-            published algorithm. Half of `freeze_step` where b2 is below 0.99 or `freeze_step` small: what is frozen is then no
-            average of a few steps.
+        variance_floor: in compressed steps no element's sqrt(v) counts as less than this share of its tensor's root
+            mean square; 0 is the published algorithm, 0.1 keeps the noise of one-bit momenta out of rarely used rows.
+        variance_window: in so many steps before the freeze the variance goes over to their plain mean, b2 growing to 1
+            - 1/k; 0 is the published algorithm. Half of `freeze_step` where b2 is below 0.99 or `freeze_step` small:
+            what is frozen is then no average of a few steps.
 
     Raises:
         CommArgumentError: an argument that cannot be, with its name.
@@ -122,8 +126,8 @@ class OneBitAdam(FreezingOptimizer):
         }  # fmt: skip
         super().__init__(
             params, defaults, freeze_step, variance_window, process_group=process_group, compression=compression,
-            gradient_dtype=gradient_dtype, scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name,
-            cuda_aware=cuda_aware, deepspeed=deepspeed,
+            gradient_dtype=gradient_dtype, scale=scale, variance_floor=variance_floor,
+            comm_backend_name=comm_backend_name, cuda_aware=cuda_aware, deepspeed=deepspeed,
         )  # fmt: skip
 
     def _apply(self, kind: StepKind) -> None:

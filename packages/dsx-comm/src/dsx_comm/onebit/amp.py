@@ -1,6 +1,7 @@
 """What torch.amp.GradScaler leaves on an optimizer that it hands its scale to: `found_inf` and `grad_scale`.
 
-The scaler sees one rank's gradients. All ranks must skip a step together, so that what it found is reduced over the ranks here.
+The scaler sees one rank's gradients. All ranks must skip a step together, so that what it found is reduced over the
+ranks here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One flat float32 buffer for a value of every compressed parameter, so that a step is one all-reduce.
 
-Parameters see their parts as views in their own shapes. The buffer, the two errors and the rules of where what lies come
-from `dsx_comm.compressed`; here they meet parameters. With `one_scale` the whole buffer is one segment (1-bit LAMB, which
-scales momenta to one size itself); otherwise every parameter has a scale of its own.
+Parameters see their parts as views in their own shapes. The buffer, the two errors and the rules of where what lies
+come from `dsx_comm.compressed`; here they meet parameters. With `one_scale` the whole buffer is one segment (1-bit
+LAMB, which scales momenta to one size itself); otherwise every parameter has a scale of its own.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Arena:
     # - checkpoints
 
     def ranges(self, parameter: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(key, first element, values): this rank's errors of a parameter. Servers' ranges make one whole over the ranks."""
+        """(key, first element, values): this rank's errors of a parameter. Servers' ranges make one whole over the
+        ranks.
+        """
         feedback = self.feedback
         if feedback is None:
             return
@@ -94,7 +96,8 @@ class Arena:
     def read(
         self, parameter: torch.Tensor, keys: Sequence[str], read: Callable[[str, int, int], torch.Tensor | None]
     ) -> Callable[[], None]:
-        """Read a parameter's errors from a checkpoint that any number of ranks has written; returns what puts them in place.
+        """Read a parameter's errors from a checkpoint that any number of ranks has written; returns what puts them in
+        place.
 
         The same number of ranks: every rank gets its own error back. Another: every rank gets the mean of all, which
         leaves the mean over the workers, all that ever reaches the parameters, as it was. Servers' errors belong to

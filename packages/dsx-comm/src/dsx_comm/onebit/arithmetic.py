@@ -1,8 +1,8 @@
 """The element-wise parts of the optimizers, on lists of tensors: moments, roots, directions.
 
-m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2 as in Adam (arXiv:1412.6980); the direction is m / (sqrt(v) + eps) plus
-decoupled weight decay. With `bias_correction`, m is divided by 1 - b1^t and v by 1 - b2^s: t steps, s of which moved v (where b2 changes, by 1
-less the product).
+m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2 as in Adam (arXiv:1412.6980); the direction is m / (sqrt(v) + eps)
+plus decoupled weight decay. With `bias_correction`, m is divided by 1 - b1^t and v by 1 - b2^s: t steps, s of which
+moved v (where b2 changes, by 1 less the product).
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def move_second(v: Tensors, g: Tensors, beta2: float) -> None:
 def raised(v: Tensors, floor: float) -> Tensors:
     """v, but no element below floor^2 of its tensor's mean: sqrt(v) is at least `floor` of its root mean square.
 
-    Momenta that arrive in one bit carry noise of the size of their tensor's scale. Where v is far below that of the other
-    elements (rare rows of an embedding), dividing by sqrt(v) makes steps of that noise; the floor bounds them.
+    Momenta that arrive in one bit carry noise of the size of their tensor's scale. Where v is far below that of the
+    other elements (rare rows of an embedding), dividing by sqrt(v) makes steps of that noise; the floor bounds them.
     """
     return [x.clamp(min=x.mean() * floor**2) if x.numel() else x for x in v]
 

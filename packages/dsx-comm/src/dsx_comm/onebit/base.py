@@ -5,8 +5,9 @@ They work in two surroundings. In a plain loop the optimizer communicates by its
 gradients during backward, the engine calls `expect_averaged_gradients()` once and asks `takes_local_gradients` before
 each reduction: True means that it must leave the gradients of this step alone.
 
-All ranks must do the same steps with the same parameters. A parameter without a gradient counts as having zeros; one that was
-frozen (`requires_grad_(False)`) stays as it is. States are float32 whatever the parameters' dtype; 16-bit parameters are updated in their own dtype (masters are an engine's business).
+All ranks must do the same steps with the same parameters. A parameter without a gradient counts as having zeros; one
+that was frozen (`requires_grad_(False)`) stays as it is. States are float32 whatever the parameters' dtype; 16-bit
+parameters are updated in their own dtype (masters are an engine's business).
 
 Elements whose variance is exactly zero have never had a gradient. Their share of a message is noise of the size of the
 scale, which Adam would divide by eps; they are left alone until an exact step moves their variance.
@@ -43,7 +44,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
     clock_type: type
     one_scale = False
     may_skip_freezing = False
-    # torch.amp.GradScaler then calls `step` after an overflow too: it sees one rank's gradients, and all ranks must skip together.
+    # torch.amp.GradScaler then calls `step` after an overflow too: it sees one rank's gradients, and all ranks must
+    # skip together.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -176,7 +178,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if fresh and self.clock.variance_steps and not self._moves_variance():
             raise CommError(
                 f"{type(self).__name__}: {len(fresh)} of {len(list(self.parameters()))} parameters (the first of shape "
-                f"{tuple(fresh[0].shape)}) have no state, but the variance is frozen since step {self.clock.variance_steps}; "
+                f"{tuple(fresh[0].shape)}) have no state, but the variance is frozen since step "
+                f"{self.clock.variance_steps}; "
                 "add parameters before, load a checkpoint that has them, or start anew"
             )
         for parameter in fresh:
@@ -225,7 +228,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
             )
 
     def _missing_clock(self, name: str, step: int) -> Any:
-        """A counter that the file does not have, because another optimizer wrote it: all its steps moved the variance."""
+        """A counter that the file does not have, because another optimizer wrote it: all its steps moved the
+        variance.
+        """
         return step if name == "variance_steps" else getattr(self.clock_type(), name)
 
     def _save_clock(self) -> None:
@@ -249,7 +254,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         for gradient in gradients:
             if gradient.is_sparse:
                 raise CommArgumentError(
-                    f"{type(self).__name__}: a parameter of shape {tuple(gradient.shape)} has a sparse gradient; build its "
+                    f"{type(self).__name__}: a parameter of shape {tuple(gradient.shape)} has a sparse "
+                    "gradient; build its "
                     "module with sparse=False"
                 )
         if averaged and self._world_size() > 1:
@@ -334,14 +340,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
     # - saving: errors differ between ranks, so that they have names and ranges of their own
 
     def state_ranges(self, parameter: torch.Tensor) -> list[tuple[str, int, torch.Tensor]]:
-        """(key, first element, 1-D values) of what this rank alone holds of a parameter; over all ranks each key is whole."""
+        """(key, first element, 1-D values) of what this rank alone holds of a parameter; over all ranks each key is
+        whole.
+        """
         arena = self._arena_of.get(id(parameter))
         return [] if arena is None else list(arena.ranges(parameter))
 
     def read_state_ranges(
         self, parameter: torch.Tensor, keys: Sequence[str], read: Callable[[str, int, int], torch.Tensor | None]
     ) -> Callable[[], None]:
-        """Read what `state_ranges` gave on any number of ranks; the function returned puts it in place (see `Arena.read`).
+        """Read what `state_ranges` gave on any number of ranks; the function returned puts it in place (see
+        `Arena.read`).
 
         Nothing that a step uses is changed before that function is called. Without keys errors start at zero.
         """
@@ -411,7 +420,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         )
         if errors and not fits:
             _log.warning(
-                "load_state_dict: the errors are those of another number of ranks, another rank or other parameters; they start "
+                "load_state_dict: the errors are those of another number of ranks, another rank or other "
+                "parameters; they start "
                 "at zero (a checkpoint through state_ranges carries them over)"
             )
         for error, feedback in zip(errors if fits else [], feedbacks):

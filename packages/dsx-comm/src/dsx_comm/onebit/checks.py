@@ -45,7 +45,8 @@ def _fitted(mask: Any, parameter: torch.Tensor) -> torch.Tensor | None:
     if mask.dim() == 1 and mask.numel() == parameter.numel():
         return mask.reshape(parameter.shape)
     raise CommArgumentError(
-        f"exp_avg_mask: got shape {tuple(mask.shape)} for a parameter of shape {tuple(parameter.shape)}; expected a shape that "
+        f"exp_avg_mask: got shape {tuple(mask.shape)} for a parameter of shape {tuple(parameter.shape)}; "
+        "expected a shape that "
         f"broadcasts to it, or ({parameter.numel()},), the parameter flattened"
     )
 
@@ -72,7 +73,8 @@ def check_group(group: dict[str, Any], index: int, may_skip_freezing: bool) -> N
         )
     if group.get("max_grad_norm"):
         raise CommArgumentError(
-            f"{where}.max_grad_norm: got {group['max_grad_norm']!r}, expected 0: the optimizer does not clip; with dsx set "
+            f"{where}.max_grad_norm: got {group['max_grad_norm']!r}, expected 0: the optimizer does not "
+            "clip; with dsx set "
             "gradient_clipping in the configuration, in a plain loop clip each rank's gradients before step()"
         )
     if group.get("non_freeze") and not may_skip_freezing:
@@ -102,7 +104,8 @@ def check_freezing(freeze_step: Any, window: Any) -> None:
     """
     if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 1:
         raise CommArgumentError(
-            f"freeze_step: got {freeze_step!r}, expected a whole number of at least 1 (the variance needs a step to come from)"
+            f"freeze_step: got {freeze_step!r}, expected a whole number of at least 1 (the variance needs "
+            "a step to come from)"
         )
     if isinstance(window, bool) or not isinstance(window, int) or not 0 <= window <= freeze_step:
         raise CommArgumentError(
@@ -118,7 +121,8 @@ def check_backend(name: str | None, cuda_aware: bool) -> None:
     """
     if name is not None and name not in BACKENDS:
         raise CommArgumentError(
-            f"comm_backend_name: got {name!r}, expected one of {', '.join(BACKENDS)} (or None); the optimizer communicates over "
+            f"comm_backend_name: got {name!r}, expected one of {', '.join(BACKENDS)} (or None); the "
+            "optimizer communicates over "
             "its process group's backend, whatever this says"
         )
     if cuda_aware:

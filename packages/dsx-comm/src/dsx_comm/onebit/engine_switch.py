@@ -1,7 +1,9 @@
-"""The engine of the constructors' second argument, `deepspeed`: one that reduces gradients during backward unless its flag says no.
+"""The engine of the constructors' second argument, `deepspeed`: one that reduces gradients during backward unless its
+flag says no.
 
-Such an engine has an attribute `enable_backward_allreduce` (and, where it runs pipelines, `pipeline_enable_backward_allreduce`). The
-optimizer sets both before each backward: true where the coming step wants the mean gradient, false where it wants this rank's own.
+Such an engine has an attribute `enable_backward_allreduce` (and, where it runs pipelines,
+`pipeline_enable_backward_allreduce`). The optimizer sets both before each backward: true where the coming step wants
+the mean gradient, false where it wants this rank's own.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ class EngineSwitch:
     def __init__(self, engine: Any) -> None:
         if isinstance(engine, (int, float, torch.Tensor)):
             raise CommArgumentError(
-                f"deepspeed: got {engine!r} as the second positional argument, expected an engine or None; pass lr by name: lr={engine!r}"
+                f"deepspeed: got {engine!r} as the second positional argument, expected an engine or None; "
+                f"pass lr by name: lr={engine!r}"
             )
         if not hasattr(engine, FLAG):
             raise CommArgumentError(
-                f"deepspeed: got {type(engine).__name__}, expected an engine with the attribute {FLAG}; leave it out where gradients "
+                f"deepspeed: got {type(engine).__name__}, expected an engine with the attribute {FLAG}; "
+                "leave it out where gradients "
                 "stay local, and with dsx.initialize, which connects the optimizer itself"
             )
         self._flags = [name for name in (FLAG, PIPELINE_FLAG) if hasattr(engine, name)]

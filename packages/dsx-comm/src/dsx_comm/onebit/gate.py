@@ -1,14 +1,14 @@
 """The benefit gate: does compression save time on this link, with these parameters?
 
-With `compression="auto"` every rank measures, at the first step, the link (the latency and the rate of an all-reduce) and the codec
-(seconds per element to compress and decompress). From these follow two estimates:
+With `compression="auto"` every rank measures, at the first step, the link (the latency and the rate of an all-reduce)
+and the codec (seconds per element to compress and decompress). From these follow two estimates:
 
     exact       a + bytes / r                     a: latency, r: bytes per second of all-reduces
     compressed  2 a + bytes' / r + c elements     c: codec's seconds per element, over worker, server and result
 
-Compression is off where the second is not below the first; the ranks agree on the slowest rank's numbers. With "on" and "off" the
-answer is known, so nothing is measured. The exact time does not count what an engine hides behind backward: where it hides
-everything, compression saves nothing.
+Compression is off where the second is not below the first; the ranks agree on the slowest rank's numbers. With "on" and
+"off" the answer is known, so nothing is measured. The exact time does not count what an engine hides behind backward:
+where it hides everything, compression saves nothing.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Estimate:
     def __str__(self) -> str:
         return (
             f"exact {self.exact_bytes / 1e6:.3g} MB in {self.exact_seconds * 1e3:.3g} ms, "
-            f"compressed {self.compressed_bytes / 1e6:.3g} MB in {self.compressed_seconds * 1e3:.3g} ms per averaging and rank"
+            f"compressed {self.compressed_bytes / 1e6:.3g} MB in {self.compressed_seconds * 1e3:.3g} ms "
+            "per averaging and rank"
         )
 
 
@@ -174,7 +175,9 @@ def _wait(device: torch.device) -> None:
 
 
 class Gate:
-    """Whether a compressed optimizer compresses. "auto" is decided once, at its first step; until then it counts as on."""
+    """Whether a compressed optimizer compresses. "auto" is decided once, at its first step; until then it counts as
+    on.
+    """
 
     def __init__(self, wish: Compression) -> None:
         self.wish = wish

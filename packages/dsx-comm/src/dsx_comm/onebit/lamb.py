@@ -1,11 +1,12 @@
-"""1-bit LAMB (arXiv:2104.06069): LAMB until the variance is stable, then one-bit momenta with adapted layer coefficients.
+"""1-bit LAMB (arXiv:2104.06069): LAMB until the variance is stable, then one-bit momenta with adapted layer
+coefficients.
 
-Warm-up, per tensor: u = m / (sqrt(v) + eps) + weight_decay p, coefficient c = clip(||p|| / ||u||, min_coeff, max_coeff) (1 where
-a norm is 0), p = p - lr c u, and a running mean of those c that are not 1.
+Warm-up, per tensor: u = m / (sqrt(v) + eps) + weight_decay p, coefficient c = clip(||p|| / ||u||, min_coeff, max_coeff)
+(1 where a norm is 0), p = p - lr c u, and a running mean of those c that are not 1.
 
 Afterwards m is averaged in one bit, all tensors in one message of one scale; so that the scale fits all, each tensor is
-multiplied by (mean over tensors of rms(m)) / rms(m), taken at the freeze. The coefficient is the running mean times a factor
-that follows how far the true variance has moved from the frozen one: from the averaged momenta the gradient is
+multiplied by (mean over tensors of rms(m)) / rms(m), taken at the freeze. The coefficient is the running mean times a
+factor that follows how far the true variance has moved from the frozen one: from the averaged momenta the gradient is
 reconstructed, g = (m_new - b1 m_old) / (1 - b1), a fresh variance goes on with it, and
 
     factor = max over elements of (sqrt(v_frozen) + eps) / (sqrt(v_fresh) + eps)
@@ -27,7 +28,8 @@ from .schedule import StepKind
 
 
 class OneBitLamb(FreezingOptimizer):
-    """See the module's text; config name `OneBitLamb`, other name `OnebitLamb`. Arguments that are not listed: as in `OneBitAdam`.
+    """See the module's text; config name `OneBitLamb`, other name `OnebitLamb`. Arguments that are not listed: as in
+    `OneBitAdam`.
 
     Args:
         bias_correction: multiply lr by sqrt(1 - b2^s) / (1 - b1^t), as LAMB implementations do.
@@ -70,15 +72,15 @@ class OneBitLamb(FreezingOptimizer):
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
-            "bias_correction": bias_correction, "max_grad_norm": max_grad_norm, "amsgrad": amsgrad, "exp_avg_mask": None,
-            "max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta, "factor_max": factor_max,
-            "factor_min": factor_min, "factor_threshold": factor_threshold,
+            "bias_correction": bias_correction, "max_grad_norm": max_grad_norm, "amsgrad": amsgrad,
+            "exp_avg_mask": None, "max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta,
+            "factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold,
         }  # fmt: skip
         self._coefficients: list[float] = []
         super().__init__(
             params, defaults, freeze_step, variance_window, process_group=process_group, compression=compression,
-            gradient_dtype=gradient_dtype, scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name,
-            cuda_aware=cuda_aware, deepspeed=deepspeed,
+            gradient_dtype=gradient_dtype, scale=scale, variance_floor=variance_floor,
+            comm_backend_name=comm_backend_name, cuda_aware=cuda_aware, deepspeed=deepspeed,
         )  # fmt: skip
 
     def get_lamb_coeffs(self) -> list[float]:

@@ -36,4 +36,7 @@ class StepTraffic:
 
     def __str__(self) -> str:
         gain = "" if self.gain_seconds is None else f", estimated gain {self.gain_seconds * 1e3:.2f} ms"
-        return f"step {self.step} ({self.kind.value}): sent {self.sent:.0f} B, uncompressed {self.uncompressed:.0f} B{gain}"
+        return (
+            f"step {self.step} ({self.kind.value}): sent {self.sent:.0f} B, uncompressed "
+            f"{self.uncompressed:.0f} B{gain}"
+        )

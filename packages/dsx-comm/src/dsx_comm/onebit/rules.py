@@ -1,7 +1,7 @@
 """What the optimizers that average in one bit ask of their surroundings: the one place that decides it.
 
-A configuration names an optimizer and is judged before anything is built; an engine is given an optimizer object. Both ask here,
-so that they refuse the same things for the same reasons:
+A configuration names an optimizer and is judged before anything is built; an engine is given an optimizer object. Both
+ask here, so that they refuse the same things for the same reasons:
 
     ZeRO stages above 0   refused: whole momenta are averaged, and a rank would hold slices
     sums of gradients     refused: momenta are averaged, and a mean cannot be undone afterwards
@@ -75,7 +75,8 @@ def conflicts(name: str, *, zero_stage: int, gradient_allreduce_op: str) -> Iter
             "zero_optimization.stage",
             str(zero_stage),
             "0",
-            f"{name} does not work with ZeRO: it averages whole momenta over the ranks in one bit, and a rank would hold slices",
+            f"{name} does not work with ZeRO: it averages whole momenta over the ranks in one bit, and a "
+            "rank would hold slices",
             'set "stage" to 0, or use Adam or Lamb',
         )
     if gradient_allreduce_op != "mean":
@@ -91,6 +92,7 @@ def conflicts(name: str, *, zero_stage: int, gradient_allreduce_op: str) -> Iter
 def clipping_note(name: str, max_norm: float) -> str:
     """One line that says what clipping gradients to `max_norm` means with an optimizer that averages by itself."""
     return (
-        f"gradient_clipping {max_norm:g} with {name}: exact steps are clipped by the norm of the mean gradient; in all other steps no rank "
+        f"gradient_clipping {max_norm:g} with {name}: exact steps are clipped by the norm of the mean "
+        "gradient; in all other steps no rank "
         "knows that norm, and each rank clips its own gradient by its own norm"
     )

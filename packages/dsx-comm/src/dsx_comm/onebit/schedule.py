@@ -5,13 +5,13 @@
     LOCAL     nothing is sent; every rank goes on by itself (0/1 Adam)
     SYNC      what the local steps have added up is averaged in one bit (0/1 Adam)
 
-0/1 Adam (arXiv:2202.06009) has two intervals that grow. While the variance moves (steps up to `var_freeze_step`), step t is
-EXACT if `var_interval` divides t, and the interval doubles after every `var_update_scaler` of those; other steps are
-ONE_BIT. Afterwards step t is SYNC if `local_interval` divides t, else LOCAL, and that interval doubles every
+0/1 Adam (arXiv:2202.06009) has two intervals that grow. While the variance moves (steps up to `var_freeze_step`), step
+t is EXACT if `var_interval` divides t, and the interval doubles after every `var_update_scaler` of those; other steps
+are ONE_BIT. Afterwards step t is SYNC if `local_interval` divides t, else LOCAL, and that interval doubles every
 `local_step_scaler` steps up to `local_step_clipper`. Steps count from 1.
 
-A variance that is frozen keeps what noise it had: b2 = 0.95 averages some 20 squared gradients, and elements that happened to be small make large
-steps for ever. `VarianceWindow` lets the last exact steps be averaged evenly instead.
+A variance that is frozen keeps what noise it had: b2 = 0.95 averages some 20 squared gradients, and elements that
+happened to be small make large steps for ever. `VarianceWindow` lets the last exact steps be averaged evenly instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class StepKind(enum.Enum):
 
 @dataclass(frozen=True)
 class VarianceWindow:
-    """In the k-th of the last `length` steps up to step `end`, v moves with max(b2, 1 - 1/k): it comes to be a plain mean.
+    """In the k-th of the last `length` steps up to step `end`, v moves with max(b2, 1 - 1/k): it comes to be a plain
+    mean.
 
     Without length every step has b2.
     """

@@ -1,9 +1,9 @@
 """How many bits per parameter a schedule sends, in closed form: what the byte counters must show.
 
-A step that averages in full precision sends as many bits as the gradient's dtype has, each way; a step in one bit sends one.
-So 1-bit Adam over T steps, a share w of them warm-up, sends w b + (1 - w) bits per parameter and step: 1 / (w + (1 - w) / b)
-times less than b-bit Adam. 0/1 Adam follows from counting its rounds. Both leave out the scales (4 bytes per run and
-message) and the padding of chunks; `OneBitLayout.sent_bytes` has them.
+A step that averages in full precision sends as many bits as the gradient's dtype has, each way; a step in one bit sends
+one. So 1-bit Adam over T steps, a share w of them warm-up, sends w b + (1 - w) bits per parameter and step: 1 / (w + (1
+- w) / b) times less than b-bit Adam. 0/1 Adam follows from counting its rounds. Both leave out the scales (4 bytes per
+run and message) and the padding of chunks; `OneBitLayout.sent_bytes` has them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """0/1 Adam (arXiv:2202.06009): fewer variance updates, one-bit rounds between them, and steps that send nothing.
 
-While the variance moves, an EXACT step moves both moments with the exact mean gradient; between those, ONE_BIT steps move
-m alone with the mean gradient in one bit. Afterwards ranks take LOCAL steps with their own momenta and add them up:
+While the variance moves, an EXACT step moves both moments with the exact mean gradient; between those, ONE_BIT steps
+move m alone with the mean gradient in one bit. Afterwards ranks take LOCAL steps with their own momenta and add them
+up:
 
     step = m / D + weight_decay p;  p = p - lr step;  u = u - lr step,  D = sqrt(v) + eps
 
 and at SYNC the sum is averaged in one bit in momentum's units and applied to where the window of local steps began:
-u = compressed mean(u D); m = -u / (sum of lr); p = p_begin + u / D; u = 0. When it happens is `schedule.py`. p_begin is kept
-(4 bytes per parameter), not computed back, so that parameters are the same bits on all ranks after every SYNC. Between
-two SYNCs they differ: `synchronize()` ends the window early, for evaluation or saving.
+u = compressed mean(u D); m = -u / (sum of lr); p = p_begin + u / D; u = 0. When it happens is `schedule.py`. p_begin is
+kept (4 bytes per parameter), not computed back, so that parameters are the same bits on all ranks after every SYNC.
+Between two SYNCs they differ: `synchronize()` ends the window early, for evaluation or saving.
 
 Upstream skips momentum on one rank and drops intervals and errors on load; here one rank does the same steps with exact
 means, and everything is saved. Left out: clipping and ZeRO stages, as in 1-bit Adam.
@@ -67,13 +68,15 @@ class ZeroOneAdam(CompressedOptimizer):
         self.policy = ZeroOnePolicy(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay,
-            "bias_correction": bias_correction, "max_grad_norm": max_grad_norm, "amsgrad": amsgrad, "exp_avg_mask": None,
+            "bias_correction": bias_correction, "max_grad_norm": max_grad_norm, "amsgrad": amsgrad,
+            "exp_avg_mask": None,
         }  # fmt: skip
         self._begin: dict[int, torch.Tensor] = {}  # parameters where the running window began
         self._in_window = False
         super().__init__(
             params, defaults, process_group=process_group, compression=compression, gradient_dtype=gradient_dtype,
-            scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name, cuda_aware=cuda_aware, deepspeed=deepspeed,
+            scale=scale, variance_floor=variance_floor, comm_backend_name=comm_backend_name, cuda_aware=cuda_aware,
+            deepspeed=deepspeed,
         )  # fmt: skip
 
     def state_template(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -200,7 +203,8 @@ class ZeroOneAdam(CompressedOptimizer):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """End the running window of local steps now, so that parameters and moments are the same on all ranks (collective).
+        """End the running window of local steps now, so that parameters and moments are the same on all ranks
+        (collective).
 
         Nothing happens right after a SYNC and while the variance still moves.
         """

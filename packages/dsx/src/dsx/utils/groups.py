@@ -1,4 +1,5 @@
-"""Process groups by the names that `deepspeed.utils.groups` has for them: `dsx_comm.parallel_groups`, with and without the underscore.
+"""Process groups by the names that `deepspeed.utils.groups` has for them: `dsx_comm.parallel_groups`, with and without
+the underscore.
 
 There is one identity of every function: this module only passes names on.
 """
