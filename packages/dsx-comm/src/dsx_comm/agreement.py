@@ -1,13 +1,13 @@
 """Do all ranks call the same collective? Checked on the first calls of each group, before data moves.
 
-Every rank describes its call in a line (operation, size, dtype, operator, root). The first to come leaves its line in the
-job's store; the others compare theirs with it, and the last to come says whether all were alike. So a call costs each rank
-four short requests, however many ranks there are, which is done for the first `CHECKED` calls of a group, in which a
-program shows what it does, and not for sends and receives. Only where lines differ do the ranks read each other's.
-Groups of the "dsx" backend need none of this: they compare within every call, at no cost.
+Every rank describes its call in a line (operation, size, dtype, operator, root). The first to come leaves its line in
+the job's store; the others compare theirs with it, and the last to come says whether all were alike. So a call costs
+each rank four short requests, however many ranks there are, which is done for the first `CHECKED` calls of a group, in
+which a program shows what it does, and not for sends and receives. Only where lines differ do the ranks read each
+other's. Groups of the "dsx" backend need none of this: they compare within every call, at no cost.
 
-A rank that does not come within `PATIENCE` seconds ends the check of that call, not the call: two groups used in different
-order on two ranks are legal, and a missing rank is the hang explainer's business.
+A rank that does not come within `PATIENCE` seconds ends the check of that call, not the call: two groups used in
+different order on two ranks are legal, and a missing rank is the hang explainer's business.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ AGREEMENT = Agreement()
 
 
 def _store(prefix: str) -> Any:
-    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _post(store: Any, mine: str, ranks: int) -> None:

@@ -1,10 +1,10 @@
 """`SymmetricArena`: symmetric memory for tensors that come and go.
 
-Making symmetric memory is collective, so a tensor that one rank needs now cannot have memory of its own made for it. But in a collective
-the ranks' tensors may lie at different offsets of one memory. So the ranks make one memory together, and each takes from its part
-what it needs, when it needs it, without asking anybody. It is address space: pages exist from the first write to them until
-`trim`, and are used again before others are touched. Where the group's ranks share no memory, and where the arena is full, a tensor
-is an ordinary one and collectives work as always.
+Making symmetric memory is collective, so a tensor that one rank needs now cannot have memory of its own made for it.
+But in a collective the ranks' tensors may lie at different offsets of one memory. So the ranks make one memory
+together, and each takes from its part what it needs, when it needs it, without asking anybody. It is address space:
+pages exist from the first write to them until `trim`, and are used again before others are touched. Where the group's
+ranks share no memory, and where the arena is full, a tensor is an ordinary one and collectives work as always.
 
 Left out: device memory (`empty` has torch's), and finding out by itself that nobody uses a tensor any more.
 """
@@ -32,7 +32,9 @@ _log = logging.getLogger(__name__)
 
 
 class Ranges:
-    """Ranges of [0, size): taken first fit, so that few pages are touched, and merged with their neighbours when given back."""
+    """Ranges of [0, size): taken first fit, so that few pages are touched, and merged with their neighbours when given
+    back.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -66,7 +68,8 @@ class Ranges:
 
 
 class SymmetricArena:
-    """`nbytes` bytes of symmetric memory on every rank of `group` (None: the default group) to take host tensors from. Collective.
+    """`nbytes` bytes of symmetric memory on every rank of `group` (None: the default group) to take host tensors from.
+    Collective.
 
     Args:
         nbytes: the same on every rank. Address space, of which each tensor takes whole pages (`space`).
@@ -98,7 +101,8 @@ class SymmetricArena:
         return -(-nbytes // _PAGE) * _PAGE
 
     def take(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """An uninitialised tensor of `size` (as for torch.empty), with a storage of its own; ordinary where there is no room. Not collective.
+        """An uninitialised tensor of `size` (as for torch.empty), with a storage of its own; ordinary where there is no
+        room. Not collective.
 
         Raises CommArgumentError for a negative size.
         """
@@ -113,9 +117,11 @@ class SymmetricArena:
         return torch.frombuffer(self._mapping, dtype=dtype, offset=self._begin + begin, count=numel).view(shape)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Hand back a tensor that `take` gave; nobody may use it any more, collectives on it have ended. One that had no room is just dropped.
+        """Hand back a tensor that `take` gave; nobody may use it any more, collectives on it have ended. One that had
+        no room is just dropped.
 
-        Raises CommArgumentError if it is part of the arena but none that is taken begins there: given back before, or a view.
+        Raises CommArgumentError if it is part of the arena but none that is taken begins there: given back before, or a
+        view.
         """
         at = tensor.data_ptr() - self._base
         if not tensor.numel() or not 0 <= at < self._size:
@@ -124,7 +130,8 @@ class SymmetricArena:
             self._ranges.give(at)
         except KeyError:
             raise CommArgumentError(
-                f"got a tensor at byte {at} of the arena, where none that is taken begins; give each tensor of take() back once"
+                f"got a tensor at byte {at} of the arena, where none that is taken begins; "
+                "give each tensor of take() back once"
             ) from None
 
     def trim(self, *, keep: int = 0) -> None:

@@ -3,12 +3,12 @@
     dsx bench comm --ranks 2 --sizes 1K,64K,1M,64M --backends dsx,gloo --plot comm.svg
     torchrun --nproc-per-node 4 -m dsx_comm.benchmark     # on ranks that somebody else starts
 
-All backends run in the same processes, one call of each in turn, so that a disturbance meets all; medians are shown. `--calls`
-times several calls on end and divides, as OSU's and NCCL's benchmarks do: a single call of microseconds is mostly how far
-apart the ranks begin it. Ratios are against the first backend. `floor` is what the memory allows: the bytes that the
-operation must read and write, at the rate of an in-place pass over a tensor of that size, run by all ranks in the same turn
-(from 1 MiB on). Bandwidths have the usual definitions (algbw = size / time; busbw = algbw x 2(N-1)/N for all-reduce, (N-1)/N
-for gathers and scatters). `benchmark_plot.py` draws the picture.
+All backends run in the same processes, one call of each in turn, so that a disturbance meets all; medians are shown.
+`--calls` times several calls on end and divides, as OSU's and NCCL's benchmarks do: a single call of microseconds is
+mostly how far apart the ranks begin it. Ratios are against the first backend. `floor` is what the memory allows: the
+bytes that the operation must read and write, at the rate of an in-place pass over a tensor of that size, run by all
+ranks in the same turn (from 1 MiB on). Bandwidths have the usual definitions (algbw = size / time; busbw = algbw x
+2(N-1)/N for all-reduce, (N-1)/N for gathers and scatters). `benchmark_plot.py` draws the picture.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def parse_size(text: str) -> int:
 
 
 def floor_bytes(op: str, nbytes: int, ranks: int) -> float:
-    """Bytes a rank has to read and write for an operation whose larger side has `nbytes`; 0 where the floor is a signal."""
+    """Bytes a rank has to read and write for an operation whose larger side has `nbytes`; 0 where the floor is a
+    signal.
+    """
     share = nbytes / ranks
     return {
         "all_reduce": 2.0 * nbytes,
@@ -255,7 +257,8 @@ def _started_here(options: argparse.Namespace) -> list[Row]:
 
     with tempfile.TemporaryDirectory(prefix="dsx-bench-") as folder:
         out = os.path.join(folder, "rows.json")
-        mp.spawn(_worker, (options, os.path.join(folder, "store"), out), options.ranks)  # pyright: ignore[reportPrivateImportUsage]
+        arguments = (options, os.path.join(folder, "store"), out)
+        mp.spawn(_worker, arguments, options.ranks)  # pyright: ignore[reportPrivateImportUsage]
         with open(out) as f:
             return [Row(**r) for r in json.load(f)]
 

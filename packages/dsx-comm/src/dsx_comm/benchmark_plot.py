@@ -171,7 +171,7 @@ class Panel:
 
 
 def has_floor(row: Row) -> bool:
-    """Whether the floor says something: small messages never leave the caches, and the pass that measures it is a call, too."""
+    """Whether the floor says something: small messages never leave the caches."""
     return row.floor > 0 and row.nbytes >= 1 << 20
 
 

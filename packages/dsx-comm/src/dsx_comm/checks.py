@@ -26,7 +26,8 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 
 def reduce_kind(op: Any, tensor: torch.Tensor, name: str) -> Any:
-    """The plain kind of a reduction operator, always the same object (a `ReduceOp` compares unequal to the enum it holds).
+    """The plain kind of a reduction operator, always the same object (a `ReduceOp` compares unequal to the enum it
+    holds).
 
     Raises CommArgumentError where the operator has no meaning for the dtype.
     """
@@ -68,7 +69,8 @@ def tensor_of(value: Any, name: str, what: str = "tensor") -> torch.Tensor:
         raise CommArgumentError(f"{name}: {what}: got {type(value).__name__}, expected a tensor")
     if value.layout != torch.strided:
         raise CommArgumentError(
-            f"{name}: {what}: got layout {value.layout}, expected a dense tensor (.to_dense()); sparse_allreduce takes sparse ones"
+            f"{name}: {what}: got layout {value.layout}, expected a dense tensor (.to_dense()); sparse_allreduce takes "
+            "sparse ones"
         )
     return value
 
@@ -104,7 +106,8 @@ def not_overlapping(output: torch.Tensor, source: torch.Tensor, rank: int, name:
     own = begin + rank * length
     if at != own and at < begin + nbytes(output) and begin < at + length:
         raise CommArgumentError(
-            f"{name}: input overlaps output at byte {at - begin}; in place it must be this rank's part, byte {own - begin}"
+            f"{name}: input overlaps output at byte {at - begin}; in place it must be this rank's part, byte "
+            f"{own - begin}"
         )
 
 
@@ -129,7 +132,10 @@ def tensor_list(
 def root(
     given: int | None, in_group: int | None, to: Membership, name: str, what: str, default: int | None = None
 ) -> tuple[int, int]:
-    """(global rank, the group's rank) of a source or destination, given as one or the other; `default`: a global rank, if neither is."""
+    """(global rank, the group's rank) of a source or destination that is given as one or the other.
+
+    `default` is a global rank, for where neither is given.
+    """
     if given is not None and in_group is not None:
         raise CommArgumentError(f"{name}: got {what}={given} and group_{what}={in_group}, expected one of them")
     if in_group is not None:

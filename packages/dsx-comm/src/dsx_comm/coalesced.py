@@ -128,7 +128,9 @@ def _pairwise(
     async_op: bool,
     labels: Any,
 ) -> Any:
-    """Check all pairs (`start` does it for one, and says how to issue it), then issue all; `shares` are the smaller sides."""
+    """Check all pairs (`start` does it for one, and says how to issue it), then issue all; `shares` are the smaller
+    sides.
+    """
     _pairs(outputs, inputs, name, names)
     starts = []
     for output, source in zip(outputs, inputs):

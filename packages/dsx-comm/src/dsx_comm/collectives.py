@@ -1,8 +1,8 @@
 """Collectives on tensors, with the names and arguments of torch.distributed.
 
 What is added: AVG on every backend, clear errors before anything is sent, byte counting, the communication log
-(`prof`, `log_name`, `debug`), and on gloo host tensors the composed algorithms of `composed.py` (any dtype, sums in rank
-order). `async_op=True` returns a handle with `wait()` and `is_completed()`; otherwise the functions return None.
+(`prof`, `log_name`, `debug`), and on gloo host tensors the composed algorithms of `composed.py` (any dtype, sums in
+rank order). `async_op=True` returns a handle with `wait()` and `is_completed()`; otherwise the functions return None.
 `src` and `dst` are global ranks, `group_src` and `group_dst` the group's, as in torch.
 """
 
@@ -344,7 +344,9 @@ def gather(
     group_dst: int | None = None,
     **labels: Unpack[Labels],
 ) -> Any:
-    """On global rank `dst` (default 0): gather_list[p] = rank p's `tensor`. Elsewhere `gather_list` must be None or empty."""
+    """On global rank `dst` (default 0): gather_list[p] = rank p's `tensor`. Elsewhere `gather_list` must be None or
+    empty.
+    """
     to = member(group)
     dst, target = root(dst, group_dst, to, "gather", "dst", 0)
     at_target = to.rank == target

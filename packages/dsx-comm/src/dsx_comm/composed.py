@@ -1,13 +1,13 @@
 """Collectives on host tensors composed of gloo sends and receives.
 
-gloo's own reduce-scatter and all-gather of large tensors are two to three times slower than a plain exchange of the same
-bytes. Here every rank sends each peer what it needs, directly: N-1 messages, the volume of the ring algorithms. Sums are
-taken in rank order, so all ranks get identical bits, whatever arrived first; 16-bit floats are added up in float32 and
-rounded once. Data travels as bytes, so every dtype of torch can be moved, also those gloo does not know.
+gloo's own reduce-scatter and all-gather of large tensors are two to three times slower than a plain exchange of the
+same bytes. Here every rank sends each peer what it needs, directly: N-1 messages, the volume of the ring algorithms.
+Sums are taken in rank order, so all ranks get identical bits, whatever arrived first; 16-bit floats are added up in
+float32 and rounded once. Data travels as bytes, so every dtype of torch can be moved, also those gloo does not know.
 
-Many operations may be outstanding: gloo matches messages of one pair of ranks and one tag in the order of issue, and each
-kind of operation has a tag of its own, far from what users take. Small messages take one call of gloo instead of many
-(an all-to-all of the parts, gloo's all-gather): its latency is lower, the result the same bits.
+Many operations may be outstanding: gloo matches messages of one pair of ranks and one tag in the order of issue, and
+each kind of operation has a tag of its own, far from what users take. Small messages take one call of gloo instead of
+many (an all-to-all of the parts, gloo's all-gather): its latency is lower, the result the same bits.
 
 Not here: algorithms for many ranks (beyond `DIRECT_RANKS` small messages are left to gloo), CUDA tensors.
 """
@@ -94,7 +94,10 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, to: Membership) -> Ha
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, op: Any, to: Membership) -> Handle:
-    """output (s elements) = op over ranks of their source (N s elements), part `rank`; output may be a part of source."""
+    """output (s elements) = op over ranks of their source (N s elements), part `rank`.
+
+    `output` may be a part of `source`.
+    """
     if output.numel() * output.element_size() <= SMALL_BYTES:
         return _small_reduce_scatter(output, source, op, to)
     parts = list(source.view(to.size, -1).unbind(0))

@@ -4,8 +4,8 @@ A backend that loses a connection says "Connection closed by peer", and neither 
 it. A rank whose process ends with an exception, or that destroys its process group while one is on its way, leaves one
 line in the job's store first. Whoever then fails in a call looks there.
 
-Left out: ranks that are killed (nothing of them runs any more; groups of the "dsx" backend name those by themselves), and
-ranks that end in good order.
+Left out: ranks that are killed (nothing of them runs any more; groups of the "dsx" backend name those by themselves),
+and ranks that end in good order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Asynchronous calls whose handle was dropped without a wait: what waits for them in place of the caller.
 
-Such a call is legal, and common for sends. Somebody has to hold its memory until it is done, and then let go of it; some
-calls end only if a thread waits for them. So a handle that nobody holds any more goes into a queue (from its finaliser),
-and a thread looks at the queue until its calls are done.
+Such a call is legal, and common for sends. Somebody has to hold its memory until it is done, and then let go of it;
+some calls end only if a thread waits for them. So a handle that nobody holds any more goes into a queue (from its
+finaliser), and a thread looks at the queue until its calls are done.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Droppable(Protocol):
     """A handle as it is needed here.
 
     Attributes:
-        pollable: whether asking it costs nothing; else a thread of its own waits inside (gloo's sends and receives), and
-            one is asked at a time.
+        pollable: whether asking it costs nothing; else a thread of its own waits inside (gloo's sends and receives),
+            and one is asked at a time.
     """
 
     pollable: bool
@@ -49,7 +49,7 @@ class Dropped:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Have the thread run. Called when a handle is handed out, not in `take`: a finaliser must not start threads."""
+        """Have the thread run. Called when a handle is handed out: a finaliser must not start threads."""
         if self._thread is None:
             with self._lock:
                 if self._thread is None:

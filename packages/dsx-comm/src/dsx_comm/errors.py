@@ -30,7 +30,9 @@ class CollectiveTimeoutError(CommError):
 
 
 class MismatchError(CommError):
-    """Ranks called different collectives, or the same with different sizes, dtypes or operators; the message names each."""
+    """Ranks called different collectives, or the same with different sizes, dtypes or operators; the message names
+    each.
+    """
 
 
 class CommAbortedError(CommError):

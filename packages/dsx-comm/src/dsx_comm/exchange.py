@@ -33,8 +33,8 @@ def all_to_all_single(
 ) -> Any:
     """Split `input` along dim 0, send piece p to rank p, and concatenate in `output` what came from rank 0, 1, ...
 
-    Without split sizes dim 0 must divide evenly. Pieces may be empty. Where `output` shares memory with `input`, what is
-    sent is copied first.
+    Without split sizes dim 0 must divide evenly. Pieces may be empty. Where `output` shares memory with `input`, what
+    is sent is copied first.
     """
     name = "all_to_all_single"
     to = member(group)
@@ -42,7 +42,8 @@ def all_to_all_single(
     contiguous(tensor_of(output, name, "output"), name, "output")
     if output.dtype != input.dtype or output.device != input.device:
         raise CommArgumentError(
-            f"{name}: output is {output.dtype} on {output.device}, input {input.dtype} on {input.device}; expected the same"
+            f"{name}: output is {output.dtype} on {output.device}, input {input.dtype} on {input.device}; expected the "
+            "same"
         )
     source = input.contiguous()
     if not to.shared:  # groups in shared memory see to it by themselves, and copy less
@@ -95,7 +96,7 @@ def all_to_all(
 
 
 def start_all_to_all(output: torch.Tensor, source: torch.Tensor, to: Membership) -> Any:
-    """Issue an all-to-all of equal pieces (both 1-D and contiguous) and return its handle; counts and checks nothing."""
+    """Issue an all-to-all of equal pieces (1-D and contiguous) and return its handle; counts and checks nothing."""
     if to.composes(source) or to.size == 1:
         pieces, places = (list(t.view(to.size, -1).unbind(0)) for t in (source, output))
         return _composed(places, pieces, to, "all_to_all")
@@ -112,7 +113,8 @@ def _split(tensor: torch.Tensor, sizes: Sequence[int] | None, count: int, name: 
         sizes = [rows // count] * count
     if len(sizes) != count or sum(sizes) != rows or min(sizes) < 0:
         raise CommArgumentError(
-            f"{name}: {what}_split_sizes: got {list(sizes)}, expected {count} sizes that add up to {rows} (rows of {what})"
+            f"{name}: {what}_split_sizes: got {list(sizes)}, expected {count} sizes that add up to {rows} (rows of "
+            f"{what})"
         )
     return list(tensor.split(list(sizes)))
 
@@ -156,8 +158,8 @@ def monitored_barrier(
 ) -> None:
     """A barrier whose failure names the missing ranks (the first, or all with `wait_all_ranks`), within `timeout`.
 
-    gloo and dsx have it; on other backends make a gloo group for it. On gloo, rank 0 of the group does the naming; on dsx
-    every rank does, and names all that are missing.
+    gloo and dsx have it; on other backends make a gloo group for it. On gloo, rank 0 of the group does the naming; on
+    dsx every rank does, and names all that are missing.
     """
     to = member(group)
     if to.shared:

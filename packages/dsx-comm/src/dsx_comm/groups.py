@@ -1,7 +1,7 @@
 """Groups and ranks: torch's process groups, with errors that say what is missing.
 
-`Membership` is what this process knows of a group: its size, this rank in it, which backend serves a device. It is worked
-out once per group and found again by every call. None means the default group.
+`Membership` is what this process knows of a group: its size, this rank in it, which backend serves a device. It is
+worked out once per group and found again by every call. None means the default group.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Known:
         self.parent = 0
 
     def forked(self) -> None:
-        """This is a child of the process: what it inherits are its parent's places in the groups, not places of its own."""
+        """This is a child of the process: the places in the groups that it inherits are its parent's."""
         self.members = WeakKeyDictionary()
         self.inherited = WeakSet(_WORLD.pg_map)
         self.parent = os.getppid()
@@ -112,8 +112,9 @@ def _resolve(group: Any) -> Membership:
         raise CommArgumentError(f"group: got {type(group).__name__}, expected a process group or None")
     if group in _KNOWN.inherited:
         raise CommError(
-            f"process {os.getpid()} was forked from process {_KNOWN.parent}, which is rank {dist.get_rank()}: it cannot take "
-            "that rank's place in a group. Communicate in the parent, or start processes with the method 'spawn'"
+            f"process {os.getpid()} was forked from process {_KNOWN.parent}, which is rank {dist.get_rank()}: it "
+            "cannot take that rank's place in a group. Communicate in the parent, or start processes with the method "
+            "'spawn'"
         )
     config = _WORLD.pg_backend_config.get(group)
     if config is None:

@@ -1,11 +1,13 @@
-"""The hang explainer: says which ranks are missing from a collective, and what every rank is doing instead. On by default.
+"""The hang explainer: says which ranks are missing from a collective, and what every rank is doing instead.
+
+It is on by default.
 
 Each rank notes which communication calls it has issued, per group, and where its threads wait (two dictionary writes a
-call). A thread looks every few seconds. When a call of this rank has waited longer than the limit, it raises an alarm in
-the job's store; every rank, also one that waits nowhere, answers with what it is doing: the call it is in or the last one
-it issued, its number in the group, the place in the code. From the answers each rank makes the same text; the lowest rank
-that answered prints it, and the waiting calls fail with it. On "dsx" groups they fail at once; on gloo when their wait
-ends, shortly after the limit.
+call). A thread looks every few seconds. When a call of this rank has waited longer than the limit, it raises an alarm
+in the job's store; every rank, also one that waits nowhere, answers with what it is doing: the call it is in or the
+last one it issued, its number in the group, the place in the code. From the answers each rank makes the same text; the
+lowest rank that answered prints it, and the waiting calls fail with it. On "dsx" groups they fail at once; on gloo when
+their wait ends, shortly after the limit.
 
 On a device the host does not wait, and must not be made to: torch blocks it for a wait with a timeout. There the thread
 looks at one unfinished call of each group at a time (`follow`). The report is printed; the call itself is left to the
@@ -31,10 +33,10 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from .departures import Departures
+from .device_works import completion
 from .errors import CommArgumentError, CommError, HangError, PeerLostError
 from .hang_report import explain, place_of
 from .meeting import fresh_prefix
@@ -142,7 +144,7 @@ class Watch:
         timeout: float | None = None,
         on_device: bool = False,
     ) -> Waiting:
-        """A call is issued by this thread and may wait. `timeout`: the call's time limit in seconds; None: its group's."""
+        """This thread issues a call and may wait. `timeout`: the call's time limit in seconds; None: its group's."""
         if self._thread is None:
             self.arm()
         log = self.log_of(group)
@@ -331,32 +333,6 @@ def _unfinished(state: _State) -> list[Waiting]:
             note.is_done = None
             del state.in_flight[name]
     return list(state.in_flight.values())
-
-
-def completion(works: Sequence[Any]) -> Callable[[], bool] | None:
-    """What tells whether the works of a device are done, from any thread; None if they cannot be asked.
-
-    NCCL's are asked through a future that its watchdog completes. Asking the work itself would query an event, which
-    breaks a CUDA graph that another thread is capturing, and would keep the call's output tensors in memory. For the same
-    reason a work that is being captured is not followed: it runs when the graph does.
-    """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return None
-    asked: list[Callable[[], bool]] = []
-    for work in works:
-        inner = getattr(work, "transfers", None)
-        if inner is not None:  # a handle of ours
-            ask = completion(inner)
-            if ask is not None:
-                asked.append(ask)
-            continue
-        try:
-            asked.append(work.get_future_result().done)
-        except (AttributeError, RuntimeError):  # another backend, or a torch before 2.6
-            if torch.cuda.is_available():
-                return None
-            asked.append(work.is_completed)
-    return (lambda: all(ask() for ask in asked)) if asked else None
 
 
 def _time_limit(group: Any) -> float:

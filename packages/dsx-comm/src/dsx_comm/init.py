@@ -42,13 +42,13 @@ def init_distributed(
     """Make the default process group unless there is one.
 
     Args:
-        dist_backend: "nccl", "gloo", "mpi", "cpu:gloo,cuda:nccl", ...; default: where CUDA is available nccl, with gloo beside
-            it for host tensors; else "dsx", shared memory, which is gloo where the ranks do not share a machine.
+        dist_backend: "nccl", "gloo", "mpi", "cpu:gloo,cuda:nccl", ...; default: where CUDA is available nccl, with gloo
+            beside it for host tensors; else "dsx", shared memory, which is gloo where the ranks do not share a machine.
         auto_mpi_discovery: look for Slurm, MPI, AzureML and SageMaker when torchrun's variables are not all set.
         distributed_port: port of rank 0 where nobody names one.
         verbose: log one line on rank 0.
-        timeout: of collectives, a timedelta or minutes; default: the variable DSX_TIMEOUT (minutes), else DEEPSPEED_TIMEOUT,
-            which job scripts have, else 10 minutes.
+        timeout: of collectives, a timedelta or minutes; default: the variable DSX_TIMEOUT (minutes), else
+            DEEPSPEED_TIMEOUT, which job scripts have, else 10 minutes.
         init_method: torch's URL ("tcp://...", "file://..."); then `rank` and `world_size` are needed.
         dist_init_required: False: do not make a group, fail if there is none.
         config: configuration whose `comms_logger` section switches the communication log (see `configure`).
@@ -114,8 +114,8 @@ def _check_backend(names: str) -> None:
     for name in (item.rpartition(":")[2].lower() for item in names.split(",")):
         if name not in known and name != "mpi":  # of that one torch is asked later
             raise CommError(
-                f"dist_backend: got {names!r}, but this torch has no {name}: expected one of {', '.join(sorted(known))}, or nothing "
-                "(then what the machine has is taken)"
+                f"dist_backend: got {names!r}, but this torch has no {name}: expected one of "
+                f"{', '.join(sorted(known))}, or nothing (then what the machine has is taken)"
             )
 
 

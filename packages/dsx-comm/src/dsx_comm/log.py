@@ -181,7 +181,8 @@ def configure(
     """Set up the communication log.
 
     Args:
-        config: a `CommsLoggerConfig`, a section as a dict, a whole configuration with a `comms_logger` key or attribute.
+        config: a `CommsLoggerConfig`, a section as a dict, a whole configuration with a `comms_logger` key or
+            attribute.
         deepspeed_config: the same under upstream's name.
         enabled, prof_all, prof_ops, verbose, debug: override single values. `enabled` means what it says.
 

@@ -65,7 +65,7 @@ def broadcast_object_list(
     group_src: int | None = None,
     **labels: Unpack[Labels],
 ) -> None:
-    """Replace the entries of `object_list` by those of global rank `src` (default 0); all lists have the same length."""
+    """Replace the entries of `object_list` by those of global rank `src` (default 0). All lists are of one length."""
     to = member(group)
     if not isinstance(object_list, list) or not object_list:
         raise CommArgumentError("broadcast_object_list: object_list: expected a list with at least one entry")

@@ -1,8 +1,8 @@
 """The all-reduce of sparse gradients: only the rows that have a gradient travel.
 
-A batch touches a few rows of a large embedding; with `torch.nn.Embedding(sparse=True)` its gradient is a sparse COO tensor of
-those. Each rank gathers the indices and values of all and adds up what has one index. With N ranks of at most k entries
-each, that sends (N-1) k (index + value) bytes instead of 2 (N-1)/N times the dense gradient.
+A batch touches a few rows of a large embedding; with `torch.nn.Embedding(sparse=True)` its gradient is a sparse COO
+tensor of those. Each rank gathers the indices and values of all and adds up what has one index. With N ranks of at most
+k entries each, that sends (N-1) k (index + value) bytes instead of 2 (N-1)/N times the dense gradient.
 
 Left out: asynchronous calls, compressed (CSR) layouts, other operators than SUM and AVG.
 """
@@ -32,8 +32,8 @@ def sparse_allreduce(
 ) -> torch.Tensor:
     """The sum or mean over the ranks of a sparse COO tensor: a new, coalesced one, with the same bits on all ranks.
 
-    Ranks may have different numbers of entries, also none. An entry that a rank has not counts as zero there. 16-bit floats
-    are added up in float32 and rounded once.
+    Ranks may have different numbers of entries, also none. An entry that a rank has not counts as zero there. 16-bit
+    floats are added up in float32 and rounded once.
 
     Args:
         tensor: sparse COO, of the same shape and dtype on all ranks; dimensions of dense values are fine (rows of an
@@ -93,7 +93,7 @@ def _counts(own: torch.Tensor, to: Membership) -> list[int]:
     if len({checksum for _, checksum in rows}) > 1:
         alike = [rank for rank, (_, checksum) in zip(to.ranks, rows) if checksum == rows[to.rank][1]]
         raise MismatchError(
-            f"{_NAME}: tensors differ between ranks: rank(s) {', '.join(map(str, alike))} have {form}, the others do not"
+            f"{_NAME}: tensors differ between ranks: rank(s) {', '.join(map(str, alike))} have {form}, others do not"
         )
     return [count for count, _ in rows]
 

@@ -11,6 +11,8 @@ from .groups import get_rank, get_world_size, is_initialized
 from .log import LOG, Entry
 
 _COLUMNS = "{:<28}{:>14}{:>8}{:>20}{:>18}{:>18}{:>18}"
+_HEADS = ("Comm. Op", "Message Size", "Count")
+_HEADS += ("Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)")
 _STRAGGLER = "{:>22}{:>22}"
 
 
@@ -91,8 +93,7 @@ def _stragglers(entries: dict[Any, Entry]) -> dict[str, dict[int, dict[str, Any]
 
 
 def _table(summary: dict[str, dict[int, dict[str, Any]]], stragglers: dict[str, Any] | None) -> str:
-    heads = ("Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)")  # fmt: skip
-    lines = [_COLUMNS.format(*heads)]
+    lines = [_COLUMNS.format(*_HEADS)]
     if stragglers is not None:
         lines[0] += _STRAGGLER.format("Total Comm Lat(ms)", "Total straggler(ms)")
     for name, sizes in summary.items():

@@ -2,8 +2,8 @@
 
 On groups of the "dsx" backend it lies in memory shared by the ranks: gathers read the peers' shards straight into their
 destination, reductions sum the peers' tensors where they lie. On CUDA it comes from torch's symmetric memory, where all
-ranks can have that: on one machine, with devices that reach each other's memory. Anywhere else it is an ordinary tensor,
-and everything works as without it.
+ranks can have that: on one machine, with devices that reach each other's memory. Anywhere else it is an ordinary
+tensor, and everything works as without it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ def empty(
 ) -> torch.Tensor:
     """An uninitialised tensor of `size`, the same on every rank of the group, in symmetric memory where there is some.
 
-    Collective: all ranks of the group call it, in the same order, with the same size. Views of the result stay symmetric. It
-    helps where all ranks pass views of one such tensor, at any offsets; otherwise the collective is as with ordinary memory. Do
-    not write to the tensor between issuing a collective on it and the end of its wait: other ranks read it meanwhile.
+    Collective: all ranks of the group call it, in the same order, with the same size. Views of the result stay
+    symmetric. It helps where all ranks pass views of one such tensor, at any offsets; otherwise the collective is as
+    with ordinary memory. Do not write to the tensor between issuing a collective on it and the end of its wait: other
+    ranks read it meanwhile.
 
     Args:
         size: as for torch.empty.
         dtype: default torch's default dtype.
         group: None for the default group.
-        device: of the tensor. Where the ranks' devices cannot share memory, all ranks get an ordinary tensor, and the log
-            says why (`is_symmetric` tells which it is).
+        device: of the tensor. Where the ranks' devices cannot share memory, all ranks get an ordinary tensor, and the
+            log says why (`is_symmetric` tells which it is).
 
     Raises:
         CommArgumentError: a negative size.
@@ -76,7 +77,9 @@ def shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def is_symmetric(tensor: torch.Tensor, group: Any = None) -> bool:
-    """True if `tensor` lies in memory from `empty` or a `SymmetricArena` that the ranks of the group share on this host."""
+    """True if `tensor` lies in memory from `empty` or a `SymmetricArena` that the ranks of the group share on this
+    host.
+    """
     to = member(group)
     if tensor.is_cpu:
         return isinstance(to.group, ShmProcessGroup) and to.group.memories.find(tensor)[0] >= 0

@@ -142,7 +142,8 @@ class Handle:
             notify(list(self.transfers), self._arrive)
 
     def _arrive(self) -> None:
-        # Not under self._lock: a thread inside wait() holds it until the backend's callbacks, of which this is one, are done.
+        # Not under self._lock: a thread inside wait() holds it until the backend's callbacks, of which this is one, are
+        # done.
         with self._callback_lock:
             self._has_arrived = True
             callbacks, self._callbacks = self._callbacks, []
@@ -298,7 +299,7 @@ class TwoPhase(Handle):
 
 
 class _Phases:
-    """What the queue holds of an operation of two phases: not its handle, so that it is noticed when that is dropped."""
+    """What the queue holds of an operation of two phases. It does not hold the handle: a dropped one is noticed."""
 
     def __init__(self, first: Handle, second: Callable[[], Handle]) -> None:
         self.first, self._second = first, second

@@ -1,7 +1,7 @@
 """What the compiled module reduces: torch's dtypes and operators as its codes.
 
-Complex numbers are added as pairs of floats; booleans are bytes with logical operators. What is not in the tables (8-bit
-floats, unsigned integers wider than a byte) is gathered and reduced by torch, in the same order.
+Complex numbers are added as pairs of floats; booleans are bytes with logical operators. What is not in the tables
+(8-bit floats, unsigned integers wider than a byte) is gathered and reduced by torch, in the same order.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _reduction(kind: Any, dtype: torch.dtype, factor: float) -> Reduction | None
     return Reduction(code, _BOOLEAN[op] if dtype == torch.bool else op, average, factor, elements)
 
 
-# a table filled on use: both keys are finite sets (the operator by its number: torch's own comparison takes a microsecond)
+# A table filled on use. Both keys are finite sets; the operator by its number, since torch compares slowly.
 _PLAIN: dict[tuple[int, torch.dtype], Reduction | None] = {}
 
 

@@ -1,4 +1,7 @@
-"""The gloo group that does what shared memory does not: everything where it cannot serve, else what the transport has no kernel for."""
+"""The gloo group that does what shared memory does not.
+
+Where shared memory cannot serve that is everything, else what the transport has no kernel for.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from ..meeting import fresh_prefix
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo group that meets in `store` (collective). gloo would take an earlier group's addresses for those of this one."""
+    """A gloo group that meets in `store` (collective). gloo would take an earlier group's addresses for those of this
+    one.
+    """
     gloo: Any = dist.ProcessGroupGloo
     return gloo(PrefixStore(fresh_prefix(store, "gloo", rank), store), rank, size, timeout=timeout)

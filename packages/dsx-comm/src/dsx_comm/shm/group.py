@@ -1,7 +1,7 @@
-"""A group of the shared-memory transport without its operations: who it is, how it ends, how a call is issued and kept track of.
+"""A group of the shared-memory transport without its operations: who it is, how it ends, how a call is issued.
 
-A Python class derived from torch's ProcessGroup, because a C++ backend would tie the package to one torch version. torch
-calls it from Python and (through its trampolines) from C++: DDP, functional collectives.
+A Python class derived from torch's ProcessGroup, because a C++ backend would tie the package to one torch version.
+torch calls it from Python and (through its trampolines) from C++: DDP, functional collectives.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ class ShmGroup(dist.ProcessGroup):
     # - ending
 
     def gone(self) -> list[int]:
-        """Global ranks, of this group and of the whole job where that shares memory, whose process has ended or that have left the group."""
+        """Global ranks, of this group and of the whole job where that shares memory, whose process has ended or that
+        have left the group.
+        """
         world = dist.group.WORLD
         groups = (self, world) if isinstance(world, ShmGroup) else (self,)
         return sorted({g._ranks[r] for g in groups if g._fd >= 0 for r in g._native.lost()})

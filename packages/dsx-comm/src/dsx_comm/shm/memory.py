@@ -1,8 +1,9 @@
 """Symmetric memory: tensors that every rank of the host can address.
 
 A gather of such a tensor reads the peers' shards straight into its destination, a reduce-scatter or all-reduce sums the
-peers' tensors where they lie. Making it is collective, and each call makes memory of its own (nothing is ever re-used, so the order in which ranks
-drop their tensors does not matter): take one large tensor and cut views from it, or an arena (`arena.py`).
+peers' tensors where they lie. Making it is collective, and each call makes memory of its own (nothing is ever re-used,
+so the order in which ranks drop their tensors does not matter): take one large tensor and cut views from it, or an
+arena (`arena.py`).
 """
 
 from __future__ import annotations
@@ -75,10 +76,11 @@ def allocate(group: Any, nbytes: int) -> torch.Tensor:
 
 
 def map_parts(group: Any, nbytes: int, *, populate: bool) -> tuple[mmap.mmap, int]:
-    """All ranks' parts of new symmetric memory and where this rank's begins: it is memory of the group for as long as the mapping lives.
+    """All ranks' parts of new symmetric memory and where this rank's begins: it is memory of the group for as long as
+    the mapping lives.
 
-    With `populate` its pages exist at once; otherwise they come with the first write, as those of ordinary memory do. Collective; raises as
-    `allocate`.
+    With `populate` its pages exist at once; otherwise they come with the first write, as those of ordinary memory do.
+    Collective; raises as `allocate`.
     """
     rank, size = group.rank(), group.size()
     stride = max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)

@@ -66,7 +66,7 @@ def reason() -> str:
 
 
 def native_status() -> dict[str, Any]:
-    """What is built and what runs: `native` (bool), `reason` (why not, else ""), `isa` in use, `isas` this CPU can run."""
+    """What is built and what runs: `native` (bool), `reason` (why not), `isa` in use, `isas` this CPU can run."""
     found = module()
     return {
         "native": found is not None,

@@ -1,10 +1,10 @@
 """The process group of the shared-memory transport: torch's method names over the compiled module.
 
-`group.py` has what a group is, `reductions.py` the operations that add up; here are those that move data, and torch's other names: method names
-changed in torch 2.13, both old and new ones are here.
+`group.py` has what a group is, `reductions.py` the operations that add up; here are those that move data, and torch's
+other names: method names changed in torch 2.13, both old and new ones are here.
 
-Tensors are host tensors of any dtype. Ones that are not contiguous travel through a packed copy. Sparse tensors go to an
-inner gloo group, made on first use. Tensors in symmetric memory (`memory.py`) are read where they lie.
+Tensors are host tensors of any dtype. Ones that are not contiguous travel through a packed copy. Sparse tensors go to
+an inner gloo group, made on first use. Tensors in symmetric memory (`memory.py`) are read where they lie.
 """
 
 from __future__ import annotations
@@ -201,4 +201,4 @@ class ShmProcessGroup(ShmReductions):
     _reduce_scatter_base = ShmReductions.reduce_scatter_single  # pyright: ignore[reportAssignmentType]
     alltoall_base = all_to_all_single  # pyright: ignore[reportAssignmentType]
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # pyright: ignore[reportAssignmentType]
-    reduce_scatter_tensor_coalesced = ShmReductions.reduce_scatter_single_coalesced  # pyright: ignore[reportAssignmentType]
+    reduce_scatter_tensor_coalesced: Any = ShmReductions.reduce_scatter_single_coalesced

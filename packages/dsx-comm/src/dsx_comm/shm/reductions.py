@@ -1,6 +1,7 @@
-"""The reductions of a group of the shared-memory transport: all_reduce, reduce, reduce_scatter and their coalesced forms.
+"""The reductions of a group of the shared-memory transport: all_reduce, reduce, reduce_scatter, several at once.
 
-Dtypes and operators that the compiled module adds up go to it; for the others everybody's data is gathered and torch reduces in rank order.
+Dtypes and operators that the compiled module adds up go to it; for the others everybody's data is gathered and torch
+reduces in rank order.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class ShmReductions(ShmGroup):
         counts = [p.numel() for p in parts]
         if len(parts) != self._size or counts[self._rank] != output.numel() or parts[0].dtype != output.dtype:
             raise CommArgumentError(
-                f"reduce_scatter: got {len(parts)} parts, mine of {counts[min(self._rank, len(parts) - 1)]} elements of "
-                f"{parts[0].dtype}; expected {self._size}, mine of {output.numel()} elements of {output.dtype}"
+                f"reduce_scatter: got {len(parts)} parts, mine of {counts[min(self._rank, len(parts) - 1)]} elements "
+                f"of {parts[0].dtype}; expected {self._size}, mine of {output.numel()} elements of {output.dtype}"
             )
         return self._scatter_sum(output, parts, pointers(parts), counts, NOWHERE, opts)
 
@@ -79,8 +80,8 @@ class ShmReductions(ShmGroup):
         count = output.numel()
         if source.numel() != count * self._size or source.dtype != output.dtype:
             raise CommArgumentError(
-                f"reduce_scatter: input has {source.numel()} elements of {source.dtype}, expected {self._size} (ranks) x {count} "
-                f"of {output.dtype}"
+                f"reduce_scatter: input has {source.numel()} elements of {source.dtype}, expected {self._size} (ranks) "
+                f"x {count} of {output.dtype}"
             )
         parts = addresses(source, self._size)
         return self._scatter_sum(output, [source], parts, [count] * self._size, self._where(source), opts)
@@ -94,7 +95,9 @@ class ShmReductions(ShmGroup):
         where: Any,
         opts: Any,
     ) -> Any:
-        """`parts`: addresses of what is for each rank, `counts` elements of it; `sources` hold them, one after the other."""
+        """`parts`: addresses of what is for each rank, `counts` elements of it; `sources` hold them, one after the
+        other.
+        """
         place, finish = target(host(output), sources, parts[self._rank])
         how = reduction(opts.reduceOp, output.dtype)
         if how is None:

@@ -1,7 +1,7 @@
 """Registers the backend "dsx" with torch.distributed, and makes its groups.
 
-Where shared memory cannot serve (another machine among the ranks, no compiled module, not enough memory), all ranks of the
-group learn the same reason and get a gloo group under the same name.
+Where shared memory cannot serve (another machine among the ranks, no compiled module, not enough memory), all ranks of
+the group learn the same reason and get a gloo group under the same name.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """How the ranks of a group come to share memory, or learn together why they cannot.
 
-Rank 0 makes an anonymous file in memory (memfd: it has no name anywhere, so nothing can be left behind whoever is killed when,
-and the size of /dev/shm does not matter) and hands its descriptor to the others over a Unix socket with a random
-abstract name, which travels through the group's store. Whoever can connect and finds the random nonce in the memory is on the same
-machine; nothing else is believed. Every rank locks one byte of the file for as long as it lives: the kernel drops the lock
-with the process, which is how others notice its end. All ranks get the same verdict.
+Rank 0 makes an anonymous file in memory (memfd: it has no name anywhere, so nothing can be left behind whoever is
+killed when, and the size of /dev/shm does not matter) and hands its descriptor to the others over a Unix socket with a
+random abstract name, which travels through the group's store. Whoever can connect and finds the random nonce in the
+memory is on the same machine; nothing else is believed. Every rank locks one byte of the file for as long as it lives:
+the kernel drops the lock with the process, which is how others notice its end. All ranks get the same verdict.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ class ShmOptions:
     Attributes:
         slice_bytes: bytes of one rank's part of a chunk; 0: 512 KiB by the number of ranks, at least 16 KiB.
         limit_bytes: most memory the group may take; slices shrink to fit, and below 4 KiB the group falls back to gloo.
-        spin_us: microseconds a waiting rank looks again and again, giving way to others, before it sleeps; None: 300, or 50
-            where ranks outnumber cores.
-        one_shot_bytes: all-reduces up to this size are computed by every rank at once; 0: chosen from the number of ranks.
-        look_seconds: how long a sleeping rank sleeps before it looks whether the others' processes live. A rank that gives a
-            group up wakes the others at once.
-        stores: how large messages that go one way, or to several ranks, are written into shared memory: "plain", "past" the cache, or as a
-            timed block of each chunk says ("measured": past it where the ranks' cores share no cache).
+        spin_us: microseconds a waiting rank looks again and again, giving way to others, before it sleeps; None: 300,
+            or 50 where ranks outnumber cores.
+        one_shot_bytes: all-reduces up to this size are computed by every rank at once; 0: chosen from the number of
+            ranks.
+        look_seconds: how long a sleeping rank sleeps before it looks whether the others' processes live. A rank that
+            gives a group up wakes the others at once.
+        stores: how large messages that go one way, or to several ranks, are written into shared memory: "plain", "past"
+            the cache, or as a timed block of each chunk says ("measured": past it where the ranks' cores share no
+            cache).
         warn: whether a fall back to gloo is a warning or only logged.
     """
 
@@ -176,8 +178,8 @@ def fetch(name: str, patience: float) -> int:
 
 
 def _receive_descriptor(client: socket.socket) -> tuple[bytes, list[int]]:
-    """What was sent, and the descriptors with it. Not `socket.recv_fds`, which ignores its flags: programs that this process
-    starts would inherit the descriptor, and with it the memory."""
+    """What was sent, and the descriptors with it. Not `socket.recv_fds`, which ignores its flags: programs that this
+    process starts would inherit the descriptor, and with it the memory."""
     room = socket.CMSG_LEN(struct.calcsize("i"))
     data, messages, _, _ = client.recvmsg(16, room, socket.MSG_CMSG_CLOEXEC)
     found = [bytes(body) for level, kind, body in messages if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]

@@ -56,20 +56,26 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def unaliased(source: torch.Tensor, outputs: Sequence[torch.Tensor], own: int) -> torch.Tensor:
-    """`source`, copied where writing the outputs would change it (in place, at the address `own` of this rank's part, is fine)."""
+    """`source`, copied where writing the outputs would change it (in place, at the address `own` of this rank's part,
+    is fine).
+    """
     if source.data_ptr() == own or not any(overlap(source, o) for o in outputs):
         return source
     return source.clone()
 
 
 def separated(sources: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The pieces of an all-to-all, copied if places overlap them; in place, each piece where its place is, needs no copy."""
+    """The pieces of an all-to-all, copied if places overlap them; in place, each piece where its place is, needs no
+    copy.
+    """
     in_place = all(s.data_ptr() == o.data_ptr() and nbytes(s) == nbytes(o) for s, o in zip(sources, outputs))
     return sources if in_place else without_overlap(sources, outputs)
 
 
 def without_overlap(sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The sources, copied where they share memory with outputs: a call writes those while it still sends. All contiguous."""
+    """The sources, copied where they share memory with outputs: a call writes those while it still sends. All
+    contiguous.
+    """
     places = sorted((t.data_ptr(), t.data_ptr() + nbytes(t)) for t in outputs if t.numel())
     begins = [begin for begin, _ in places]
     furthest = list(accumulate((end for _, end in places), max))  # end of what lies before
@@ -85,7 +91,9 @@ def without_overlap(sources: Sequence[torch.Tensor], outputs: Sequence[torch.Ten
 def target(
     output: torch.Tensor, parts: Sequence[torch.Tensor], own: int
 ) -> tuple[torch.Tensor, Callable[[], Any] | None]:
-    """Where to write a reduce-scatter's result: not over parts that are still to be read (but for this rank's, at `own`), nor into gaps."""
+    """Where to write a reduce-scatter's result: not over parts that are still to be read (but for this rank's, at
+    `own`), nor into gaps.
+    """
     in_place = output.data_ptr() == own
     if output.is_contiguous() and (in_place or not any(overlap(output, p) for p in parts)):
         return output, None
@@ -99,7 +107,8 @@ def check_list(name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, s
     for i, t in enumerate(tensors):
         if t.numel() != like.numel() or t.dtype != like.dtype:
             raise CommArgumentError(
-                f"{name}: tensor {i} of the list has {t.numel()} elements of {t.dtype}, expected {like.numel()} of {like.dtype}"
+                f"{name}: tensor {i} of the list has {t.numel()} elements of {t.dtype}, expected {like.numel()} of "
+                f"{like.dtype}"
             )
 
 

@@ -1,7 +1,8 @@
 """Handles of operations on the shared-memory transport, as torch's Work.
 
-A synchronous call is complete when it returns and shares one handle (`DONE`). An asynchronous one keeps its tensors alive,
-may have a finish (copying a packed result back), and offers a future, which a thread completes in order of issue.
+A synchronous call is complete when it returns and shares one handle (`DONE`). An asynchronous one keeps its tensors
+alive, may have a finish (copying a packed result back), and offers a future, which a thread completes in order of
+issue.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _NAMES = {
 
 
 def translated(error: BaseException, gone: Callable[[], list[int]]) -> BaseException:
-    """The compiled module's error as this package's; any other as it is. `gone` gives the global ranks whose process has ended.
+    """The compiled module's error as this package's; any other as it is. `gone` gives the global ranks whose process
+    has ended.
 
-    Whoever waits sees the nearest rank that ended. That one may have ended because of another, which need not be a member of the
-    group: so all are named.
+    Whoever waits sees the nearest rank that ended. That one may have ended because of another, which need not be a
+    member of the group: so all are named.
     """
     if type(error).__module__ != native.module().__name__:
         return error

@@ -1,0 +1,36 @@
+"""How to ask from another thread whether a device has done a backend's works.
+
+NCCL's are asked through a future that its watchdog completes. Asking the work itself would query an event, which breaks
+a CUDA graph that another thread is capturing, and the work would keep the call's output tensors in memory meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def completion(works: Sequence[Any]) -> Callable[[], bool] | None:
+    """What tells whether the works of a device are done, from any thread; None if they cannot be asked.
+
+    A work that is being captured into a CUDA graph cannot: it runs when the graph does.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return None
+    asked: list[Callable[[], bool]] = []
+    for work in works:
+        inner = getattr(work, "transfers", None)
+        if inner is not None:  # a handle of ours
+            ask = completion(inner)
+            if ask is not None:
+                asked.append(ask)
+            continue
+        try:
+            asked.append(work.get_future_result().done)
+        except (AttributeError, RuntimeError):  # another backend, or a torch before 2.6
+            if torch.cuda.is_available():
+                return None
+            asked.append(work.is_completed)
+    return (lambda: all(ask() for ask in asked)) if asked else None
