@@ -62,6 +62,16 @@ def graphs(monkeypatch):
     return lambda: counters["stats"]["unique_graphs"]
 
 
+def test_torch_compile_is_asked_once_per_process(problem, monkeypatch):
+    p, wrapped = problem(heads=1, seq=64, dim=16), []
+    monkeypatch.setattr(torch, "compile", lambda f, **_: (wrapped.append(f), lambda q, *_, **__: q)[1])
+    flex.compiled_attention.cache_clear()
+    try:
+        assert compiled(p) is p.q and compiled(p) is p.q and len(wrapped) == 1
+    finally:
+        flex.compiled_attention.cache_clear()
+
+
 def test_the_same_shapes_compile_once_whatever_the_layout_and_the_bias(problem, graphs):
     p = problem(heads=1, seq=64, dim=16)
     for seed in range(3):

@@ -2,7 +2,7 @@
 `triton_gpu`.
 
 One program computes one tile of queries (forward, dq) or of keys (dk, dv) of one head and walks the list of tiles it
-meets; the lists are made by `triton_tiles`. A tile is 32 to 128 positions wide and may hold several blocks of the
+meets; the lists are made by `triton_tiles`. A tile is 16 to 128 positions wide and may hold several blocks of the
 layout: then a bit per block says which are computed. Every list has two parts: partial tiles, whose elements are masked
 one by one, and full tiles, which need no mask.
 

@@ -1,6 +1,6 @@
 """Lists of the tiles that the Triton kernels compute, made from a layout.
 
-A tile is as wide as a kernel's products (32 to 128 positions), whatever the layout's block: several small blocks make
+A tile is as wide as a kernel's products (16 to 128 positions), whatever the layout's block: several small blocks make
 one tile, and a large block makes several tiles. A tile with at least one computed block is listed; bits say which of
 its blocks are. Tiles in which every element is computed are listed apart ("full"), because a kernel need not mask them.
 
