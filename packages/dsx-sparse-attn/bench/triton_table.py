@@ -4,8 +4,8 @@
 
 No GPU is needed. Run it when kernels, tiles or the version of Triton change, and copy the printed rows into the table:
 shared memory is the most of all options; None stands where a kernel spills too much or takes too long to compile.
-Columns after `#`: most registers, most spilled bytes and CPU seconds per architecture. The whole table takes half an hour of
-one core.
+Columns after `#`: most registers, most spilled bytes and CPU seconds per architecture. The whole table takes half an
+hour of one core.
 """
 
 from __future__ import annotations
