@@ -1,4 +1,4 @@
-"""What scripts keep in `client_state` comes back as it was, type included; what is no data is refused before anything is written."""
+"""What scripts keep in `client_state` comes back as it was, type included; what is no data is refused at once."""
 
 import argparse
 import datetime
@@ -125,8 +125,10 @@ def test_what_is_no_data_is_refused_by_name(tmp_path, name):
     "damaged",
     [
         {"__tensor__": "gone"}, {"__tensor__": 3}, {"__tensor__": "t", "more": 1}, {"__what__": 1}, {"__tuple__": 3},
-        {"__items__": [[1]]}, {"__items__": [[[], 1]]}, {"__float__": "x"}, {"__float__": 1}, {"__numpy__": ["nonsense", 1]},
-        {"__numpy__": ["float32"]}, {"__dtype__": "load"}, {"__dtype__": "no"}, {"__device__": "tpu9"}, {"__namespace__": [1]},
+        {"__items__": [[1]]}, {"__items__": [[[], 1]]}, {"__float__": "x"}, {"__float__": 1},
+        {"__numpy__": ["nonsense", 1]},
+        {"__numpy__": ["float32"]}, {"__dtype__": "load"}, {"__dtype__": "no"}, {"__device__": "tpu9"},
+        {"__namespace__": [1]},
     ],
 )  # fmt: skip
 def test_what_no_state_encodes_to_is_damage(damaged):

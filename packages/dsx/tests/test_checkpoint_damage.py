@@ -1,6 +1,7 @@
 """Damage is found before anything changes: flipped bytes, lost parts of the training state, states that are incomplete.
 
-The engine trains in bf16, so that there are weights which a load does not read (it takes the masters); `dsx checkpoint verify` reads them.
+The engine trains in bf16, so that there are weights which a load does not read (it takes the masters); `dsx checkpoint
+verify` reads them.
 """
 
 import json

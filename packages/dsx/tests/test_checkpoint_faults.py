@@ -1,4 +1,5 @@
-"""A fault on one rank is the same named error on all, within the call: nobody waits, nothing is changed, and the ranks stay in step.
+"""A fault on one rank is the same named error on all, within the call: nobody waits, nothing is changed, and the ranks
+stay in step.
 
 Faults are planted on rank 1 while rank 0 goes on as usual.
 """

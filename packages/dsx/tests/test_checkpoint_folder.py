@@ -1,4 +1,4 @@
-"""The folder around checkpoints: `latest`, what killed saves leave, two jobs in one folder, and what others put there."""
+"""The folder around checkpoints: `latest`, leftovers of killed saves, two jobs in one folder, files of others."""
 
 import logging
 import os

@@ -1,16 +1,20 @@
 """The checkpoint format alone: no process groups, ranks are threads, slices are cut by hand."""
 
 import json
-import threading
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
-from dsx.checkpoint import CheckpointCorruptError, CheckpointError, Ranks, load, open_checkpoint, save
-from dsx.checkpoint.format import Index, Slice, TensorSpec, check_cover, seal
+from dsx.checkpoint import CheckpointCorruptError, CheckpointError, load, open_checkpoint, save
+from dsx.checkpoint.format import TensorSpec, seal
+from dsx.checkpoint.parsing import parse_index
 from dsx.checkpoint.plan import plan_files
 from dsx.checkpoint.ranks import Solo
+from dsx_testkit.thread_ranks import on_threads
 from safetensors import safe_open
 from torch import nn
 
@@ -93,48 +97,6 @@ class Writes:
             target.copy_(value)
 
 
-class Threads:
-    """Ranks that are threads of this process."""
-
-    def __init__(self, world):
-        self.barrier, self.box = threading.Barrier(world, timeout=20), [None] * world
-
-    def rank(self, rank):
-        outer = self
-
-        class One(Ranks):
-            world_size = len(outer.box)
-
-            def gather(self, value):
-                outer.box[self.rank] = value
-                outer.barrier.wait()
-                values = list(outer.box)
-                outer.barrier.wait()
-                return values
-
-        one = One()
-        one.rank = rank
-        return one
-
-
-def on_ranks(world, action):
-    """Run `action(rank, ranks)` on `world` threads; returns each one's result or exception."""
-    shared, results = Threads(world), [None] * world
-
-    def run(rank):
-        try:
-            results[rank] = action(rank, shared.rank(rank))
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return results
-
-
 SHAPES = {"a": (5, 3), "b": (), "c": (1,), "d": (0, 4), "e": (64, 33), "f": (7,)}
 
 
@@ -147,7 +109,7 @@ def save_at(world, folder, tag="t", **options):
         bare.register_buffer("running", module.running_mean + 2)
         return save(folder, tag, module=bare, slices=holder.slices(), state={"steps": 3}, ranks=ranks)
 
-    results = on_ranks(world, action)
+    results = on_threads(world, action)
     assert all(isinstance(r, Path) for r in results), results
     return results[0]
 
@@ -169,7 +131,7 @@ def test_any_world_size_reads_what_any_other_wrote(tmp_path, before, after, dtyp
         assert loaded.state == {"steps": 3} and torch.equal(module.running, torch.full((3,), 2.0))
         return holder
 
-    holders = on_ranks(after, action)
+    holders = on_threads(after, action)
     assert all(isinstance(h, Holder) for h in holders), holders
     truth = Holder(SHAPES, seed=1)
     for name in SHAPES:
@@ -205,7 +167,8 @@ def test_large_models_are_split_into_files_with_an_index_others_read(tmp_path):
 
 def test_header_bytes_are_what_the_format_says():
     (plan,) = plan_files("m", [TensorSpec("h", "BF16", (2,)), TensorSpec("w", "F32", (2, 3))])
-    text = b'{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},"h":{"dtype":"BF16","shape":[2],"data_offsets":[24,28]}}'
+    text = b'{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},'
+    text += b'"h":{"dtype":"BF16","shape":[2],"data_offsets":[24,28]}}'
     text += b" " * (-len(text) % 64)
     assert plan.header == len(text).to_bytes(8, "little") + text
     assert plan.size == len(plan.header) + 28
@@ -244,17 +207,27 @@ def test_every_flipped_byte_is_noticed_and_nothing_is_loaded(tmp_path):
         (lambda d: d.update(hash="sha256"), "hash 'sha256'"),
         (lambda d: d.update(format="zip"), "no 'dsx-checkpoint' index"),
         (lambda d: d.update(more=1), "unknown: .*more"),
-        (lambda d: d["tensors"]["a"].update(more=1), "unknown: .*more"),
-        (lambda d: d["tensors"]["a"].update(file="../../etc/passwd"), "leaves the checkpoint"),
-        (lambda d: d["tensors"]["a"].update(file="optimizes.safetensors"), "none that dsx writes"),
-        (lambda d: d["tensors"]["a"].update(dtype="F7"), "F7"),
-        (lambda d: d["tensors"]["a"].update(offset=-1), "-1"),
-        (lambda d: d["tensors"]["a"].update(shape=[True, 3]), "True"),
-        (lambda d: d["tensors"]["a"].update(shape=[2.0, 3]), "2.0"),
-        (lambda d: d["slices"]["e"].pop(), "end at element"),
-        (lambda d: d["slices"].pop("e"), "missing: .*e"),
-        (lambda d: d["slices"]["e"].extend([[0, 0, 0]] * 1000), "are empty"),
-        (lambda d: d.pop("tensors"), "damaged"),
+        (lambda d: d["model"]["a"].update(more=1), "unknown: .*more"),
+        (lambda d: d["model"]["a"].update(file="../../etc/passwd"), "leaves the checkpoint"),
+        (lambda d: d["model"]["a"].update(file="optimizes.safetensors"), "outside of the file"),
+        (lambda d: d["files"].update({"../x": d["files"]["model.safetensors"]}), "leaves the checkpoint"),
+        (lambda d: d["files"].update({"dsx.json": d["files"]["model.safetensors"]}), "leaves the checkpoint"),
+        (lambda d: d["files"]["model.safetensors"].pop("bytes"), "missing: .*bytes"),
+        (lambda d: d["files"]["model.safetensors"].update(header_bytes=10**6), "outside of the file"),
+        (lambda d: d["files"]["model.safetensors"].update(header_hash="1"), "hashes of 1 characters"),
+        (lambda d: d["model"]["a"].update(dtype="F7"), "F7"),
+        (lambda d: d["model"]["a"].update(offset=-1), "-1"),
+        (lambda d: d["model"]["a"].update(offset=0), "outside of the file"),
+        (lambda d: d["model"]["a"].update(offset=10**9), "outside of the file"),
+        (lambda d: d["model"]["a"].update(shape=[10**9, 3]), "hashes of 8 characters"),
+        (lambda d: d["model"]["a"].update(shape=[True, 3]), "True"),
+        (lambda d: d["model"]["a"].update(shape=[2.0, 3]), "2.0"),
+        (lambda d: d["model"]["e"].update(hashes=""), "hashes of 0 characters"),
+        (lambda d: d["model"]["e"].update(hashes="00      "), "hashes of 8 characters"),
+        (lambda d: d["model"]["e"].update(hashes="zzzzzzzz"), "damaged"),
+        (lambda d: d.update(chunk_bytes=0), "chunk_bytes 0"),
+        (lambda d: d.pop("model"), "damaged"),
+        (lambda d: d["model"].pop("a"), "not there: .*a"),
         (lambda d: d["scalars"]["step"].update(a="seven"), "no number"),
         (lambda d: d["scalars"]["step"].update(stranger=7), "not there: .*stranger"),
         (lambda d: d["aliases"].update(a=[1]), "expected str"),
@@ -360,7 +333,7 @@ def test_a_rank_that_cannot_write_is_the_same_error_on_all_and_the_old_checkpoin
             parts[0].states["exp_avg"] = torch.zeros(3, 3)  # neither a number nor one element per element
         return save(tmp_path, "t", module=nn.Module(), slices=parts, state={}, ranks=ranks)
 
-    first, second = on_ranks(2, action)
+    first, second = on_threads(2, action)
     assert isinstance(first, CheckpointError) and str(first) == str(second)
     assert "rank 1 failed" in str(first) and "exp_avg" in str(first)
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
@@ -389,15 +362,9 @@ def test_missing_checkpoints_say_what_is_there(tmp_path):
             save(tmp_path, tag, module=nn.Module(), slices=[], state={}, ranks=Solo())
 
 
-@pytest.mark.parametrize("parts", [[(0, 2)], [(0, 2), (3, 4)], [(0, 3), (2, 4)], [(1, 4)]])
-def test_holes_and_overlaps_are_found(parts):
-    with pytest.raises(ValueError, match="'x'"):
-        check_cover("x", 4, tuple(Slice(a, b, 0) for a, b in parts))
-
-
 def test_the_index_text_parses_back_to_itself(tmp_path):
     text = (save_at(2, tmp_path) / "dsx.json").read_text()
-    assert Index.from_json(text, "here").to_json() == text
+    assert parse_index(text, "here").to_json() == text
 
 
 def test_tags_that_begin_alike_do_not_touch_each_other(tmp_path):
@@ -435,7 +402,7 @@ def test_any_error_of_one_rank_reaches_the_others(tmp_path):
             del parts[0].states  # an AttributeError deep in the listing
         return save(tmp_path, "t", module=nn.Module(), slices=parts, state={}, ranks=ranks)
 
-    first, second = on_ranks(2, action)
+    first, second = on_threads(2, action)
     assert (
         isinstance(first, CheckpointError)
         and str(first) == str(second)
@@ -453,3 +420,29 @@ def test_states_are_found_by_parameter_whatever_its_name(tmp_path):
         assert torch.equal(found, Holder(shapes, seed=1).values[name]["exp_avg"])
     assert reader.state_keys("nothing") == ()
     assert open_checkpoint(tmp_path, optimizer_states=False).state_keys("a") == ()
+
+
+def test_an_index_is_read_without_torch(tmp_path):
+    """Tools look at the index of a large checkpoint quickly."""
+    path = save_at(2, tmp_path) / "dsx.json"
+    code = f"""
+import sys
+from pathlib import Path
+from dsx.checkpoint.parsing import parse_index
+index = parse_index(Path({str(path)!r}).read_text(), "here")
+assert index.tensors["model"]["e"].spec.shape == (64, 33) and len(index.tensors["optimizer"]["exp_avg/e"].chunks) == 1
+assert not {{"torch", "numpy", "pydantic"}} & set(sys.modules), sorted(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_modules_are_modules():
+    import dsx.checkpoint.reading
+    import dsx.checkpoint.writing
+
+    assert isinstance(dsx.checkpoint.reading, ModuleType) and isinstance(dsx.checkpoint.writing, ModuleType)
+    assert set(dsx.checkpoint.__all__) >= {"save", "load", "open_checkpoint"}
+    assert all(hasattr(dsx.checkpoint, name) for name in dsx.checkpoint.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'sav'"):
+        _ = dsx.checkpoint.sav

@@ -1,13 +1,15 @@
-"""Checkpoints that earlier versions of the format wrote still load, bit for bit, at their own layout and at another one.
+"""Checkpoints that earlier versions of the format wrote still load, bit for bit, at their own layout and at another
+one.
 
-The files were written by `golden/make.py` with the dsx of their time. What the tensors must be stands beside them; it was asked from
-the engine that saved, not read from the checkpoint.
+The files were written by `golden/make.py` with the dsx of their time. What the tensors must be stands beside them; it
+was asked from the engine that saved, not read from the checkpoint.
 """
 
 import functools
 import importlib.util
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -106,8 +108,9 @@ def test_a_golden_checkpoint_loads(case, where):
     same_structure(client, make.client_state() if spec.get("client") else {})
     assert numbers["counters"] == (4, 48, 0) and numbers["loss_scale"] == facts["loss_scale"]
     (group,) = numbers["groups"]
+    assert [group["lr"]] == facts["lr"]
     for name, value in spec["optimizer"]["params"].items():
-        if name in group:
+        if name in group and name != "lr":
             assert group[name] == (tuple(value) if isinstance(value, list) else value)
     assert numbers["data"] == ({"seed": 0, "epoch": 0, "position": 12} if spec.get("data") else None)
     if where == "same" and "scheduler" not in spec["more"]:
@@ -126,3 +129,68 @@ def test_a_golden_checkpoint_of_several_files_reads(version):
         assert torch.equal(reader.whole(f"w{i}"), value)
         assert torch.equal(reader.state("exp_avg", f"w{i}", 5, 9), 2 * value.flatten()[5:9])
         assert reader.state("step", f"w{i}", 0, 24) == 3
+
+
+# - Version 1 had no checksum of its index: what can be told from the rest must be
+
+
+def lose(*path):
+    def change(data):
+        for key in path[:-1]:
+            data = data[key]
+        del data[path[-1]]
+
+    return change
+
+
+def put(*path, value):
+    def change(data):
+        for key in path[:-1]:
+            data = data[key]
+        data[path[-1]] = value
+
+    return change
+
+
+def lose_states(data):
+    for name in [name for name in data["tensors"] if name.startswith("exp_avg_sq/")]:
+        del data["tensors"][name], data["slices"][name]
+
+
+DAMAGED_INDEXES = {
+    "another file": put("tensors", "exp_avg/gain", "file", value="optimizes.safetensors"),
+    "a file that is not there": put("tensors", "exp_avg/gain", "file", value="optimizer2.safetensors"),
+    "another dtype of the same size": put("tensors", "gain", "dtype", value="I32"),
+    "another shape of the same size": put("tensors", "inner.bias", "shape", value=[7, 1]),
+    "another name": lambda d: d["tensors"].update(gaim=d["tensors"].pop("gain")),
+    "another place": put("tensors", "gain", "offset", value=696),
+    "a state of all parameters lost": lose_states,
+    "steps lost": lose("scalars", "step"),
+    "counters lost": lose("state", "engine", "counters"),
+    "a counter of another name": lambda d: d["state"]["engine"]["counters"].update(globah_samples=1),
+    "a slice lost": lambda d: d["slices"]["inner.bias"].pop(),
+    "a slice twice": lambda d: d["slices"]["inner.bias"].append([4, 7, 1]),
+    "very many empty slices": lambda d: d["slices"]["gain"].extend([[0, 0, 0]] * 100_000),
+    "slices of nothing": lambda d: d["slices"].update(more=[]),
+    "an unknown key": put("extra", value=1),
+    "another hash": put("hash", value="md5"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_INDEXES)
+def test_damage_in_an_index_without_a_checksum_is_found_where_it_contradicts_the_rest(tmp_path, name):
+    from dsx.checkpoint import CheckpointError
+
+    shutil.copytree(GOLDEN / "v1" / "adamw-fp32-stage2-2ranks", tmp_path / "copy")
+    path = tmp_path / "copy" / "global_step4" / "dsx.json"
+    data = json.loads(path.read_text())
+    DAMAGED_INDEXES[name](data)
+    path.write_text(json.dumps(data))
+    make = makers()
+    engine = make.build("adamw-fp32-stage2-2ranks", 0)
+    before = make.state_of(engine, [])
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(tmp_path / "copy")
+    after = make.state_of(engine, [])
+    assert all(torch.equal(before[key], after[key]) for key in before) and engine.global_steps == 0
+    engine.destroy()

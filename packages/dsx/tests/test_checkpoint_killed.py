@@ -1,7 +1,7 @@
 """A process killed while it saves: the checkpoint that was there before, or the new one, is whole; never a part of one.
 
-The save runs in forked processes that kill themselves (SIGKILL, nothing is flushed or cleaned up) at the k-th call that changes the
-disk, for every k there is.
+The save runs in forked processes that kill themselves (SIGKILL, nothing is flushed or cleaned up) at the k-th call that
+changes the disk, for every k there is.
 """
 
 import os

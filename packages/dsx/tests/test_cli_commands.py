@@ -34,7 +34,8 @@ def test_help_loads_neither_torch_nor_pydantic():
     code = """
 import sys
 from dsx.cli import main
-for words in (["--help"], ["launch", "--help"], ["ssh", "--help"], ["doctor", "--help"], ["report", "--help"]):
+for words in (["--help"], ["launch", "--help"], ["ssh", "--help"], ["doctor", "--help"], ["report", "--help"],
+              ["checkpoint", "verify", "--help"]):
     try:
         assert main(words) == 0
     except SystemExit as end:

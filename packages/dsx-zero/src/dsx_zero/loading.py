@@ -1,8 +1,9 @@
 """Filling a sharded model from named ranges, in two steps: read and check everything, then change the model.
 
-`read_slices` asks a reader for every range this rank holds and checks that it fits; it changes nothing and does not communicate, so
-that ranks can agree on its outcome before one of them changes anything. `SliceLoad.install` then writes what was read and makes it
-visible, which is collective. Between the two steps the values lie in host memory: as many bytes as this rank owns.
+`read_slices` asks a reader for every range this rank holds and checks that it fits; it changes nothing and does not
+communicate, so that ranks can agree on its outcome before one of them changes anything. `SliceLoad.install` then writes
+what was read and makes it visible, which is collective. Between the two steps the values lie in host memory: as many
+bytes as this rank owns.
 """
 
 from __future__ import annotations
@@ -134,15 +135,16 @@ def _read_states(
 
 
 def _check_complete(inner: Any, master: Master, keys: list[str], kinds: Mapping[str, Any]) -> None:
-    """All states of a parameter, or none: a momentum that begins at zero beside a variance that does not is a wrong step."""
+    """All states of a parameter, or none: a momentum of zero beside a variance that is not makes a wrong step."""
     # Optimizers that communicate by themselves fill in counters that a plain optimizer's checkpoint does not have.
     own_counters = hasattr(inner, "states_loaded")
     needed = [key for key, kind in kinds.items() if not (own_counters and is_single(kind))]
     missing = [key for key in needed if key not in keys]
     if missing:
         raise ZeroStateError(
-            f"{master.name}: got the optimizer states {', '.join(sorted(keys))}; expected those of {type(inner).__name__}, "
-            f"which also keeps {', '.join(sorted(missing))}; load without optimizer states to begin them anew"
+            f"{master.name}: got the optimizer states {', '.join(sorted(keys))}; expected those of "
+            f"{type(inner).__name__}, which also keeps {', '.join(sorted(missing))}; load without optimizer states to "
+            "begin them anew"
         )
 
 
@@ -164,7 +166,7 @@ def _set_state(inner: Any, master: Master, key: str, kind: Any, value: State) ->
 
 
 def _like(kind: Any, value: State, master: Master) -> Any:
-    """The value in the form the optimizer keeps: a tensor of the master's shape, a single tensor of the example's shape, or a number."""
+    """The value in the form the optimizer keeps: a tensor of the master's or of the example's shape, or a number."""
     elementwise = not is_single(kind)
     if isinstance(value, torch.Tensor) and elementwise and value.numel() == master.tensor.numel():
         dtype = kind.dtype if isinstance(kind, torch.Tensor) else value.dtype

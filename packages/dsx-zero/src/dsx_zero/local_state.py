@@ -49,8 +49,8 @@ class _LocalReader:
             return value
         if not held["start"] <= start <= stop <= held["stop"]:
             raise ZeroStateError(
-                f"{name}: this rank needs elements {start} to {stop}, the state dict has {held['start']} to {held['stop']}; it was "
-                "made with another stage or number of ranks (use a checkpoint to change them)"
+                f"{name}: this rank needs elements {start} to {stop}, the state dict has {held['start']} to "
+                f"{held['stop']}; it was made with another stage or number of ranks (use a checkpoint to change them)"
             )
         return value[start - held["start"] : stop - held["start"]]
 
@@ -74,8 +74,8 @@ def load_local(optimizer: ZeroOptimizer, state: dict[str, Any]) -> None:
     """See `ZeroOptimizer.load_state_dict`."""
     if not isinstance(state, dict) or not {"slices", "param_groups"} <= set(state):
         raise ZeroStateError(
-            "the state dict is none of a ZeroOptimizer: expected the keys slices and param_groups; a plain optimizer's state "
-            "can be loaded into it before dsx_zero.shard"
+            "the state dict is none of a ZeroOptimizer: expected the keys slices and param_groups; a plain optimizer's "
+            "state can be loaded into it before dsx_zero.shard"
         )
     slices, groups = state["slices"], state["param_groups"]
     mine: Iterable[ParamSlice] = list(optimizer.held_slices())

@@ -1,8 +1,9 @@
 """What this rank owns, by name: the view from which checkpoints are written.
 
-A `ParamSlice` is a range of a parameter in row-major order with everything that belongs to it. Over all ranks the slices cover every
-element exactly once, also at stage 0, where every rank holds everything and the writing is divided by the same arithmetic.
-Loading (`loading.py`) is the reverse and needs no equal division: every rank asks a reader for the ranges it holds.
+A `ParamSlice` is a range of a parameter in row-major order with everything that belongs to it. Over all ranks the
+slices cover every element exactly once, also at stage 0, where every rank holds everything and the writing is divided
+by the same arithmetic. Loading (`loading.py`) is the reverse and needs no equal division: every rank asks a reader for
+the ranges it holds.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ State = torch.Tensor | int | float | bool
 class ParamSlice:
     """Elements `[start, stop)` of one parameter, which this rank owns (possibly none).
 
-    `param` is 1-D in the model's dtype, `master` 1-D in the master's (the same memory where there is no separate master; None for
-    frozen parameters). `states` has 1-D tensors of the same length, and single values as numbers or 0-dim tensors.
-    `ranges`: further states (key, first element in the parameter, 1-D values) that ranks hold in ranges of their own; each
-    key is whole over the ranks and has an "@".
+    `param` is 1-D in the model's dtype, `master` 1-D in the master's (the same memory where there is no separate
+    master; None for frozen parameters). `states` has 1-D tensors of the same length, and single values as numbers or
+    0-dim tensors.
+    `ranges`: further states (key, first element in the parameter, 1-D values) that ranks hold in ranges of their own;
+    each key is whole over the ranks and has an "@".
     """
 
     name: str
@@ -82,7 +84,10 @@ def places_of(runtime: Runtime) -> dict[str, Place]:
 def iter_slices(
     runtime: Runtime, masters: Mapping[str, Master], inner: torch.optim.Optimizer, *, held: bool = False
 ) -> Iterator[ParamSlice]:
-    """What this rank owns of every parameter, in definition order. `held`: everything it keeps (whole at stage 0, frozen ones up to stage 2)."""
+    """What this rank owns of every parameter, in definition order.
+
+    `held`: everything it keeps (whole parameters at stage 0, whole frozen ones up to stage 2).
+    """
     places, templates = places_of(runtime), StateTemplates(inner)
     for info in runtime.infos:
         group, index = places[info.name].group, places[info.name].index
@@ -145,8 +150,8 @@ def _own_states(
                 f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             )
             raise ZeroStateError(
-                f"{type(inner).__name__}.state[{master.name!r}][{key!r}] is {what}, expected one element per parameter element or "
-                "a single value; such states cannot be written by ranges"
+                f"{type(inner).__name__}.state[{master.name!r}][{key!r}] is {what}, expected one element per parameter "
+                "element or a single value; such states cannot be written by ranges"
             )
     return found
 

@@ -1,8 +1,10 @@
-"""Which states an optimizer keeps per parameter, and in what form: learnt from one step of a copy on a parameter of its own.
+"""Which states an optimizer keeps per parameter, and in what form: learnt from one step of a copy on a parameter of its
+own.
 
-A state is one of two things: elementwise (one value per element of the parameter, cut as the parameter is cut) or single (one value
-per parameter, such as `step`). The sample parameter has two elements, so that the two differ in size. For a parameter of one element
-the shape of a state alone does not tell them apart: a `step` of shape `(1,)` looks like a momentum.
+A state is one of two things: elementwise (one value per element of the parameter, cut as the parameter is cut) or
+single (one value per parameter, such as `step`). The sample parameter has two elements, so that the two differ in size.
+For a parameter of one element the shape of a state alone does not tell them apart: a `step` of shape `(1,)` looks like
+a momentum.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _SAMPLE = 2  # elements of the sample parameter
 
 
 def is_single(kind: Any) -> bool:
-    """Is this example of a state (from `StateTemplates` or from the optimizer itself) a single value? False for no example."""
+    """Is this example of a state (from a template or from the optimizer itself) a single value? False for None."""
     return isinstance(kind, (int, float)) or (isinstance(kind, torch.Tensor) and kind.numel() == 1)
 
 
@@ -33,7 +35,7 @@ class StateTemplates:
         self._known: dict[tuple[int, torch.dtype, torch.device], dict[str, Any]] = {}
 
     def of(self, master: Master) -> dict[str, Any]:
-        """Names and examples of the states of a master; single ones have their own shape, elementwise ones two elements."""
+        """Names and examples of a master's states; single ones have their own shape, elementwise ones two elements."""
         for number, group in enumerate(self._inner.param_groups):
             if any(tensor is master.tensor for tensor in group["params"]):
                 key = (number, master.tensor.dtype, master.tensor.device)

@@ -1,8 +1,9 @@
 """Writes golden checkpoints with the dsx that is on the path: `python make.py FOLDER`.
 
 Each version of the format has a folder here (`v1`, `v2`, ...), written once by the code of its time and never again:
-`test_checkpoint_golden.py` loads all of them with the code of today. A case is a checkpoint folder, `<case>.safetensors` with
-what its tensors must be (asked from the engine, not from the checkpoint) and `<case>.json` with the numbers beside them.
+`test_checkpoint_golden.py` loads all of them with the code of today. A case is a checkpoint folder,
+`<case>.safetensors` with what its tensors must be (asked from the engine, not from the checkpoint) and `<case>.json`
+with the numbers beside them.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ def client_state():
     """Everything that JSON alone cannot say."""
     return {
         "note": "here", "numbers": [1, 2.5, None, True, float("inf")], "pair": (1, ("a",)), 3: {"__odd": 1},
-        "tensors": {"half": torch.arange(6).half().view(2, 3), "empty": torch.zeros(0, 2), "flags": torch.tensor([True])},
+        "tensors": {
+            "half": torch.arange(6).half().view(2, 3), "empty": torch.zeros(0, 2), "flags": torch.tensor([True])
+        },
     }  # fmt: skip
 
 

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Sequence
 
 from .errors import CheckpointError
-from .reading import open_checkpoint
-from .verifying import verify_all
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,13 +21,16 @@ def main(argv: Sequence[str]) -> int:
     verify.add_argument("folder", help="the folder that save_checkpoint was given")
     verify.add_argument("--tag", help="which checkpoint; without it the one that 'latest' names")
     given = parser.parse_args(list(argv))
+    from .reading import open_checkpoint  # late: --help answers without torch
+    from .verifying import verify_all
+
     try:
         reader = open_checkpoint(given.folder, given.tag)
         verified = verify_all(reader.folder, reader.index)
     except (CheckpointError, OSError) as error:
         sys.stderr.write(f"dsx checkpoint verify: {error}\n")
         return 1
-    size = f"{verified.bytes / 1e6:,.1f} MB"
+    size = f"{verified.nbytes / 1e6:,.1f} MB"
     sys.stdout.write(f"{verified.folder}: ok, {verified.tensors} tensors in {verified.files} files, {size}\n")
     if verified.foreign:
         sys.stdout.write(f"not written by dsx and not looked at: {', '.join(verified.foreign)}\n")

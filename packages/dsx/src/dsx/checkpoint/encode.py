@@ -1,11 +1,12 @@
 """Python state to JSON and back, without pickle.
 
-Numbers, strings, booleans, None, lists, tuples, dicts (any such keys), `argparse.Namespace`, `torch.dtype`, `torch.device`, paths and
-numpy scalars go into the JSON; tensors and numpy arrays are taken out and stored as safetensors under their path. Anything else is
+Numbers, strings, booleans, None, lists, tuples, dicts (any such keys), `argparse.Namespace`, `torch.dtype`,
+`torch.device`, paths and numpy scalars go into the JSON; tensors and numpy arrays are taken out and stored as
+safetensors under their path. Anything else is
 refused by name: what cannot be read back without running code has no place in a checkpoint.
 
-A value that JSON cannot say is a dictionary with one marker as its key, such as `{"__tuple__": [...]}`. Dictionaries whose own keys
-begin with two underscores are written as lists of items, so that no value can be taken for a marker.
+A value that JSON cannot say is a dictionary with one marker as its key, such as `{"__tuple__": [...]}`. Dictionaries
+whose own keys begin with two underscores are written as lists of items, so that no value can be taken for a marker.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 def _refused(value: object, path: str, why: str = "") -> CheckpointArgumentError:
     return CheckpointArgumentError(
-        f"{path}: got a {type(value).__module__}.{type(value).__qualname__}{why}; expected numbers, strings, None, lists, "
-        "tuples, dicts, tensors, numpy values or a Namespace; convert it (for instance with its state_dict()) before saving"
+        f"{path}: got a {type(value).__module__}.{type(value).__qualname__}{why}; expected numbers, strings, None, "
+        "lists, tuples, dicts, tensors, numpy values or a Namespace; convert it (for instance with its state_dict()) "
+        "before saving"
     )
 
 

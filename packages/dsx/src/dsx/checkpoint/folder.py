@@ -6,8 +6,8 @@
     <folder>/.old-<tag>-<12 hex digits>/  a checkpoint of the same tag that is being replaced
     <folder>/.saving                      locked by the job that saves; its text says who that is
 
-The lock makes it certain that `.tmp-` and `.old-` folders belong to nobody any more, so that the next save, of whatever tag,
-can clear them away; and it names a second job that saves in the same folder at the same time.
+The lock makes it certain that `.tmp-` and `.old-` folders belong to nobody any more, so that the next save, of whatever
+tag, can clear them away; and it names a second job that saves in the same folder at the same time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SHOWN_TAGS = 20
 
 
 def check_folder(folder: object, call: str) -> Path:
-    """The folder that a caller gave, as a path. Raises `CheckpointArgumentError` for None, "" and what is no path."""
+    """The folder that a caller gave. Raises `CheckpointArgumentError` for None, "" and what is no path."""
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
         raise CheckpointArgumentError(
             f"{call}: got {shown(folder)}, expected the path of a folder, such as 'checkpoints'"
@@ -48,13 +48,13 @@ def check_folder(folder: object, call: str) -> Path:
 
 
 def check_one_folder(call: str, paths: Sequence[str]) -> None:
-    """Raise `CheckpointArgumentError` unless all ranks named one folder; `paths` has each rank's, without symbolic links."""
+    """Raise `CheckpointArgumentError` unless all ranks named one folder; `paths`: each rank's, without links."""
     if len(set(paths)) > 1:
         first = {path: rank for rank, path in reversed(list(enumerate(paths)))}
         named = "; ".join(f"rank {rank}: {path}" for path, rank in sorted(first.items(), key=lambda item: item[1])[:10])
         raise CheckpointArgumentError(
-            f"{call}: ranks name different folders ({named}); pass the same folder on every rank, as an absolute path if "
-            "they run in different working directories"
+            f"{call}: ranks name different folders ({named}); pass the same folder on every rank, as an absolute path "
+            "if they run in different working directories"
         )
 
 
@@ -84,7 +84,8 @@ def resolve_tag(root: Path, tag: str | None) -> str | None:
 
     Raises:
         CheckpointArgumentError: the tag is no plain folder name.
-        CheckpointError: the folder is a file, or one tag's folder, or has checkpoints but no `latest`, or another program's.
+        CheckpointError: the folder is a file, or one tag's folder, or has checkpoints but no `latest`, or another
+            program's.
         CheckpointCorruptError: `latest` is damaged.
     """
     if tag is not None:
@@ -102,8 +103,8 @@ def resolve_tag(root: Path, tag: str | None) -> str | None:
     tags = tags_in(root)
     if tags:
         raise CheckpointError(
-            f"{root}: has no file '{LATEST_NAME}', but these checkpoints: {_list(tags)}; pass the tag of one of them, or write its "
-            f"name into '{LATEST_NAME}'"
+            f"{root}: has no file '{LATEST_NAME}', but these checkpoints: {_list(tags)}; pass the tag of one of them, "
+            f"or write its name into '{LATEST_NAME}'"
         )
     return None
 
@@ -151,10 +152,10 @@ def refuse_foreign(folder: Path) -> None:
     found = next((name for name in names if _DEEPSPEED.fullmatch(name)), None)
     if found is not None:
         raise CheckpointError(
-            f"{folder}: this is a checkpoint of DeepSpeed ({found}), not one of dsx. Its files are pickles, which dsx never loads. "
-            "Turn its weights into one file with the script zero_to_fp32.py that DeepSpeed put beside the tag, load that into the "
-            "model with load_state_dict before dsx.initialize, and begin the optimizer anew: taking over DeepSpeed's optimizer "
-            "states is not available yet"
+            f"{folder}: this is a checkpoint of DeepSpeed ({found}), not one of dsx. Its files are pickles, which dsx "
+            "never loads. Turn its weights into one file with the script zero_to_fp32.py that DeepSpeed put beside the "
+            "tag, load that into the model with load_state_dict before dsx.initialize, and begin the optimizer anew: "
+            "taking over DeepSpeed's optimizer states is not available yet"
         )
 
 
@@ -196,8 +197,8 @@ def _lock(path: Path, tag: str) -> int | None:
             owner = os.pread(fd, 500, 0).decode(errors="replace").strip()
             os.close(fd)
             raise CheckpointError(
-                f"{path.parent}: another job is saving here right now ({owner or 'it has not said who it is yet'}); give each job a "
-                "folder of its own, or they replace each other's 'latest'"
+                f"{path.parent}: another job is saving here right now ({owner or 'it has not said who it is yet'}); "
+                "give each job a folder of its own, or they replace each other's 'latest'"
             ) from None
         except OSError as error:
             os.close(fd)
@@ -245,7 +246,8 @@ def publish(temporary: Path, target: Path, *, latest: bool) -> None:
     sync_folder(temporary)
     replaced = None
     if target.exists():
-        # Two renames are not one step: killed between them, the tag is found under its `.old-` name (`find_checkpoint`).
+        # Two renames are not one step: killed between them, the tag is found under its `.old-` name
+        # (`find_checkpoint`).
         replaced = target.with_name(f"{_BEING_REPLACED}{target.name}-{uuid.uuid4().hex[:12]}")
         os.rename(target, replaced)
     os.rename(temporary, target)

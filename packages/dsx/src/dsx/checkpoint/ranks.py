@@ -1,7 +1,7 @@
 """The few words that ranks exchange while they save or load.
 
-Bytes of tensors never travel between ranks here: each rank moves its own ranges to and from the disk. What travels is the
-catalogue, the hashes, and whether a rank failed.
+Bytes of tensors never travel between ranks here: each rank moves its own ranges to and from the disk. What travels is
+the catalogue, the hashes, and whether a rank failed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Ranks:
         `action` must not be collective: a rank that fails before a collective would leave the others waiting in it.
 
         Raises:
-            CheckpointError: names the lowest failing rank, what it was doing and its own words. Errors of this package keep
-                their class, all others become this one; the failing rank has the original as `__cause__`.
+            CheckpointError: names the lowest failing rank, what it was doing and its own words. Errors of this package
+                keep their class, all others become this one; the failing rank has the original as `__cause__`.
         """
         failure: Exception | None = None
         result: Any = None

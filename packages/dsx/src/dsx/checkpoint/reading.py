@@ -1,14 +1,16 @@
 """Reading a checkpoint: every load is a re-shard.
 
-A rank asks for the ranges it owns now; who wrote them, and in which stage or world size, does not matter. A load has two
-steps: `prepare_load` reads, verifies (`verify=False` skips that) and compares everything, and all ranks agree that they have done so
-well; `Prepared.install` changes the model. A checkpoint that is damaged or does not fit leaves every model as it was.
+A rank asks for the regions it holds now; who wrote them, and in which stage or world size, does not matter. A load has
+two steps: `prepare_load` reads, verifies (`verify=False` skips that) and compares everything, and all ranks agree that
+they have done so well; `Prepared.install` changes the model. A checkpoint that is damaged or does not fit leaves every
+model as it was. Between the steps
+what was read lies in host memory: as many bytes as this rank holds.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,14 +18,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from .boxes import Region
+from .crc import Sums
 from .encode import decode
 from .errors import CheckpointCorruptError, CheckpointError, shown
-from .files import opened, read_range, read_text
+from .files import opened, read_region, read_text
 from .folder import check_folder, check_one_folder, find_checkpoint, resolve_tag
-from .format import CLIENT, DTYPES, INDEX_NAME, LATEST_NAME, MODEL, OPTIMIZER, Index, Placed, TensorSpec
+from .format import CLIENT, DTYPES, INDEX_NAME, LATEST_NAME, MASTER, MODEL, OPTIMIZER, Index, TensorSpec
+from .parsing import parse_index
 from .ranks import Ranks, default_ranks
-from .verifying import check_files, check_slice
-from .writing import persistent_buffers
+from .snapshot import Place, persistent_buffers
+from .verifying import Verification, check_files
 
 
 class Loadable(Protocol):
@@ -47,21 +52,32 @@ class Loaded:
 
 
 class Reader:
-    """Ranges of tensors of one checkpoint, by the parameter's name (or a tied name of it).
+    """Regions of tensors of one checkpoint, by the parameter's name (or a tied name of it) in this rank's model.
 
-    Answers None where the checkpoint has nothing, which means: keep what you have.
+    Answers None where the checkpoint has nothing, which means: keep what you have. Ranges count the elements of this
+    rank's tensor, row by row; `places` says of which tensors that is a part of the whole one.
+
+    What is read is verified: alone, whole chunks are read where a range begins or ends inside one; in a load of several
+    ranks `verification` waits for all of them.
     """
 
-    def __init__(self, folder: Path, index: Index, *, optimizer_states: bool = True, verify: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        index: Index,
+        *,
+        optimizer_states: bool = True,
+        verify: bool = True,
+        places: Mapping[str, Place] | None = None,
+    ) -> None:
         self.folder, self.index = folder, index
-        self._optimizer_states, self._verify = optimizer_states, verify
-        self._checked: set[tuple[str, int]] = set()
+        self.verification = Verification(folder, index) if verify else None
+        self.verifies_later = False
+        self._optimizer_states, self._places = optimizer_states, places or {}
         self._canonical = {alias: name for name, others in index.aliases.items() for alias in others}
         self._keys: dict[str, list[str]] = {}  # parameter -> its states, so that asking for all of them is linear
-        for key, _, name in (
-            n.partition("/") for n, placed in index.tensors.items() if placed.file.startswith(OPTIMIZER)
-        ):
-            if key != "master":
+        for key, _, name in (n.partition("/") for n in index.tensors[OPTIMIZER]):
+            if key != MASTER:
                 self._keys.setdefault(name, []).append(key)
         for key, values in index.scalars.items():
             for name in values:
@@ -69,20 +85,26 @@ class Reader:
 
     def name_of(self, name: str) -> str:
         """The name under which a parameter or buffer is stored, given any of its names."""
+        if name in self._places:
+            name = self._places[name].name
         return name if name in self.index.aliases else self._canonical.get(name, name)
+
+    def spec_of(self, name: str) -> TensorSpec | None:
+        """The stored parameter or buffer of this name; None if there is none."""
+        entry = self.index.tensors[MODEL].get(self.name_of(name))
+        return None if entry is None else entry.spec
 
     def has(self, name: str) -> bool:
         """Is there a parameter or buffer of this name?"""
-        placed = self.index.tensors.get(self.name_of(name))
-        return placed is not None and placed.file.startswith(MODEL)
+        return self.spec_of(name) is not None
 
     def param(self, name: str, start: int, stop: int) -> torch.Tensor | None:
         """Elements of the stored parameter, 1-D, in the stored dtype."""
-        return self._read(self.name_of(name), start, stop)
+        return self._read(MODEL, self.name_of(name), name, start, stop)
 
     def master(self, name: str, start: int, stop: int) -> torch.Tensor | None:
         """Elements of the fp32 master; the parameter itself where it was stored in full precision."""
-        found = self._read(f"master/{self.name_of(name)}", start, stop)
+        found = self._read(OPTIMIZER, f"{MASTER}/{self.name_of(name)}", name, start, stop)
         return self.param(name, start, stop) if found is None else found
 
     def state_keys(self, name: str) -> tuple[str, ...]:
@@ -94,53 +116,82 @@ class Reader:
         if not self._optimizer_states:
             return None
         scalar = self.index.scalars.get(key, {}).get(self.name_of(name))
-        return scalar if scalar is not None else self._read(f"{key}/{self.name_of(name)}", start, stop)
+        return scalar if scalar is not None else self._read(OPTIMIZER, f"{key}/{self.name_of(name)}", name, start, stop)
 
     def whole(self, name: str) -> torch.Tensor:
-        """A whole tensor in its logical shape (buffers, client tensors)."""
-        spec = self.index.tensors[name].spec
-        found = self._read(name, 0, spec.numel)
-        if found is None:
-            raise CheckpointError(f"{self.folder}: has no tensor {name!r}")
-        return found.reshape(spec.shape)
+        """A whole parameter or buffer in its logical shape, whatever part of it this rank holds."""
+        stored = self.name_of(name)
+        entry = self.index.tensors[MODEL].get(stored)
+        if entry is None:
+            raise CheckpointError(f"{self.folder}: has no tensor {shown(name)}")
+        return self._read_region((MODEL, stored), Region.whole(entry.spec.shape)).reshape(entry.spec.shape)
+
+    def buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """This rank's part of a stored buffer, in the shape it has here."""
+        values = self.param(name, 0, torch.Size(shape).numel())
+        if values is None:
+            raise CheckpointError(f"{self.folder}: has no buffer {shown(name)}")
+        return values.reshape(shape)
 
     def client(self, name: str) -> torch.Tensor:
         """A tensor of the client state. Raises `CheckpointCorruptError` where there is none of this name."""
-        placed = self.index.tensors.get(name)
-        if placed is None or not placed.file.startswith(CLIENT):
+        entry = self.index.tensors[CLIENT].get(name)
+        if entry is None:
             raise CheckpointCorruptError(f"{self.folder}: the state names a tensor {shown(name)} that is not there")
-        return self.whole(name)
+        return self._read_region((CLIENT, name), Region.whole(entry.spec.shape)).reshape(entry.spec.shape)
 
-    def _read(self, name: str, start: int, stop: int) -> torch.Tensor | None:
-        placed = self.index.tensors.get(name)
-        if placed is None:
+    def _read(self, family: str, stored: str, name: str, start: int, stop: int) -> torch.Tensor | None:
+        entry = self.index.tensors[family].get(stored)
+        if entry is None:
             return None
-        if not 0 <= start <= stop <= placed.spec.numel:
+        place = self._places.get(name)
+        region = Region.whole(entry.spec.shape) if place is None else Region(place.box, 0, place.box.numel)
+        region = Region(region.box, start, stop)
+        if not region.lies_in(entry.spec.shape):
             raise CheckpointError(
-                f"{name!r}: elements {start} to {stop} asked for, but the checkpoint's tensor has shape {placed.spec.shape}"
+                f"{shown(name)}: elements {start} to {stop} of a tensor of shape {region.box.size} were asked for, but "
+                f"the checkpoint's tensor has shape {entry.spec.shape}"
             )
-        with opened(self.folder / placed.file, os.O_RDONLY) as fd:
-            if self._verify:
-                self._check(fd, placed, start, stop)
-            return read_range(fd, placed, start, stop)
+        return self._read_region((family, stored), region)
 
-    def _check(self, fd: int, placed: Placed, start: int, stop: int) -> None:
-        for part in self.index.slices[placed.spec.name]:
-            key = (placed.spec.name, part.start)
-            if key in self._checked or part.stop <= start or part.start >= stop:
-                continue
-            check_slice(fd, self.folder, placed, part.start, part.stop, part.hash)
-            self._checked.add(key)
+    def _read_region(self, key: tuple[str, str], region: Region) -> torch.Tensor:
+        entry = self.index.tensors[key[0]][key[1]]
+        sums = Sums(entry.chunks)
+        with opened(self.folder / entry.placed.file, os.O_RDONLY) as fd:
+            values = read_region(fd, entry.placed, region, sums)
+        if self.verification is not None:
+            self.verification.add(key, region, sums)
+            if not self.verifies_later:
+                self.verification.settle_alone()
+        return values
 
 
-def open_checkpoint(directory: str | os.PathLike[str], tag: str | None = None, **options: Any) -> Reader:
-    """A `Reader` of a committed checkpoint, in this process alone. Raises `CheckpointError`."""
+def open_checkpoint(
+    directory: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    optimizer_states: bool = True,
+    verify: bool = True,
+    places: Mapping[str, Place] | None = None,
+) -> Reader:
+    """A `Reader` of a committed checkpoint, in this process alone.
+
+    Args:
+        tag: which one; None: the one that `latest` names.
+        optimizer_states: whether `state_keys` and `state` have answers.
+        verify: whether what is read is compared with the hashes.
+        places: where this process holds parts of tensors; see `Place`.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
     root = check_folder(directory, "open_checkpoint")
     found = resolve_tag(root, tag)
     if found is None:
         raise CheckpointError(f"{root}: no '{LATEST_NAME}' file; expected a folder that save_checkpoint has written")
     folder = find_checkpoint(root, found)
-    return Reader(folder, Index.from_json(read_text(folder / INDEX_NAME), str(folder / INDEX_NAME)), **options)
+    index = parse_index(read_text(folder / INDEX_NAME), str(folder / INDEX_NAME))
+    return Reader(folder, index, optimizer_states=optimizer_states, verify=verify, places=places)
 
 
 @dataclass(frozen=True)
@@ -154,7 +205,8 @@ class Prepared:
     def install(self) -> Loaded:
         """Write everything into the model and the optimizer. Collective, and only once."""
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            while self._buffers:
+                buffer, value = self._buffers.pop()
                 buffer.copy_(value)
         self._slices.install()
         return self.loaded
@@ -167,19 +219,26 @@ def prepare_load(
     module: nn.Module,
     optimizer: Loadable,
     ranks: Ranks | None = None,
+    places: Mapping[str, Place] | None = None,
     strict: bool = True,
     optimizer_states: bool = True,
     verify: bool = True,
 ) -> Prepared | None:
-    """Read and verify on every rank what `module` (buffers) and `optimizer` (parameters, masters, states) need; collective.
+    """Read and verify on every rank what `module` (buffers) and `optimizer` (parameters, masters, states) need;
+    collective.
 
     Nothing is changed: an error on one rank is the same error on all, and leaves every model as it was.
+
+    Args:
+        ranks: all ranks that hold a part of the model; None: all there are.
+        places: for tensors of which this rank holds a part, or that have another name in the whole model.
+        strict: names that do not fit are an error; else what fits is loaded.
 
     Returns:
         None when `directory` has no checkpoint and no tag was asked for.
 
     Raises:
-        CheckpointError: there is something, but nothing that can be loaded. With `strict` also where names do not fit.
+        CheckpointError: there is something, but nothing that can be loaded.
     """
     ranks = ranks or default_ranks()
 
@@ -193,53 +252,72 @@ def prepare_load(
     if name is None:
         return None
 
-    def read() -> Prepared:
-        reader = open_checkpoint(root, name, optimizer_states=optimizer_states, verify=verify)
+    def compare() -> tuple[tuple[str, ...], frozenset[str]]:
+        nonlocal reader
+        reader = open_checkpoint(root, name, optimizer_states=optimizer_states, verify=verify, places=places)
         if verify and ranks.rank == 0:
             check_files(reader.folder, reader.index)
-        missing, unexpected = _compare(reader, module, optimizer, strict)
-        state = decode(reader.index.state, reader.client)
-        buffers = [(b, reader.whole(n)) for n, b in persistent_buffers(module) if reader.has(n)]
-        return Prepared(Loaded(reader.folder, state, missing, unexpected), buffers, optimizer.read_slices(reader))
+        return _compare(reader, _wanted(module, optimizer, places or {}))
 
-    return ranks.all_or_none(f"reading {root / name}", read)
+    def read() -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]], Any]:
+        state = decode(reader.index.state, reader.client)
+        buffers = [(b, reader.buffer(n, tuple(b.shape))) for n, b in persistent_buffers(module) if reader.has(n)]
+        return state, buffers, optimizer.read_slices(reader)
+
+    reader: Any = None
+    missing, unexpected = _merge(root / name, ranks.together(f"opening {root / name}", compare), strict)
+    reader.verifies_later = True
+    state, buffers, slices = ranks.all_or_none(f"reading {root / name}", read)
+    if reader.verification is not None:
+        reader.verification.settle(ranks)
+    return Prepared(Loaded(reader.folder, state, missing, unexpected), buffers, slices)
 
 
 def load(directory: str | os.PathLike[str], tag: str | None = None, **options: Any) -> Loaded | None:
-    """Fill a module and an optimizer from a checkpoint; arguments and errors are those of `prepare_load`. Collective.
-
-    Names or shapes that do not fit raise `CheckpointError` before anything is changed; with `strict=False` what fits is loaded
-    and the rest reported.
-    """
+    """Fill a module and an optimizer from a checkpoint, collectively; see `prepare_load` for arguments and errors."""
     prepared = prepare_load(directory, tag, **options)
     return None if prepared is None else prepared.install()
 
 
+# - Does it fit?
+
+
+def _wanted(
+    module: nn.Module, optimizer: Loadable, places: Mapping[str, Place]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name here -> shape of the whole tensor and dtype here, of every parameter and buffer."""
+    found = {part.name: (tuple(part.shape), part.param.dtype) for part in optimizer.slices()}
+    found |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in persistent_buffers(module)}
+    return {name: (Place.of(name, shape, places).shape, dtype) for name, (shape, dtype) in found.items()}
+
+
 def _compare(
-    reader: Reader, module: nn.Module, optimizer: Loadable, strict: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    wanted = {part.name: (tuple(part.shape), part.param.dtype) for part in optimizer.slices()}
-    wanted |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in persistent_buffers(module)}
-    stored = {n: p.spec for n, p in reader.index.tensors.items() if p.file.startswith(MODEL)}
-    pairs = [(n, stored[reader.name_of(n)], *kept) for n, kept in wanted.items() if reader.has(n)]
-    wrong = [
-        f"{n}: {spec.shape} in the checkpoint, {shape} in the model"
-        for n, spec, shape, _ in pairs
-        if spec.shape != shape
-    ]
-    wrong += [
-        f"{n}: {spec.dtype} in the checkpoint, {dtype} in the model"
-        for n, spec, _, dtype in pairs
-        if not _same_kind(spec, dtype)
-    ]
+    reader: Reader, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names that this rank misses in the checkpoint, and names in it that this rank does not have."""
+    wrong = []
+    for name, (shape, dtype) in wanted.items():
+        spec = reader.spec_of(name)
+        if spec is not None and spec.shape != shape:
+            wrong.append(f"{name}: {spec.shape} in the checkpoint, {shape} in the model")
+        elif spec is not None and not _same_kind(spec, dtype):
+            wrong.append(f"{name}: {spec.dtype} in the checkpoint, {dtype} in the model")
     if wrong:
         raise CheckpointError(f"{reader.folder}: tensors do not fit: {'; '.join(wrong[:10])}")
-    missing = tuple(n for n in wanted if not reader.has(n) and n not in reader.index.excluded)
-    known = {reader.name_of(n) for n in wanted}
-    unexpected = tuple(n for n in stored if n not in known)
+    stored = {name: reader.name_of(name) for name in wanted}
+    missing = tuple(n for n in wanted if not reader.has(n) and stored[n] not in reader.index.excluded)
+    return missing, frozenset(reader.index.tensors[MODEL]) - set(stored.values())
+
+
+def _merge(
+    folder: Path, ranks: list[tuple[tuple[str, ...], frozenset[str]]], strict: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What any rank misses, and what no rank has. Raises `CheckpointError` if that is something and `strict`."""
+    missing = tuple(dict.fromkeys(name for names, _ in ranks for name in names))
+    unexpected = tuple(sorted(frozenset.intersection(*(names for _, names in ranks))))
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{reader.folder}: names differ: missing in the checkpoint: {list(missing[:10])}; not in the model: "
+            f"{folder}: names differ: missing in the checkpoint: {list(missing[:10])}; not in the model: "
             f"{list(unexpected[:10])}; pass load_module_strict=False to load what fits"
         )
     return missing, unexpected

@@ -1,8 +1,9 @@
 """The training engine: `dsx.initialize` builds one (`entry.py`, `wiring.py`), `Engine` is its type.
 
 Files: `engine.py` the three calls of a step; `accessors.py` what can be asked; `saving.py`, `weights.py` whole weights;
-`checkpointing.py` what a checkpoint holds beside tensors; `accumulation.py`, `stepper.py`, `schedule.py`, `inputs.py`,
-`clock.py`, `observers.py` the parts, with a null object each; `parts.py` the list of parts; `request.py` what the caller brought.
+`checkpointing.py`, `training_state.py` checkpoints, and what they hold beside tensors; `accumulation.py`, `stepper.py`,
+`schedule.py`, `inputs.py`, `clock.py`, `observers.py` the parts, with a null object each; `parts.py` the list of parts;
+`request.py` what the caller brought.
 """
 
 from .engine import Engine

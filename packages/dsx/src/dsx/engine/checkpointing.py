@@ -1,10 +1,10 @@
 """The engine's checkpointer: the sharded tensors, and the training state beside them, to a folder and back.
 
-The tensors and the files are the business of `dsx.checkpoint`. This part adds the training state (`training_state.py`), agrees with the
-other ranks on folder and tag, and decides what of a checkpoint is taken.
+The tensors and the files are the business of `dsx.checkpoint`. This part adds the training state (`training_state.py`),
+agrees with the other ranks on folder and tag, and decides what of a checkpoint is taken.
 
-A load changes nothing until every rank has read and verified everything it needs. Then the small parts are restored, which can be
-taken back, and last the tensors.
+A load changes nothing until every rank has read and verified everything it needs. Then the small parts are restored,
+which can be taken back, and last the tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..data import RepeatingLoader, TrainingLoader
@@ -55,6 +56,7 @@ class Checkpointer:
         precision: the precision record as plain values.
         tag_validation: what happens when ranks pass different tags: "ignore", "warn" or "fail".
         rank: number of this process in the job.
+        places: for tensors of which this rank holds a part (`dsx.checkpoint.Place`): model parallelism says so here.
     """
 
     module: Any
@@ -67,6 +69,7 @@ class Checkpointer:
     precision: dict[str, Any]
     tag_validation: str
     rank: int
+    places: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def _ranks(self) -> Any:
@@ -100,6 +103,7 @@ class Checkpointer:
             slices=self.shards.slices(),
             state={"engine": self._state(loader).to_dict(), "client": client_state},
             ranks=self._ranks,
+            places=self.places,
             exclude_frozen=exclude_frozen,
             save_latest=latest,
         )
@@ -151,6 +155,7 @@ class Checkpointer:
             module=self.module,
             optimizer=self.shards,
             ranks=self._ranks,
+            places=self.places,
             strict=wanted.strict,
             optimizer_states=wanted.optimizer_states,
         )

@@ -39,7 +39,8 @@ class WeightsMixin:
         `save_filename` ends so, else torch's own format.
 
         Raises:
-            ValueError: `save_dir` is no path, or `save_filename` has another ending than .safetensors, .bin, .pt or .pth.
+            ValueError: `save_dir` is no path, or `save_filename` has another ending than .safetensors, .bin, .pt or
+                .pth.
             dsx.checkpoint.CheckpointError: rank 0 cannot write the file; the same error on all ranks.
 
         Returns:
@@ -50,7 +51,8 @@ class WeightsMixin:
         if not parts.settings.gather_weights_on_save:
             if parts.topology.rank == 0:
                 logger.warning(
-                    "save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true"
+                    "save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save "
+                    "to true"
                 )
             return False
         parts.shards.synchronize()

@@ -1,7 +1,8 @@
 """What a checkpoint holds beside tensors: counters, rates, schedule, loss scale, precision and data position.
 
-`TrainingState` is the record: taken from the engine's parts, written as it is, and checked key by key when it is read, so that
-nothing unknown and nothing of another kind reaches the parts. `Undo` takes changes of parts back, for a load that fails half way.
+`TrainingState` is the record: taken from the engine's parts, written as it is, and checked key by key when it is read,
+    so that nothing unknown and nothing of another kind reaches the parts. `Undo` takes changes of parts back, for a
+    load that fails half way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whole weights out of a sharded model: as a state dict, or as a file other programs read.
 
-Walks the model one unit at a time (what is gathered together anyway), so that each unit travels once and the device never holds
-more than one unit's whole weights beyond what training keeps; the collected values go to host memory.
+Walks the model one unit at a time (what is gathered together anyway), so that each unit travels once and the device
+never holds more than one unit's whole weights beyond what training keeps; the collected values go to host memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Gather:
 
     Attributes:
         whole: makes some parameters whole for the length of a context. Collective.
-        unit: parameters of one unit are gathered together, whichever of them is asked for; None for one that is always whole.
+        unit: parameters of one unit are gathered together, whichever of them is asked for; None for one that is always
+            whole.
     """
 
     whole: Callable[[list[nn.Parameter]], contextlib.AbstractContextManager[object]]
@@ -39,7 +40,8 @@ NOTHING_TO_GATHER = Gather(lambda parameters: contextlib.nullcontext(), lambda p
 def whole_tensors(
     module: nn.Module, gather: Gather, *, exclude_frozen: bool
 ) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Every parameter once, with all its names, and every persistent buffer under each of its names; whole, on its device.
+    """Every parameter once, with all its names, and every persistent buffer under each of its names; whole, on its
+    device.
 
     Collective: every rank must exhaust it. The tensor is valid until the next one is asked for.
     """
@@ -78,8 +80,8 @@ def save_weights(
 ) -> None:
     """Gather on all ranks and write `folder/filename` on the rank with `writer=True`, atomically. Collective.
 
-    `*.safetensors` is written as such (one name per tied weight, which is what readers of that format expect); any other
-    name gets torch's own format.
+    `*.safetensors` is written as such (one name per tied weight, which is what readers of that format expect); any
+    other name gets torch's own format.
 
     Raises:
         CheckpointArgumentError: the folder is none, or the name has another ending.
