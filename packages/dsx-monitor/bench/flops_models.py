@@ -1,10 +1,10 @@
-"""Multiply-accumulates of whole models: closed form, dsx, torch's FlopCounterMode and DeepSpeed's profiler side by side.
+"""Multiply-accumulates of whole models: closed form, dsx, torch's FlopCounterMode, DeepSpeed's profiler.
 
     python packages/dsx-monitor/bench/flops_models.py [--hf]
 
-Small models of twelve kinds in plain PyTorch (tests/monitor_zoo.py); with --hf also architectures of `transformers` with
-random weights. Nothing is timed. torch counts flops, two per multiply-accumulate; DeepSpeed assumes that backward is
-twice forward, so only its forward can be compared. The goal is 0.1 % of the closed form.
+Small models of twelve kinds in plain PyTorch (tests/monitor_zoo.py); with --hf also architectures of `transformers`
+with random weights. Nothing is timed. torch counts flops, two per multiply-accumulate; DeepSpeed assumes that backward
+is twice forward, so only its forward can be compared. The goal is 0.1 % of the closed form.
 """
 
 from __future__ import annotations

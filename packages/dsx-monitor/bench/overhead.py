@@ -2,8 +2,8 @@
 
     python packages/dsx-monitor/bench/overhead.py [events|writers|comet|wandb|profile|import ...]
 
-Costs are CPU time of the process (all threads), medians of interleaved rounds, so that a busy machine disturbs them little.
-Each line has its goal beside it.
+Costs are CPU time of the process (all threads), medians of interleaved rounds, so that a busy machine disturbs them
+little. Each line has its goal beside it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def events() -> None:
 
 
 def writers() -> None:
-    """Steps that sleep 50 ms, with 16 events each: what is left of the process' CPU time is the writing, all threads."""
+    """Steps that sleep 50 ms, with 16 events each: the rest of the process' CPU time is the writing, all threads."""
     for names in (("jsonl",), ("csv_monitor",), ("tensorboard",), ("tensorboard", "csv_monitor", "jsonl")):
         quiet, _ = _sleeping((), 60)
         spent, held = _sleeping(names, 100)
@@ -163,7 +163,10 @@ def _paired(first: Callable[[], None], second: Callable[[], None], rounds: int) 
 
 
 def _bare(step: Callable[[], None], rounds: int) -> tuple[float, int]:
-    """CPU seconds of a step under a mode that only passes operators on, and how many they are: the floor of counting at dispatch."""
+    """CPU seconds of a step under a mode that only passes operators on, and how many they are.
+
+    Counting at dispatch cannot cost less.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Passes(TorchDispatchMode):

@@ -2,8 +2,8 @@
 
     python packages/dsx-monitor/bench/stragglers.py [ranks]
 
-Each trial lets one rank sleep 30 ms per step, in its data loader or in its forward, and compares the ranks after 8 steps;
-then 200 steps in which all are equal, compared every 10. The goals: 20 of 20, and no false alarm.
+Each trial lets one rank sleep 30 ms per step, in its data loader or in its forward, and compares the ranks after 8
+steps; then 200 steps in which all are equal, compared every 10. The goals: 20 of 20, and no false alarm.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Twelve kinds of models in plain PyTorch, each with its multiply-accumulates worked out by hand from its sizes.
 
-Used by `test_monitor_flops_models.py` and by `bench/flops_models.py`; loaded by path, since test files import no others.
-`forward` counts every product of the forward pass; `backward` those of the backward pass of a loss that sums the output,
-with inputs that need no gradient: twice the products, less the gradient by the input where the input is data, plus what
-fused attention computes again.
+Used by `test_monitor_flops_models.py` and by `bench/flops_models.py`; loaded by path, since test files import no
+others. `forward` counts every product of the forward pass; `backward` those of the backward pass of a loss that sums
+the output, with inputs that need no gradient: twice the products, less the gradient by the input where the input is
+data, plus what fused attention computes again.
 """
 
 from __future__ import annotations

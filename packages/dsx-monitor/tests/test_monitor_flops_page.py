@@ -1,6 +1,7 @@
 """The flops page in a real browser: what it shows, how it folds, sorts, searches. Skipped where there is no Chromium.
 
-The browser is driven over its debugging pipe (two descriptors, JSON messages ended by a zero byte): no driver is needed.
+The browser is driven over its debugging pipe (two descriptors, JSON messages ended by a zero byte): no driver is
+needed.
 """
 
 import json

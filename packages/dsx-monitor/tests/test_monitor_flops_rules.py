@@ -124,8 +124,9 @@ def test_rarer_products(function, args, flops, macs):
     "name, model, shape",
     [
         ("RReLU", nn.RReLU(), (4, 8)), ("Softshrink", nn.Softshrink(), (4, 8)), ("Hardshrink", nn.Hardshrink(), (4, 8)),
-        ("AdaptiveMaxPool2d", nn.AdaptiveMaxPool2d(2), (2, 3, 8, 8)), ("pad 3d", nn.ReplicationPad3d(1), (1, 2, 3, 3, 3)),
-        ("AdaptiveMaxPool3d", nn.AdaptiveMaxPool3d(2), (2, 3, 4, 4, 4)), ("pad 2d", nn.ReflectionPad2d(1), (2, 3, 4, 4)),
+        ("AdaptiveMaxPool2d", nn.AdaptiveMaxPool2d(2), (2, 3, 8, 8)),
+        ("pad 3d", nn.ReplicationPad3d(1), (1, 2, 3, 3, 3)), ("pad 2d", nn.ReflectionPad2d(1), (2, 3, 4, 4)),
+        ("AdaptiveMaxPool3d", nn.AdaptiveMaxPool3d(2), (2, 3, 4, 4, 4)),
         ("trilinear", nn.Upsample(scale_factor=2, mode="trilinear"), (1, 2, 3, 3, 3)),
         ("nearest-exact", nn.Upsample(scale_factor=2, mode="nearest-exact"), (2, 3, 4, 4)),
         ("antialias", lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear", antialias=True), (2, 3, 8, 8)),

@@ -145,7 +145,8 @@ def test_a_browser_draws_the_curves_and_shows_values_under_the_pointer(run, tmp_
     page = write_report(run).read_text()
     probe = """<script>addEventListener("error", e => document.title = "failed: " + e.message);
       setTimeout(() => { const s = document.querySelector("svg"), b = s.getBoundingClientRect();
-        s.dispatchEvent(new PointerEvent("pointermove", {clientX: b.left + 55, clientY: b.top + 9, bubbles: true})) }, 300)
+        const at = {clientX: b.left + 55, clientY: b.top + 9, bubbles: true};
+        s.dispatchEvent(new PointerEvent("pointermove", at)) }, 300)
       </script>"""
     (tmp_path / "probe.html").write_text(page.replace("</body>", probe + "</body>"))
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000", "--dump-dom"]

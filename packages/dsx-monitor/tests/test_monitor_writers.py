@@ -224,7 +224,8 @@ def test_a_process_that_ends_without_close_loses_nothing(tmp_path, ending):
         import sys
         from dsx_monitor import MonitorMaster
         monitor = MonitorMaster({{"csv_monitor": {{"enabled": True, "output_path": {str(tmp_path)!r}, "job_name": ""}},
-                                 "tensorboard": {{"enabled": True, "output_path": {str(tmp_path)!r}, "job_name": "t"}}}})
+                                 "tensorboard": {{"enabled": True, "output_path": {str(tmp_path)!r},
+                                                  "job_name": "t"}}}})
         for i in range(1000):
             monitor.write_events([("a", i, i)])
         {ending}

@@ -1,13 +1,13 @@
 """Queues with a thread behind each, so that training never waits for a file, a socket or a service.
 
-Writers of files share one queue and thread, a lane; each writer that talks to a service has a lane of its own, so that a
-service that hangs delays nothing but itself. What a lane promises: `put` returns at once; events arrive in order; every
-writer is flushed when the queue runs empty, and once a second while it does not; the end of the process, by return,
-exception or `sys.exit`, drains and closes it. A writer that raises is dropped with one warning and the others go on. A
-process that is killed loses at most its last second. A forked child owns no thread and writes nothing.
+Writers of files share one queue and thread, a lane; each writer that talks to a service has a lane of its own, so that
+a service that hangs delays nothing but itself. What a lane promises: `put` returns at once; events arrive in order;
+every writer is flushed when the queue runs empty, and once a second while it does not; the end of the process, by
+return, exception or `sys.exit`, drains and closes it. A writer that raises is dropped with one warning and the others
+go on. A process that is killed loses at most its last second. A forked child owns no thread and writes nothing.
 
-At the end of the process (and in `flush`) a lane is waited for as long as it gets on. One whose writer has not come back
-from a call for `patience` seconds is given up with a warning.
+At the end of the process (and in `flush`) a lane is waited for as long as it gets on. One whose writer has not come
+back from a call for `patience` seconds is given up with a warning.
 
 Left out: spilling to disk. A queue that is full because a writer hangs drops events, and says so once.
 """

@@ -1,4 +1,4 @@
-"""One clock in front of two: an engine marks a range once, the wall clock and a trace that may be running both have it."""
+"""One clock in front of two: a range that an engine marks once is in the wall clock and in a trace, if one is running."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["TracedClock"]
 
 
 class TracedClock(WallClock):
-    """A `WallClock` whose ranges also become spans, in the lane "compute", of the `timeline` set at the time, if any."""
+    """A `WallClock` whose ranges also become spans of `timeline`, in the lane "compute", while one is set."""
 
     def __init__(self, device: Any = "cpu") -> None:
         super().__init__(device)

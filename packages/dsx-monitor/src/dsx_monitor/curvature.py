@@ -3,13 +3,14 @@
     eigenvalue = Eigenvalue(layer_name="encoder.layer", layer_num=12)
     relative = eigenvalue.compute_from_loss(loss, model)          # before loss.backward()
 
-For a block with parameters p and gradient g(p) a random unit vector v is multiplied by the Hessian again and again,
-Hv = d(g . v)/dp, each time normalised; v . Hv converges to the eigenvalue of largest magnitude (von Mises). The result is
-relative, |value| / largest |value| of all blocks, which is what schedules of quantisation and layer drop want; the plain
-values are in `latest`. Double backward needs operators that have one: fused attention has none, so the forward pass
-must run under `double_backward()`.
+For a block with parameters p and gradient g(p) a random unit vector v is multiplied by the Hessian again and again, Hv
+= d(g . v)/dp, each time normalised; v . Hv converges to the eigenvalue of largest magnitude (von Mises). The result is
+relative, |value| / largest |value| of all blocks, which is what schedules of quantisation and layer drop want; the
+plain values are in `latest`. Double backward needs operators that have one: fused attention has none, so the forward
+pass must run under `double_backward()`.
 
-Left out: parameters that are partitioned between uses; gather them first as `dsx` does at ZeRO stage 3 (`dsx_zero.GatheredParameters`).
+Left out: parameters that are partitioned between uses; gather them first as `dsx` does at ZeRO stage 3
+(`dsx_zero.GatheredParameters`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Eigenvalue:
         max_iter: largest number of iterations.
         tol: relative change of the value that ends them.
         stability: added to norms before dividing.
-        gas_boundary_resolution: accumulation boundaries between two computations; for whoever drives this.
+        gas_boundary_resolution: accumulation boundaries between two computations; for the caller, which decides when to compute.
         layer_name: attribute path of the container of the blocks.
         layer_num: how many of its children are blocks.
         seed: of the start vectors, so that all ranks take the same.
@@ -73,8 +74,8 @@ class Eigenvalue:
     ) -> None:
         if not layer_name or layer_num < 1:
             raise CurvatureError(
-                f"Eigenvalue: got layer_name={layer_name!r}, layer_num={layer_num}, expected the path of the container of the "
-                "blocks, such as 'bert.encoder.layer', and how many there are"
+                f"Eigenvalue: got layer_name={layer_name!r}, layer_num={layer_num}, expected the path of the "
+                "container of the blocks, such as 'bert.encoder.layer', and how many there are"
             )
         self.verbose, self.max_iter, self.tol, self.stability = verbose, max_iter, tol, stability
         self.gas_boundary_resolution = gas_boundary_resolution
@@ -93,8 +94,8 @@ class Eigenvalue:
         except AttributeError:
             containers = [name for name, child in module.named_modules() if isinstance(child, nn.ModuleList)]
             raise CurvatureError(
-                f"Eigenvalue: the model has no module {self.layer_name!r}; its lists of modules are {containers or 'none'}; "
-                "name one of them in layer_name"
+                f"Eigenvalue: the model has no module {self.layer_name!r}; its lists of modules are "
+                f"{containers or 'none'}; name one of them in layer_name"
             ) from None
         children = list(container.children())
         if len(children) < self.layer_num:
@@ -156,8 +157,8 @@ class Eigenvalue:
                 values.append(self._value(place, gradients, parameters, mean))
             except RuntimeError as error:
                 raise CurvatureError(
-                    f"Eigenvalue: {self.layer_name}.{place} cannot be differentiated twice: {error}; run the forward pass "
-                    "under dsx_monitor.curvature.double_backward()"
+                    f"Eigenvalue: {self.layer_name}.{place} cannot be differentiated twice: {error}; run the "
+                    "forward pass under dsx_monitor.curvature.double_backward()"
                 ) from error
         return self._relative(values)
 

@@ -38,7 +38,10 @@ def memory_snapshot(*, pss: bool = False) -> MemorySnapshot:
 
 
 def memory_in_use() -> int:
-    """Bytes allocated on this process' CUDA device if it has one in use, else its resident bytes. Cheap: for every step."""
+    """Bytes allocated on this process' CUDA device if it has one in use, else its resident bytes.
+
+    Cheap: for every step.
+    """
     allocated = _device()[0]
     if allocated:
         return allocated
@@ -58,7 +61,8 @@ def memory_breakdown(states: Mapping[str, int], snapshot: MemorySnapshot) -> dic
 
     Returns:
         The classes of `states`; then, on a device, `activations` (allocated above the states at the peak), `cached`
-        (reserved but not allocated) and `total` (reserved); on the host `other` (libraries, data, activations) and `total`.
+        (reserved but not allocated) and `total` (reserved); on the host `other` (libraries, data, activations) and
+        `total`.
     """
     held = sum(states.values())
     if snapshot.cuda_reserved:

@@ -101,7 +101,10 @@ class _Monitor:
                 self._background.flush()
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all events so far are written out; False if `timeout` seconds were not enough or a writer hangs."""
+        """Wait until all events so far are written out.
+
+        Returns False if `timeout` seconds were not enough or a writer hangs.
+        """
         return True if self._background is None else self._background.flush(timeout)
 
     def close(self) -> None:

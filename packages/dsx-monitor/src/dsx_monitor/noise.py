@@ -2,8 +2,8 @@
 
 A gradient over B samples has |G_B|^2 = |G|^2 + tr(S)/B in the mean, G the true gradient and S the covariance of one
 sample's. Two batch sizes measured in the same step give both unknowns (McCandlish et al. 2018, "An Empirical Model of
-Large-Batch Training", appendix A.1); their ratio tr(S)/|G|^2 is the noise scale. The small batch is what one rank sees in
-one backward, the big one the whole step. Each estimate is noisy, so numerator and denominator are smoothed apart.
+Large-Batch Training", appendix A.1); their ratio tr(S)/|G|^2 is the noise scale. The small batch is what one rank sees
+in one backward, the big one the whole step. Each estimate is noisy, so numerator and denominator are smoothed apart.
 
 `GradientNoise` is arithmetic; `GradientSquares` measures the small batches.
 """
@@ -31,8 +31,8 @@ class GradientNoise:
     def __init__(self, small_batch: int, big_batch: int, memory: int = 100) -> None:
         if not 0 < small_batch < big_batch or memory < 1:
             raise ValueError(
-                f"GradientNoise: got small_batch={small_batch}, big_batch={big_batch}, memory={memory}, expected a step of more "
-                "samples than one backward has: use several ranks or gradient accumulation"
+                f"GradientNoise: got small_batch={small_batch}, big_batch={big_batch}, memory={memory}, "
+                "expected a step of more samples than one backward has: use several ranks or gradient accumulation"
             )
         self._small, self._big, self._keep = small_batch, big_batch, 1.0 - 1.0 / memory
         self._noise = self._signal = self._weight = 0.0

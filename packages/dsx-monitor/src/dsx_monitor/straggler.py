@@ -1,11 +1,12 @@
-"""Who holds the others up: each rank's own work, apart from the time it waits for the rest.
+"""Which rank holds the others up: each rank's own work, apart from the time it waits for the rest.
 
-A slow rank makes all ranks' steps equally long, so step times say nothing; what tells is how long a rank worked itself:
-each phase's length less the time spent waiting for communication. `StragglerMonitor` smooths that over steps, compares it
-between ranks once in `every` steps (one tiny gather) and names rank and phase if one of them is far above the middle.
+A slow rank makes all ranks' steps equally long, so step times say nothing; what tells is how long a rank worked
+itself: each phase's length less the time spent waiting for communication. `StragglerMonitor` smooths that over steps,
+compares it between ranks once in `every` steps (one tiny gather) and names rank and phase if one of them is far above
+the middle.
 
-Arithmetic is in `judge_stragglers`, which needs no ranks. Left out: what a rank's device does while the host runs ahead belongs to
-the phase in which its events lie.
+Arithmetic is in `judge_stragglers`, which needs no ranks. Left out: what a rank's device does while the host runs
+ahead belongs to the phase in which its events lie.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Straggler:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} holds the others up in {_SHOWN.get(self.phase, self.phase)}: {self.own:.1f} ms of own work per "
-            f"step, the middle of all ranks is {self.middle:.1f} ms"
+            f"rank {self.rank} holds the others up in {_SHOWN.get(self.phase, self.phase)}: {self.own:.1f} ms of own "
+            f"work per step, the middle of all ranks is {self.middle:.1f} ms"
         )
 
 
@@ -46,7 +47,7 @@ class StragglerReport:
     Attributes:
         own: milliseconds of own work per step, by rank and phase (in the order of `PHASES`).
         waiting: milliseconds per step that each rank waited.
-        found: who holds the others up, the worst first.
+        found: the ranks that hold the others up, the worst first.
     """
 
     own: tuple[tuple[float, ...], ...]
@@ -114,7 +115,10 @@ class StragglerMonitor:
         self.latest: StragglerReport | None = None
 
     def step(self, elapsed: Iterable[tuple[str, float]]) -> StragglerReport | None:
-        """End a step with what `WallClock.elapsed` gave for it (may be empty); the report if one is due, on every rank."""
+        """End a step with what `WallClock.elapsed` gave for it (may be empty).
+
+        Returns the report if one is due, on every rank.
+        """
         now, known = time.perf_counter(), dict(elapsed)
         length = (now - self._last_end) * 1e3
         first, self._last_end = self._last_end == 0.0, now

@@ -7,10 +7,10 @@
     timeline.write(run_dir)                    # RUN/trace/rank00000.json
     merge_traces(run_dir)                      # RUN/trace.json: all ranks in one; `dsx report` does it too
 
-A span is kept as four numbers and written out at the end, so that tracing costs a step some microseconds. On CUDA spans are pairs
-of events, placed on the host's clock by an anchor taken once. Spans that overlap in a lane (several gathers under way)
-are drawn in rows of their own. Ranks of one host share a clock; hosts are brought together by `mark_meeting`, called by
-all ranks right after a barrier.
+A span is kept as four numbers and written out at the end, so that tracing costs a step some microseconds. On CUDA
+spans are pairs of events, placed on the host's clock by an anchor taken once. Spans that overlap in a lane (several
+gathers under way) are drawn in rows of their own. Ranks of one host share a clock; hosts are brought together by
+`mark_meeting`, called by all ranks right after a barrier.
 
 Left out: single kernels; torch.profiler has them, and its traces open in the same viewer.
 """
@@ -101,9 +101,9 @@ class Timeline:
             arrived()
 
     def transfer(self, op: str, name: str, nbytes: int) -> Callable[[], None]:
-        """A transfer to or from disk begins; call what is returned when it is over, from any thread (what `on_transfer` of `dsx_nvme`'s swappers takes).
+        """A transfer to or from disk begins; call what is returned when it is over, from any thread.
 
-        Timed by the host's clock, also beside a device: disks do not run on its streams.
+        This is what `on_transfer` of `dsx_nvme`'s swappers takes. Timed by the host's clock, also beside a device: disks do not run on its streams.
         """
         start = time.perf_counter_ns()
 
@@ -126,7 +126,10 @@ class Timeline:
             self._add("wait", "wait", token, self._mark(), None)
 
     def mark_meeting(self) -> None:
-        """All ranks are here at this moment: call it right after a barrier, to bring the clocks of several hosts together."""
+        """Note that all ranks are here at this moment, to bring the clocks of several hosts together.
+
+        Call it right after a barrier.
+        """
         self._meeting = self._origin + time.perf_counter_ns()
 
     def _mark(self, device: Any = None) -> Any:
@@ -163,7 +166,10 @@ class Timeline:
         return self._origin + at + int(event.elapsed_time(mark) * 1e6)
 
     def write(self, run_dir: str | os.PathLike[str]) -> Path:
-        """Write this rank's trace into the run directory; opens in chrome://tracing and ui.perfetto.dev. Returns the file."""
+        """Write this rank's trace into the run directory; opens in chrome://tracing and ui.perfetto.dev.
+
+        Returns the file.
+        """
         folder = Path(run_dir) / TRACE
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{self.rank:05d}.json"

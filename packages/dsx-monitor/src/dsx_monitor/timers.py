@@ -4,8 +4,8 @@
 happened, so measuring never waits for the device; the figures of a step then arrive a step or two later. On the host a
 range is `time.perf_counter`.
 
-`ThroughputTimer` counts samples, tokens and floating-point operations per second. It does not synchronise either: over a
-window of steps the host cannot run far ahead of the device, so the mean is right though single steps need not be.
+`ThroughputTimer` counts samples, tokens and floating-point operations per second. It does not synchronise either: over
+a window of steps the host cannot run far ahead of the device, so the mean is right though single steps need not be.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class WallClock:
 
     Ranges of the same name within a step add up; ranges may be nested. The clock belongs to one thread.
 
-    It also hears of waits (`begin_wait`, `end_wait`; the shape that `dsx_comm.observe` takes): time spent waiting for other
-    ranks adds up under `WAITING + name of the innermost open range`. Backward on a device runs in a thread of autograd's
-    while the owner stands still, so waits may come from there.
+    It also hears of waits (`begin_wait`, `end_wait`; the shape that `dsx_comm.observe` takes): time spent waiting for
+    other ranks adds up under `WAITING + name of the innermost open range`. Backward on a device runs in a thread of
+    autograd's while the owner stands still, so waits may come from there.
     """
 
     def __init__(self, device: Any = "cpu") -> None:
@@ -100,7 +100,10 @@ class WallClock:
             self._add(name, begin)
 
     def begin_wait(self) -> Any:
-        """This process begins to wait for others; what it returns goes to `end_wait`. A wait inside a wait counts once."""
+        """This process begins to wait for others; what it returns goes to `end_wait`.
+
+        A wait inside a wait counts once.
+        """
         self._waits += 1
         return self._mark() if self._waits == 1 else None
 
@@ -160,7 +163,8 @@ class ThroughputTimer:
     Args:
         batch_size: samples per step, over all ranks.
         tokens_per_sample: to report tokens per second; None: do not.
-        flops_per_sample: floating-point operations of one sample's forward and backward, to report TFLOPS; None: do not.
+        flops_per_sample: floating-point operations of one sample's forward and backward, to report TFLOPS; None: do
+        not.
         start_step: steps left out at the start (compilation, first allocations).
         window: steps that count.
     """

@@ -1,4 +1,4 @@
-"""One rule for everything that writes figures beside training: what cannot be written costs a warning, never the run."""
+"""One rule for all that writes figures beside training: what cannot be written costs a warning, never the run."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Counting the floating-point operations, time and parameters of each module of a model.
 
 The idea: operations are counted where PyTorch dispatches them, below modules and functional calls, so that einsum,
-attention on any device, custom modules and recomputation are counted by what really runs; hooks on modules only say whose
-operation it was. Backward is counted as it runs, not assumed to be twice the forward pass. An operation that does
-arithmetic and is not known is listed by name. Nothing stays on the model afterwards.
+attention on any device, custom modules and recomputation are counted by what really runs; hooks on modules only say
+whose operation it was. Backward is counted as it runs, not assumed to be twice the forward pass. An operation that
+does arithmetic and is not known is listed by name. Nothing stays on the model afterwards.
 
 Left out: operations inside kernels that PyTorch does not dispatch; a custom operator counts by the formula registered
 for it with `torch.utils.flop_counter.register_flop_formula`, else its name is listed.

@@ -2,8 +2,8 @@
 
 An operator is booked in one of four places: the forward of a module, the backward of a module (by the owner of the
 autograd node that runs, see `owners`), recomputation, which is part of backward, or outside the model. Outside is also
-what hooks on finished gradients do (their accumulation and reduction over ranks), so that a sharded model counts exactly
-what the plain one does.
+what hooks on finished gradients do (their accumulation and reduction over ranks), so that a sharded model counts
+exactly what the plain one does.
 
 Time in backward is cut at the operators where the owner changes; the pieces, host work between operators included, add
 up to the length of backward.
@@ -58,8 +58,10 @@ class _Counting(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Asked by the base class, which would wrap the method below at several microseconds a call. There is nothing to keep
-        the compiler from: compiled functions run eagerly under a mode."""
+        """Asked by the base class, which would wrap the method below at several microseconds a call.
+
+        There is nothing to keep the compiler from: compiled functions run eagerly under a mode.
+        """
         return False
 
     def __init__(self, watch: Watch) -> None:
@@ -77,7 +79,8 @@ class _Counting(TorchDispatchMode):
         if rule is VIEW:
             return _run(func, args, kwargs)
         if rule is COMPOUND:
-            # Under inference mode compound operators arrive whole: take them apart to see what they are made of. Of nested tensors they are none.
+            # Under inference mode compound operators arrive whole: take them apart to see what they are made of. Those
+            # of nested tensors cannot be taken apart.
             if not any(getattr(argument, "is_nested", False) for argument in args):
                 with self:
                     result = func.decompose(*args, **kwargs)
@@ -214,7 +217,7 @@ class Watch:
         return self._owners.of(sequence, nested=len(self._tasks) > 1)
 
     def note_unknown(self, func: Any) -> None:
-        """Remember an operator that nobody can count."""
+        """Remember an operator that has no rule."""
         if not self._silent:
             self.totals.unknown[func._overloadpacket._qualified_op_name] += 1
 

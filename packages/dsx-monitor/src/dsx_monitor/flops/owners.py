@@ -1,9 +1,9 @@
 """Which module an autograd node belongs to, found by its sequence number.
 
-Autograd numbers nodes in the order in which a thread creates them. Noting the next number at each change of module in the
-forward pass therefore tells, for any node that runs in backward, which module's forward made it; no hook on a tensor is
-needed and nothing is kept alive. Only a backward inside a backward (reentrant recomputation) has nodes of the thread it
-runs in; all others belong to the thread that ran the forward.
+Autograd numbers nodes in the order in which a thread creates them. Noting the next number at each change of module in
+the forward pass therefore tells, for any node that runs in backward, which module's forward made it; no hook on a
+tensor is needed and nothing is kept alive. Only a backward inside a backward (reentrant recomputation) has nodes of
+the thread it runs in; all others belong to the thread that ran the forward.
 """
 
 from __future__ import annotations

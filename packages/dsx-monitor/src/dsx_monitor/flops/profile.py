@@ -86,7 +86,7 @@ def get_model_profile(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module is in the mode it was in (parts of a model may be frozen apart from the rest)."""
+    """Evaluation mode; afterwards every module is in its former mode, which need not be the same for all of them."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,7 +1,9 @@
-"""The figures of all ranks together: what the stages of a pipeline, each profiled where it runs, add up to. No torch in here.
+"""The figures of all ranks together: what the stages of a pipeline, each profiled where it runs, add up to.
 
-A profile sees the operations of its own process. Under data parallelism that is the whole model on a part of the batch; in a pipeline it is a part of the
-model. Added up over the ranks, both are the operations of the whole step.
+No torch in here.
+
+A profile sees the operations of its own process. Under data parallelism that is the whole model on a part of the
+batch; in a pipeline it is a part of the model. Added up over the ranks, both are the operations of the whole step.
 """
 
 from __future__ import annotations

@@ -40,8 +40,11 @@ def _linear(args: tuple[Any, ...], out: Any) -> Cost:
 
 
 def _grouped_mm(args: tuple[Any, ...], out: Any) -> Cost:
-    """Rows in groups, a matrix for each group (mixture of experts): (rows, in) by (groups, in, out); (groups, out, in) by
-    (in, columns) with groups of columns; (m, rows) by (rows, n) with groups of rows."""
+    """Rows in groups, a matrix for each group (mixture of experts).
+
+    (rows, in) by (groups, in, out); (groups, out, in) by (in, columns) with groups of columns; (m, rows) by (rows, n)
+    with groups of rows.
+    """
     left, right = args[0], args[1]
     if left.dim() == 3 and right.dim() == 2:
         return _macs(left.shape[-2] * right.numel())
@@ -57,7 +60,10 @@ def _vector(args: tuple[Any, ...], out: Any) -> Cost:
 
 
 def _conv_products(x: Any, weight: Any, result: Any, transposed: bool) -> int:
-    """Multiply-accumulates of a convolution; weight is (out, in / groups, *kernel), transposed (in, out / groups, *kernel)."""
+    """Multiply-accumulates of a convolution.
+
+    The weight is (out, in / groups, *kernel), that of a transposed one (in, out / groups, *kernel).
+    """
     places = prod((x if transposed else result).shape[2:])
     return x.shape[0] * places * weight.numel()
 
@@ -90,7 +96,10 @@ def _attention_backward(args: tuple[Any, ...], out: Any) -> Cost:
 
 
 def _fused_self_attention(args: tuple[Any, ...], out: Any) -> Cost:
-    """Self-attention with its projections in one operator, as evaluation without gradients runs it. Input (batch, length, width)."""
+    """Self-attention with its projections in one operator, as evaluation without gradients runs it.
+
+    Input (batch, length, width).
+    """
     query, width, into, out_of = args[0], args[3], args[5], args[7]
     if query.is_nested:  # sequences of different lengths are padded for the two products of attention, and only there
         lengths = query._nested_tensor_size()[:, 0]
@@ -222,38 +231,41 @@ for _kind in _FUSED:
     RULES[f"_scaled_dot_product_{_kind}_backward"] = _attention_backward
 
 _ELEMENTWISE = """
-    add sub rsub true_divide remainder fmod floor_divide pow neg abs sign reciprocal square sqrt rsqrt exp exp2 expm1 log
-    log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh sigmoid erf erfc relu gelu silu mish elu selu celu softplus
-    leaky_relu hardtanh hardswish hardsigmoid prelu _prelu_kernel relu6 glu log_sigmoid_forward clamp clamp_min clamp_max maximum
-    minimum where lerp addcmul addcdiv floor ceil round trunc frac threshold threshold_backward gelu_backward silu_backward
-    sigmoid_backward tanh_backward hardswish_backward hardsigmoid_backward elu_backward softplus_backward leaky_relu_backward
-    hardtanh_backward mish_backward glu_backward log_sigmoid_backward _prelu_kernel_backward _softmax_backward_data
-    _log_softmax_backward_data native_layer_norm_backward native_group_norm_backward native_batch_norm_backward
-    _fused_rms_norm_backward masked_fill cumsum cumprod logit xlogy hypot upsample_nearest1d upsample_nearest2d
-    upsample_nearest3d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d upsample_linear1d
-    upsample_nearest2d_backward upsample_bilinear2d_backward avg_pool2d_backward max_pool2d_with_indices_backward
-    _adaptive_avg_pool2d_backward native_dropout_backward mse_loss_backward nll_loss_backward nll_loss2d_backward
-    smooth_l1_loss_backward binary_cross_entropy_with_logits_backward _thnn_fused_lstm_cell _thnn_fused_gru_cell
-    _thnn_fused_lstm_cell_backward _thnn_fused_gru_cell_backward cudnn_batch_norm_backward max_pool3d_with_indices_backward
-    avg_pool3d_backward _adaptive_avg_pool3d_backward upsample_nearest1d_backward upsample_nearest3d_backward
-    upsample_bicubic2d_backward sinc erfinv deg2rad heaviside copysign nan_to_num signbit polygamma lgamma digamma
-    binary_cross_entropy_backward huber_loss_backward soft_margin_loss rrelu_with_noise softshrink hardshrink renorm angle
-    acosh asinh atanh fmax fmin logaddexp logaddexp2 logcumsumexp ldexp frexp nextafter sgn i0 polar
-    rrelu_with_noise_backward softshrink_backward hardshrink_backward upsample_linear1d_backward
-    upsample_trilinear3d_backward _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
-    _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward
-    _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward
+    add sub rsub true_divide remainder fmod floor_divide pow neg abs sign reciprocal square sqrt rsqrt exp exp2
+    expm1 log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh sigmoid erf erfc relu gelu silu mish
+    elu selu celu softplus leaky_relu hardtanh hardswish hardsigmoid prelu _prelu_kernel relu6 glu
+    log_sigmoid_forward clamp clamp_min clamp_max maximum minimum where lerp addcmul addcdiv floor ceil round trunc
+    frac threshold threshold_backward gelu_backward silu_backward sigmoid_backward tanh_backward hardswish_backward
+    hardsigmoid_backward elu_backward softplus_backward leaky_relu_backward hardtanh_backward mish_backward
+    glu_backward log_sigmoid_backward _prelu_kernel_backward _softmax_backward_data _log_softmax_backward_data
+    native_layer_norm_backward native_group_norm_backward native_batch_norm_backward _fused_rms_norm_backward
+    masked_fill cumsum cumprod logit xlogy hypot upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d upsample_linear1d upsample_nearest2d_backward
+    upsample_bilinear2d_backward avg_pool2d_backward max_pool2d_with_indices_backward _adaptive_avg_pool2d_backward
+    native_dropout_backward mse_loss_backward nll_loss_backward nll_loss2d_backward smooth_l1_loss_backward
+    binary_cross_entropy_with_logits_backward _thnn_fused_lstm_cell _thnn_fused_gru_cell
+    _thnn_fused_lstm_cell_backward _thnn_fused_gru_cell_backward cudnn_batch_norm_backward
+    max_pool3d_with_indices_backward avg_pool3d_backward _adaptive_avg_pool3d_backward upsample_nearest1d_backward
+    upsample_nearest3d_backward upsample_bicubic2d_backward sinc erfinv deg2rad heaviside copysign nan_to_num
+    signbit polygamma lgamma digamma binary_cross_entropy_backward huber_loss_backward soft_margin_loss
+    rrelu_with_noise softshrink hardshrink renorm angle acosh asinh atanh fmax fmin logaddexp logaddexp2
+    logcumsumexp ldexp frexp nextafter sgn i0 polar rrelu_with_noise_backward softshrink_backward
+    hardshrink_backward upsample_linear1d_backward upsample_trilinear3d_backward _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_nearest_exact1d_backward
+    _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward _upsample_bilinear2d_aa
+    _upsample_bicubic2d_aa _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward
     adaptive_max_pool2d_backward adaptive_max_pool3d_backward fractional_max_pool2d_backward grid_sampler_2d
     grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward multi_margin_loss_backward
     multilabel_margin_loss_backward _segment_reduce_backward
 """
 _READS = """
-    _softmax _log_softmax _safe_softmax softmax log_softmax sum mean var std var_mean std_mean amax amin max min prod norm
-    linalg_vector_norm logsumexp argmax argmin any all nll_loss_forward nll_loss2d_forward mse_loss l1_loss smooth_l1_loss
-    huber_loss binary_cross_entropy binary_cross_entropy_with_logits avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices
-    max_pool3d_with_indices adaptive_max_pool2d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d topk sort cummax
-    cummin adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d multi_margin_loss
-    multilabel_margin_loss_forward trace median nanmedian mode kthvalue histc segment_reduce index_reduce
+    _softmax _log_softmax _safe_softmax softmax log_softmax sum mean var std var_mean std_mean amax amin max min
+    prod norm linalg_vector_norm logsumexp argmax argmin any all nll_loss_forward nll_loss2d_forward mse_loss
+    l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits avg_pool1d avg_pool2d
+    avg_pool3d max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d _adaptive_avg_pool2d
+    _adaptive_avg_pool3d adaptive_avg_pool1d topk sort cummax cummin adaptive_max_pool3d fractional_max_pool2d
+    fractional_max_pool3d multi_margin_loss multilabel_margin_loss_forward trace median nanmedian mode kthvalue
+    histc segment_reduce index_reduce
 """
 RULES.update(dict.fromkeys(_ELEMENTWISE.split(), _elementwise))
 RULES.update(dict.fromkeys(_READS.split(), _reads))
@@ -261,30 +273,30 @@ RULES.update(dict.fromkeys(_READS.split(), _reads))
 _FREE = """
     view _unsafe_view reshape _reshape_alias t transpose permute expand detach clone copy_ copy _to_copy to slice
     select narrow unsqueeze squeeze cat stack split split_with_sizes unbind chunk unfold index index_put
-    _index_put_impl_ index_select gather scatter scatter_ scatter_add scatter_add_ scatter_reduce index_add index_copy
-    embedding embedding_dense_backward embedding_renorm_ _embedding_bag _embedding_bag_forward_only empty empty_like
-    empty_strided new_empty new_empty_strided new_zeros new_ones new_full zeros zeros_like ones ones_like full
-    full_like arange linspace scalar_tensor fill fill_ zero_ zero eye tril triu tril_ triu_ diagonal diag_embed alias
-    as_strided as_strided_ contiguous lift_fresh lift_fresh_copy roll flip constant_pad_nd pad repeat
+    _index_put_impl_ index_select gather scatter scatter_ scatter_add scatter_add_ scatter_reduce index_add
+    index_copy embedding embedding_dense_backward embedding_renorm_ _embedding_bag _embedding_bag_forward_only empty
+    empty_like empty_strided new_empty new_empty_strided new_zeros new_ones new_full zeros zeros_like ones ones_like
+    full full_like arange linspace scalar_tensor fill fill_ zero_ zero eye tril triu tril_ triu_ diagonal diag_embed
+    alias as_strided as_strided_ contiguous lift_fresh lift_fresh_copy roll flip constant_pad_nd pad repeat
     repeat_interleave native_dropout dropout bernoulli bernoulli_ rand randn rand_like randn_like uniform_ normal_
-    random_ randint randperm multinomial eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and
-    bitwise_or bitwise_not isnan isinf isfinite is_same_size _local_scalar_dense item set_ resize_ resize
-    record_stream movedim swapaxes one_hot nonzero masked_select slice_backward select_backward unfold_backward
-    slice_scatter select_scatter as_strided_scatter expand_copy view_copy sym_size sym_stride sym_numel stride size
-    numel _pin_memory pin_memory is_pinned view_as_real view_as_complex real imag conj _conj searchsorted bucketize
-    _nested_tensor_from_mask_left_aligned storage_offset broadcast_tensors _shape_as_tensor sym_is_contiguous
-    is_contiguous is_nonzero _assert_async _assert_tensor_metadata _functional_sym_constrain_range
+    random_ randint randperm multinomial eq ne lt le gt ge logical_and logical_or logical_not logical_xor
+    bitwise_and bitwise_or bitwise_not isnan isinf isfinite is_same_size _local_scalar_dense item set_ resize_
+    resize record_stream movedim swapaxes one_hot nonzero masked_select slice_backward select_backward
+    unfold_backward slice_scatter select_scatter as_strided_scatter expand_copy view_copy sym_size sym_stride
+    sym_numel stride size numel _pin_memory pin_memory is_pinned view_as_real view_as_complex real imag conj _conj
+    searchsorted bucketize _nested_tensor_from_mask_left_aligned storage_offset broadcast_tensors _shape_as_tensor
+    sym_is_contiguous is_contiguous is_nonzero _assert_async _assert_tensor_metadata _functional_sym_constrain_range
     _has_compatible_shallow_copy_type isin allclose equal is_floating_point cudnn_is_acceptable
     _cudnn_init_dropout_state mkldnn_reorder_conv2d_weight block_diag diag index_fill masked_scatter channel_shuffle
     pixel_shuffle pixel_unshuffle native_channel_shuffle im2col col2im reflection_pad1d reflection_pad2d
     replication_pad1d replication_pad2d _pad_enum argsort _resize_output_ resize_as_ exponential_ geometric_
-    to_padded_tensor _nested_tensor_from_mask _nested_from_padded _nested_tensor_size
-    unsafe_split unsafe_split_with_sizes unsafe_chunk log_normal_ poisson tril_indices triu_indices meshgrid hann_window hamming_window
-    complex _unsafe_index diagonal_backward _efficientzerotensor max_unpool2d max_unpool3d _embedding_bag_backward
-    reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward
-    replication_pad1d_backward replication_pad2d_backward replication_pad3d replication_pad3d_backward _unique2 unique_dim
-    bincount _to_sparse _to_dense sparse_mask is_coalesced _coalesced coalesce _indices _values indices values _nnz
-    _linalg_check_errors
+    to_padded_tensor _nested_tensor_from_mask _nested_from_padded _nested_tensor_size unsafe_split
+    unsafe_split_with_sizes unsafe_chunk log_normal_ poisson tril_indices triu_indices meshgrid hann_window
+    hamming_window complex _unsafe_index diagonal_backward _efficientzerotensor max_unpool2d max_unpool3d
+    _embedding_bag_backward reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d
+    reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward replication_pad3d
+    replication_pad3d_backward _unique2 unique_dim bincount _to_sparse _to_dense sparse_mask is_coalesced _coalesced
+    coalesce _indices _values indices values _nnz _linalg_check_errors
 """
 FREE = frozenset(_FREE.split())
 """Operators that move, make or compare data, or only look at shapes."""
@@ -317,7 +329,7 @@ _VIEWS = frozenset(
 """Operators that take no time worth booking either."""
 
 VIEW, FREE_OF_ARITHMETIC, COMPOUND = "view", "free", "compound"
-"""What `rule_for` says of operators that only look at memory, of those that take time but count nothing, and of those to be taken apart."""
+"""What `rule_for` says of operators that only look at memory, of those that count nothing, of those to be taken apart."""
 
 
 def rule_for(func: Any) -> FullRule | str | None:
@@ -327,8 +339,8 @@ def rule_for(func: Any) -> FullRule | str | None:
         func: a `torch._ops.OpOverload`.
 
     Returns:
-        A rule to call with args, kwargs and result; `VIEW`; `FREE_OF_ARITHMETIC`; `COMPOUND` for an operator of PyTorch that is not known, and may
-        consist of known ones; None for a custom operator that is not known. What is registered with
+        A rule to call with args, kwargs and result; `VIEW`; `FREE_OF_ARITHMETIC`; `COMPOUND` for an operator of
+        PyTorch that is not known, and may consist of known ones; None for a custom operator that is not known. What is registered with
         `torch.utils.flop_counter.register_flop_formula` is known.
     """
     packet = func._overloadpacket

@@ -17,8 +17,8 @@ Cost = tuple[int, int]
 def _trilinear(args: tuple[Any, ...], out: Any) -> Cost:
     """The sum over `summed` of i1 * i2 * i3 (`nn.Bilinear` and its gradients), in two products as PyTorch does it.
 
-    Each factor lacks some dimensions (`expand`), where it has size 1. First i1 and i2 are multiplied and summed over what
-    i3 does not have; then the result is multiplied with i3 and summed over the rest.
+    Each factor lacks some dimensions (`expand`), where it has size 1. First i1 and i2 are multiplied and summed over
+    what i3 does not have; then the result is multiplied with i3 and summed over the rest.
     """
     i1, i2, i3, expand1, expand2, expand3, summed = args[:7]
     sizes = [_expanded(tensor.shape, places) for tensor, places in ((i1, expand1), (i2, expand2), (i3, expand3))]
@@ -39,12 +39,13 @@ def _expanded(shape: Any, places: Any) -> list[int]:
 
 def _distances(args: tuple[Any, ...], out: Any) -> Cost:
     """All distances between rows of x1 and x2: a difference, a power and a sum per coordinate, and a root."""
-    power = args[2] if len(args) > 2 else 2.0
+    (power,) = args[2:3] or (2.0,)
     return _pairs(out.numel(), args[0].shape[-1], power)
 
 
 def _own_distances(args: tuple[Any, ...], out: Any) -> Cost:
-    return _pairs(out.numel(), args[0].shape[-1], args[1] if len(args) > 1 else 2.0)
+    (power,) = args[1:2] or (2.0,)
+    return _pairs(out.numel(), args[0].shape[-1], power)
 
 
 def _pairs(pairs: int, width: int, power: float) -> Cost:

@@ -150,7 +150,7 @@ def _pages(names: list[str]) -> str:
 
 
 def _ranks(comparisons: list[dict[str, Any]]) -> str:
-    """The last comparison of the ranks' own work, and who was ever found to hold the others up."""
+    """The last comparison of the ranks' own work, and which ranks were ever found to hold the others up."""
     if not comparisons:
         return ""
     last = comparisons[-1]

@@ -1,8 +1,8 @@
 """A text file that only grows, also across runs, crashes and a folder that is removed in the middle.
 
 A last line that a crash cut in half is ended before new lines follow. When the file or its folder is removed while the
-run goes on, writing to it would reach nothing that has a name: the file is made again, with its head, and a warning says
-what was lost.
+run goes on, writing to it would reach nothing that has a name: the file is made again, with its head, and a warning
+says what was lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Events as CSV, one file per label: `output_path/job_name/<label with / as _>.csv`, header `step,<last part of label>`.
+"""Events as CSV, one file per label: `output_path/job_name/<label with / as _>.csv`.
+
+The header is `step,<last part of label>`.
 
 Lines wait in lists of this process until they are flushed, not in a file object's buffer, of which a forked child has a
 copy that it would write, too. Files stay open between events, and a run that starts again in the same folder goes on in
