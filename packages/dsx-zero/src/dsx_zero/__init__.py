@@ -25,6 +25,7 @@ from .access import (
 )
 from .api import shard
 from .averaging import AveragesItself, averages_itself
+from .compiling import compile_units
 from .errors import ZeroConfigError, ZeroError, ZeroModelError, ZeroOptimizerError, ZeroStateError
 from .estimate import (
     MemoryNeeds,
@@ -63,6 +64,7 @@ from .uneven import uneven_forwards
 __all__ = [
     "AveragesItself",
     "averages_itself",
+    "compile_units",
     "GatheredParameters",
     "Init",
     "PartitionedParameter",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from .describe import describe
 
 if TYPE_CHECKING:
-    import torch
+    from torch import nn
 
     from .parts import EngineParts
     from .report import Counters, StepReport
@@ -38,6 +35,7 @@ class EngineAccessors:
     _custom_batch: int | None
     counters: Counters
     last_step: StepReport | None
+    module: nn.Module
     _applied = False
 
     # - Batch sizes and counters
@@ -173,59 +171,6 @@ class EngineAccessors:
     def precision(self) -> Any:
         """Which number has which data type: a `dsx.precision.Precision`."""
         return self._parts.config.precision
-
-    # - The module
-
-    @property
-    def module(self) -> nn.Module:
-        """The model given to `initialize`."""
-        return self._parts.module
-
-    def train(self, mode: bool = True) -> Any:
-        """Put the module into training mode; returns the engine."""
-        self._parts.module.train(mode)
-        return self
-
-    def eval(self) -> Any:
-        """Put the module into evaluation mode; returns the engine."""
-        return self.train(False)
-
-    @property
-    def training(self) -> bool:
-        """Whether the module is in training mode."""
-        return self._parts.module.training
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the module."""
-        return self._parts.module.parameters(recurse)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the module, with its names."""
-        return self._parts.module.named_parameters(*args, **kwargs)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the module's first parameter or buffer."""
-        import itertools
-
-        import torch
-
-        for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):
-            return tensor.device
-        return torch.device("cpu")
-
-    if not TYPE_CHECKING:  # a type checker that saw this would let every misspelt method pass
-
-        def __getattr__(self, name: str) -> Any:
-            # Only called for what the engine does not have: `engine.generate(...)` reaches the module's own method.
-            if name.startswith("_") or "_parts" not in self.__dict__:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            try:
-                return getattr(self.__dict__["_parts"].module, name)
-            except AttributeError:
-                raise AttributeError(
-                    f"neither the engine nor its module ({type(self.module).__name__}) has an attribute {name!r}"
-                ) from None
 
     def describe(self) -> str:
         """What the engine is made of, as lines of text; what `dump_state` logs."""

@@ -23,6 +23,7 @@ import torch
 
 from ..data import TrainingLoader
 from .accessors import EngineAccessors
+from .as_module import EngineModule
 from .by_hand import EngineByHand
 from .checkpointing import Wanted
 from .errors import EngineArgumentError, EngineError
@@ -34,10 +35,11 @@ from .switches import EngineSwitches
 _ROUTES = ("train", "eval", "predict")
 
 
-class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors):
-    """Trains `module`; built by `dsx.initialize`. Attributes it does not have are looked up in the module."""
+class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors, EngineModule):
+    """Trains `module`; built by `dsx.initialize`. It is an `nn.Module` whose only child is `module` (`as_module.py`)."""
 
     def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts.module)
         self._parts = parts
         self._losses = LossSum()
         self._custom_batch: int | None = None
@@ -48,12 +50,8 @@ class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors):
 
     # - Training step
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; floating inputs are cast as the precision asks. Same as `forward`."""
-        return self.forward(*args, **kwargs)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on a micro-batch and return what it returns."""
+        """Run the module on a micro-batch and return what it returns; inputs are cast as the precision asks."""
         parts = self._living()
         for hook in parts.hooks:
             hook.before_forward(args, kwargs)

@@ -1,0 +1,125 @@
+"""The engine as a `torch.nn.Module`: what programs that take any module ask of it.
+
+The engine is a module with one child, `module`, so that `isinstance(engine, nn.Module)` holds, `.module` unwraps it and
+`train()`, `eval()` and forward hooks work. Parameters, buffers and state dicts are those of the child, under its own
+names and without a prefix. Attributes that the engine does not have are looked up in the child: `engine.generate(...)`
+reaches the model's method. Left out: moving and casting the engine is moving and casting a sharded model, which
+dsx-zero judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .errors import EngineArgumentError
+
+if TYPE_CHECKING:
+    from .parts import EngineParts
+
+
+class EngineModule(nn.Module):
+    """The module's side of `Engine`."""
+
+    _parts: EngineParts
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    # - Mode. The child's flag is the only one: who puts it into evaluation mode by hand has put the engine into it.
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """Whether the module is in training mode."""
+        module = self.__dict__.get("_modules", {}).get("module")
+        return True if module is None else module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """nn.Module sets this on itself; `train` sets the child's."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Put the module into training mode; returns the engine."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Any:
+        """Put the module into evaluation mode; returns the engine."""
+        return self.train(False)
+
+    # - Parameters, buffers, state
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the module, with its names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the module, with its names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """That of the module; at stage 3 use `module_state_dict()`, which gathers."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """That of the module; `load_module_state_dict` also brings the optimizer's masters along."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the module's first parameter or buffer."""
+        for _, tensor in (*self.named_parameters(), *self.named_buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    # - Compilation
+
+    def compile(  # type: ignore[override]
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+    ) -> None:
+        """Compile the module in place: unit by unit at stage 3, as a whole at the others.
+
+        A unit's parameters are gathered and freed around it, so no graph may reach over two of them.
+
+        Args:
+            backend: as for `torch.compile`.
+            compile_kwargs: further arguments of `torch.compile`.
+            schedule: must be None: passes over the graph that schedule gathers are not available.
+
+        Raises:
+            EngineArgumentError: a schedule is given.
+        """
+        if schedule is not None:
+            raise EngineArgumentError(
+                "compile(schedule=...): graph passes that schedule gathers are not available yet; leave it out"
+            )
+        from dsx_zero import compile_units  # late: only this call needs it
+
+        compile_units(self.module, backend=backend, **dict(compile_kwargs or {}))
+
+    if TYPE_CHECKING:
+        __getattr__: None  # type: ignore[assignment]  # with nn.Module's own every misspelt method would pass a checker
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            # Only called for what neither the engine nor nn.Module keeps in its tables.
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                module = self.__dict__.get("_modules", {}).get("module")
+            if name.startswith("_") or module is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            try:
+                return getattr(module, name)
+            except AttributeError:
+                raise AttributeError(
+                    f"neither the engine nor its module ({type(module).__name__}) has an attribute {name!r}"
+                ) from None
