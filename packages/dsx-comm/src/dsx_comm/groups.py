@@ -210,7 +210,7 @@ def new_group(
         backend: None: that of the default group.
         description: torch's `group_desc`.
         local: only the members call it, so that disjoint sets of ranks may make theirs at the same time.
-        options: sizes and habits of a group of the "dsx" backend (torch's `pg_options`).
+        options: sizes and habits of a group of the "dsx" backend (torch's `pg_options`); other groups have none.
 
     Returns:
         The group, or `GroupMember.NON_GROUP_MEMBER` on ranks that are not in it.
@@ -226,12 +226,13 @@ def new_group(
         wrong = [r for r in ranks if not 0 <= r < world]
         if wrong or len(set(ranks)) != len(ranks) or not ranks:
             raise CommArgumentError(f"ranks: got {ranks}, expected distinct ranks in [0, {world}), at least one")
+    shared = "dsx" in (backend or dist.get_backend())
     # torch sorts unless told not to, and a group's order decides who owns which shard
     return dist.new_group(
         ranks,
         timeout=timeout,
         backend=backend,
-        pg_options=options,
+        pg_options=options if shared else None,
         group_desc=description,
         sort_ranks=False,
         use_local_synchronization=local,
