@@ -1,12 +1,13 @@
-"""Time of the collectives on shared memory against gloo (and mpi where torch has it), side by side in one run, with the goals.
+"""Time of the collectives on shared memory against gloo (and mpi where torch has it), side by side in one run, with the
+goals.
 
     python packages/dsx-comm/bench/collectives.py                      # the slices below, one after the other
     python packages/dsx-comm/bench/collectives.py --slice large        # one of them (each takes about a minute)
 
-`small` times ten calls on end, `single` the same calls one at a time, which is mostly how far apart the ranks begin.
-It is `dsx bench comm` with fixed arguments; the columns are explained there. Goals: 64 MiB all_reduce >= 8x gloo and >= 0.80 of the
-floor, all_gather and reduce_scatter >= 12x; 1-4 KiB all_reduce and barrier >= 30x with free cores; 4 ranks on 2 cores >= 4x at
-every size; on symmetric tensors >= 0.9 of the floor.
+`small` times ten calls on end, `single` the same calls one at a time, which is mostly how far apart the ranks begin. It
+is `dsx bench comm` with fixed arguments; the columns are explained there. Goals: 64 MiB all_reduce >= 8x gloo and >=
+0.80 of the floor, all_gather and reduce_scatter >= 12x; 1-4 KiB all_reduce and barrier >= 30x with free cores; 4 ranks
+on 2 cores >= 4x at every size; on symmetric tensors >= 0.9 of the floor.
 """
 
 import argparse

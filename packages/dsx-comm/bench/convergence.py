@@ -4,10 +4,11 @@
 
 A GPT is trained on bytes of the standard library's sources by several ranks over gloo, with every system from the same
 initial values and on the same batches, for several seeds. The result is the loss on held-out files, next to that of the
-exact optimizer of its family. Two controls must fail: `no_feedback` drops the errors after every step, `no_freezing` averages
-gradients in one bit with error feedback and lets Adam's variance go on with them. A third one, `frozen_adam`, freezes
-the variance and averages momenta exactly: what is lost there is not lost to compression. `*_steady` average the variance evenly over the second
-half of the exact steps (`variance_window`) and keep it from being very small (`variance_floor` 0.1).
+exact optimizer of its family. Two controls must fail: `no_feedback` drops the errors after every step, `no_freezing`
+averages gradients in one bit with error feedback and lets Adam's variance go on with them. A third one, `frozen_adam`,
+freezes the variance and averages momenta exactly: what is lost there is not lost to compression. `*_steady` average the
+variance evenly over the second half of the exact steps (`variance_window`) and keep it from being very small
+(`variance_floor` 0.1).
 
 `--harsh` is a setting in which freezing is known to fail: b2 0.95, half the context, 90 exact steps.
 
@@ -157,7 +158,8 @@ def build(system: str, model: nn.Module, args: argparse.Namespace):
     lamb = {"lr": args.lamb_lr, "betas": (0.9, args.beta2), "weight_decay": 0.01, "freeze_step": freeze}
     zero_one = {
         "var_freeze_step": freeze,
-        "var_update_scaler": freeze,  # so short a run has no steps to spare for the variance: every warm-up step moves it
+        # so short a run has no steps to spare for the variance: every warm-up step moves it
+        "var_update_scaler": freeze,
         "local_step_scaler": round(32_678 / 118_000 * args.steps),  # the published schedule, scaled
         "local_step_clipper": args.clipper,
     }
@@ -258,7 +260,8 @@ def table(done: dict[str, dict[str, float]]) -> None:
             "" if system == family or system in EXPLAIN else "visibly worse" if system in CONTROLS else "within 0.5 %"
         )
         print(
-            f"{system:<19}{len(rows):>6}{mean:>15.4f} {text}{statistics.mean(r['bits'] for r in rows.values()):>17.2f}  {goal}"
+            f"{system:<19}{len(rows):>6}{mean:>15.4f} {text}{statistics.mean(r['bits'] for r in rows.values()):>17.2f} "
+            f" {goal}"
         )
 
 

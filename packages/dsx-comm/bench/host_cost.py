@@ -3,12 +3,12 @@
     python packages/dsx-comm/bench/host_cost.py                  # the groups below, one after the other
     python packages/dsx-comm/bench/host_cost.py --groups fake    # one of them
 
-* fake: torch's group that moves nothing, one process. What is left is the cost of the call itself, as it adds to every call on a
-  device, where the host only enqueues. Goal: at most 15 us over torch.
+* fake: torch's group that moves nothing, one process. What is left is the cost of the call itself, as it adds to every
+  call on a device, where the host only enqueues. Goal: at most 15 us over torch.
 * gloo, dsx: two processes that communicate; the time is mostly theirs.
 
-Calls are timed in turn, torch's and ours, `--calls` on end; the table has the lowest time (fake) or the median (gloo, dsx) of
-`--rounds` rounds. Nobody observes the calls, and the hang explainer is on, as it is for users.
+Calls are timed in turn, torch's and ours, `--calls` on end; the table has the lowest time (fake) or the median (gloo,
+dsx) of `--rounds` rounds. Nobody observes the calls, and the hang explainer is on, as it is for users.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python packages/dsx-comm/bench/kill_trials.py --trials 50 [--ranks 3] [--seed 0]
 
-A trial: fresh processes in a group of the "dsx" backend (rank 0 may be the one: the store is in a process of its own), a random stream of collectives (synchronous,
-asynchronous, sends, symmetric memory, a sub-group's), SIGKILL for a random rank after up to a second. Passed: every other rank raises a
-`dsx_comm.CommError` that names the killed rank, within 5 s of the kill; afterwards nothing new lies in /dev/shm, and no abstract socket
-of the transport is left. Prints one line a trial that failed and a summary; exit code 1 if any did.
+A trial: fresh processes in a group of the "dsx" backend (rank 0 may be the one: the store is in a process of its own),
+a random stream of collectives (synchronous, asynchronous, sends, symmetric memory, a sub-group's), SIGKILL for a random
+rank after up to a second. Passed: every other rank raises a `dsx_comm.CommError` that names the killed rank, within 5 s
+of the kill; afterwards nothing new lies in /dev/shm, and no abstract socket of the transport is left. Prints one line a
+trial that failed and a summary; exit code 1 if any did.
 """
 
 from __future__ import annotations
@@ -192,8 +193,8 @@ def main() -> int:
     failed = sum(bool(o.problems) for o in outcomes)
     seconds = sorted(o.seconds for o in outcomes)
     print(
-        f"{len(outcomes)} trials of {args.ranks} ranks, {failed} failed; seconds from the kill to the last rank's error: "
-        f"median {statistics.median(seconds):.2f}, longest {seconds[-1]:.2f}"
+        f"{len(outcomes)} trials of {args.ranks} ranks, {failed} failed; seconds from the kill to the last rank's"
+        f" error: median {statistics.median(seconds):.2f}, longest {seconds[-1]:.2f}"
     )
     return 1 if failed else 0
 

@@ -1,4 +1,5 @@
-"""Step time of DDP and FSDP2 on a GPT of 19 M parameters: the dsx backend against gloo, in the same processes, step by step in turn.
+"""Step time of DDP and FSDP2 on a GPT of 19 M parameters: the dsx backend against gloo, in the same processes, step by
+step in turn.
 
     python packages/dsx-comm/bench/training.py --ranks 2 --steps 9
 
@@ -89,7 +90,8 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
             ours, theirs = (statistics.median(times[n]) for n in ("dsx", "gloo"))
             worst = max(abs(a - b) for a, b in zip(losses["dsx"], losses["gloo"]))
             print(
-                f"{kind:<6} dsx {ours:8.1f} ms  gloo {theirs:8.1f} ms  ratio {theirs / ours:.2f}  losses differ by {worst:g}",
+                f"{kind:<6} dsx {ours:8.1f} ms  gloo {theirs:8.1f} ms  ratio {theirs / ours:.2f}  losses differ by"
+                f" {worst:g}",
                 flush=True,
             )
     dist.barrier()

@@ -3,8 +3,8 @@
     python packages/dsx-comm/bench/volume.py --ranks 2,4
 
 Every kind of round is counted on a short run with real messages; the long schedules are driven by arithmetic with those
-counts. Goals: 1-bit Adam at 15 % warm-up at least 4.9 times less than fp16 Adam, 0/1 Adam at least 25 times on the published
-schedule (118 K steps), counted bytes within 0.5 % of the closed form.
+counts. Goals: 1-bit Adam at 15 % warm-up at least 4.9 times less than fp16 Adam, 0/1 Adam at least 25 times on the
+published schedule (118 K steps), counted bytes within 0.5 % of the closed form.
 """
 
 import argparse

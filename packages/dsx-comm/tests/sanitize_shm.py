@@ -2,9 +2,9 @@
 
     python packages/dsx-comm/tests/sanitize_shm.py
 
-Compiles `native/test/stress.cpp` (ranks as threads of one process, random calls on ordinary and on
-symmetric memory, mixed among the ranks of a call, checked against exact results) with the core, once
-per sanitizer, and runs it. Needs g++ or clang++ with the sanitizers' libraries. Exit code 0 means: no finding, no wrong result.
+Compiles `native/test/stress.cpp` (ranks as threads of one process, random calls on ordinary and on symmetric memory,
+mixed among the ranks of a call, checked against exact results) with the core, once per sanitizer, and runs it. Needs
+g++ or clang++ with the sanitizers' libraries. Exit code 0 means: no finding, no wrong result.
 """
 
 from __future__ import annotations

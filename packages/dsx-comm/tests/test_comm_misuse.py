@@ -1,4 +1,6 @@
-"""What programs do to groups and tensors by mistake: it works, or it is an error that names the mistake; it is never a wrong result."""
+"""What programs do to groups and tensors by mistake: it works, or it is an error that names the mistake; it is never
+a wrong result.
+"""
 
 import os
 import time

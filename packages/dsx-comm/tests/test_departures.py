@@ -1,4 +1,6 @@
-"""Why a rank has left the job is told to those who wait for it: its error, on every backend, and nothing where there was none."""
+"""Why a rank has left the job is told to those who wait for it: its error, on every backend, and nothing where there
+was none.
+"""
 
 import socket
 import subprocess

@@ -1,4 +1,5 @@
-"""A device's work is never waited for with a timeout (torch would block the host): the watching thread looks at it instead.
+"""A device's work is never waited for with a timeout (torch would block the host): the watching thread looks at it
+instead.
 
 There is no device here. Tensors are on "meta", torch's functions hand out works that record how they were waited for.
 """

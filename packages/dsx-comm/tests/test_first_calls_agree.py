@@ -1,4 +1,6 @@
-"""Ranks that call different collectives are named before data moves, on gloo too; programs that are in order notice nothing."""
+"""Ranks that call different collectives are named before data moves, on gloo too; programs that are in order notice
+nothing.
+"""
 
 import dsx_comm
 import pytest

@@ -186,8 +186,14 @@ def test_arguments_have_torchs_names():
     import inspect
 
     ours = {"prof", "log_name", "debug", "labels"}
-    names = "all_reduce reduce reduce_scatter_tensor reduce_scatter all_gather_into_tensor all_gather gather broadcast scatter"
-    names += " all_to_all_single all_to_all barrier send recv isend irecv all_gather_object broadcast_object_list gather_object scatter_object_list"
+    names = (
+        "all_reduce reduce reduce_scatter_tensor reduce_scatter all_gather_into_tensor all_gather gather broadcast"
+        " scatter"
+    )
+    names += (
+        " all_to_all_single all_to_all barrier send recv isend irecv all_gather_object broadcast_object_list"
+        " gather_object scatter_object_list"
+    )
     for name in names.split():
         mine = inspect.signature(getattr(dsx_comm, name)).parameters
         torchs = inspect.signature(inspect.unwrap(getattr(dist, name))).parameters

@@ -1,4 +1,6 @@
-"""The shared-memory transport when things go wrong: killed ranks, too little memory, several jobs, more ranks than cores."""
+"""The shared-memory transport when things go wrong: killed ranks, too little memory, several jobs, more ranks than
+cores.
+"""
 
 import os
 import random

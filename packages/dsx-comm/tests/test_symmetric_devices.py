@@ -1,4 +1,5 @@
-"""Symmetric memory on devices: where one rank cannot have it, all ranks get ordinary tensors; shapes of every rank work.
+"""Symmetric memory on devices: where one rank cannot have it, all ranks get ordinary tensors; shapes of every rank
+work.
 
 There is no device here: "meta" stands for one, and torch's functions are replaced.
 """

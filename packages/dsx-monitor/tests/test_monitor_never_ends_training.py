@@ -1,4 +1,6 @@
-"""Folders that cannot be made or go away, full disks, services that hang or exit, odd labels: a warning, not the end."""
+"""Folders that cannot be made or go away, full disks, services that hang or exit, odd labels: a warning, not the
+end.
+"""
 
 import csv
 import json

@@ -2,9 +2,9 @@
 
     python packages/dsx-zero/bench/accounting.py [--backend gloo|dsx]
 
-Nothing is timed: bytes of model state are counted on unique storages (with gradients present, after a step), bytes sent in wire
-dtype by dsx_comm, on 1 to 4 ranks, accumulation 1 and 4. Psi is the number of parameters, N of ranks, a the accumulation. Prints the
-two tables of docs/figures.md as markdown, one row a case, with measured / formula.
+Nothing is timed: bytes of model state are counted on unique storages (with gradients present, after a step), bytes sent
+in wire dtype by dsx_comm, on 1 to 4 ranks, accumulation 1 and 4. Psi is the number of parameters, N of ranks, a the
+accumulation. Prints the two tables of docs/figures.md as markdown, one row a case, with measured / formula.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def main() -> None:
     run = functools.partial(run_ranks, backend=parser.parse_args().backend)
     torch.set_num_threads(1)
     print(
-        "| stage | ranks | dtype | bytes per parameter | formula | measured / formula | and message buffers |\n|---|---|---|---|---|---|---|"
+        "| stage | ranks | dtype | bytes per parameter | formula | measured / formula | and message buffers"
+        " |\n|---|---|---|---|---|---|---|"
     )
     for low, stage, world in itertools.product((False, True), STAGES, WORLDS):
         rows = run(measure, world, stage, 1, False, low)
@@ -112,7 +113,8 @@ def main() -> None:
         ]
         print(f"| {' | '.join(cells)} |", flush=True)
     print(
-        "\n| stage | ranks | a | keep full gradients | elements sent per parameter | formula | measured / formula |\n|---|---|---|---|---|---|---|"
+        "\n| stage | ranks | a | keep full gradients | elements sent per parameter | formula | measured / formula"
+        " |\n|---|---|---|---|---|---|---|"
     )
     for stage, world, a, keep in itertools.product(STAGES, WORLDS[1:], ACCUMULATIONS, (False, True)):
         if keep and stage < 2:
@@ -120,7 +122,8 @@ def main() -> None:
         rows = run(measure, world, stage, a, keep, False)
         per, formula = max(r["sent"] for r in rows) / 4 / rows[0]["psi"], traffic_formula(stage, world, a, keep)
         print(
-            f"| {stage} | {world} | {a} | {'yes' if keep else 'no'} | {per:.4f} | {formula:.4f} | {per / formula:.4f} |",
+            f"| {stage} | {world} | {a} | {'yes' if keep else 'no'} | {per:.4f} | {formula:.4f} |"
+            f" {per / formula:.4f} |",
             flush=True,
         )
 

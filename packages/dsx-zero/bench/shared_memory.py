@@ -1,10 +1,11 @@
-"""Step time over the "dsx" backend with flat buffers in memory that the ranks share, against the same in ordinary memory.
+"""Step time over the "dsx" backend with flat buffers in memory that the ranks share, against the same in ordinary
+memory.
 
     python packages/dsx-zero/bench/shared_memory.py [--stages 0,1,2,3] [--steps 60]
 
-Both models train in the same processes, one step of each in turn (GPT 6 x 512, 19 M parameters, fp32, batch 1 x 64, AdamW), so that a
-disturbance meets both. What is kept between backwards are pages for gradients (ordinary memory goes back, or stays with the C library). Goal: not
-slower at any stage.
+Both models train in the same processes, one step of each in turn (GPT 6 x 512, 19 M parameters, fp32, batch 1 x 64,
+AdamW), so that a disturbance meets both. What is kept between backwards are pages for gradients (ordinary memory goes
+back, or stays with the C library). Goal: not slower at any stage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Whatever ranks execute, all of them issue the same collectives in the same order, nobody waits for ever, and no gradient is lost.
+"""Whatever ranks execute, all of them issue the same collectives in the same order, nobody waits for ever, and no
+gradient is lost.
 
-Ranks are threads, collectives are a fabric that checks what it is told: an operation ends only when every rank has issued
-the same one at the same place of its group.
+Ranks are threads, collectives are a fabric that checks what it is told: an operation ends only when every rank has
+issued the same one at the same place of its group.
 """
 
 import logging

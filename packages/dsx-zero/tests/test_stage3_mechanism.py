@@ -1,7 +1,8 @@
-"""The mechanism of stage 3 in one process: memory taken away after forward and given back before backward changes no gradient.
+"""The mechanism of stage 3 in one process: memory taken away after forward and given back before backward changes no
+gradient.
 
-The shards are whole (one rank), the gather is a copy on a lane that defers it and poisons what is freed: whatever reads too early or too late
-gets NaN. The oracle is the same model without any of it, bit for bit.
+The shards are whole (one rank), the gather is a copy on a lane that defers it and poisons what is freed: whatever reads
+too early or too late gets NaN. The oracle is the same model without any of it, bit for bit.
 """
 
 import copy

@@ -1,4 +1,6 @@
-"""Backward enters a unit through what its forward left on modules or returned inside an iterator; each module is looked at once per forward."""
+"""Backward enters a unit through what its forward left on modules or returned inside an iterator; each module is
+looked at once per forward.
+"""
 
 import copy
 from dataclasses import dataclass

@@ -149,7 +149,9 @@ def test_mistakes_are_named():
 
 
 def before_the_boundary(rank, world, stage, dtype):
-    """Gradients after each of three micro-batches: the first inside `no_sync`, the second too, the third reduced, a fourth on top."""
+    """Gradients after each of three micro-batches: the first inside `no_sync`, the second too, the third reduced, a
+    fourth on top.
+    """
     model = tiny.MLP().to(dtype)
     model, optimizer = dsx_zero.shard(
         model, lambda p: torch.optim.SGD(p, lr=0.1), stage=stage, config={"stage3_param_persistence_threshold": 8},

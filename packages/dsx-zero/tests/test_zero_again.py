@@ -1,4 +1,6 @@
-"""A model that is sharded already can be sharded anew: at any stage after any other, after the first optimizer or instead of it."""
+"""A model that is sharded already can be sharded anew: at any stage after any other, after the first optimizer or
+instead of it.
+"""
 
 import gc
 import logging

@@ -1,4 +1,5 @@
-"""Reductions and gathers on a device leave the host alone: no wait of theirs has a timeout, for which torch blocks the host.
+"""Reductions and gathers on a device leave the host alone: no wait of theirs has a timeout, for which torch blocks the
+host.
 
 There is no device here: tensors are on "meta", torch's functions hand out works that record how they were waited for.
 """

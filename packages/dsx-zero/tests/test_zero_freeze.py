@@ -1,4 +1,6 @@
-"""Freezing and unfreezing parameters after the model was sharded: as in plain torch, or an error, never a silent difference."""
+"""Freezing and unfreezing parameters after the model was sharded: as in plain torch, or an error, never a silent
+difference.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def whole(parameter):
 
 
 def freeze_for_a_while(rank, world, stage, low):
-    """Two steps, three with a frozen weight and a frozen bias, two again: equal to plain torch, which skips what has no gradient."""
+    """Two steps, three with a frozen weight and a frozen bias, two again: equal to plain torch, which skips what has
+    no gradient.
+    """
     dtype = torch.bfloat16 if low else torch.float32
     reference = tiny.MLP(depth=4)
     plain = adamw(reference.parameters())

@@ -1,4 +1,6 @@
-"""Gradients that come late, twice, never, or through odd roads; sum and mean; dtypes; pieces. Always against plain PyTorch."""
+"""Gradients that come late, twice, never, or through odd roads; sum and mean; dtypes; pieces. Always against plain
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def two_backwards(rank, world, stage):
 
 
 def uneven_backwards(rank, world, stage):
-    """Rank r runs r + 1 reducing backwards in some steps, before and after the order of reductions has settled; then all run one again."""
+    """Rank r runs r + 1 reducing backwards in some steps, before and after the order of reductions has settled; then
+    all run one again.
+    """
     reference = tiny.MLP()
     model, optimizer = shard(tiny.MLP(), stage)
     for step in range(8):
@@ -89,7 +93,9 @@ def retained_graph(rank, world, stage):
 
 
 def late_arrival(rank, world, stage):
-    """From the third step on a parameter gets gradients from two backwards inside one (reentrant), where it used to get one."""
+    """From the third step on a parameter gets gradients from two backwards inside one (reentrant), where it used to
+    get one.
+    """
     reference, model = tiny.Checkpointed(reentrant=True), tiny.Checkpointed(reentrant=True)
     model, optimizer = shard(model, stage)
     for step in range(4):

@@ -23,7 +23,9 @@ class Blocks(nn.Module):
 
 
 def one_sleeps(rank, world, stage, steps, late):
-    """Rank 1 does not go on, before the forward or the backward of its last step; the others must say what they wait for."""
+    """Rank 1 does not go on, before the forward or the backward of its last step; the others must say what they wait
+    for.
+    """
     import time
 
     model, optimizer = dsx_zero.shard(

@@ -204,7 +204,8 @@ def test_the_dtype_is_read_from_a_file_with_comments(tmp_path):
 
     path = tmp_path / "dsx.json"
     path.write_text(
-        '{ // a comment, with a "quote\n "note": "# no // comment, ]", /* and\n another */\n "bfloat16": {"enabled": true,}, # last\n}'
+        '{ // a comment, with a "quote\n "note": "# no // comment, ]", /* and\n another */\n "bfloat16": {"enabled":'
+        " true,}, # last\n}"
     )
     with dsx_zero.Init(config_dict_or_path=str(path)):
         assert nn.Sequential(nn.Linear(2, 2))[0].weight.dtype == torch.bfloat16

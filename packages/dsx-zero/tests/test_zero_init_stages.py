@@ -1,4 +1,6 @@
-"""A model built under `Init` trains like the same model built without it: every stage, default thresholds, before and after a process group."""
+"""A model built under `Init` trains like the same model built without it: every stage, default thresholds, before
+and after a process group.
+"""
 
 import copy
 
@@ -126,7 +128,9 @@ def test_kept_references_stay_the_models_parameters():
 
 
 def converted(rank, world):
-    """`model.to`, `.half()` and the like between `Init` and `shard` convert the shards; what changes nothing gives the model back."""
+    """`model.to`, `.half()` and the like between `Init` and `shard` convert the shards; what changes nothing gives
+    the model back.
+    """
     import dsx_zero
 
     with dsx_zero.Init():

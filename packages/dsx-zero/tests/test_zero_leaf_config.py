@@ -1,4 +1,6 @@
-"""`leaf_module` and `stage3_module_granularity_threshold` choose the units of stage 3; results do not depend on them."""
+"""`leaf_module` and `stage3_module_granularity_threshold` choose the units of stage 3; results do not depend on
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Marks of leaf modules: by class, qualified class name, module name and suffix; what is not found is an error only if that is asked for."""
+"""Marks of leaf modules: by class, qualified class name, module name and suffix; what is not found is an error only
+if that is asked for.
+"""
 
 import dsx_zero
 import pytest

@@ -1,8 +1,10 @@
-"""Every stage equals plain PyTorch on the global batch: models with oddities, accumulation, several ranks, fp32 and bf16.
+"""Every stage equals plain PyTorch on the global batch: models with oddities, accumulation, several ranks, fp32 and
+bf16.
 
-fp32 tolerance: rtol 2e-5, atol 2e-6 after 3 steps of AdamW (eps 1e-3, so that rounding noise in zero gradients is not blown up) with
-clipping. That is a few units in the last place per step; a wrong scale, a lost or doubled gradient is 1e-3 and more.
-bf16: the reference rounds where sharding rounds (each rank's gradient, their mean, the sum over micro-batches).
+fp32 tolerance: rtol 2e-5, atol 2e-6 after 3 steps of AdamW (eps 1e-3, so that rounding noise in zero gradients is not
+blown up) with clipping. That is a few units in the last place per step; a wrong scale, a lost or doubled gradient is
+1e-3 and more. bf16: the reference rounds where sharding rounds (each rank's gradient, their mean, the sum over
+micro-batches).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Resident bytes and bytes on the wire are those of the formulas: within 2 % and 1 %, counted, not estimated.
 
-P parameters, N ranks, a micro-batches. Adam in fp32: 16P; 8P + 8P/N; 4P + 12P/N; 16P/N for stages 0 to 3. bf16 parameters and gradients with
-fp32 masters: 16P; 4P + 12P/N; 2P + 14P/N; 16P/N. Sent per rank and step: 2P(N-1)/N for stages 0-1, (a+1)P(N-1)/N for stage 2, 3aP(N-1)/N for
-stage 3, in the dtype that travels.
+P parameters, N ranks, a micro-batches. Adam in fp32: 16P; 8P + 8P/N; 4P + 12P/N; 16P/N for stages 0 to 3. bf16
+parameters and gradients with fp32 masters: 16P; 4P + 12P/N; 2P + 14P/N; 16P/N. Sent per rank and step: 2P(N-1)/N for
+stages 0-1, (a+1)P(N-1)/N for stage 2, 3aP(N-1)/N for stage 3, in the dtype that travels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Gradients whose norm is not finite show as in plain PyTorch, with a warning that says where; or the step is skipped where that is asked for."""
+"""Gradients whose norm is not finite show as in plain PyTorch, with a warning that says where; or the step is
+skipped where that is asked for.
+"""
 
 import logging
 import math
@@ -25,7 +27,9 @@ def spoil(gradient, value, rank):
 
 
 def plain(value, world, make, max_norm, parameter):
-    """Plain PyTorch on the mean gradient: the norms and the parameters after three steps, the second with a spoilt gradient."""
+    """Plain PyTorch on the mean gradient: the norms and the parameters after three steps, the second with a spoilt
+    gradient.
+    """
     model = tiny.MLP()
     optimizer, norms = make(model.parameters()), []
     for step in range(3):

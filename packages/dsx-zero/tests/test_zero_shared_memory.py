@@ -1,4 +1,6 @@
-"""Over the "dsx" backend shards and gradient buffers lie in memory that the ranks share: the same training, the same bytes, nothing left."""
+"""Over the "dsx" backend shards and gradient buffers lie in memory that the ranks share: the same training, the same
+bytes, nothing left.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ranks run different numbers of forwards without gradients, before and after training steps, and nobody waits for ever."""
+"""Ranks run different numbers of forwards without gradients, before and after training steps, and nobody waits for
+ever.
+"""
 
 from __future__ import annotations
 

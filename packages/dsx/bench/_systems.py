@@ -93,7 +93,9 @@ def dsx(stage: int) -> Step:
 
 @dataclass(frozen=True)
 class System:
-    """A row of the table. `stage`: of ZeRO, where there is one; `backend` None: the library makes its process group itself."""
+    """A row of the table. `stage`: of ZeRO, where there is one; `backend` None: the library makes its process group
+    itself.
+    """
 
     processes: int
     build: Callable[[], Step]

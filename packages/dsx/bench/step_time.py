@@ -2,10 +2,11 @@
 
     python packages/dsx/bench/step_time.py [--rounds 3] [--steps 10] [--only TEXT] [--json FILE]
 
-Every system runs in fresh processes (one thread each), in turn, `rounds` times, so that a machine that drifts drifts for all.
-The table gives the median over rounds of each round's median step, and the ratios the goals are about. Losses after the
-last step are compared too: a fast wrong answer is not a result. Peers that are not installed are left out and said so. All run over gloo; the rows
-"shared memory" are dsx over dsx-comm's transport, which is what its launcher takes on one host.
+Every system runs in fresh processes (one thread each), in turn, `rounds` times, so that a machine that drifts drifts
+for all. The table gives the median over rounds of each round's median step, and the ratios the goals are about. Losses
+after the last step are compared too: a fast wrong answer is not a result. Peers that are not installed are left out and
+said so. All run over gloo; the rows "shared memory" are dsx over dsx-comm's transport, which is what its launcher takes
+on one host.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def main() -> None:
                 results[name].append(done)
                 print(f"  round {r + 1}: {name}: {done['ms']:.0f} ms", flush=True)
     print(
-        f"\n{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, medians of {args.rounds} rounds\n"
+        f"\n{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, medians"
+        f" of {args.rounds} rounds\n"
     )
     print(table(results))
     if args.json:

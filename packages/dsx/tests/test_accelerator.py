@@ -1,4 +1,6 @@
-"""dsx.accelerator: the device-independent calls that scripts make, on the CPU, and on CUDA as torch.cuda is called (F89)."""
+"""dsx.accelerator: the device-independent calls that scripts make, on the CPU, and on CUDA as torch.cuda is called
+(F89).
+"""
 
 import subprocess
 import sys
@@ -30,7 +32,7 @@ def cpu():
     return CPUAccelerator()
 
 
-# ---- which one ----------------------------------------------------------------------------------------------------------
+# ---- which one -------------------------------------------------------------------------------------------------------
 
 
 def test_the_machine_decides_and_the_choice_stays():
@@ -81,7 +83,7 @@ def test_importing_asks_no_device():
     assert done.returncode == 0 and not done.stdout + done.stderr, done.stderr
 
 
-# ---- the CPU ------------------------------------------------------------------------------------------------------------
+# ---- the CPU ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_training_step_written_for_any_device(cpu):
@@ -195,7 +197,7 @@ def test_backends_and_builders(cpu):
     assert cpu.is_synchronized_device() and cpu.use_host_timers()
 
 
-# ---- CUDA ---------------------------------------------------------------------------------------------------------------
+# ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 
 class Recorder:

@@ -1,4 +1,6 @@
-"""The `aio` section: what `dsx nvme tune` prints can be pasted; dsx-nvme owns its keys; one notice while nothing reads it."""
+"""The `aio` section: what `dsx nvme tune` prints can be pasted; dsx-nvme owns its keys; one notice while nothing
+reads it.
+"""
 
 import dataclasses
 import json

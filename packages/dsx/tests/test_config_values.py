@@ -96,8 +96,9 @@ def test_the_default_clipping_is_reported():
 def test_every_value_tells_where_it_came_from(tmp_path):
     file = tmp_path / "dsx.json"
     file.write_text(
-        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto", "fp16": {"enabled": true, "hysteresis": "auto"},'
-        '"zero_optimization": {"stage": 2, "prefetch_bucket_size": 7}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}'
+        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto", "fp16": {"enabled": true, "hysteresis":'
+        ' "auto"},"zero_optimization": {"stage": 2, "prefetch_bucket_size": 7}, "optimizer": {"type": "AdamW",'
+        ' "params": {"lr": "auto"}}}'
     )
     table = load_config(file, world_size=2).explain()
     origins = {row.path: row.origin for row in table}

@@ -1,4 +1,6 @@
-"""``dsx doctor``: it answers every question it can, shows the ones it cannot, and says by its exit code whether a run can start."""
+"""``dsx doctor``: it answers every question it can, shows the ones it cannot, and says by its exit code whether a
+run can start.
+"""
 
 import json
 import re

@@ -165,7 +165,11 @@ def test_switches_answer_from_the_configuration():
     loss = scaled(torch.ones(2, 6, dtype=torch.float16)).float().sum() * float("inf")
     scaled.backward(loss)
     scaled.step()  # an overflow; hysteresis keeps the scale once
-    assert scaled.optimizer.overflow and scaled.optimizer.loss_scale == scaled.loss_scale() == 16.0 and scaled.optimizer.dynamic_loss_scale
+    assert (
+        scaled.optimizer.overflow
+        and scaled.optimizer.loss_scale == scaled.loss_scale() == 16.0
+        and scaled.optimizer.dynamic_loss_scale
+    )
     assert build(config=config(bf16={"enabled": True})).bfloat16_enabled()
 
 

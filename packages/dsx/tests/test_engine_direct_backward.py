@@ -1,4 +1,6 @@
-"""`loss.backward()` under an engine trains as `engine.backward(loss)` does, or is refused before it has changed anything."""
+"""`loss.backward()` under an engine trains as `engine.backward(loss)` does, or is refused before it has changed
+anything.
+"""
 
 import contextlib
 import functools
@@ -63,7 +65,9 @@ def train_directly(rank, world, gas, changes):
         wanted = plain(world, gas, 2, penalty)
         close = dict(rtol=1e-5, atol=1e-6) if not changes else dict(rtol=3e-2, atol=3e-2)
         for name, value in weights(engine).items():
-            torch.testing.assert_close(value.float(), wanted[name], msg=lambda m: f"stage {stage}, {name}: {m}", **close)  # noqa: B023
+            torch.testing.assert_close(
+                value.float(), wanted[name], msg=lambda m: f"stage {stage}, {name}: {m}", **close
+            )  # noqa: B023
         engine.destroy()
 
 

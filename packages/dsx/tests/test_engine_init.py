@@ -1,5 +1,6 @@
-"""`zero.Init` and `dsx.initialize` together: the same losses as a model built without `Init`, in every precision and stage; buffers keep
-their dtype; one model given to two engines."""
+"""`zero.Init` and `dsx.initialize` together: the same losses as a model built without `Init`, in every precision and
+stage; buffers keep their dtype; one model given to two engines.
+"""
 
 import logging
 import os

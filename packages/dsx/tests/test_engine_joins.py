@@ -1,4 +1,6 @@
-"""Who started this process: `initialize` joins the ranks of mpirun, srun and their like, as it joins those of `dsx launch`."""
+"""Who started this process: `initialize` joins the ranks of mpirun, srun and their like, as it joins those of `dsx
+launch`.
+"""
 
 import os
 

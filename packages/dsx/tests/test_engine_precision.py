@@ -29,7 +29,9 @@ def config(**changes):
 
 
 def trained(rank, world, settings, poison=()):
-    """Train; `poison` holds (step, rank) at which the loss is multiplied by infinity. Scales, lrs, whole weights, masters."""
+    """Train; `poison` holds (step, rank) at which the loss is multiplied by infinity. Scales, lrs, whole weights,
+    masters.
+    """
     import dsx
     import dsx_zero
 

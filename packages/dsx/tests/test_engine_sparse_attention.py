@@ -1,4 +1,6 @@
-"""The `sparse_attention` section through `dsx.initialize`: it reaches the model, trains, and is refused where it means nothing."""
+"""The `sparse_attention` section through `dsx.initialize`: it reaches the model, trains, and is refused where it
+means nothing.
+"""
 
 import dsx
 import pytest

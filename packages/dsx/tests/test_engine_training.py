@@ -1,4 +1,6 @@
-"""The engine against plain torch in one process on the same global batch: accumulation, clipping, precision, schedules."""
+"""The engine against plain torch in one process on the same global batch: accumulation, clipping, precision,
+schedules.
+"""
 
 import contextlib
 import functools

@@ -175,9 +175,9 @@ def test_programs_receive_what_was_planned(launcher, tmp_path, monkeypatch):
     """A stand-in on the PATH writes down its arguments and environment."""
     program = tmp_path / PROGRAMS[launcher]
     program.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        f"line = json.dumps([sys.argv[1:], dict(os.environ)])\n"
-        f"os.write(os.open({str(tmp_path / 'seen')!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND), (line + '\\n').encode())\n"
+        f"#!{sys.executable}\nimport json, os, sys\nline = json.dumps([sys.argv[1:],"
+        f" dict(os.environ)])\nos.write(os.open({str(tmp_path / 'seen')!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND),"
+        " (line + '\\n').encode())\n"
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     environ = {

@@ -1,6 +1,7 @@
 """Whatever way a rank dies, the report names it first and the launcher returns its exit code.
 
-The other rank waits in a collective over shared memory, which notices the death at once, often before the launcher does.
+The other rank waits in a collective over shared memory, which notices the death at once, often before the launcher
+does.
 """
 
 import json

@@ -120,7 +120,8 @@ def test_programs_devices_and_log_files(tmp_path):
 def test_a_module_runs_as_with_python_m(tmp_path):
     """The first code of a rank, without the agent around it."""
     (tmp_path / "job.py").write_text(
-        "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[1:], __spec__.name, len(os.sched_getaffinity(0)))\n"
+        "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[1:], __spec__.name,"
+        " len(os.sched_getaffinity(0)))\n"
     )
     core = min(os.sched_getaffinity(0))
     settings = {"agent_pid": os.getpid(), "kind": "module", "pass_local_rank": True, "devices": ["4", "MIG-x"]}

@@ -12,7 +12,7 @@ class Groups:
     """An optimizer as far as a schedule is concerned."""
 
     def __init__(self, *lrs: float, **values: object) -> None:
-        self.param_groups = [{"lr": lr, **values} for lr in (lrs or (0.1,))]
+        self.param_groups = [{"lr": lr, **values} for lr in lrs or (0.1,)]
 
 
 GOLDEN = [

@@ -1,4 +1,6 @@
-"""One clock in front of two: a range that an engine marks once is in the wall clock and in a trace, if one is running."""
+"""One clock in front of two: a range that an engine marks once is in the wall clock and in a trace, if one is
+running.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ class Eigenvalue:
         max_iter: largest number of iterations.
         tol: relative change of the value that ends them.
         stability: added to norms before dividing.
-        gas_boundary_resolution: accumulation boundaries between two computations; for the caller, which decides when to compute.
+        gas_boundary_resolution: accumulation boundaries between two computations; for the caller, which decides when to
+            compute.
         layer_name: attribute path of the container of the blocks.
         layer_num: how many of its children are blocks.
         seed: of the start vectors, so that all ranks take the same.

@@ -103,7 +103,8 @@ class Timeline:
     def transfer(self, op: str, name: str, nbytes: int) -> Callable[[], None]:
         """A transfer to or from disk begins; call what is returned when it is over, from any thread.
 
-        This is what `on_transfer` of `dsx_nvme`'s swappers takes. Timed by the host's clock, also beside a device: disks do not run on its streams.
+        This is what `on_transfer` of `dsx_nvme`'s swappers takes. Timed by the host's clock, also beside a device:
+        disks do not run on its streams.
         """
         start = time.perf_counter_ns()
 

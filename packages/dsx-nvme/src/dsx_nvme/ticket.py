@@ -278,9 +278,9 @@ class Ticket:
         what, number, where = self.what, outcome.error, outcome.where
         if outcome.lost:
             text = (
-                f"{os.strerror(number)}: the I/O engine failed during a {what.op} of {what.nbytes} bytes, and the "
-                "kernel has not given their memory back. It is kept until the process ends; do not use this tensor again, "
-                "close the Engine and make a new one"
+                f"{os.strerror(number)}: the I/O engine failed during a {what.op} of {what.nbytes} bytes, and the"
+                " kernel has not given their memory back. It is kept until the process ends; do not use this tensor"
+                " again, close the Engine and make a new one"
             )
             return TransferError(number, text, what.path, op=what.op, offset=where, nbytes=what.nbytes)
         if number == END_OF_FILE:

@@ -1,12 +1,13 @@
 """Reading and writing single parameters, gradients and optimizer states of a sharded model (F40).
 
-Full accessors take and give whole tensors in their logical shape and are collective: every rank calls them, with the same value. Local
-ones take and give this rank's 1-D slice (empty where it owns nothing). A parameter is named by the object that
-`model.named_parameters()` gives, or by its name together with `optimizer=`.
+Full accessors take and give whole tensors in their logical shape and are collective: every rank calls them, with the
+same value. Local ones take and give this rank's 1-D slice (empty where it owns nothing). A parameter is named by the
+object that `model.named_parameters()` gives, or by its name together with `optimizer=`.
 
-Gradients can be read between a backward and the step. They are as backward left them: under loss scaling they are scaled. What no reduction
-has taken yet (earlier micro-batches at stages 0 and 1, backwards inside `no_sync`) shows as this rank's own sum so far, not averaged over
-the ranks; it can be read, not written. The names of the arguments are those that scripts use.
+Gradients can be read between a backward and the step. They are as backward left them: under loss scaling they are
+scaled. What no reduction has taken yet (earlier micro-batches at stages 0 and 1, backwards inside `no_sync`) shows as
+this rank's own sum so far, not averaged over the ranks; it can be read, not written. The names of the arguments are
+those that scripts use.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class _View:
         self.group: FlatGroup = self.optimizer.group_of(self.name)
         if not self.group.trainable:
             raise ZeroStateError(
-                f"{self.name}: is frozen and has no master, gradient or optimizer state; change the parameter itself (at stage 3 inside "
-                "dsx_zero.GatheredParameters)"
+                f"{self.name}: is frozen and has no master, gradient or optimizer state; change the parameter itself"
+                " (at stage 3 inside dsx_zero.GatheredParameters)"
             )
         self.master: Master | None = self.optimizer.master_of(self.name)
         self.index = self.group.layout.index(self.name)
@@ -229,7 +230,9 @@ def safe_update_full_grad_vectorized(
     *,
     optimizer: ZeroOptimizer | None = None,
 ) -> None:
-    """Replace the whole gradient g of each parameter p by `update_func(g, p)`; those without a gradient are left out."""
+    """Replace the whole gradient g of each parameter p by `update_func(g, p)`; those without a gradient are left
+    out.
+    """
     for param in param_list:
         grad = safe_get_full_grad(param, optimizer=optimizer)
         if grad is not None:
@@ -247,7 +250,9 @@ def safe_get_local_fp32_param(param: Parameter, *, optimizer: ZeroOptimizer | No
 
 
 def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
-    """Set this rank's master slice and make it visible in the parameter (collective; ranks may give different values)."""
+    """Set this rank's master slice and make it visible in the parameter (collective; ranks may give different
+    values).
+    """
     view = _View(param, optimizer)
     view.master_slice().copy_(view.check_local(value))
     whole = view.whole(view.master_slice() if view.master is not None else None)
@@ -276,7 +281,9 @@ def safe_set_local_optimizer_state(
 
 
 def safe_get_local_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
-    """This rank's slice of what `safe_get_full_grad` gives, in the dtype of accumulation, a copy; None when there is none."""
+    """This rank's slice of what `safe_get_full_grad` gives, in the dtype of accumulation, a copy; None when there is
+    none.
+    """
     if _is_frozen(param, optimizer):
         return None
     view = _View(param, optimizer)
@@ -306,7 +313,8 @@ def _state_of(view: _View, key: str) -> torch.Tensor:
 def _write_grad(view: _View, part: torch.Tensor) -> None:
     if view.unreduced() is not None or (view.part.numel and view.grad_slice() is None):
         raise ZeroStateError(
-            f"{view.name}: has no reduced gradient now; write between the backward of an update's last micro-batch and the step"
+            f"{view.name}: has no reduced gradient now; write between the backward of an update's last micro-batch and"
+            " the step"
         )
     if (grad := view.grad_slice()) is not None and view.part.numel:
         grad.copy_(part)

@@ -1,8 +1,8 @@
 """The `zero_optimization` section: every key that upstream documents, with its documented default.
 
-`ZeroConfig` says what was asked for. `check_available()` refuses what does not exist yet; `notices()` names settings that were given and have
-no effect here, because the behaviour they choose is the only one. Importing this module costs pydantic; sharding without a
-configuration does not import it.
+`ZeroConfig` says what was asked for. `check_available()` refuses what does not exist yet; `notices()` names settings
+that were given and have no effect here, because the behaviour they choose is the only one. Importing this module costs
+pydantic; sharding without a configuration does not import it.
 """
 
 from __future__ import annotations
@@ -161,7 +161,10 @@ class ZeroConfig(_Section):
     )
     keep_full_gradients: bool = Field(
         False,
-        description="stages 2-3: whoever runs the micro-batches keeps all but the last in no_sync(), so that gradients are reduced once per step",
+        description=(
+            "stages 2-3: whoever runs the micro-batches keeps all but the last in no_sync(), so that gradients are"
+            " reduced once per step"
+        ),
     )
 
     allgather_partitions: bool = Field(True, description="gather updated parameters by all-gather (always so here)")

@@ -1,13 +1,14 @@
 """Edits of parameters between steps: they reach the masters, and they are the same on all ranks.
 
-A parameter is a normal tensor to its user (C1), so `torch.nn.init.zeros_(layer.weight)` or `weight.mul_(mask)` after sharding has to last. Where
-the master is memory of its own, the edit must get there instead of being overwritten by the master at the next step (`Edits`). autograd's version
-counter says cheaply that a parameter was written in place; writes through `.data` count no versions, and show in sums over the parameter's memory
-(`MemorySums`). Only if something was written the values are compared with what the master rounds to, and elements that differ
-are taken over. The others keep their low bits.
+A parameter is a normal tensor to its user (C1), so `torch.nn.init.zeros_(layer.weight)` or `weight.mul_(mask)` after
+sharding has to last. Where the master is memory of its own, the edit must get there instead of being overwritten by the
+master at the next step (`Edits`). autograd's version counter says cheaply that a parameter was written in place; writes
+through `.data` count no versions, and show in sums over the parameter's memory (`MemorySums`). Only if something was
+written the values are compared with what the master rounds to, and elements that differ are taken over. The others keep
+their low bits.
 
-An edit that differs between the ranks (`if rank == 0: ...`, random numbers of different seeds) would give a mixture of the ranks' values.
-`EditAgreement` finds it at the step, and names the parameter.
+An edit that differs between the ranks (`if rank == 0: ...`, random numbers of different seeds) would give a mixture of
+the ranks' values. `EditAgreement` finds it at the step, and names the parameter.
 
 Partitioned parameters (stage 3) need neither: writes to them are done by all ranks together, into the masters too.
 """
@@ -35,8 +36,9 @@ _SHOWN = 5
 class MemorySums:
     """Finds out whether the memory of a tensor was written to since `note`.
 
-    Sums its bits, as whole numbers, over rows and over columns of 64 words: a change of values changes the sum of its row, and moving values about
-    changes the sums of rows or of columns. Costs one pass over the memory and an eighth of a word for each 64 bytes.
+    Sums its bits, as whole numbers, over rows and over columns of 64 words: a change of values changes the sum of its
+    row, and moving values about changes the sums of rows or of columns. Costs one pass over the memory and an eighth of
+    a word for each 64 bytes.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -121,8 +123,8 @@ class Edits:
 class EditAgreement:
     """Compares over the ranks what users wrote into the parameters that every rank holds whole.
 
-    Ranks that differ can have written at different places, or not at all: the comparison travels with words that the ranks exchange at each
-    step anyway.
+    Ranks that differ can have written at different places, or not at all: the comparison travels with words that the
+    ranks exchange at each step anyway.
     """
 
     def __init__(self, groups: Iterable[FlatGroup], process_group: Any, rank: int) -> None:
@@ -164,9 +166,10 @@ class EditAgreement:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         writers = [str(rank) for rank, edits in enumerate(everybody) if any(name in edits for name in names)]
         raise ZeroStateError(
-            f"parameters were written since the last step, and not alike on all ranks: {shown} (written on rank {', '.join(writers)}). Every rank "
-            "has to write the same values (the same seed, the same file), or write inside `with dsx_zero.GatheredParameters(parameters, "
-            "modifier_rank=0):` on every rank, which gives rank 0's values to all"
+            f"parameters were written since the last step, and not alike on all ranks: {shown} (written on rank"
+            f" {', '.join(writers)}). Every rank has to write the same values (the same seed, the same file), or write"
+            " inside `with dsx_zero.GatheredParameters(parameters, modifier_rank=0):` on every rank, which gives rank"
+            " 0's values to all"
         )
 
     def settle(self) -> None:

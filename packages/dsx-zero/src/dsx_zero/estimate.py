@@ -1,7 +1,8 @@
 """Estimates of the memory of model states per device and per host, by the published formulas of DeepSpeed (F44).
 
-They describe mixed precision with Adam as upstream stores it (18 bytes per parameter). What dsx-zero itself holds is less
-(16 bytes per parameter) and can be counted: `ZeroOptimizer.state_bytes`. Sizes are bytes; tables go to the log and are returned as text.
+They describe mixed precision with Adam as upstream stores it (18 bytes per parameter). What dsx-zero itself holds is
+less (16 bytes per parameter) and can be counted: `ZeroOptimizer.state_bytes`. Sizes are bytes; tables go to the log and
+are returned as text.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _log = logging.getLogger(__name__)
 
 
 class MemoryNeeds(NamedTuple):
-    """Bytes per host and per device; `largest_layer` is the part of the latter that the largest layer takes (stage 3)."""
+    """Bytes per host and per device; `largest_layer` is the part of the latter that the largest layer takes (stage
+    3).
+    """
 
     cpu: int
     gpu: int
@@ -42,7 +45,8 @@ def estimate_zero2_model_states_mem_needs(
 ) -> tuple[int, int]:
     """(host bytes, device bytes) for stages 1-2.
 
-    P parameters, G devices, g per node, factor f. Offload: device 2P, host P max(4G, 16) f. Else: device 2P + 18P/G, host 4P g f.
+    P parameters, G devices, g per node, factor f. Offload: device 2P, host P max(4G, 16) f. Else: device 2P + 18P/G,
+    host 4P g f.
     """
     total_gpus = num_nodes * num_gpus_per_node
     if cpu_offload:

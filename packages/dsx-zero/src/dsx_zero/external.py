@@ -21,8 +21,8 @@ _PENDING: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, torch.Tensor]] =
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
     """Let ``parameter`` be gathered for every forward of ``module``.
 
-    Without it a parameter read from another module is gathered when it is used, and stays until the outermost forward ends; with it,
-    it goes with ``module``. Takes effect at once on a sharded model, else when the model is sharded.
+    Without it a parameter read from another module is gathered when it is used, and stays until the outermost forward
+    ends; with it, it goes with ``module``. Takes effect at once on a sharded model, else when the model is sharded.
 
     Raises:
         ZeroModelError: if ``parameter`` is not a parameter.
@@ -60,7 +60,9 @@ def take_pending(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
 
 def unit_index(parameter: torch.Tensor) -> int | None:
-    """Number of the unit that a partitioned parameter of a sharded model is gathered with; None for a parameter that is always whole."""
+    """Number of the unit that a partitioned parameter of a sharded model is gathered with; None for a parameter that
+    is always whole.
+    """
     if isinstance(parameter, PartitionedParameter) and isinstance(parameter.source, UnitParameter):
         return parameter.source.unit.index
     return None

@@ -1,11 +1,11 @@
 """One flat buffer at run time: the parameters of a unit that share a dtype, this rank's shard of them, and its masters.
 
-At stages 0-2 `full` holds the values all the time, the parameters are views into it and `shard` is this rank's part of it. So it is with
-the small parameters of stage 3. The others' groups have no `full`: their parameters are views of a storage that has memory only around a
-use (`GatheredStorage`), and `shard` is memory of its own.
+At stages 0-2 `full` holds the values all the time, the parameters are views into it and `shard` is this rank's part of
+it. So it is with the small parameters of stage 3. The others' groups have no `full`: their parameters are views of a
+storage that has memory only around a use (`GatheredStorage`), and `shard` is memory of its own.
 
-Masters are what the optimizer updates. Where the parameter's dtype is already the master's (fp32 training), the master is the
-parameter's own memory and nothing is copied in either direction.
+Masters are what the optimizer updates. Where the parameter's dtype is already the master's (fp32 training), the master
+is the parameter's own memory and nothing is copied in either direction.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def local_parts(layout: FlatLayout, rank: int) -> tuple[Part, ...]:
 class FlatGroup:
     """A flat buffer: its layout, its `nn.Parameter`s (in layout order), the whole (`full`) and this rank's shard.
 
-    `full` has `layout.numel` elements, in a partitioned group (`PartitionedGroup`) always none. `shard` has `layout.shard_numel`.
+    `full` has `layout.numel` elements, in a partitioned group (`PartitionedGroup`) always none. `shard` has
+    `layout.shard_numel`.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class FlatGroup:
 
     @classmethod
     def resident(cls, plan: GroupPlan, parameters: Sequence[nn.Parameter], *, rank: int, memory: Memory) -> FlatGroup:
-        """Move the parameters' values into one new buffer in `memory` and make the parameters views of it (collective)."""
+        """Move the parameters' values into one new buffer in `memory` and make the parameters views of it
+        (collective).
+        """
         full = memory.empty(plan.layout.numel, plan.key.dtype, plan.key.device)
         start, stop = plan.layout.shard_range(rank)
         group = cls(plan, parameters, rank=rank, full=full, shard=full[start:stop])

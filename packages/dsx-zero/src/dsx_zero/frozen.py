@@ -1,8 +1,9 @@
 """Freezing and unfreezing after the model was sharded.
 
-What is trainable is laid out when the model is sharded. A parameter that is frozen later (`requires_grad_(False)`) keeps its place; while it is
-frozen the optimizer does not step it, so that neither momentum nor weight decay moves it. A parameter that was frozen then has no place for
-gradients: unfreezing it is an error at the next step, instead of a parameter that never learns.
+What is trainable is laid out when the model is sharded. A parameter that is frozen later (`requires_grad_(False)`)
+keeps its place; while it is frozen the optimizer does not step it, so that neither momentum nor weight decay moves it.
+A parameter that was frozen then has no place for gradients: unfreezing it is an error at the next step, instead of a
+parameter that never learns.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from .masters import Master
 __all__ = ["UNFREEZE", "Frozen"]
 
 UNFREEZE = (
-    "it was frozen when the model was sharded and has no place for gradients; unfreeze it before dsx_zero.shard, with lr 0 in a group of its own if it "
-    "shall start later, or save a checkpoint and load it into a model that is sharded anew"
+    "it was frozen when the model was sharded and has no place for gradients; unfreeze it before dsx_zero.shard, with"
+    " lr 0 in a group of its own if it shall start later, or save a checkpoint and load it into a model that is sharded"
+    " anew"
 )
 
 

@@ -1,6 +1,7 @@
 """``GatheredParameters``: whole parameters for a while, outside the forward of their modules.
 
-Edits are kept only if a ``modifier_rank`` says whose they are; without one an edit raises when the context ends. It never vanishes.
+Edits are kept only if a ``modifier_rank`` says whose they are; without one an edit raises when the context ends. It
+never vanishes.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def fingerprint(tensor: torch.Tensor) -> int:
     words = (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
     total = 0
     for part in (*words.split(_CHUNK), rest):
-        # SplitMix64 without its last round (Steele, Lea, Flood 2014): no two words at a place give one number, and their sum does not
-        # cancel for values that end in zeros, as those of 16-bit floats and of small whole numbers do.
+        # SplitMix64 without its last round (Steele, Lea, Flood 2014): no two words at a place give one number, and
+        # their sum does not cancel for values that end in zeros, as those of 16-bit floats and of small whole numbers
+        # do.
         mixed = torch.arange(part.numel(), dtype=torch.int64, device=data.device).mul_(_STEP).add_(part)
         mixed.bitwise_xor_((mixed >> 30).bitwise_and_(2**34 - 1)).mul_(_MIX)
         mixed.bitwise_xor_((mixed >> 27).bitwise_and_(2**37 - 1))
@@ -58,9 +60,12 @@ class GatheredParameters:
     Inside, ``module.weight`` and the partitioned object itself can be used like any tensor.
 
     Args:
-        params: a parameter, a module, or any nesting of lists and tuples of them. Parameters that are not partitioned are taken as they are.
-        modifier_rank: the rank (in the model's process group) whose values become everybody's at the end; None for reading.
-        fwd_module: a module whose forward uses the parameters although they are not its own; they are registered with it.
+        params: a parameter, a module, or any nesting of lists and tuples of them. Parameters that are not partitioned
+            are taken as they are.
+        modifier_rank: the rank (in the model's process group) whose values become everybody's at the end; None for
+            reading.
+        fwd_module: a module whose forward uses the parameters although they are not its own; they are registered with
+            it.
         enabled: False makes the context do nothing.
 
     Raises:
@@ -110,8 +115,8 @@ class GatheredParameters:
         self._opened, self._before, self._plain = [], [], []
         if changed:
             raise UnownedEditError(
-                f"GatheredParameters: changed without a modifier_rank: {', '.join(changed)}. The changes are undone; give "
-                "modifier_rank=0 (all ranks take rank 0's values) to keep them"
+                f"GatheredParameters: changed without a modifier_rank: {', '.join(changed)}. The changes are undone;"
+                " give modifier_rank=0 (all ranks take rank 0's values) to keep them"
             )
 
     def _spread_plain(self, modifier: int) -> None:

@@ -1,8 +1,8 @@
 """A whole model for a while: generation of many tokens without a gather per token.
 
-At stage 3 each forward gathers every unit again. Here they are gathered once and stay, and the hooks that gather, free and agree with the other
-ranks rest, so that a rank may call the model, or parts of it, as often as it likes. The price is the memory of the whole parameters;
-`uneven_forwards` is for models that do not fit.
+At stage 3 each forward gathers every unit again. Here they are gathered once and stay, and the hooks that gather, free
+and agree with the other ranks rest, so that a rank may call the model, or parts of it, as often as it likes. The price
+is the memory of the whole parameters; `uneven_forwards` is for models that do not fit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ __all__ = ["unwrap_model_for_generation"]
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Inside, `model` (a module, or an engine with a `module`) is an ordinary module with all its parameters (collective to enter and to leave).
+    """Inside, `model` (a module, or an engine with a `module`) is an ordinary module with all its parameters
+    (collective to enter and to leave).
 
         with dsx_zero.unwrap_model_for_generation(engine) as model:
             tokens = model.generate(prompt)
 
-    Gradients are off: what a graph would have saved is freed when the context ends. Below stage 3 there is nothing to gather.
+    Gradients are off: what a graph would have saved is freed when the context ends. Below stage 3 there is nothing to
+    gather.
     """
     module = model if isinstance(model, nn.Module) else model.module
     stage = stage3_of(module)

@@ -1,10 +1,10 @@
 """Norms and edits of single averaged gradients, for what users do with `.grad` between backward and step.
 
-Behind every `ShardedGradient` stands a `GradientPlace`; what it needs of the ranks is done here. Nothing in here is used by a step that nobody
-interferes with.
+Behind every `ShardedGradient` stands a `GradientPlace`; what it needs of the ranks is done here. Nothing in here is
+used by a step that nobody interferes with.
 
-Norms are computed for all parameters at once and kept until the gradients change: `clip_grad_norm_` asks for one after the other, and one
-collective serves them all.
+Norms are computed for all parameters at once and kept until the gradients change: `clip_grad_norm_` asks for one after
+the other, and one collective serves them all.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["GradientAccess", "GradientPlace"]
 
 _WAY = (
-    "Read it with dsx_zero.safe_get_full_grad(p) and write it with dsx_zero.safe_set_full_grad(p, value), on every rank. Clip with "
-    "optimizer.step(max_norm=...) or torch.nn.utils.clip_grad_norm_(model.parameters(), ...); update parameters with the optimizer that "
-    "dsx_zero.shard returned"
+    "Read it with dsx_zero.safe_get_full_grad(p) and write it with dsx_zero.safe_set_full_grad(p, value), on every"
+    " rank. Clip with optimizer.step(max_norm=...) or torch.nn.utils.clip_grad_norm_(model.parameters(), ...); update"
+    " parameters with the optimizer that dsx_zero.shard returned"
 )
 
 
@@ -48,7 +48,8 @@ class GradientAccess:
     """Serves the gradients of one sharded model.
 
     Args:
-        process_group, rank, world_size: the ranks that the gradients are averaged over; `world_size` 1 where every rank holds them whole.
+        process_group, rank, world_size: the ranks that the gradients are averaged over; `world_size` 1 where every rank
+            holds them whole.
         complete: reduces what has not been reduced yet (collective).
     """
 
@@ -79,7 +80,9 @@ class GradientAccess:
         return known[wanted].to(group.dtype)
 
     def _norms_of(self, pieces: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-        """Norms of the whole tensors of which the ranks hold these pieces, as one fp64 tensor (fp32 where fp64 is missing)."""
+        """Norms of the whole tensors of which the ranks hold these pieces, as one fp64 tensor (fp32 where fp64 is
+        missing).
+        """
         dtype = torch.float32 if device.type == "mps" else torch.float64
         local = torch.stack([_power_sum(piece, order).to(device=device, dtype=dtype) for piece in pieces])
         if self._world_size > 1:
@@ -117,7 +120,9 @@ class GradientAccess:
     def unscale(
         self, places: Sequence[tuple[GroupGradients, int]], found_inf: torch.Tensor, inv_scale: torch.Tensor
     ) -> None:
-        """Multiply gradients with `inv_scale` and set `found_inf` to 1 on all ranks where one of them is not finite (collective)."""
+        """Multiply gradients with `inv_scale` and set `found_inf` to 1 on all ranks where one of them is not finite
+        (collective).
+        """
         self._complete()
         pieces = [piece for group, index in places if (piece := group.piece(index)).numel()]
         if pieces:
@@ -132,7 +137,9 @@ class GradientAccess:
 
 
 def _power_sum(piece: torch.Tensor, order: float) -> torch.Tensor:
-    """This rank's share of a norm: the sum of |x|^order (fp64), for infinite orders the extreme, for order 0 the count."""
+    """This rank's share of a norm: the sum of |x|^order (fp64), for infinite orders the extreme, for order 0 the
+    count.
+    """
     if not piece.numel():
         return torch.full((), math.inf if order == -math.inf else 0.0, dtype=torch.float64)
     dtype = torch.float32 if piece.dtype.itemsize < 4 else piece.dtype
@@ -156,8 +163,8 @@ class GradientPlace:
     def refusal(self, what: str) -> ShardedGradientError:
         """See `GradientSource`."""
         return ShardedGradientError(
-            f"the gradient of parameter '{self.name}' (shape {tuple(self._shape)}) is averaged over the ranks and divided among them, "
-            f"and cannot be {what}: no rank holds its values. {_WAY}."
+            f"the gradient of parameter '{self.name}' (shape {tuple(self._shape)}) is averaged over the ranks and"
+            f" divided among them, and cannot be {what}: no rank holds its values. {_WAY}."
         )
 
     def norm(self, order: float) -> torch.Tensor:
@@ -186,7 +193,10 @@ class GradientPlace:
         places = [(group, self._index)]
         for other in others:
             if not isinstance(other, GradientPlace) or other._access() is not access:
-                raise ShardedGradientError("unscale: got gradients of several sharded models in one call; give each model an optimizer of its own")
+                raise ShardedGradientError(
+                    "unscale: got gradients of several sharded models in one call; give each model an optimizer of"
+                    " its own"
+                )
             places.append((other._owners("unscaled")[1], other._index))
         access.unscale(places, found_inf, inv_scale)
 
@@ -200,11 +210,13 @@ class GradientPlace:
         access, group = self._access(), self._group()
         if access is None or group is None:
             raise ShardedGradientError(
-                f"the gradient of parameter '{self.name}' cannot be {what}: its sharded optimizer is gone; set p.grad = None"
+                f"the gradient of parameter '{self.name}' cannot be {what}: its sharded optimizer is gone; set p.grad ="
+                " None"
             )
         if torch._C._current_graph_task_id() != -1:
             raise ShardedGradientError(
-                f"the gradient of parameter '{self.name}' cannot be {what} inside a backward: it is not averaged over the ranks yet. "
-                "Change this rank's own gradient with p.register_hook(lambda grad: ...), or the averaged one after backward()"
+                f"the gradient of parameter '{self.name}' cannot be {what} inside a backward: it is not averaged over"
+                " the ranks yet. Change this rank's own gradient with p.register_hook(lambda grad: ...), or the"
+                " averaged one after backward()"
             )
         return access, group

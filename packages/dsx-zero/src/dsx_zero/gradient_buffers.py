@@ -4,11 +4,13 @@ States of a group within one optimizer step::
 
     empty ──arrival──► filling ──launch──► in flight ──finish──► reduced ──arrival──► filling (late, or the next micro-batch)
 
-Held memory: stages 0-1 keep the whole buffer (the reduced values lie in it); stages 2-3 hold the shard, and a whole buffer only
-from the first arrival until the reduction is finished (`BufferPool` says what of its memory stays). A parameter without an arrival counts as zeros.
+Held memory: stages 0-1 keep the whole buffer (the reduced values lie in it); stages 2-3 hold the shard, and a whole
+buffer only from the first arrival until the reduction is finished (`BufferPool` says what of its memory stays). A
+parameter without an arrival counts as zeros.
 
-`.grad` of a parameter with a gradient holds its *face*: at stage 0 a view of the averaged buffer, else a `ShardedGradient`. A parameter
-whose `.grad` is no longer its face has been given another gradient by its user, or none (`notice`).
+`.grad` of a parameter with a gradient holds its *face*: at stage 0 a view of the averaged buffer, else a
+`ShardedGradient`. A parameter whose `.grad` is no longer its face has been given another gradient by its user, or none
+(`notice`).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class GroupGradients:
         group: the parameters.
         dtype, wire: dtypes of accumulation and of messages.
         stage: 0 reduces everything on every rank, 1-3 each rank's shard; from 2 on the whole buffer is given back.
-        expose: `.grad` of the parameters are views of the reduced buffer (stage 0); otherwise they are `ShardedGradient`s.
+        expose: `.grad` of the parameters are views of the reduced buffer (stage 0); otherwise they are
+            `ShardedGradient`s.
         access: serves what users do with those.
     """
 
@@ -77,7 +80,8 @@ class GroupGradients:
         """Where the gradients are."""
         return self.group.key.device
 
-    # What users see -----------------------------------------------------------------------------------------------------
+    # What users see
+    # -----------------------------------------------------------------------------------------------------
 
     def _face(self, index: int) -> torch.Tensor:
         """What `.grad` of a parameter with a gradient holds, once the gradient is averaged."""
@@ -97,8 +101,9 @@ class GroupGradients:
                 parameter.grad = face
             except RuntimeError as error:
                 raise ZeroStateError(
-                    f"parameter '{self.group.layout.names[index]}' has another dtype, device or shape than when the model was sharded "
-                    f"({parameter.dtype}, {parameter.device}, {tuple(parameter.shape)}); convert the model before dsx_zero.shard"
+                    f"parameter '{self.group.layout.names[index]}' has another dtype, device or shape than when the"
+                    f" model was sharded ({parameter.dtype}, {parameter.device}, {tuple(parameter.shape)}); convert the"
+                    " model before dsx_zero.shard"
                 ) from error
         self._faces[index] = face
 
@@ -107,8 +112,10 @@ class GroupGradients:
         self._faces[index] = None
 
     def notice(self, arriving: int | None = None) -> None:
-        """Find out what the user did to `.grad` since: gradients that were cleared are zeros, and other tensors in their place are this rank's own
-        gradients, to be averaged as those of a backward are. `arriving`: leave this one to `absorb`."""
+        """Find out what the user did to `.grad` since: gradients that were cleared are zeros, and other tensors in
+        their place are this rank's own gradients, to be averaged as those of a backward are. `arriving`: leave this one
+        to `absorb`.
+        """
         grads = [parameter.grad for parameter in self.group.parameters]
         other = [i for i, (grad, face) in enumerate(zip(grads, self._faces)) if grad is not face and i != arriving]
         if not other:
@@ -154,7 +161,9 @@ class GroupGradients:
                     self._attach(index, self._views[index])
 
     def hide_unreduced(self) -> None:
-        """Backward has ended and the ranks have averaged; what travels with a later reduction must not be taken for an average."""
+        """Backward has ended and the ranks have averaged; what travels with a later reduction must not be taken for
+        an average.
+        """
         if self._expose and self.dirty:
             for index, filled in enumerate(self._filled):
                 if filled:
@@ -180,8 +189,8 @@ class GroupGradients:
             self._add(index, view, grad.detach() if grad.requires_grad else grad, factor)
         elif factor != 1.0:
             raise ZeroStateError(
-                f"{self.group.layout.names[index]}: the gradient of an unscaled loss was added to what was there before; use "
-                "engine.backward(loss), or a loss that comes from the model's own outputs"
+                f"{self.group.layout.names[index]}: the gradient of an unscaled loss was added to what was there"
+                " before; use engine.backward(loss), or a loss that comes from the model's own outputs"
             )
         self._attach(index, self._face(index))
         self._filled[index] = 1
@@ -311,7 +320,9 @@ class GroupGradients:
         return self.result
 
     def unreduced(self, index: int) -> torch.Tensor | None:
-        """This rank's own sum of what no reduction of parameter `index` has taken, in the parameter's shape; None where there is nothing."""
+        """This rank's own sum of what no reduction of parameter `index` has taken, in the parameter's shape; None
+        where there is nothing.
+        """
         if not self.dirty or not self._filled[index] or self.result is self.buffer:
             return None  # exposed gradients accumulate on top of the reduced ones
         return self._views[index]

@@ -1,15 +1,17 @@
 """The one gradient path of all stages: from autograd's arrivals to the values the optimizer reads.
 
-Every trainable parameter has a hook that runs when its gradient has been accumulated. The gradient moves into its unit's flat
-buffer; when the unit has seen as many arrivals as the step before, its reduction starts while backward goes on. What has not
-started when backward ends (an unused parameter, the first step) starts then. The order of reductions is the business of `ReduceOrder`.
+Every trainable parameter has a hook that runs when its gradient has been accumulated. The gradient moves into its
+unit's flat buffer; when the unit has seen as many arrivals as the step before, its reduction starts while backward goes
+on. What has not started when backward ends (an unused parameter, the first step) starts then. The order of reductions
+is the business of `ReduceOrder`.
 
-When does backward end? Reentrant checkpointing runs backwards inside backwards, and a hook cannot tell which one it is in. So the
-outputs of the model carry a hook too: it runs first, in the outermost one. A loss that does not come from the model's own outputs is
-noticed by its first gradient. Gradients that come after their unit was reduced are kept and reduced in a second pass at the step.
+When does backward end? Reentrant checkpointing runs backwards inside backwards, and a hook cannot tell which one it is
+in. So the outputs of the model carry a hook too: it runs first, in the outermost one. A loss that does not come from
+the model's own outputs is noticed by its first gradient. Gradients that come after their unit was reduced are kept and
+reduced in a second pass at the step.
 
-What users do to `.grad` between two backwards (`model.zero_grad()`, `p.grad = None`, other tensors) is noticed when the next backward begins, at
-the step, and whenever gradients are read.
+What users do to `.grad` between two backwards (`model.zero_grad()`, `p.grad = None`, other tensors) is noticed when the
+next backward begins, at the step, and whenever gradients are read.
 
 With one rank and no accumulation dtype of its own nothing of this is needed: `LocalGradients` reads autograd's `.grad`.
 """
@@ -41,8 +43,9 @@ from .reduction import LocalReducer, ReductionEngine
 __all__ = ["BackwardWatch", "Gradients", "LocalGradients", "ReduceOrder", "ReducedGradients"]
 
 IN_FLIGHT = 2
-"""From stage 2 on, units whose reductions may be under way at once: one on the wire, one being filled behind it. More would hold more
-whole buffers. Stages 0-1 keep theirs anyway, so there backward never waits."""
+"""From stage 2 on, units whose reductions may be under way at once: one on the wire, one being filled behind it. More
+would hold more whole buffers. Stages 0-1 keep theirs anyway, so there backward never waits.
+"""
 
 
 class ReduceOrder(Protocol):
@@ -96,7 +99,9 @@ class Gradients(Protocol):
         ...
 
     def complete(self) -> None:
-        """Between backward and step: reduce what has arrived so far. Collective after a backward, until the next one."""
+        """Between backward and step: reduce what has arrived so far. Collective after a backward, until the next
+        one.
+        """
         ...
 
     def watch_edits(self, watch: EditWatch) -> None:
@@ -112,11 +117,15 @@ class Gradients(Protocol):
         ...
 
     def view(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
-        """The reduced gradient of what this rank steps of a parameter (`part`), 1-D, writable; None when there is none."""
+        """The reduced gradient of what this rank steps of a parameter (`part`), 1-D, writable; None when there is
+        none.
+        """
         ...
 
     def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
-        """This rank's own gradient of a parameter, as far as no reduction has taken it, in the parameter's shape; None where there is none."""
+        """This rank's own gradient of a parameter, as far as no reduction has taken it, in the parameter's shape;
+        None where there is none.
+        """
         ...
 
     def clear(self) -> None: ...
@@ -126,7 +135,9 @@ class Gradients(Protocol):
         ...
 
     def follow(self, watch: BackwardWatch) -> None:
-        """Multiply the gradients of each backward with what `watch` says. To be called again when its `needed` changes."""
+        """Multiply the gradients of each backward with what `watch` says. To be called again when its `needed`
+        changes.
+        """
         ...
 
     def remove_hooks(self) -> None: ...
@@ -230,8 +241,8 @@ class ReducedGradients:
             return
         if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise ZeroStateError(
-                "the sharded model runs inside DistributedDataParallel, and both average its gradients; call the model that dsx_zero.shard "
-                "returned"
+                "the sharded model runs inside DistributedDataParallel, and both average its gradients; call the model"
+                " that dsx_zero.shard returned"
             )
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
@@ -449,7 +460,9 @@ def _multiplied(
 
 
 def _accumulates(parameter: torch.Tensor) -> bool:
-    """Whether the running backward adds to the parameter's `.grad`. `torch.autograd.grad` runs the hooks of a tensor too."""
+    """Whether the running backward adds to the parameter's `.grad`. `torch.autograd.grad` runs the hooks of a tensor
+    too.
+    """
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return torch._C._will_engine_execute_node(node)

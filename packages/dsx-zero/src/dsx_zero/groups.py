@@ -1,8 +1,10 @@
-"""Process groups of our own beside the user's: the same ranks, for collectives that run beside others and for words in host memory.
+"""Process groups of our own beside the user's: the same ranks, for collectives that run beside others and for words in
+host memory.
 
-A group costs sockets, threads and, over shared memory, mappings. It is not destroyed when its model goes: peers may still be reading from it, and shards
-may lie in its memory. It is lent: `release` hands it back, and the next model over the same ranks takes it again, so that a
-process that builds and drops models holds as many groups as it has models at once.
+A group costs sockets, threads and, over shared memory, mappings. It is not destroyed when its model goes: peers may
+still be reading from it, and shards may lie in its memory. It is lent: `release` hands it back, and the next model over
+the same ranks takes it again, so that a process that builds and drops models holds as many groups as it has models at
+once.
 
 Only members make a group, so that disjoint sets of ranks may shard models at the same time.
 """
@@ -28,7 +30,8 @@ _MADE: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 def join_launched_ranks() -> None:
     """Make the default process group if a launcher started this process as one of several ranks and there is none yet.
 
-    Without it each rank would work for itself: a model that was meant to be divided would be whole everywhere, and train alone.
+    Without it each rank would work for itself: a model that was meant to be divided would be whole everywhere, and
+    train alone.
     """
     if dsx_comm.is_initialized():
         return
@@ -51,8 +54,8 @@ class LentGroups:
     def take_control(self) -> Any:
         """As `take`: a group for words of a few bytes in host memory.
 
-        In shared memory where the ranks have that (a rank that ends is named on the others at once), else gloo; gloo too
-        where the user's group is.
+        In shared memory where the ranks have that (a rank that ends is named on the others at once), else gloo; gloo
+        too where the user's group is.
         """
         if dsx_comm.get_backend(self._parent()) == "gloo":
             return self._take("control", "gloo")

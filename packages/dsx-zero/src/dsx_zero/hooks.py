@@ -98,7 +98,8 @@ class UnitHooks:
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._pauses or module not in self._by_module:
             return None
-        # With ``always_call`` this also runs while an exception passes through; then it is one that was not there before.
+        # With ``always_call`` this also runs while an exception passes through; then it is one that was not there
+        # before.
         running = self._running.pop() if self._running else _Running(None)
         failed = sys.exc_info()[1] is not running.error
         units = tuple(reversed(self._by_module[module]))

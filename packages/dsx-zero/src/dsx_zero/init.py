@@ -1,10 +1,10 @@
 """``Init``: build a model whose parameters are partitioned as they come into being.
 
-Inside the context a module's parameters stay ordinary until the module is put into its parent; then its constructor is done, so
-they are partitioned (rank 0's values, one parameter at a time) and the whole tensors go. What no parent takes, the root, is
-partitioned when the context ends. Random numbers are drawn exactly as without ``Init``: the same seed gives the same model.
-``dsx_zero.shard(stage=3)`` later moves the values into units; below stage 3 it makes the parameters whole again. In between the model
-can be converted as any other (``model.to(torch.bfloat16)``).
+Inside the context a module's parameters stay ordinary until the module is put into its parent; then its constructor is
+done, so they are partitioned (rank 0's values, one parameter at a time) and the whole tensors go. What no parent takes,
+the root, is partitioned when the context ends. Random numbers are drawn exactly as without ``Init``: the same seed
+gives the same model. ``dsx_zero.shard(stage=3)`` later moves the values into units; below stage 3 it makes the
+parameters whole again. In between the model can be converted as any other (``model.to(torch.bfloat16)``).
 
 Where a launcher started this process as one of several and no process group exists yet, ``Init`` makes the default one.
 
@@ -116,8 +116,10 @@ class Init:
     Args:
         module: partition the parameters of this module now.
         data_parallel_group: the ranks to partition over (default: all).
-        dtype: floating-point parameters are converted to it; default: what the configuration's ``fp16`` or ``bf16`` says, else as built.
-        config_dict_or_path, config: a configuration (a dict or a JSON file, comments allowed); only the dtype is read from it.
+        dtype: floating-point parameters are converted to it; default: what the configuration's ``fp16`` or ``bf16``
+            says, else as built.
+        config_dict_or_path, config: a configuration (a dict or a JSON file, comments allowed); only the dtype is read
+            from it.
         enabled: False makes the context do nothing.
         mpu: an object whose ``get_data_parallel_group()`` gives the ranks.
         mem_efficient_linear: accepted; gathered weights are never kept for backward.

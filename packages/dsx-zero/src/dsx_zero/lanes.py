@@ -1,15 +1,15 @@
 """Where gathers run beside the computation: one interface, three kinds of lane.
 
 A lane runs the jobs submitted to it one after the other, in order. ``submit`` starts (or only queues) a job and gives a
-ticket; ``Ticket.wait`` makes what follows on the caller's side see the job's results. ``retire`` says that the caller's side has
-finished with a buffer: its memory may be taken again by jobs submitted later, but not by anything that could still run
-before the caller's last use.
+ticket; ``Ticket.wait`` makes what follows on the caller's side see the job's results. ``retire`` says that the caller's
+side has finished with a buffer: its memory may be taken again by jobs submitted later, but not by anything that could
+still run before the caller's last use.
 
 * ``HostLane``: jobs start at once; what they return (a pending collective) is waited for.
-* ``CudaLane``: jobs are enqueued on a stream of their own; waiting is a stream wait, never a host wait. Memory allocated in a job
-  belongs to that stream, so a buffer may be freed only behind an event of the consuming stream.
-* ``DeferringLane``: for tests. Nothing runs until it is waited for, retired buffers are filled with NaN before they are freed;
-  who reads before waiting or after retiring gets NaN instead of luck.
+* ``CudaLane``: jobs are enqueued on a stream of their own; waiting is a stream wait, never a host wait. Memory
+  allocated in a job belongs to that stream, so a buffer may be freed only behind an event of the consuming stream.
+* ``DeferringLane``: for tests. Nothing runs until it is waited for, retired buffers are filled with NaN before they are
+  freed; who reads before waiting or after retiring gets NaN instead of luck.
 
 It leaves out priorities and several streams per lane.
 """
@@ -121,7 +121,9 @@ class CudaLane:
         self._stream.wait_stream(torch.cuda.current_stream())
 
     def retire(self, storage: GatheredStorage) -> None:
-        """Free behind everything the current stream has enqueued: later jobs wait for this moment before they allocate."""
+        """Free behind everything the current stream has enqueued: later jobs wait for this moment before they
+        allocate.
+        """
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream())
         self._retired = event

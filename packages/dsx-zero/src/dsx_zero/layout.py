@@ -1,9 +1,10 @@
 """Who owns which element: the arithmetic of flat buffers, with no tensor and no communication in it.
 
-The parameters of one unit (of one dtype) lie one after the other in a flat buffer. Every parameter starts at a multiple of 64
-bytes, so that kernels on a parameter or on its gradient see aligned memory. The buffer's end is padded so that it divides into
-`world_size` equal shards whose size is a multiple of 16 bytes; rank `r` owns elements `[r * S, (r + 1) * S)`. A shard boundary may
-cut a parameter; `local_slice` says where. Ranks that own no element of a parameter are normal (world size above its size).
+The parameters of one unit (of one dtype) lie one after the other in a flat buffer. Every parameter starts at a multiple
+of 64 bytes, so that kernels on a parameter or on its gradient see aligned memory. The buffer's end is padded so that it
+divides into `world_size` equal shards whose size is a multiple of 16 bytes; rank `r` owns elements `[r * S, (r + 1) *
+S)`. A shard boundary may cut a parameter; `local_slice` says where. Ranks that own no element of a parameter are normal
+(world size above its size).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ SHARD_ALIGNMENT = 16
 class LocalSlice:
     """The part of one parameter that one rank owns.
 
-    `start` and `stop` count the parameter's elements in row-major order, `offset` is where they begin in the rank's shard.
+    `start` and `stop` count the parameter's elements in row-major order, `offset` is where they begin in the rank's
+    shard.
     """
 
     start: int

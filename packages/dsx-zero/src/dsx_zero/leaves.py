@@ -1,8 +1,8 @@
 """Leaf modules: subtrees that are one unit at stage 3, gathered and freed as a whole.
 
-Needed where it must not depend on the data which parts of a subtree run (mixtures of experts), and useful for many tiny modules. They are chosen by
-marks, which are kept beside the modules, not on them, and count when the model is sharded; by the configuration's `leaf_module`; or by size
-(`stage3_module_granularity_threshold`).
+Needed where it must not depend on the data which parts of a subtree run (mixtures of experts), and useful for many tiny
+modules. They are chosen by marks, which are kept beside the modules, not on them, and count when the model is sharded;
+by the configuration's `leaf_module`; or by size (`stage3_module_granularity_threshold`).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def set_z3_leaf_modules(
 
     Args:
         model: where to look.
-        leaf_module_classes: classes, class names (bare, or with their Python module: "transformers.models.mixtral.modeling_mixtral.X"),
-            or full names of modules.
+        leaf_module_classes: classes, class names (bare, or with their Python module:
+            "transformers.models.mixtral.modeling_mixtral.X"), or full names of modules.
         raise_if_not_found: whether it is an error that there is none.
 
     Returns:
@@ -97,7 +97,9 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules whose full names end so. Arguments, results and errors are those of `set_z3_leaf_modules_by_name`."""
+    """Mark the modules whose full names end so. Arguments, results and errors are those of
+    `set_z3_leaf_modules_by_name`.
+    """
     return _mark_by("name_suffixes", model, module_name_suffixes, flag, raise_if_not_found)
 
 
@@ -154,7 +156,8 @@ def z3_leaf_parameter(param: torch.Tensor) -> bool:
 def named_leaves(
     model: nn.Module, classes: Sequence[str] = (), names: Sequence[str] = (), suffixes: Sequence[str] = ()
 ) -> frozenset[str]:
-    """Names of the modules that a `leaf_module` section chooses: by class name (bare or with its module), full name, or end of the name.
+    """Names of the modules that a `leaf_module` section chooses: by class name (bare or with its module), full name, or
+    end of the name.
 
     Raises:
         ZeroModelError: an entry that chooses nothing.
@@ -184,7 +187,8 @@ def _fits(key: str, entry: str, name: str, module: nn.Module) -> bool:
 
 
 def fine_modules(model: nn.Module, threshold: int) -> frozenset[str]:
-    """Names of the outermost modules that are finely divided: at most `threshold` parameters per layer (module without children) below them.
+    """Names of the outermost modules that are finely divided: at most `threshold` parameters per layer (module without
+    children) below them.
 
     Containers of torch (`ModuleList`, `Sequential`, ...) are looked through, because they are not called as a whole or
     stand for the model; the model itself is never one of them. 0 chooses nothing.

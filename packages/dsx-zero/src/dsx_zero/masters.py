@@ -1,7 +1,8 @@
 """What the inner optimizer sees: one tensor per parameter with this rank's slice of its master values.
 
-At stage 0 every rank steps everything, so the tensors keep their logical shapes and any optimizer works. From stage 1 on they are
-1-D slices; optimizers that need whole tensors are refused. Parameters of which this rank owns nothing are left out of its groups.
+At stage 0 every rank steps everything, so the tensors keep their logical shapes and any optimizer works. From stage 1
+on they are 1-D slices; optimizers that need whole tensors are refused. Parameters of which this rank owns nothing are
+left out of its groups.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, stage: int) -> None:
     for kind in type(optimizer).__mro__:
         if stage >= 1 and kind.__name__ in _WHOLE:
             raise ZeroOptimizerError(
-                f"{type(optimizer).__name__} cannot be used at stage {stage}: {_WHOLE[kind.__name__]}, and a rank holds "
-                "slices; use stage 0, or an element-wise optimizer (Adam, AdamW, Lion, SGD, Adagrad, ...)"
+                f"{type(optimizer).__name__} cannot be used at stage {stage}: {_WHOLE[kind.__name__]}, and a rank holds"
+                " slices; use stage 0, or an element-wise optimizer (Adam, AdamW, Lion, SGD, Adagrad, ...)"
             )
 
 

@@ -1,12 +1,14 @@
-"""Where flat buffers lie that take part in collectives: in ordinary memory, or in memory that the ranks of the host share.
+"""Where flat buffers lie that take part in collectives: in ordinary memory, or in memory that the ranks of the host
+share.
 
-In shared memory an all-gather reads the peers' shards straight into its destination, and reductions read the peers' gradients where they
-lie: nothing is staged. `dsx_comm` has such memory for host tensors on groups of the "dsx" backend; everywhere else this is
-`torch.empty`. It has no name in the file system that a killed process could leave behind, and goes with the last tensor over it.
-Each rank has a part of its own, which the others touch inside collectives only: no parameter is one for two ranks.
+In shared memory an all-gather reads the peers' shards straight into its destination, and reductions read the peers'
+gradients where they lie: nothing is staged. `dsx_comm` has such memory for host tensors on groups of the "dsx" backend;
+everywhere else this is `torch.empty`. It has no name in the file system that a killed process could leave behind, and
+goes with the last tensor over it. Each rank has a part of its own, which the others touch inside collectives only: no
+parameter is one for two ranks.
 
-Making it is collective. Buffers that last (parameters, shards) are made one by one; whole gradients, which come and go as each rank
-computes, are taken from a pool, whose address space the ranks make together at the start.
+Making it is collective. Buffers that last (parameters, shards) are made one by one; whole gradients, which come and go
+as each rank computes, are taken from a pool, whose address space the ranks make together at the start.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ Kind = tuple[int, torch.dtype, torch.device]
 
 
 class BufferPool(Protocol):
-    """Gradient buffers to take and give back, for the length of a backward: activations need the memory most when it begins."""
+    """Gradient buffers to take and give back, for the length of a backward: activations need the memory most when it
+    begins.
+    """
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A 1-D tensor with arbitrary contents."""
@@ -54,7 +58,9 @@ class Memory(Protocol):
         ...
 
     def pool(self, kinds: Iterable[Kind], *, idle: int) -> BufferPool:
-        """A pool for buffers of `kinds`, which may all be in use at once; `idle` of them are kept for reuse. Collective."""
+        """A pool for buffers of `kinds`, which may all be in use at once; `idle` of them are kept for reuse.
+        Collective.
+        """
         ...
 
 
@@ -92,7 +98,8 @@ class OrdinaryPool:
 class SharedPool:
     """Host buffers from an arena of the ranks: what is given back serves buffers of any size.
 
-    Pages of the first `keep` bytes stay when it is dropped: fresh ones for every backward cost more than shared memory gains.
+    Pages of the first `keep` bytes stay when it is dropped: fresh ones for every backward cost more than shared memory
+    gains.
     """
 
     def __init__(self, arena: dsx_comm.SymmetricArena, keep: int) -> None:
@@ -153,7 +160,8 @@ class SharedMemory:
         )
         # In use at once: those on the wire, one being filled, and the root's, which is open for most of the backward.
         keep = sum(sizes[: idle + 2])
-        # Twice, which costs only addresses: stage 0 sets reduced buffers aside, and buffers of different sizes leave gaps.
+        # Twice, which costs only addresses: stage 0 sets reduced buffers aside, and buffers of different sizes leave
+        # gaps.
         room = 2 * sum(sizes)
         try:
             return SharedPool(dsx_comm.SymmetricArena(room, group=self._group), keep)

@@ -1,9 +1,10 @@
 """Does the model still hold the parameters that were sharded?
 
-Gradients and updates belong to the parameters that were there when the model was sharded, in the memory they were given then. A layer that
-was replaced afterwards, an added parameter or other memory behind one (`p.data = ...`, `model.double()`) would silently take no part in
-training or be missing in checkpoints. So the step and everything that saves compare: identities of modules and parameters, and one
-address per parameter; only if something differs is the model walked by name, to say what.
+Gradients and updates belong to the parameters that were there when the model was sharded, in the memory they were given
+then. A layer that was replaced afterwards, an added parameter or other memory behind one (`p.data = ...`,
+`model.double()`) would silently take no part in training or be missing in checkpoints. So the step and everything that
+saves compare: identities of modules and parameters, and one address per parameter; only if something differs is the
+model walked by name, to say what.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ __all__ = ["ModelCheck"]
 
 _SHOWN = 5
 _WAY = (
-    "Change values in place (`with torch.no_grad(): p.copy_(value)`, model.load_state_dict(...) without assign=True); change the model "
-    "(layers, dtype, device, parametrizations, pruning) before dsx_zero.shard or dsx.initialize, or shard it again with a new optimizer"
+    "Change values in place (`with torch.no_grad(): p.copy_(value)`, model.load_state_dict(...) without assign=True);"
+    " change the model (layers, dtype, device, parametrizations, pruning) before dsx_zero.shard or dsx.initialize, or"
+    " shard it again with a new optimizer"
 )
 
 
@@ -32,7 +34,8 @@ class ModelCheck:
     Args:
         model: the model, sharded.
         groups: its flat groups.
-        faces: the `id` of the object that the model holds between uses, for the `id` of each plain parameter that takes its place meanwhile.
+        faces: the `id` of the object that the model holds between uses, for the `id` of each plain parameter that takes
+            its place meanwhile.
         moved: whether a parameter lies in memory of another sharded model now (a frozen part that both use).
     """
 
@@ -49,7 +52,9 @@ class ModelCheck:
         self._gathered: list[tuple[torch.Tensor, int]] = []
         self._names_of: dict[int, str] = {}
         for group in groups:
-            self._names_of.update((id(parameter), name) for name, parameter in zip(group.layout.names, group.parameters))
+            self._names_of.update(
+                (id(parameter), name) for name, parameter in zip(group.layout.names, group.parameters)
+            )
             if is_partitioned(group):
                 self._gathered.extend((parameter, _storage(parameter)) for parameter in group.parameters)
             else:
@@ -83,7 +88,8 @@ class ModelCheck:
             ZeroStateError: names what differs; nothing has been changed.
         """
         problems = [
-            f"'{self._names_of[id(parameter)]}' has other memory now ({parameter.dtype}, shape {tuple(parameter.shape)}, {parameter.device})"
+            f"'{self._names_of[id(parameter)]}' has other memory now ({parameter.dtype}, shape"
+            f" {tuple(parameter.shape)}, {parameter.device})"
             for full, places in self._resident
             for start in (full.data_ptr(),)
             for parameter, offset, shape in places
@@ -103,14 +109,18 @@ class ModelCheck:
         if problems:
             more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise ZeroStateError(
-                f"the model is not the one that was sharded: {'; '.join(problems[:_SHOWN])}{more}. Training and checkpoints would go on with "
-                f"the parameters of before. {_WAY}"
+                f"the model is not the one that was sharded: {'; '.join(problems[:_SHOWN])}{more}. Training and"
+                f" checkpoints would go on with the parameters of before. {_WAY}"
             )
 
     def _differences(self) -> list[str]:
         now = dict(self._named())
         return [
-            *(f"'{name}' was replaced by another parameter" for name, key in now.items() if self._parameters.get(name, key) != key),
+            *(
+                f"'{name}' was replaced by another parameter"
+                for name, key in now.items()
+                if self._parameters.get(name, key) != key
+            ),
             *(f"'{name}' was added" for name in now if name not in self._parameters),
             *(f"'{name}' is not there any more" for name in self._parameters if name not in now),
         ]

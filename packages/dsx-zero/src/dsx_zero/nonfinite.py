@@ -1,7 +1,8 @@
 """Says where gradients are when their norm is not finite and the step goes on all the same, as in plain PyTorch.
 
-A warning once per run of such steps: the step, and the parameters and ranks that hold what is not finite. Gradients are averaged by then, so
-that the rank is the one that owns the parameter's shard; whose data it came from is no longer known.
+A warning once per run of such steps: the step, and the parameters and ranks that hold what is not finite. Gradients are
+averaged by then, so that the rank is the one that owns the parameter's shard; whose data it came from is no longer
+known.
 """
 
 from __future__ import annotations

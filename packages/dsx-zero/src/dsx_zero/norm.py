@@ -1,8 +1,9 @@
 """The global gradient norm and the overflow check: one pass over what this rank holds, one tiny all-reduce.
 
-A non-finite gradient makes the sum of squares non-finite on every rank, so that the norm is the overflow flag too. Squares are
-summed per buffer in fp32 by the norm kernel and across buffers in fp64. A sum of squares beyond fp32 is infinite, as in torch's own norms: which
-elements share a buffer depends on the stage and on the number of ranks, and must not decide that.
+A non-finite gradient makes the sum of squares non-finite on every rank, so that the norm is the overflow flag too.
+Squares are summed per buffer in fp32 by the norm kernel and across buffers in fp64. A sum of squares beyond fp32 is
+infinite, as in torch's own norms: which elements share a buffer depends on the stage and on the number of ranks, and
+must not decide that.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """`ZeroOptimizer`: the user's optimizer, stepping this rank's slices.
 
-A step: finish the reductions, one pass for norm and overflow, the inner optimizer on the masters with unscaling and clipping as one
-factor (inside its kernel where it can take one), the low-precision copy, the gathering of what the others updated.
+A step: finish the reductions, one pass for norm and overflow, the inner optimizer on the masters with unscaling and
+clipping as one factor (inside its kernel where it can take one), the low-precision copy, the gathering of what the
+others updated.
 
-It is a `torch.optim.Optimizer`, so that schedulers take it; its `param_groups` are the inner optimizer's own and hold the model's parameters,
-whose places the masters take during the step.
+It is a `torch.optim.Optimizer`, so that schedulers take it; its `param_groups` are the inner optimizer's own and hold
+the model's parameters, whose places the masters take during the step.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class StepOutcome:
 
 
 class Residency(Protocol):
-    """Makes new values of parameters visible. `dsx_zero.gather` does it at stages 0-2, `dsx_zero.stage3.Stage3` at stage 3."""
+    """Makes new values of parameters visible. `dsx_zero.gather` does it at stages 0-2, `dsx_zero.stage3.Stage3` at
+    stage 3.
+    """
 
     def publish(self, unit: Unit) -> None:
         """This rank's shard of a unit has new values: start making them visible."""
@@ -83,7 +86,9 @@ class Residency(Protocol):
         ...
 
     def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:
-        """Give parameter `index` of a group this value, in the shard and wherever it is visible. Masters are not touched."""
+        """Give parameter `index` of a group this value, in the shard and wherever it is visible. Masters are not
+        touched.
+        """
         ...
 
     def tensors(self) -> list[torch.Tensor]:
@@ -196,12 +201,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's groups, with the model's parameters (masters of an optimizer that communicates by itself)."""
+        """The inner optimizer's groups, with the model's parameters (masters of an optimizer that communicates by
+        itself).
+        """
         return self.inner.param_groups
 
     @property
     def state(self) -> StateView:  # type: ignore[override]
-        """The inner optimizer's state, which is kept by master; where masters are whole tensors, a parameter finds its own."""
+        """The inner optimizer's state, which is kept by master; where masters are whole tensors, a parameter finds
+        its own.
+        """
         return StateView(self.inner.state, self._find_master, whole=self._runtime.whole)
 
     @state.setter
@@ -233,8 +242,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the flat layout is fixed when the model is sharded."""
         raise ZeroOptimizerError(
-            "add_param_group is not available yet: the layout of shards is fixed by dsx_zero.shard; give all groups to the "
-            "optimizer before sharding (with lr 0 if they shall start later)"
+            "add_param_group is not available yet: the layout of shards is fixed by dsx_zero.shard; give all groups to"
+            " the optimizer before sharding (with lr 0 if they shall start later)"
         )
 
     def register_step_pre_hook(self, hook: Any) -> Any:
@@ -263,12 +272,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _no_state_hooks(self, what: str) -> ZeroOptimizerError:
         return ZeroOptimizerError(
-            f"{what}: state dicts of a ZeroOptimizer are this rank's slices by name, not what such hooks expect, and would not call them; "
-            "change the dict that state_dict() returns, or the one that is given to load_state_dict()"
+            f"{what}: state dicts of a ZeroOptimizer are this rank's slices by name, not what such hooks expect, and"
+            " would not call them; change the dict that state_dict() returns, or the one that is given to"
+            " load_state_dict()"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. `set_to_none=False` is accepted and means the same: gradients are buffers of this object."""
+        """Forget all gradients. `set_to_none=False` is accepted and means the same: gradients are buffers of this
+        object.
+        """
         self._runtime.gradients.clear()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -277,15 +289,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._runtime.gradients.no_sync()
 
     def gradient_parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The parameters that backward gives this rank's whole gradients, to put hooks on. At stage 3 those behind the partitioned ones, which have no
-        memory between uses: their values must not be read."""
+        """The parameters that backward gives this rank's whole gradients, to put hooks on. At stage 3 those behind the
+        partitioned ones, which have no memory between uses: their values must not be read.
+        """
         for unit in self._runtime.trainable_units():
             for group in unit.trainable:
                 yield from group.parameters
 
     def release(self) -> None:
-        """Take every hook off the model, which then trains no more through this optimizer, and hand its process groups back. At stage 3 its
-        parameters stay partitioned. To be called on every rank, or on none. Calling it again does nothing."""
+        """Take every hook off the model, which then trains no more through this optimizer, and hand its process groups
+        back. At stage 3 its parameters stay partitioned. To be called on every rank, or on none. Calling it again does
+        nothing.
+        """
         if self.released:
             return
         self.released = True
@@ -303,8 +318,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _check_in_use(self) -> None:
         if self.released:
             raise ZeroStateError(
-                "this optimizer was released: release() was called (or destroy() of its engine), or its model was sharded anew; use the "
-                "optimizer that dsx_zero.shard returned last"
+                "this optimizer was released: release() was called (or destroy() of its engine), or its model was"
+                " sharded anew; use the optimizer that dsx_zero.shard returned last"
             )
 
     # The step ---------------------------------------------------------------------------------------------------------
@@ -318,13 +333,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             closure: called once, before anything else, with gradients enabled; does forward and backward.
             grad_scale: the gradients are this many times too large (loss scaling).
-            max_norm: clip so that the global norm is at most this; None or 0 does not clip. In steps of an optimizer that works on local
-                gradients each rank clips its own by its own norm, which is said once.
+            max_norm: clip so that the global norm is at most this; None or 0 does not clip. In steps of an optimizer
+                that works on local gradients each rank clips its own by its own norm, which is said once.
 
         Raises:
-            ZeroStateError: the optimizer was released; the model holds other parameters than those that were sharded; parameters were
-                written differently on the ranks; one was unfrozen that was frozen when the model was sharded; or, with
-                `ignore_unused_parameters: false`, one got no gradient.
+            ZeroStateError: the optimizer was released; the model holds other parameters than those that were sharded;
+                parameters were written differently on the ranks; one was unfrozen that was frozen when the model was
+                sharded; or, with `ignore_unused_parameters: false`, one got no gradient.
             ZeroOptimizerError: tensors were added to the parameter groups or taken away.
         """
         self._check_in_use()
@@ -359,7 +374,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._note(StepOutcome(False, None if local else norm, loss))
 
     def check_model(self) -> None:
-        """Compare the model with what was sharded. `step` and everything that reads or writes the states for checkpoints do it.
+        """Compare the model with what was sharded. `step` and everything that reads or writes the states for
+        checkpoints do it.
 
         Raises:
             ZeroStateError: a parameter or its memory was replaced, added or removed; names it.
@@ -371,14 +387,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.gradients.follow(watch)
 
     def _parameters_written(self) -> None:
-        """Parameters have new values, and not from their user: graphs of before are stale, as after a step of a plain optimizer."""
+        """Parameters have new values, and not from their user: graphs of before are stale, as after a step of a
+        plain optimizer.
+        """
         torch.autograd.graph.increment_version(self._stepped_in_place)
         self._edits.settle()
         self._edit_agreement.settle()
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Make parameters the same on all ranks where the optimizer lets them differ between steps (0/1 Adam). Collective."""
+        """Make parameters the same on all ranks where the optimizer lets them differ between steps (0/1 Adam).
+        Collective.
+        """
         run = self._runtime
         if not run.averaging.synchronize():
             return
@@ -399,7 +419,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._latest is not None and self._latest.overflow
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the latest step's unscaled gradients over all ranks, before clipping; None before the first step."""
+        """L2 norm of the latest step's unscaled gradients over all ranks, before clipping; None before the first
+        step.
+        """
         return None if self._latest is None else self._latest.grad_norm
 
     @property
@@ -415,7 +437,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._dynamic_loss_scale
 
     def follow_loss_scale(self, scale: Callable[[], float], *, dynamic: bool = False) -> None:
-        """Let `loss_scale` and `dynamic_loss_scale` show what the owner of the scaler uses; gradients stay as they are."""
+        """Let `loss_scale` and `dynamic_loss_scale` show what the owner of the scaler uses; gradients stay as they
+        are.
+        """
         self._loss_scale, self._dynamic_loss_scale = scale, dynamic
 
     @property
@@ -425,7 +449,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Reduce over the ranks what backwards have accumulated so far, `no_sync` or not. Collective; `step` does it too."""
+        """Reduce over the ranks what backwards have accumulated so far, `no_sync` or not. Collective; `step` does it
+        too.
+        """
         self._check_in_use()
         self._runtime.gradients.complete()
 
@@ -439,7 +465,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_fp32_params(self) -> None:
-        """Make the masters equal to the parameters, for values that were written in a way the next step does not notice (`p.data`)."""
+        """Make the masters equal to the parameters, for values that were written in a way the next step does not
+        notice (`p.data`).
+        """
         for unit in self._runtime.trainable_units():
             for group in unit.trainable:
                 refresh_master(group, whole=self._runtime.whole)
@@ -448,31 +476,41 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # State ------------------------------------------------------------------------------------------------------------
 
     def slices(self) -> Iterator[ParamSlice]:
-        """What this rank owns of every parameter, frozen ones too, in definition order; over all ranks each element once."""
+        """What this rank owns of every parameter, frozen ones too, in definition order; over all ranks each element
+        once.
+        """
         self._collect_edits()
         return iter_slices(self._runtime, self._by_name, self.inner)
 
     def held_slices(self) -> Iterator[ParamSlice]:
-        """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to stage 2."""
+        """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to
+        stage 2.
+        """
         self._collect_edits()
         return iter_slices(self._runtime, self._by_name, self.inner, held=True)
 
     def read_slices(self, reader: Reader) -> SliceLoad:
-        """Read everything this rank holds from ranges of named tensors and check it; nothing is changed before `install()`.
+        """Read everything this rank holds from ranges of named tensors and check it; nothing is changed before
+        `install()`.
 
-        Not collective, unlike `install()`: ranks can agree that all of them have read well before one of them changes its model.
+        Not collective, unlike `install()`: ranks can agree that all of them have read well before one of them changes
+        its model.
 
         Raises:
             ZeroStateError: optimizer states are incomplete, or do not fit the optimizer.
         """
         self.check_model()
         with self._step_groups.masters():
-            load = read_slices(self._runtime, self._by_name, self.inner, reader, from_masters=self._runtime.load_masters)
+            load = read_slices(
+                self._runtime, self._by_name, self.inner, reader, from_masters=self._runtime.load_masters
+            )
         load.call_when_installed(self._parameters_written)
         return load
 
     def load_slices(self, reader: Reader) -> None:
-        """Fill parameters, masters and optimizer states from ranges of named tensors (collective). See `dsx_zero.Reader`."""
+        """Fill parameters, masters and optimizer states from ranges of named tensors (collective). See
+        `dsx_zero.Reader`.
+        """
         self.read_slices(reader).install()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -525,12 +563,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.residency.write(group, group.layout.index(name), whole)
 
     def state_bytes(self) -> dict[str, int]:
-        """Resident bytes on this rank, each storage counted once: params, grads, master (with what tells edits), optimizer, and idle message buffers."""
+        """Resident bytes on this rank, each storage counted once: params, grads, master (with what tells edits),
+        optimizer, and idle message buffers.
+        """
         counted = count_bytes(self._runtime, self._masters, self.inner)
         return {**counted, "master": counted["master"] + self._edits.nbytes()}
 
     def _norm(self, grad_scale: float, *, needed: bool) -> torch.Tensor:
-        """L2 norm of the unscaled gradients that the ranks hold together; at stage 0 of what this rank holds, which is everything."""
+        """L2 norm of the unscaled gradients that the ranks hold together; at stage 0 of what this rank holds, which
+        is everything.
+        """
         run = self._runtime
         if not needed:
             return torch.zeros(())
@@ -606,8 +648,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.inner.norm_reducer = SegmentedNorms(self._runtime, self._masters)  # type: ignore[attr-defined]
         elif getattr(self.inner, "needs_tensor_norms", False) and not self._runtime.whole:
             raise ZeroOptimizerError(
-                f"{type(self.inner).__name__} needs norms of whole tensors but has no `norm_reducer` to sum them over ranks; "
-                "use stage 0"
+                f"{type(self.inner).__name__} needs norms of whole tensors but has no `norm_reducer` to sum them over"
+                " ranks; use stage 0"
             )
 
 

@@ -1,17 +1,19 @@
 """In which order the ranks execute gathers and reduces: the same on all, whatever each of them happens to compute.
 
-A rank never issues a collective on its own. It tells its ``Order`` what it needs (``gather``), what it has (``reduce``) and where it is
-(``end_forward``, ``end_backward``, ``boundary``); the order calls the ``Executor`` back, for that operation and for any others that are due
-before it. Which ones is a matter of the mode:
+A rank never issues a collective on its own. It tells its ``Order`` what it needs (``gather``), what it has (``reduce``)
+and where it is (``end_forward``, ``end_backward``, ``boundary``); the order calls the ``Executor`` back, for that
+operation and for any others that are due before it. Which ones is a matter of the mode:
 
-* **agreeing**: each need is posted to all ranks in a round of a few bytes, and ``schedule.decide`` says what all execute. Who has nothing
-  to ask for serves the others: at the end of a pass until all have ended theirs, at the boundary (or where it has joined) until all are there.
-* **frozen**: when all ranks posted the same in two whole steps, the second is the schedule of the following ones, and nothing is
-  asked any more. A rank that passes over an entry executes it on its way. A need that the rest of the
-  schedule does not have is a deviation: the rank completes the schedule and posts; the others serve it at their boundary.
+* **agreeing**: each need is posted to all ranks in a round of a few bytes, and ``schedule.decide`` says what all
+  execute. Who has nothing to ask for serves the others: at the end of a pass until all have ended theirs, at the
+  boundary (or where it has joined) until all are there.
+* **frozen**: when all ranks posted the same in two whole steps, the second is the schedule of the following ones, and
+  nothing is asked any more. A rank that passes over an entry executes it on its way. A need that the rest of the
+  schedule does not have is a deviation: the rank completes the schedule and posts; the others serve it at their
+  boundary.
 
-At the boundary the ranks compare a checksum of what they executed and learn who deviated where. After two steps with deviations in a row the
-schedule is dropped and the ranks agree until a step is uniform again.
+At the boundary the ranks compare a checksum of what they executed and learn who deviated where. After two steps with
+deviations in a row the schedule is dropped and the ranks agree until a step is uniform again.
 
 It leaves out what the operations do (``Executor``) and how words travel (``Channel``).
 """
@@ -32,7 +34,9 @@ _log = logging.getLogger(__name__)
 _THAW_AFTER = 2
 """Steps with deviations in a row after which the ranks agree again."""
 _FREEZE_AFTER = 2
-"""Uniform steps in a row after which the last one becomes the schedule (the first teaches which gradients to expect)."""
+"""Uniform steps in a row after which the last one becomes the schedule (the first teaches which gradients to
+expect).
+"""
 
 
 class ScheduleDivergence(ZeroStateError):
@@ -83,11 +87,15 @@ class Order(Protocol):
         ...
 
     def boundary(self, pending: Callable[[], Sequence[int]]) -> None:
-        """The rank comes to its optimizer step. ``pending()`` gives the units whose gradients have not been reduced yet."""
+        """The rank comes to its optimizer step. ``pending()`` gives the units whose gradients have not been reduced
+        yet.
+        """
         ...
 
     def complete(self, pending: Callable[[], Sequence[int]]) -> None:
-        """Between a backward and the step: all ranks reduce what is pending on any of them (``pending()`` as for ``boundary``)."""
+        """Between a backward and the step: all ranks reduce what is pending on any of them (``pending()`` as for
+        ``boundary``).
+        """
         ...
 
     def watch_edits(self, watch: EditWatch) -> None:
@@ -187,9 +195,9 @@ class _Replay:
     """How far a rank has come in a frozen schedule.
 
     ``position`` is the place after the last entry that this rank has used or passed by. Gathers may have been issued
-    ahead of it. A reduce is issued when the rank has offered it (its gradients are complete), every reduce before it is issued and every
-    gather that stands before it too; a rank that goes past it issues it with what it has. So whoever waits in one operation has issued
-    everything that stands before it, and no two ranks wait for each other.
+    ahead of it. A reduce is issued when the rank has offered it (its gradients are complete), every reduce before it is
+    issued and every gather that stands before it too; a rank that goes past it issues it with what it has. So whoever
+    waits in one operation has issued everything that stands before it, and no two ranks wait for each other.
     """
 
     def __init__(self, schedule: Schedule, run: Callable[[Operation], None], discard: Callable[[int], None]) -> None:
@@ -264,7 +272,9 @@ class _Replay:
 
 
 class AgreedOrder:
-    """Several ranks: see the module's text. ``strict`` turns a deviation from the schedule into an error on all ranks."""
+    """Several ranks: see the module's text. ``strict`` turns a deviation from the schedule into an error on all
+    ranks.
+    """
 
     def __init__(
         self, executor: Executor, channel: Channel, *, limits: ReuseLimits | None = None, strict: bool = False
@@ -316,7 +326,8 @@ class AgreedOrder:
         if replay is None:
             self._rendezvous(wanted, True)
         else:
-            # If the pass has reduced the unit already, what came late travels with its next reduction, or at the boundary.
+            # If the pass has reduced the unit already, what came late travels with its next reduction, or at the
+            # boundary.
             replay.offer(wanted)
 
     def end_forward(self, *, training: bool = True) -> None:
@@ -400,8 +411,8 @@ class AgreedOrder:
                 decision = decide(posts)
             except ValueError as error:
                 raise ScheduleDivergence(
-                    f"{error}. Before the next optimizer step every rank has to leave `uneven_forwards`, and to make the same calls on "
-                    "gradients (`clip_grad_norm_`, changes of `.grad`)"
+                    f"{error}. Before the next optimizer step every rank has to leave `uneven_forwards`, and to make"
+                    " the same calls on gradients (`clip_grad_norm_`, changes of `.grad`)"
                 ) from error
             self._carry_out(decision, wanted)
             self._note(posts)
@@ -425,12 +436,14 @@ class AgreedOrder:
             self._record.append(operation)
 
     def _finish(self, posts: list[Post]) -> None:
-        """All ranks are at the boundary: compare, and choose the mode of the next step. The same outcome on every rank."""
+        """All ranks are at the boundary: compare, and choose the mode of the next step. The same outcome on every
+        rank.
+        """
         if len({post.checksum for post in posts}) > 1:
             sums = ", ".join(f"rank {rank}: {post.checksum:016x}" for rank, post in enumerate(posts))
             raise ScheduleDivergence(
-                f"the ranks executed different collectives in this step ({sums}); results are not to be trusted. Every rank has to "
-                "build the same model and shard it with the same arguments"
+                f"the ranks executed different collectives in this step ({sums}); results are not to be trusted. Every"
+                " rank has to build the same model and shard it with the same arguments"
             )
         strayed = [(rank, post.deviation) for rank, post in enumerate(posts) if post.deviation is not None]
         frozen, uniform, record = self._schedule is not None, self._uniform, self._record

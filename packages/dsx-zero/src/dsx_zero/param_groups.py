@@ -1,10 +1,12 @@
 """The parameter groups and the state of the user's optimizer, as its user and as its own step see them.
 
-A user finds in `optimizer.param_groups` what was put there: the model's parameters. So code that walks them (`clip_grad_norm_`, weight decay by
-hand, `torch.amp.GradScaler`) treats the same tensors in every stage. The optimizer itself steps masters, of which this rank holds slices: they
-take the parameters' places for the length of a step. States are kept by master; `StateView` answers who asks for a parameter's.
+A user finds in `optimizer.param_groups` what was put there: the model's parameters. So code that walks them
+(`clip_grad_norm_`, weight decay by hand, `torch.amp.GradScaler`) treats the same tensors in every stage. The optimizer
+itself steps masters, of which this rank holds slices: they take the parameters' places for the length of a step. States
+are kept by master; `StateView` answers who asks for a parameter's.
 
-Left out are optimizers that communicate by themselves (1-bit): they look at their groups between steps too, and keep the masters.
+Left out are optimizers that communicate by themselves (1-bit): they look at their groups between steps too, and keep
+the masters.
 """
 
 from __future__ import annotations
@@ -48,14 +50,16 @@ class StepGroups:
             found = [id(tensor) for tensor in group["params"]]
             if found != known:
                 raise ZeroOptimizerError(
-                    f"param_groups[{index}]['params'] was changed: got {len(found)} tensors, expected the {len(known)} that were there when "
-                    "the model was sharded, in their order; the layout of shards is fixed by dsx_zero.shard. Give all parameters to the "
-                    "optimizer before sharding, or build the optimizer anew and shard again"
+                    f"param_groups[{index}]['params'] was changed: got {len(found)} tensors, expected the {len(known)}"
+                    " that were there when the model was sharded, in their order; the layout of shards is fixed by"
+                    " dsx_zero.shard. Give all parameters to the optimizer before sharding, or build the optimizer"
+                    " anew and shard again"
                 )
         if len(groups) != len(self._known):
             raise ZeroOptimizerError(
-                f"param_groups: got {len(groups)} groups, expected {len(self._known)}; the layout of shards is fixed by dsx_zero.shard. Give all "
-                "groups to the optimizer before sharding (with lr 0 if they shall start later)"
+                f"param_groups: got {len(groups)} groups, expected {len(self._known)}; the layout of shards is fixed by"
+                " dsx_zero.shard. Give all groups to the optimizer before sharding (with lr 0 if they shall start"
+                " later)"
             )
 
     @contextmanager
@@ -69,7 +73,8 @@ class StepGroups:
 
 
 class StateView(MutableMapping[Any, Any]):
-    """The state of the user's optimizer, which is kept by master. Asked for a parameter of the model it does not give an empty state.
+    """The state of the user's optimizer, which is kept by master. Asked for a parameter of the model it does not give
+    an empty state.
 
     Args:
         state: the optimizer's own.
@@ -94,9 +99,9 @@ class StateView(MutableMapping[Any, Any]):
         if self._whole and master is not None:
             return master
         raise ZeroStateError(
-            f"optimizer.state[{name!r}]: the states of a sharded parameter are divided among the ranks; read them with "
-            "dsx_zero.safe_get_full_optimizer_state(p, key) on every rank (this rank's slice: safe_get_local_optimizer_state), write them "
-            "with safe_set_full_optimizer_state(p, value, key)"
+            f"optimizer.state[{name!r}]: the states of a sharded parameter are divided among the ranks; read them with"
+            " dsx_zero.safe_get_full_optimizer_state(p, key) on every rank (this rank's slice:"
+            " safe_get_local_optimizer_state), write them with safe_set_full_optimizer_state(p, value, key)"
         )
 
     def __getitem__(self, key: Any) -> Any:
@@ -123,10 +128,12 @@ class StateView(MutableMapping[Any, Any]):
 
 
 def checked_state(state: Any, find: Callable[[Any], object | None]) -> Mapping[Any, Any]:
-    """A new state for the optimizer, as scripts set one to begin anew. Raises ZeroStateError if it is kept by parameters of the model."""
+    """A new state for the optimizer, as scripts set one to begin anew. Raises ZeroStateError if it is kept by
+    parameters of the model.
+    """
     if not isinstance(state, MutableMapping) or any(isinstance(k, torch.Tensor) and find(k) is not None for k in state):
         raise ZeroStateError(
-            "optimizer.state = ...: got states of whole parameters, expected an empty mapping, which begins them anew; to load states use "
-            "load_state_dict, or set them one by one with dsx_zero.safe_set_full_optimizer_state"
+            "optimizer.state = ...: got states of whole parameters, expected an empty mapping, which begins them anew;"
+            " to load states use load_state_dict, or set them one by one with dsx_zero.safe_set_full_optimizer_state"
         )
     return state

@@ -1,17 +1,18 @@
 """A parameter whose values lie spread over the ranks, as its user sees it between uses.
 
-``PartitionedParameter`` is a wrapper tensor: shape, dtype, device and ``requires_grad`` are the logical ones, and it holds
-no values. What an operation on it does is one of six things, decided by looking the operation up:
+``PartitionedParameter`` is a wrapper tensor: shape, dtype, device and ``requires_grad`` are the logical ones, and it
+holds no values. What an operation on it does is one of six things, decided by looking the operation up:
 
 1. facts (``shape``, ``numel()``, ``dtype``, ``hash`` ...) are answered;
 2. factories (``zeros_like(p)``, ``p.new_empty(...)``) make plain tensors;
-3. in-place writes (``p.normal_()``, ``p.mul_(2)``, ``p.data.copy_(x)``, ``nn.init.*``) are done on the whole tensor by all
-   ranks together, rank 0's result is everybody's, and each rank keeps its shard;
-4. an operation inside a running forward (a weight read from another module) gathers the unit for as long as that forward
-   runs, if the source can do that; an operation without gradients while a model is built under ``Init`` gets a copy of the values;
-5. conversions of the whole module (``model.to(...)``, ``model.half()``) convert this rank's shard, as long as the model is not
-   sharded; those that change nothing give the parameter itself at any time. Views (``p.data[3]``) are wrappers, too, and lead writes
-   to the parameter;
+3. in-place writes (``p.normal_()``, ``p.mul_(2)``, ``p.data.copy_(x)``, ``nn.init.*``) are done on the whole tensor by
+   all ranks together, rank 0's result is everybody's, and each rank keeps its shard;
+4. an operation inside a running forward (a weight read from another module) gathers the unit for as long as that
+   forward runs, if the source can do that; an operation without gradients while a model is built under ``Init`` gets a
+   copy of the values;
+5. conversions of the whole module (``model.to(...)``, ``model.half()``) convert this rank's shard, as long as the model
+   is not sharded; those that change nothing give the parameter itself at any time. Views (``p.data[3]``) are wrappers,
+   too, and lead writes to the parameter;
 6. everything else, native access included (``data_ptr``, ``numpy``, pickling ...), raises ``PartitionedParameterError``
    with the parameter's name and the way to its values. It never yields an empty tensor.
 
@@ -63,7 +64,9 @@ class ParameterSource(Protocol):
         ...
 
     def read(self) -> torch.Tensor | None:
-        """A copy of the values for code that builds a model on all ranks alike; None where operations may not read (collective)."""
+        """A copy of the values for code that builds a model on all ranks alike; None where operations may not read
+        (collective).
+        """
         ...
 
     def lend(self, output: Any) -> Any:
@@ -87,7 +90,9 @@ class ParameterSource(Protocol):
         ...
 
     def converted(self, dtype: torch.dtype, device: torch.device) -> ParameterSource | None:
-        """A source of the same values in another dtype or on another device (no communication); None where these are fixed."""
+        """A source of the same values in another dtype or on another device (no communication); None where these are
+        fixed.
+        """
         ...
 
 
@@ -159,9 +164,10 @@ class PartitionedParameter(torch.Tensor):
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         """Refused: a copy has whole parameters, so all ranks have to gather them for it."""
         raise PartitionedParameterError(
-            f"parameter '{self._source.name}' (shape {tuple(self.shape)}, {self.dtype}) is partitioned over the ranks and cannot be "
-            "copied with deepcopy: this rank does not have its values. Copy the model before it is sharded, or on every rank inside "
-            "`with dsx_zero.GatheredParameters(model.parameters()):`, which gives an ordinary model with whole parameters."
+            f"parameter '{self._source.name}' (shape {tuple(self.shape)}, {self.dtype}) is partitioned over the ranks"
+            " and cannot be copied with deepcopy: this rank does not have its values. Copy the model before it is"
+            " sharded, or on every rank inside `with dsx_zero.GatheredParameters(model.parameters()):`, which gives an"
+            " ordinary model with whole parameters."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -170,18 +176,19 @@ class PartitionedParameter(torch.Tensor):
 
     def _refusal(self, what: str) -> PartitionedParameterError:
         return PartitionedParameterError(
-            f"parameter '{self._source.name}' (shape {tuple(self.shape)}, {self.dtype}) is partitioned over the ranks and "
-            f"cannot be {what}: its values are not on this rank outside the use of its module. Read it with "
-            "p.full_tensor() or inside `with dsx_zero.GatheredParameters([p]):` (on every rank), under torch.no_grad() where `Init` builds the "
-            "model; change it inside "
-            "`with dsx_zero.GatheredParameters([p], modifier_rank=0):`; save a model with its checkpoint function."
+            f"parameter '{self._source.name}' (shape {tuple(self.shape)}, {self.dtype}) is partitioned over the ranks"
+            f" and cannot be {what}: its values are not on this rank outside the use of its module. Read it with"
+            " p.full_tensor() or inside `with dsx_zero.GatheredParameters([p]):` (on every rank), under"
+            " torch.no_grad() where `Init` builds the model; change it inside `with dsx_zero.GatheredParameters([p],"
+            " modifier_rank=0):`; save a model with its checkpoint function."
         )
 
     def _conversion_refusal(self, what: str) -> PartitionedParameterError:
         return PartitionedParameterError(
-            f"parameter '{self._source.name}' ({self.dtype}, {self.device}) is partitioned over the ranks and cannot be converted with "
-            f"{what}(): the optimizer of a sharded model works with its dtype and device, and outside of a forward no gradient would "
-            "reach it. Convert the model before it is sharded; convert a copy of the values with p.full_tensor() (on every rank)."
+            f"parameter '{self._source.name}' ({self.dtype}, {self.device}) is partitioned over the ranks and cannot be"
+            f" converted with {what}(): the optimizer of a sharded model works with its dtype and device, and outside"
+            " of a forward no gradient would reach it. Convert the model before it is sharded; convert a copy of the"
+            " values with p.full_tensor() (on every rank)."
         )
 
     @classmethod
@@ -217,7 +224,9 @@ class PartitionedParameter(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What reached the dispatcher past the Python layer: refused by name (``detach`` is what autograd itself asks)."""
+        """What reached the dispatcher past the Python layer: refused by name (``detach`` is what autograd itself
+        asks).
+        """
         if func is torch.ops.aten.detach.default:
             return _alias(args[0])
         raise _first(args, kwargs or {})._refusal(f"used by {func}")
@@ -247,7 +256,7 @@ def _write(target: PartitionedParameter, edit: Callable[[torch.Tensor], object])
     if torch.is_grad_enabled() and target.requires_grad:
         # The same rule as for any leaf, and the same cure.
         raise RuntimeError(
-            f"a leaf Variable that requires grad is being used in an in-place operation (parameter "
+            "a leaf Variable that requires grad is being used in an in-place operation (parameter "
             f"'{target._source.name}'): write under torch.no_grad() or through p.data"
         )
     with torch.no_grad():
@@ -284,7 +293,9 @@ def _write_with_whole(target: PartitionedParameter, func: Callable, args: Any, k
 
 
 def _compute(func: Callable, args: Any, kwargs: Any) -> Any:
-    """An operation that reads values: possible inside a forward and while a model is built under ``Init``, refused by name elsewhere."""
+    """An operation that reads values: possible inside a forward and while a model is built under ``Init``, refused
+    by name elsewhere.
+    """
     what = getattr(func, "__name__", str(func))
     if what in NOT_WRITES:
         raise _first(args, kwargs)._refusal(f"treated with {what}()")
@@ -362,7 +373,8 @@ def _convert(func: Callable, args: Any, kwargs: Any) -> Any:
 
 def _set_data(param: PartitionedParameter, value: torch.Tensor) -> None:
     if isinstance(value, PartitionedParameter) and param._source.converted(param.dtype, param.device) is not None:
-        # Before the model is sharded: what `model.to(...)` does with the result of a conversion. The object stays the same one.
+        # Before the model is sharded: what `model.to(...)` does with the result of a conversion. The object stays the
+        # same one.
         if value.shape != param.shape:
             raise param._refusal(f"given other data (got {tuple(value.shape)} {value.dtype})")
         with torch._C.DisableTorchFunctionSubclass():
@@ -382,7 +394,8 @@ def _set_data(param: PartitionedParameter, value: torch.Tensor) -> None:
 def _set_grad(param: PartitionedParameter, value: torch.Tensor | None = None) -> None:
     if not param._source.set_gradient(value):
         raise PartitionedParameterError(
-            f"parameter '{param._source.name}' cannot be given a .grad: the model is not sharded yet; call dsx_zero.shard first"
+            f"parameter '{param._source.name}' cannot be given a .grad: the model is not sharded yet; call"
+            " dsx_zero.shard first"
         )
 
 
@@ -391,8 +404,8 @@ def _register_hook(param: PartitionedParameter, hook: Callable[[torch.Tensor], A
 
 
 def _register_accumulate_hook(param: PartitionedParameter, hook: Callable[[torch.Tensor], Any]) -> Any:
-    # The hook gets the parameter that its owner knows: the plain one has no memory once its unit is freed. Weakly, because Python's
-    # collector does not see what a tensor's hooks hold.
+    # The hook gets the parameter that its owner knows: the plain one has no memory once its unit is freed. Weakly,
+    # because Python's collector does not see what a tensor's hooks hold.
     known = weakref.ref(param)
 
     def call(plain: torch.Tensor) -> None:
@@ -407,8 +420,8 @@ def _leaf(param: PartitionedParameter, what: str) -> torch.Tensor:
     leaf = param._source.leaf()
     if leaf is None:
         raise PartitionedParameterError(
-            f"parameter '{param._source.name}' cannot be treated with {what}(): the model is not sharded yet, and its gradients will arrive "
-            "elsewhere; call dsx_zero.shard first"
+            f"parameter '{param._source.name}' cannot be treated with {what}(): the model is not sharded yet, and its"
+            " gradients will arrive elsewhere; call dsx_zero.shard first"
         )
     return leaf
 

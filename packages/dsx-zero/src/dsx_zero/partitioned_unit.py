@@ -1,8 +1,9 @@
-"""A unit of stage 3 at run time: its shards, the storage its parameters are gathered into, and the two faces of each parameter.
+"""A unit of stage 3 at run time: its shards, the storage its parameters are gathered into, and the two faces of each
+parameter.
 
-Every parameter has two objects for life: a plain ``nn.Parameter``, a view into the gathered storage, which modules hold while the
-unit is in use, and a ``PartitionedParameter``, which they hold otherwise. ``swap_in`` and ``swap_out`` exchange them wherever the model has the
-parameter (a tied one has several places).
+Every parameter has two objects for life: a plain ``nn.Parameter``, a view into the gathered storage, which modules hold
+while the unit is in use, and a ``PartitionedParameter``, which they hold otherwise. ``swap_in`` and ``swap_out``
+exchange them wherever the model has the parameter (a tied one has several places).
 """
 
 from __future__ import annotations
@@ -149,8 +150,8 @@ class PartitionedGroup(FlatGroup):
 
     def _refusal(self, what: str) -> PartitionedParameterError:
         return PartitionedParameterError(
-            f"a model sharded at stage 3 cannot be {what} (its parameter '{next(iter(self.layout.names), '')}' is partitioned over "
-            "the ranks): copy the model before it is sharded, or save it with a checkpoint function"
+            f"a model sharded at stage 3 cannot be {what} (its parameter '{next(iter(self.layout.names), '')}' is"
+            " partitioned over the ranks): copy the model before it is sharded, or save it with a checkpoint function"
         )
 
 
@@ -160,7 +161,9 @@ def is_partitioned(group: FlatGroup) -> bool:
 
 
 class PartitionedUnit:
-    """See the module's text. ``lender`` serves operations on its parameters from outside its modules, shards lie in ``memory``."""
+    """See the module's text. ``lender`` serves operations on its parameters from outside its modules, shards lie in
+    ``memory``.
+    """
 
     def __init__(
         self,
@@ -199,8 +202,9 @@ class PartitionedUnit:
     def adopt(self, model: nn.Module, infos: Mapping[str, ParameterInfo]) -> dict[int, nn.Parameter]:
         """Take over the model's parameters: values into the shards, partitioned faces into the modules.
 
-        The values are taken from the parameters that the modules hold now (partitioned ones of ``Init`` are read whole, one at a
-        time), rank by rank the same: rank 0's. Returns the plain parameter for the ``id`` of each one that was replaced.
+        The values are taken from the parameters that the modules hold now (partitioned ones of ``Init`` are read whole,
+        one at a time), rank by rank the same: rank 0's. Returns the plain parameter for the ``id`` of each one that was
+        replaced.
         """
         plain_of = {}
         for group in self.groups:
@@ -230,7 +234,9 @@ class PartitionedUnit:
     def _face(
         original: torch.Tensor, source: UnitParameter, info: ParameterInfo, requires_grad: bool
     ) -> PartitionedParameter:
-        """The partitioned face. One that is there already (from `Init`, or from sharding before) stays, and so whoever kept it has the model's."""
+        """The partitioned face. One that is there already (from `Init`, or from sharding before) stays, and so
+        whoever kept it has the model's.
+        """
         if not isinstance(original, PartitionedParameter):
             return PartitionedParameter(
                 source, info.shape, dtype=info.dtype, device=info.device, requires_grad=requires_grad

@@ -1,7 +1,8 @@
 """Parts of a partitioned parameter: what `p[3]`, `p.data[:, 0]`, `p.t()` or `p.chunk(3)` are outside of a forward.
 
-Initialisation code writes parts (`nn.init.zeros_(weight[padding_idx])`), so a view has to lead such writes to its parameter. It is a wrapper
-like the parameter itself, without values; its source asks the parameter's. What torch copies (`p[[0, 2]]`) is no view here either.
+Initialisation code writes parts (`nn.init.zeros_(weight[padding_idx])`), so a view has to lead such writes to its
+parameter. It is a wrapper like the parameter itself, without values; its source asks the parameter's. What torch copies
+(`p[[0, 2]]`) is no view here either.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ View = Callable[[torch.Tensor], torch.Tensor]
 def find_views(
     func: Callable[..., Any], like: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[tuple[torch.Tensor, View]], bool] | None:
-    """What `func` makes of a tensor with the shape of `like`: each result on the meta device, with the function that cuts it out.
+    """What `func` makes of a tensor with the shape of `like`: each result on the meta device, with the function that
+    cuts it out.
 
     Returns:
         The results and whether `func` returns a sequence of them; None if a result is a copy.

@@ -1,4 +1,6 @@
-"""What an order of collectives can have executed at stages 0-2: reductions only, because parameters are always whole."""
+"""What an order of collectives can have executed at stages 0-2: reductions only, because parameters are always
+whole.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Moving gradients: one unit's buffer becomes the reduced gradient of what this rank keeps.
 
-A reduction is `g * before`, a sum or average over the ranks, `g * after`. Messages larger than the bucket size, or in another dtype
-than the buffer's, go through a message buffer of constant size, piece by piece.
+A reduction is `g * before`, a sum or average over the ranks, `g * after`. Messages larger than the bucket size, or in
+another dtype than the buffer's, go through a message buffer of constant size, piece by piece.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Reduction:
     Args:
         op: "mean" or "sum" over the ranks (`gradient_allreduce_op`).
         prescale: divide by the world size before the sum, not after it (`prescale_gradients`).
-        predivide_factor: f of `g / f`, sum, `g * f / world`: the mean for every f, at another place in the number range.
+        predivide_factor: f of `g / f`, sum, `g * f / world`: the mean for every f, at another place in the number
+            range.
     """
 
     op: Literal["mean", "sum"] = "mean"
@@ -93,11 +94,14 @@ class Reducer:
         return Pending(None, lambda: self._scale(buffer, self._after))
 
     def reduce_scatter(self, buffer: torch.Tensor, out: torch.Tensor, wire: torch.dtype, *, add: bool) -> Pending:
-        """Reduce `buffer` (1-D) and put (or `add`) this rank's shard of the result into `out`, which may be part of `buffer`."""
+        """Reduce `buffer` (1-D) and put (or `add`) this rank's shard of the result into `out`, which may be part of
+        `buffer`.
+        """
         self._scale(buffer, self._before)
         if wire == buffer.dtype and buffer.numel() <= self._bucket_size:
             shared = out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-            # over shared memory each rank writes only where nobody else reads: the result may replace its part of the buffer
+            # over shared memory each rank writes only where nobody else reads: the result may replace its part of the
+            # buffer
             in_place = not shared or dsx_comm.is_symmetric(buffer, self._group)
             direct = not add and in_place and out.dtype == wire
             result = out if direct else torch.empty_like(out, dtype=wire)

@@ -17,12 +17,16 @@ _STAGES: WeakKeyDictionary[nn.Module, weakref.ref[Any]] = WeakKeyDictionary()
 
 
 def remember(model: nn.Module, stage: Any) -> None:
-    """Note that ``model`` is sharded by ``stage``, which others keep alive (it knows the model, so that this table must not)."""
+    """Note that ``model`` is sharded by ``stage``, which others keep alive (it knows the model, so that this table
+    must not).
+    """
     _STAGES[model] = weakref.ref(stage)
 
 
 def forget(model: nn.Module) -> None:
-    """End what shards ``model`` itself at stage 3, if anything does: its modules hold partitioned parameters and no hooks afterwards."""
+    """End what shards ``model`` itself at stage 3, if anything does: its modules hold partitioned parameters and no
+    hooks afterwards.
+    """
     found = _STAGES.pop(model, None)
     stage = None if found is None else found()
     if stage is not None:

@@ -1,6 +1,8 @@
-"""A model that is sharded already is sharded anew: its optimizer is released and its parameters are made ready to be divided again.
+"""A model that is sharded already is sharded anew: its optimizer is released and its parameters are made ready to be
+divided again.
 
-What the earlier optimizer knew beyond the parameters (masters of more digits, states) is not carried over: that is what checkpoints are for.
+What the earlier optimizer knew beyond the parameters (masters of more digits, states) is not carried over: that is what
+checkpoints are for.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ _log = logging.getLogger(__name__)
 def release_model(model: nn.Module) -> bool:
     """Release the optimizer that shards `model`, so that the model can be sharded anew. Collective.
 
-    That optimizer cannot step any more, and an engine around it is destroyed; a warning says so. Parameters that are partitioned
-    stay so, under the same objects.
+    That optimizer cannot step any more, and an engine around it is destroyed; a warning says so. Parameters that are
+    partitioned stay so, under the same objects.
 
     Returns:
         Whether there was such an optimizer in use.
@@ -34,7 +36,8 @@ def release_model(model: nn.Module) -> bool:
     for owner in mine:
         if owner.runtime.rank == 0:
             _log.warning(
-                "the model is sharded already: the optimizer (and engine) that shards it at stage %d is released and cannot step any more",
+                "the model is sharded already: the optimizer (and engine) that shards it at stage %d is released and"
+                " cannot step any more",
                 owner.runtime.stage,
             )
         owner.release()

@@ -1,14 +1,16 @@
 """Stage 3: when a unit's whole parameters are there. Gathering before a use, giving the memory back after it.
 
-A *use* is one forward of a unit's module. It holds the unit until the forward returns, and again in backward from the gradient of
-its outputs until the gradient of one of its inputs is about to be passed on: autograd runs nodes in the reverse
-order of their creation, so by then every node of that forward has run. What has no such input (the first block of a model, the root) goes
-when all its gradients are complete, at the latest when backward ends.
+A *use* is one forward of a unit's module. It holds the unit until the forward returns, and again in backward from the
+gradient of its outputs until the gradient of one of its inputs is about to be passed on: autograd runs nodes in the
+reverse order of their creation, so by then every node of that forward has run. What has no such input (the first block
+of a model, the root) goes when all its gradients are complete, at the latest when backward ends.
 
 Recomputation (activation checkpointing) is a forward inside a backward: it takes the unit and never gives it back; the
-backward that follows does. It may stop in the middle without telling (torch's early stop), so nothing depends on its end.
+backward that follows does. It may stop in the middle without telling (torch's early stop), so nothing depends on its
+end.
 
-The order of the collectives is ``Order``'s affair; ``GatherExecutor`` is the half it calls, ``Residency`` the half that calls it.
+The order of the collectives is ``Order``'s affair; ``GatherExecutor`` is the half it calls, ``Residency`` the half that
+calls it.
 """
 
 from __future__ import annotations
@@ -220,7 +222,8 @@ class Residency(Lender):
             for tensor in inner:
                 tensor.register_hook(lambda grad: self.after_backward(unit, use))
         elif tensors:
-            # Leaves (the inputs of a reentrant recomputation) get their gradient as soon as it is there: wait for all of them.
+            # Leaves (the inputs of a reentrant recomputation) get their gradient as soon as it is there: wait for all
+            # of them.
             left = {id(tensor) for tensor in tensors}
             for tensor in tensors:
                 tensor.register_hook(partial(self._leaf_done, unit, use, left, id(tensor)))

@@ -1,7 +1,8 @@
 """Partitioned parameters become whole ones again: those that stay whole at stage 3, and all of them below stage 3.
 
-The modules get an ordinary `nn.Parameter` in their place. Whoever kept the partitioned object (an optimizer made before sharding, a
-list of parameters) reaches the new one through it: reading, in-place writes and accessors work on the parameter that trains.
+The modules get an ordinary `nn.Parameter` in their place. Whoever kept the partitioned object (an optimizer made before
+sharding, a list of parameters) reaches the new one through it: reading, in-place writes and accessors work on the
+parameter that trains.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def restore_model(model: nn.Module) -> None:
 
 
 def current_parameter(parameter: Any) -> Any:
-    """The parameter that trains now, given an object that stood for it before it was made whole; anything else as it is."""
+    """The parameter that trains now, given an object that stood for it before it was made whole; anything else as it
+    is.
+    """
     if isinstance(parameter, PartitionedParameter) and isinstance(parameter.source, WholeParameter):
         return parameter.source.plain
     return parameter

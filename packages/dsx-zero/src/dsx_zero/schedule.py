@@ -1,7 +1,9 @@
-"""Orders of collectives as data: operations, posts, the decision all ranks take from them, and the frozen record of a step.
+"""Orders of collectives as data: operations, posts, the decision all ranks take from them, and the frozen record of a
+step.
 
-Pure: nothing here communicates, allocates or knows a tensor. ``decide`` is the agreement: every rank sees the same posts and so
-computes the same answer. ``Schedule`` is a step as it was agreed once; it can be printed, hashed and validated.
+Pure: nothing here communicates, allocates or knows a tensor. ``decide`` is the agreement: every rank sees the same
+posts and so computes the same answer. ``Schedule`` is a step as it was agreed once; it can be printed, hashed and
+validated.
 """
 
 from __future__ import annotations
@@ -52,9 +54,10 @@ class Operation:
 class Post:
     """What one rank tells the others in one round of agreement.
 
-    ``training`` is false for forwards outside training steps. ``position`` is how far the rank has executed its frozen schedule
-    (0 without one), ``checksum`` covers everything it has executed in this step, ``deviation`` is the first
-    operation it needed beyond the schedule, ``edits`` stands for what its user wrote into parameters since the last step.
+    ``training`` is false for forwards outside training steps. ``position`` is how far the rank has executed its frozen
+    schedule (0 without one), ``checksum`` covers everything it has executed in this step, ``deviation`` is the first
+    operation it needed beyond the schedule, ``edits`` stands for what its user wrote into parameters since the last
+    step.
     """
 
     operation: Operation
@@ -105,8 +108,9 @@ def decide(posts: Sequence[Post]) -> Decision:
     """The rules of agreement (``posts[r]`` is rank ``r``'s). At least one rank resumes in every round.
 
     * Gathers that anyone asks for are executed by all, in the order of the ranks that ask.
-    * With no gather asked for, one reduce is executed: the posted unit with the highest index, because backward runs through the units
-      from the last to the first; the ranks that posted it resume, the others join with what they have.
+    * With no gather asked for, one reduce is executed: the posted unit with the highest index, because backward runs
+      through the units from the last to the first; the ranks that posted it resume, the others join with what they
+      have.
     * When every rank is at the end of a pass or at its boundary, those at the end of a pass resume.
     * When every rank is at its boundary, or every rank has joined, all resume.
 
@@ -172,7 +176,9 @@ class Schedule:
         return place
 
     def validate(self, units: int) -> None:
-        """Raise ``ValueError`` naming the first entry that cannot be (unit out of range, a use of what was never gathered)."""
+        """Raise ``ValueError`` naming the first entry that cannot be (unit out of range, a use of what was never
+        gathered).
+        """
         gathered: set[int] = set()
         for place, entry in enumerate(self.entries):
             marks = entry.kind in _PAUSES
@@ -202,9 +208,9 @@ def passes(entries: Sequence[Operation]) -> Iterator[tuple[int, int]]:
 def elide_gathers(schedule: Schedule, numel: Sequence[int], *, max_reuse_distance: int, max_live: int) -> Schedule:
     """Turn gathers of what was gathered shortly before in the same pass into uses.
 
-    ``numel[u]`` are the elements of unit ``u``. The distance between two gathers of a unit is the number of elements gathered between
-    them, the unit's own included. A gather becomes a use when that is at most ``max_reuse_distance`` and the units kept
-    together never exceed ``max_live`` elements.
+    ``numel[u]`` are the elements of unit ``u``. The distance between two gathers of a unit is the number of elements
+    gathered between them, the unit's own included. A gather becomes a use when that is at most ``max_reuse_distance``
+    and the units kept together never exceed ``max_live`` elements.
     """
     entries = list(schedule.entries)
     for start, stop in passes(schedule.entries):

@@ -1,4 +1,6 @@
-"""Norms of whole tensors for optimizers that see slices (Lamb): sums per parameter over the ranks that hold parts of it."""
+"""Norms of whole tensors for optimizers that see slices (Lamb): sums per parameter over the ranks that hold parts of
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ __all__ = ["SegmentedNorms"]
 class SegmentedNorms:
     """`norm_reducer` of such an optimizer: called once per step on every rank, also on one that holds nothing.
 
-    Adds the rows of a (local parameters, k) tensor into a (all parameters, k) one, sums that over the ranks in one small all-reduce and
-    gives back the local rows.
+    Adds the rows of a (local parameters, k) tensor into a (all parameters, k) one, sums that over the ranks in one
+    small all-reduce and gives back the local rows.
     """
 
     def __init__(self, runtime: Runtime, masters: Sequence[Master]) -> None:

@@ -1,17 +1,17 @@
 """What `.grad` of a parameter holds when no rank has the whole gradient.
 
-From stage 1 on a rank keeps a shard of the averaged gradients, and with an accumulation dtype of its own `.grad` could not show them. A
-``ShardedGradient`` stands in `.grad` then: a wrapper tensor with the logical shape, dtype and device of the gradient, and no values. So code
-that asks for gradients finds them, and none of it is ignored:
+From stage 1 on a rank keeps a shard of the averaged gradients, and with an accumulation dtype of its own `.grad` could
+not show them. A ``ShardedGradient`` stands in `.grad` then: a wrapper tensor with the logical shape, dtype and device
+of the gradient, and no values. So code that asks for gradients finds them, and none of it is ignored:
 
 1. facts and factories (``shape``, ``torch.zeros_like(g)``) are answered, as for a ``PartitionedParameter``;
 2. norms of whole gradients (``torch.nn.utils.clip_grad_norm_``, ``g.norm()``) are computed over all ranks;
-3. in-place writes change the gradient that the optimizer steps with: element-wise ones with a number (``g.mul_(0.5)``, ``clip_grad_value_``)
-   on each rank's shard, all others on the whole gradient, where rank 0's result is everybody's;
+3. in-place writes change the gradient that the optimizer steps with: element-wise ones with a number (``g.mul_(0.5)``,
+   ``clip_grad_value_``) on each rank's shard, all others on the whole gradient, where rank 0's result is everybody's;
 4. ``p.grad = None`` and ``zero_grad()`` take the stand-in away, which its owner notices;
 5. autograd's own accumulation is handed to the owner;
-6. everything else is computed with the values where a rank has them (stage 0, one rank), and else raises ``ShardedGradientError`` with
-   the parameter's name and the way to them.
+6. everything else is computed with the values where a rank has them (stage 0, one rank), and else raises
+   ``ShardedGradientError`` with the parameter's name and the way to them.
 
 2, 3 and 6 are collective: every rank calls them. Which memory the gradient has is the ``GradientSource``'s affair.
 """
@@ -64,7 +64,9 @@ class GradientSource(Protocol):
         ...
 
     def unscale(self, others: Sequence[GradientSource], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """What `torch.amp.GradScaler` does to this gradient and `others`; `found_inf` is then the same on all ranks. Collective."""
+        """What `torch.amp.GradScaler` does to this gradient and `others`; `found_inf` is then the same on all ranks.
+        Collective.
+        """
         ...
 
     def zero(self) -> None:
@@ -73,9 +75,46 @@ class GradientSource(Protocol):
 
 
 _BY_NUMBER = frozenset(
-    {"mul_", "multiply_", "div_", "divide_", "true_divide_", "add_", "sub_", "subtract_", "pow_", "fill_", "neg_", "negative_"}
-    | {"clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_", "abs_", "absolute_", "sign_", "sgn_", "sqrt_", "square_"}
-    | {"reciprocal_", "rsqrt_", "round_", "floor_", "ceil_", "trunc_", "tanh_", "sigmoid_", "relu_", "hardtanh_", "threshold_"}
+    {
+        "mul_",
+        "multiply_",
+        "div_",
+        "divide_",
+        "true_divide_",
+        "add_",
+        "sub_",
+        "subtract_",
+        "pow_",
+        "fill_",
+        "neg_",
+        "negative_",
+    }
+    | {
+        "clamp_",
+        "clip_",
+        "clamp_min_",
+        "clamp_max_",
+        "nan_to_num_",
+        "abs_",
+        "absolute_",
+        "sign_",
+        "sgn_",
+        "sqrt_",
+        "square_",
+    }
+    | {
+        "reciprocal_",
+        "rsqrt_",
+        "round_",
+        "floor_",
+        "ceil_",
+        "trunc_",
+        "tanh_",
+        "sigmoid_",
+        "relu_",
+        "hardtanh_",
+        "threshold_",
+    }
     | {"__imul__", "__itruediv__", "__iadd__", "__isub__", "__ipow__"}
 )
 """In-place operations that treat each element alone, if their other arguments are numbers."""
@@ -110,7 +149,10 @@ class ShardedGradient(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Name and logical facts, no values."""
-        return f"ShardedGradient({self._source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+        return (
+            f"ShardedGradient({self._source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype},"
+            f" device='{self.device}')"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Refused: the copy would have no values."""
@@ -149,7 +191,9 @@ class ShardedGradient(torch.Tensor):
             return _edit_each(what.removeprefix("_foreach_"), args, kwargs)
         if is_write(func) and args and isinstance(args[0], cls):
             return _edit(args[0], func, what, args[1:], kwargs)
-        args, kwargs = tree_map_only(cls, lambda gradient: _values(gradient, f"used by {what}()"), (tuple(args), kwargs))
+        args, kwargs = tree_map_only(
+            cls, lambda gradient: _values(gradient, f"used by {what}()"), (tuple(args), kwargs)
+        )
         return func(*args, **kwargs)
 
     @classmethod
@@ -162,7 +206,8 @@ class ShardedGradient(torch.Tensor):
             if func is torch.ops.aten.add_.Tensor:
                 gradient._arrived = args[1]
                 return gradient
-            if func is torch.ops.aten.add.Tensor:  # `create_graph=True`: autograd puts what it gets here in the place of this one
+            # `create_graph=True`: autograd puts what it gets here in the place of this one
+            if func is torch.ops.aten.add.Tensor:
                 with torch._C.DisableTorchFunctionSubclass():
                     successor = ShardedGradient(gradient._source, gradient)
                 successor._arrived = args[1]
@@ -206,7 +251,10 @@ def _convert(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     rest, kwargs = tree_map_only(ShardedGradient, stand_in, (rest, kwargs))
     if func is torch.Tensor.type and not rest and "dtype" not in kwargs:
         return stand_in(gradient).type()  # type: ignore[return-value]  # a question, not a conversion
-    if conversion_target(func, rest, kwargs, dtype=gradient.dtype, device=gradient.device) == (gradient.dtype, gradient.device):
+    if conversion_target(func, rest, kwargs, dtype=gradient.dtype, device=gradient.device) == (
+        gradient.dtype,
+        gradient.device,
+    ):
         return gradient
     raise gradient._source.refusal(f"converted with {func.__name__}()")
 
@@ -215,7 +263,11 @@ def _norm_order(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
     """The order of a norm over all elements of one gradient; None for any other use of the function."""
     options = dict(kwargs)
     order = args[1] if len(args) > 1 else options.pop("ord", options.pop("p", 2))
-    if len(args) > 2 or not isinstance(args[0], ShardedGradient) or any(v not in (None, False) for v in options.values()):
+    if (
+        len(args) > 2
+        or not isinstance(args[0], ShardedGradient)
+        or any(v not in (None, False) for v in options.values())
+    ):
         return None
     if order in (None, "fro"):
         return 2.0
@@ -229,9 +281,13 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, (list, tuple))
 
 
-def _edit(gradient: ShardedGradient, func: Any, what: str, rest: Sequence[Any], kwargs: dict[str, Any]) -> ShardedGradient:
+def _edit(
+    gradient: ShardedGradient, func: Any, what: str, rest: Sequence[Any], kwargs: dict[str, Any]
+) -> ShardedGradient:
     """An in-place write."""
-    rest, kwargs = tree_map_only(ShardedGradient, lambda other: _values(other, f"used by {what}()"), (tuple(rest), kwargs))
+    rest, kwargs = tree_map_only(
+        ShardedGradient, lambda other: _values(other, f"used by {what}()"), (tuple(rest), kwargs)
+    )
     source = gradient._source
     with torch.no_grad():
         if what == "zero_":

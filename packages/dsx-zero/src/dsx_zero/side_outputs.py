@@ -1,10 +1,11 @@
 """Tensors of a running graph by which backward can enter a module although its forward did not return them as such.
 
 * *Side outputs*: what a forward left on its modules (auxiliary losses as attributes).
-* *Iterators*: what it returned as a generator, `map`, `zip` or `iter(...)`. Looking inside would use them up, so they are replaced by ones
-  that look at each item when it is taken.
+* *Iterators*: what it returned as a generator, `map`, `zip` or `iter(...)`. Looking inside would use them up, so they
+  are replaced by ones that look at each item when it is taken.
 
-Each module is looked at once per forward, by the innermost hooked module it belongs to; that one hands on what it found.
+Each module is looked at once per forward, by the innermost hooked module it belongs to; that one hands on what it
+found.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def attribute_tensors(module: nn.Module, stop: Container[nn.Module]) -> list[tor
 def watch_iterators(value: Any, watch: Callable[[Any], None]) -> Any:
     """`value` with every iterator in it replaced by one that calls `watch(item)` before it gives an item away.
 
-    Looks into tuples, lists, mappings, dataclasses and attributes of other objects, as `tensors_in` does. What can be changed in place
-    stays the same object; a tuple around an iterator is made anew.
+    Looks into tuples, lists, mappings, dataclasses and attributes of other objects, as `tensors_in` does. What can be
+    changed in place stays the same object; a tuple around an iterator is made anew.
     """
     return _Replacer(watch).visit(value)
 

@@ -1,7 +1,7 @@
 """Builds the parts of stage 3 for one model: units, the order of collectives, residency, hooks.
 
-Small parameters (``stage3_param_persistence_threshold``) are one unit that stays whole, as at stage 2: its shard is part of its whole
-buffer, and it is gathered once per optimizer step.
+Small parameters (``stage3_param_persistence_threshold``) are one unit that stays whole, as at stage 2: its shard is
+part of its whole buffer, and it is gathered once per optimizer step.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ class Stage3:
     def end(self) -> None:
         """Take all hooks off and leave the modules with partitioned parameters: the model is about to be sharded anew.
 
-        Needed where the optimizer was dropped without `release`: the hooks keep this object, and it keeps the gradients.
+        Needed where the optimizer was dropped without `release`: the hooks keep this object, and it keeps the
+        gradients.
         """
         self.gradients.remove_hooks()
         self.hooks.remove()
@@ -206,7 +207,8 @@ def build_stage3(
     """Partition the model's parameters unit by unit (collective; rank 0's values become everybody's).
 
     Returns:
-        The parts, and for each parameter that was in the model (by ``id``) the plain one that takes gradients from now on.
+        The parts, and for each parameter that was in the model (by ``id``) the plain one that takes gradients from now
+        on.
     """
     by_name = {info.name: info for info in infos}
     resident, partitioned, plain_of = [], [], {}
@@ -248,7 +250,9 @@ def build_stage3(
 def _resident(
     plan: UnitPlan, model: nn.Module, infos: Mapping[str, ParameterInfo], ranks: Ranks
 ) -> tuple[Unit, dict[int, nn.Parameter]]:
-    """A unit that stays whole, and the whole parameters that took the places of partitioned ones (by the ``id`` of those)."""
+    """A unit that stays whole, and the whole parameters that took the places of partitioned ones (by the ``id`` of
+    those).
+    """
     groups, replaced = [], {}
     for group in plan.groups:
         own = []

@@ -1,8 +1,8 @@
 """The memory behind a unit's gathered parameters: one storage object for life, resized to zero between uses.
 
-The idea: autograd saves *tensors*, and a tensor keeps its storage object. If the object stays and only its bytes come and
-go, everything saved during forward (parameters, transposes, slices of them) finds its data again once the bytes are back.
-Two rules make that exact:
+The idea: autograd saves *tensors*, and a tensor keeps its storage object. If the object stays and only its bytes come
+and go, everything saved during forward (parameters, transposes, slices of them) finds its data again once the bytes are
+back. Two rules make that exact:
 
 * bytes are written through ``fill``, a tensor over the same storage with a version counter of its own, so that a refill
   is not an in-place change to what autograd saved (the effect of ``torch.autograd._unsafe_preserve_version_counter``,

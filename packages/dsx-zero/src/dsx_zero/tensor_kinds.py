@@ -1,7 +1,7 @@
 """What kind of operation a function on a tensor is: for wrapper tensors that have logical facts and no values.
 
-`PartitionedParameter` and `ShardedGradient` look up each operation here. Facts are answered from the wrapper itself, factories get a stand-in,
-writes are done where the values are. Leaves out what happens then.
+`PartitionedParameter` and `ShardedGradient` look up each operation here. Facts are answered from the wrapper itself,
+factories get a stand-in, writes are done where the values are. Leaves out what happens then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ FACTS: frozenset[Callable[..., Any]] = frozenset(
         *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "names", "itemsize"),
         *("nbytes", "is_cpu", "is_cuda", "is_xpu", "is_mps", "is_meta", "is_mkldnn", "is_sparse", "is_sparse_csr"),
         *("is_quantized", "is_nested", "output_nr", "_version", "_backward_hooks", "grad", "is_ipu", "is_maia"),
-        *("is_mtia", "is_vulkan", "is_hpu", "_is_param", "_post_accumulate_grad_hooks", "retains_grad", "_base", "grad_dtype"),
+        *(
+            "is_mtia",
+            "is_vulkan",
+            "is_hpu",
+            "_is_param",
+            "_post_accumulate_grad_hooks",
+            "retains_grad",
+            "_base",
+            "grad_dtype",
+        ),
     )
     | _methods(
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size", "get_device"),

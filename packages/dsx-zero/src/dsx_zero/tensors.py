@@ -20,7 +20,8 @@ def tensors_in(value: Any, *, objects: bool = False) -> Iterator[torch.Tensor]:
 
     Args:
         value: what to search.
-        objects: also search the attributes of any other object (key-value caches). What only an iterator holds is never found.
+        objects: also search the attributes of any other object (key-value caches). What only an iterator holds is never
+            found.
     """
     return _search(value, objects, set())
 

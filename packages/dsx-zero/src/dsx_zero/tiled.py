@@ -1,7 +1,7 @@
 """A linear layer as a grid of small ones, so that stage 3 has only one tile's weights gathered at a time.
 
-Tile (o, i) maps input slice i to output slice o; the outputs of one row are summed. Every tile is a unit of its own. Sizes that do not
-divide are split as evenly as possible, the first parts one larger.
+Tile (o, i) maps input slice i to output slice o; the outputs of one row are summed. Every tile is a unit of its own.
+Sizes that do not divide are split as evenly as possible, the first parts one larger.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """``TiledLinear`` for layers that return ``(output, bias)`` and leave adding the bias to the caller (Megatron style)."""
+    """``TiledLinear`` for layers that return ``(output, bias)`` and leave adding the bias to the caller (Megatron
+    style).
+    """
 
     def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> Any:
         """Like ``TiledLinear.forward``, but ``(output, bias)``; the bias is None without one."""

@@ -1,9 +1,9 @@
 """Units: which parameters are gathered, reduced and freed together, decided by name.
 
-At stage 3 a unit is a child of an outermost `nn.ModuleList` (a transformer block); everything else is the root unit. A tied
-parameter is one tensor with several names and belongs to the unit of the lowest common ancestor of the modules that hold it.
-At stages 0-2 nothing is freed, so a unit is only a message: blocks stay whole, but small neighbours share one message and large
-remainders are cut, in definition order.
+At stage 3 a unit is a child of an outermost `nn.ModuleList` (a transformer block); everything else is the root unit. A
+tied parameter is one tensor with several names and belongs to the unit of the lowest common ancestor of the modules
+that hold it. At stages 0-2 nothing is freed, so a unit is only a message: blocks stay whole, but small neighbours share
+one message and large remainders are cut, in definition order.
 
 Plans are frozen data, equal on all ranks for equal models; nothing here communicates or allocates.
 """
@@ -25,10 +25,14 @@ __all__ = ["GroupKey", "GroupPlan", "ParameterInfo", "Persistence", "UnitPlan", 
 SMALL_MESSAGE = 1 << 20
 """Elements: neighbouring blocks below this size share one message at stages 0-2."""
 LARGE_MESSAGE = 1 << 23
-"""Elements: at stages 0-2 parameters outside blocks are cut into messages of about this size, so that reducing overlaps backward."""
+"""Elements: at stages 0-2 parameters outside blocks are cut into messages of about this size, so that reducing
+overlaps backward.
+"""
 
 STAGE3_BUCKET = 1 << 20
-"""Elements: at stage 3 parameters outside blocks beyond this many are gathered in buckets of modules, not all at once."""
+"""Elements: at stage 3 parameters outside blocks beyond this many are gathered in buckets of modules, not all at
+once.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Persistence:
-    """Which parameters stay whole at stage 3 (elements): those of at most `parameter`, in definition order up to `total`."""
+    """Which parameters stay whole at stage 3 (elements): those of at most `parameter`, in definition order up to
+    `total`.
+    """
 
     parameter: int = 0
     total: int = 2**63 - 1
@@ -80,7 +86,9 @@ class Persistence:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """A unit. `module` is the name of the module it belongs to ("" for the root); a `resident` one stays whole at stage 3."""
+    """A unit. `module` is the name of the module it belongs to ("" for the root); a `resident` one stays whole at
+    stage 3.
+    """
 
     index: int
     module: str
@@ -105,7 +113,8 @@ class UnitPlan:
 def find_parameters(model: nn.Module, trainable: frozenset[int] | None = None) -> tuple[ParameterInfo, ...]:
     """Every distinct parameter in definition order.
 
-    `trainable` limits, by `id`, which of the parameters that require gradients count as trainable (those an optimizer holds).
+    `trainable` limits, by `id`, which of the parameters that require gradients count as trainable (those an optimizer
+    holds).
     """
     names: dict[int, list[str]] = {}
     found = {}
@@ -127,7 +136,9 @@ def find_parameters(model: nn.Module, trainable: frozenset[int] | None = None) -
 
 
 def block_names(model: nn.Module, leaves: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """Names of leaf modules (marked ones, and `leaves` by name) and of the children of the outermost `nn.ModuleList`s that hold parameters, in definition order."""
+    """Names of leaf modules (marked ones, and `leaves` by name) and of the children of the outermost
+    `nn.ModuleList`s that hold parameters, in definition order.
+    """
     from torch import nn  # here, so that reading plans needs no torch
 
     from .leaves import z3_leaf_module
@@ -210,7 +221,9 @@ def _by_size(
 
 
 def _buckets(infos: list[ParameterInfo], bucket_size: int) -> Iterator[tuple[tuple[str, ...], list[ParameterInfo]]]:
-    """The root's parameters in buckets of whole modules, in definition order; those of the root module itself come first."""
+    """The root's parameters in buckets of whole modules, in definition order; those of the root module itself come
+    first.
+    """
     owners: dict[str, list[ParameterInfo]] = {"": []}
     for info in infos:
         owners.setdefault(common_module((info.name, *info.aliases)), []).append(info)
@@ -255,9 +268,9 @@ def plan_units(
 ) -> tuple[UnitPlan, ...]:
     """Divide the parameters among units, in definition order of the modules (the root unit first at stage 3).
 
-    `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in pieces. At stage 3
-    what lies outside all blocks is one unit up to `bucket_size` elements; more is divided into buckets of whole modules.
-    The modules named by `leaves` are units of their own, whatever they contain.
+    `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in pieces.
+    At stage 3 what lies outside all blocks is one unit up to `bucket_size` elements; more is divided into buckets of
+    whole modules. The modules named by `leaves` are units of their own, whatever they contain.
     """
     blocks = block_names(model, leaves)
     if stage != 3:

@@ -1,4 +1,5 @@
-"""`ignore_unused_parameters: false`: a trainable parameter that got no gradient since the last step is an error, on every rank alike.
+"""`ignore_unused_parameters: false`: a trainable parameter that got no gradient since the last step is an error, on
+every rank alike.
 
 Usually a parameter without a gradient counts as zeros. Who wants to find a branch that was forgotten switches that off.
 """
@@ -67,8 +68,8 @@ class UnusedParameters:
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise ZeroStateError(
-                f"no gradient since the last step for {'; '.join(missing[:_SHOWN])}{more}. Use them in the loss, freeze them "
-                "(requires_grad=False), or let them count as zeros (ignore_unused_parameters: true)"
+                f"no gradient since the last step for {'; '.join(missing[:_SHOWN])}{more}. Use them in the loss, freeze"
+                " them (requires_grad=False), or let them count as zeros (ignore_unused_parameters: true)"
             )
 
     def remove_hooks(self) -> None:

@@ -55,7 +55,8 @@ class Shards(Protocol):
 def write_whole(
     group: Shards, name: str, whole: torch.Tensor, process_group: Any, *, source_rank: int = 0
 ) -> torch.Tensor:
-    """Make ``whole`` of rank ``source_rank`` (in the group) the parameter's value: each rank keeps its elements, in shard and master.
+    """Make ``whole`` of rank ``source_rank`` (in the group) the parameter's value: each rank keeps its elements, in
+    shard and master.
 
     Returns that rank's tensor, which may be ``whole`` itself, written to.
     """
@@ -72,7 +73,8 @@ def write_whole(
     values = whole.reshape(-1)[part.start : part.stop]
     shard = group.shard[part.offset : part.offset + part.numel]
     if group.master is not None and group.master.data_ptr() != group.shard.data_ptr():
-        # Where the value is what the master rounds to already, the master keeps the digits that the parameter does not have.
+        # Where the value is what the master rounds to already, the master keeps the digits that the parameter does not
+        # have.
         master = group.master[part.offset : part.offset + part.numel]
         torch.where(shard == values, master, values.to(master.dtype), out=master)
     shard.copy_(values)

@@ -1,6 +1,7 @@
 """The ``dsx`` command: one word per task, each loaded only when it is called, so that ``dsx --help`` answers at once.
 
-A subcommand is an entry in `COMMANDS`: a module with a function ``main(argv) -> exit code``. Words for features that do not exist yet are known and refused.
+A subcommand is an entry in `COMMANDS`: a module with a function ``main(argv) -> exit code``. Words for features that do
+not exist yet are known and refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The training data loader: which sample goes to which rank, in which order, and where the next one is.
 
-The idea: the order of samples is a function of (seed, epoch) alone, and a position in it is counted in *global* samples.
-Ranks take it in turns: of the samples of one global micro-batch, rank r of W takes number r, r + W, r + 2W, ... So the
-set of samples in each global batch does not depend on the number of ranks, and a run stopped at a position goes on there
-with any other number of ranks. Each epoch has its own order.
+The idea: the order of samples is a function of (seed, epoch) alone, and a position in it is counted in *global*
+samples. Ranks take it in turns: of the samples of one global micro-batch, rank r of W takes number r, r + W, r + 2W,
+... So the set of samples in each global batch does not depend on the number of ranks, and a run stopped at a position
+goes on there with any other number of ranks. Each epoch has its own order.
 
 Left out: sharding of iterable datasets (they must shard themselves), and samplers by difficulty.
 """
@@ -217,7 +217,8 @@ def _track_for(sampler: Any, options: LoaderOptions) -> _PositionTrack | _Foreig
 class _PositionTrack:
     """Epoch and position of a loader over a `ShardedSampler`.
 
-    Counted as batches leave the loader, not as the sampler is read: with workers the sampler runs ahead of the training.
+    Counted as batches leave the loader, not as the sampler is read: with workers the sampler runs ahead of the
+    training.
     """
 
     def __init__(self, sampler: ShardedSampler, micro_batch_size: int) -> None:

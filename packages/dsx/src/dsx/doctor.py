@@ -1,8 +1,8 @@
 """``dsx doctor``: what this machine and this installation offer, what is missing, and what to do about it.
 
-Each probe answers one question and is run on its own: a probe that fails is reported as a finding and never stops the others. Nothing is changed,
-compiled or started, except asking a compiler for its version. The exit code is 0 when a training run can start here, 1 when something it
-needs is broken; warnings do not change it.
+Each probe answers one question and is run on its own: a probe that fails is reported as a finding and never stops the
+others. Nothing is changed, compiled or started, except asking a compiler for its version. The exit code is 0 when a
+training run can start here, 1 when something it needs is broken; warnings do not change it.
 
 Left out: benchmarks, and anything about other hosts.
 """
@@ -147,7 +147,9 @@ def _backend_checks(dist: object) -> list[tuple[str, Callable[[], bool]]]:
 
 
 def transports() -> list[Finding]:
-    """What dsx-comm adds to torch's backends: its shared-memory group, and the kernels of its compressed collectives."""
+    """What dsx-comm adds to torch's backends: its shared-memory group, and the kernels of its compressed
+    collectives.
+    """
     import dsx_comm
 
     status, codec = dsx_comm.native_status(), dsx_comm.codec_status()

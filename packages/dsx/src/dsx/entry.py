@@ -1,7 +1,7 @@
 """The arguments of `dsx.initialize`: whose word counts, what contradicts what.
 
-Everything that can be wrong with the arguments or the configuration is found before a process group exists, so that each
-rank says the same and none is left waiting for another.
+Everything that can be wrong with the arguments or the configuration is found before a process group exists, so that
+each rank says the same and none is left waiting for another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .data import TrainingLoader
     from .engine import Engine
 
-# Two signatures, so that an editor knows whether there is a loader to iterate over. The optimizer is typed as what every
-# training has; it is None only where neither the configuration nor the caller names one.
+# Two signatures, so that an editor knows whether there is a loader to iterate over. The optimizer is typed as what
+# every training has; it is None only where neither the configuration nor the caller names one.
 
 
 @overload
@@ -128,7 +128,8 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     present = {name: value for name, value in given.items() if value is not None}
     if len(present) > 1:
         raise EngineArgumentError(
-            f"initialize: got the configuration more than once ({' and '.join(present)}), expected it once; leave out all but one"
+            f"initialize: got the configuration more than once ({' and '.join(present)}), expected it once; leave out"
+            " all but one"
         )
     if not present:
         raise EngineArgumentError(
@@ -157,6 +158,6 @@ def _checked_scheduler(scheduler: Any) -> Any:
     if scheduler is None or callable(scheduler) or callable(getattr(scheduler, "step", None)):
         return scheduler
     raise EngineArgumentError(
-        f"initialize(lr_scheduler=...): got {type(scheduler).__name__}, expected an object with step() or a callable that "
-        "makes one from an optimizer"
+        f"initialize(lr_scheduler=...): got {type(scheduler).__name__}, expected an object with step() or a callable"
+        " that makes one from an optimizer"
     )

@@ -149,9 +149,9 @@ class DynamicScale:
             self._left -= 1
         elif self._scale <= self.min_scale:
             raise LossScaleError(
-                f"step {self._step}: gradients are not finite although the loss scale is at its minimum {self.min_scale:g}. "
-                "Expected finite gradients at the latest here. The model diverged or computes NaN: lower the learning "
-                "rate, check the data, or train in bf16; fp16.min_loss_scale moves the bound."
+                f"step {self._step}: gradients are not finite although the loss scale is at its minimum"
+                f" {self.min_scale:g}. Expected finite gradients at the latest here. The model diverged or computes"
+                " NaN: lower the learning rate, check the data, or train in bf16; fp16.min_loss_scale moves the bound."
             )
         else:
             self._scale = max(self._scale / 2.0, self.min_scale)

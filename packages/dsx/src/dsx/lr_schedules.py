@@ -7,9 +7,9 @@ single number for a per-group argument holds for all groups; a list gives one va
 
 A schedule writes its starting value when it is built: the minimum (``WarmupCosineLR``: 0). ``step()`` follows every
 applied update, in the engine or in a loop of the user's own. So the first update runs at the starting value, and update
-k > 0 runs with the value at counter k - 1: two updates run at the warm-up minimum. This is the trajectory that DeepSpeed
-users know, to the last bit (tests/test_lr_trajectory.py). ``start_at_first_value=True`` leaves the repeated start out:
-update k then runs with the value at counter k.
+k > 0 runs with the value at counter k - 1: two updates run at the warm-up minimum. This is the trajectory that
+DeepSpeed users know, to the last bit (tests/test_lr_trajectory.py). ``start_at_first_value=True`` leaves the repeated
+start out: update k then runs with the value at counter k.
 
 Formulas, with ``it`` the counter:
 
@@ -73,7 +73,8 @@ def build_schedule(name: str, optimizer: Any, params: Mapping[str, Any] | None =
     ours = {known.lower(): schedule for known, schedule in SCHEDULES.items()}
     schedule: Any = ours.get(name.lower())
     if schedule is None:
-        import torch.optim.lr_scheduler as torch_schedulers  # late: torch costs seconds and our schedules need none of it
+        # late: torch costs seconds and our schedules need none of it
+        import torch.optim.lr_scheduler as torch_schedulers
 
         spelled = {known.lower(): known for known in vars(torch_schedulers) if known[0].isupper()}
         schedule = getattr(torch_schedulers, spelled.get(name.lower(), name), None)

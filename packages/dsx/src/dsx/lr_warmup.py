@@ -52,7 +52,9 @@ class WarmupLR(LRSchedule):
         return [low + (high - low) * gamma for low, high in zip(self.min_lr, self.max_lr, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counter, and the groups' own rates where they are the maximum: running groups no longer show it."""
+        """Return the counter, and the groups' own rates where they are the maximum: running groups no longer show
+        it.
+        """
         return {**super().state_dict(), **({"max_lr": list(self.max_lr)} if self._max_is_own_rate else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,12 +1,12 @@
 """From the name in the config to an optimizer: which class, with which arguments, and why that one.
 
-`Adam`, `AdamW`, `Lamb`, `Lion`, `Adagrad` and `SGD` have a chosen implementation: the fused one of `dsx_ops` where it is
-installed and can run, else torch's fused one, else torch's plain one. Any other class of `torch.optim` is found by name in
-any case. The reason for the choice is text, to be logged and tested.
+`Adam`, `AdamW`, `Lamb`, `Lion`, `Adagrad` and `SGD` have a chosen implementation: the fused one of `dsx_ops` where it
+is installed and can run, else torch's fused one, else torch's plain one. Any other class of `torch.optim` is found by
+name in any case. The reason for the choice is text, to be logged and tested.
 
 `Adam` decouples weight decay (AdamW) unless `adam_w_mode` is false: that is what the name means in the configs we read.
-`OneBitAdam`, `ZeroOneAdam` and `OneBitLamb` are those of `dsx_comm`; they communicate by themselves, so that building them takes
-the process group. Left out: those that need whole matrices (Muon).
+`OneBitAdam`, `ZeroOneAdam` and `OneBitLamb` are those of `dsx_comm`; they communicate by themselves, so that building
+them takes the process group. Left out: those that need whole matrices (Muon).
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ def choose_optimizer(
         type_name: `optimizer.type`, in any case.
         params: `optimizer.params`.
         reference: take the plainest implementation with the same arithmetic, to compare others with.
-        masters, states: dtypes of what it updates and of what it keeps. fp32 states of masters in 16 bits are those of dsx_ops.
+        masters, states: dtypes of what it updates and of what it keeps. fp32 states of masters in 16 bits are those of
+            dsx_ops.
 
     Raises:
-        DsxConfigError: unknown or unavailable optimizer, an argument it does not take, or states that it cannot keep in this dtype.
+        DsxConfigError: unknown or unavailable optimizer, an argument it does not take, or states that it cannot keep in
+            this dtype.
     """
     key = type_name.lower()
     if key in _LATER:
@@ -97,7 +99,9 @@ def choose_optimizer(
 
 
 def _agree_on_states(arguments: dict[str, Any], masters: str, states: str) -> None:
-    """With masters in 16 bits the precision section says what the states are; `fp32_optimizer_states` must not say otherwise."""
+    """With masters in 16 bits the precision section says what the states are; `fp32_optimizer_states` must not say
+    otherwise.
+    """
     asked = arguments.get("fp32_optimizer_states")
     if masters != "fp32" and asked is not None and bool(asked) != (states == "fp32"):
         raise _problem(
@@ -159,7 +163,9 @@ def _only_ops(type_name: str, arguments: dict[str, Any], wide: str) -> Optimizer
 
 
 def _drop_upstreams(arguments: dict[str, Any]) -> None:
-    """Take out what upstream's Adagrad knows beside torch's: a variant it refuses itself, and what masters make true anyway."""
+    """Take out what upstream's Adagrad knows beside torch's: a variant it refuses itself, and what masters make true
+    anyway.
+    """
     if arguments.pop("amsgrad", False):
         raise _problem("params.amsgrad", "Adagrad has no such variant", got="true", fix="leave it out")
     for name in ("fp32_optimizer_states", "set_grad_none"):

@@ -1,9 +1,11 @@
 """Where a model's numbers lie and in which dtype, before its parameters are divided among the ranks.
 
-Parameters get the dtype of the precision mode. Buffers keep theirs (`data_types.buffer_dtype` changes that): they hold what must
-not be rounded, such as the frequencies of rotary embeddings, which are off by whole turns at long positions in 16 bits.
+Parameters get the dtype of the precision mode. Buffers keep theirs (`data_types.buffer_dtype` changes that): they hold
+what must not be rounded, such as the frequencies of rotary embeddings, which are off by whole turns at long positions
+in 16 bits.
 
-All objects stay the same. Parameters that `zero.Init` has partitioned already are converted as shards, and only if they differ.
+All objects stay the same. Parameters that `zero.Init` has partitioned already are converted as shards, and only if they
+differ.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def place(
         model: the model, changed in place.
         device: where parameters and buffers go; None: they stay where they are.
         parameters: dtype of the floating-point parameters and their gradients; None: they keep theirs.
-        buffers: dtype of the floating-point buffers; None: they keep theirs, except where torch cannot compute with them.
+        buffers: dtype of the floating-point buffers; None: they keep theirs, except where torch cannot compute with
+            them.
     """
     if device is not None:
         model.to(device)
@@ -47,7 +50,9 @@ def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _fit_batch_norms(model: nn.Module) -> None:
-    """On a CPU torch normalises only with statistics of the weights' dtype ("expected scalar type BFloat16 but found Float")."""
+    """On a CPU torch normalises only with statistics of the weights' dtype ("expected scalar type BFloat16 but found
+    Float").
+    """
     changed = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.weight is None:
@@ -58,7 +63,8 @@ def _fit_batch_norms(model: nn.Module) -> None:
             changed.append(name)
     if changed:
         logger.warning(
-            "the running statistics of %d batch norms (%s ...) are kept in the parameters' dtype: torch needs that on a CPU",
+            "the running statistics of %d batch norms (%s ...) are kept in the parameters' dtype: torch needs that on"
+            " a CPU",
             len(changed),
             changed[0],
         )

@@ -1,4 +1,5 @@
-"""Which number has which data type: one frozen record, chosen from the configuration, printed once, stored with checkpoints.
+"""Which number has which data type: one frozen record, chosen from the configuration, printed once, stored with
+checkpoints.
 
 Six places hold numbers in training: the parameters the model computes with, the computation itself, the buffer in which
 gradients accumulate, the bytes that travel in a reduction, the master copy the optimizer updates, and the optimizer's
@@ -93,7 +94,9 @@ class Precision:
         return self.compute == "fp16"
 
     def dtype(self, role: str) -> Any:
-        """Return the ``torch.dtype`` of one role: ``params``, ``compute``, ``grad_accum``, ``reduce``, ``master`` or ``optimizer_state``."""
+        """Return the ``torch.dtype`` of one role: ``params``, ``compute``, ``grad_accum``, ``reduce``, ``master`` or
+        ``optimizer_state``.
+        """
         if role not in _ROLES:
             raise PrecisionError(f"got the role {role!r}, expected one of {', '.join(_ROLES)}")
         return dtype(getattr(self, role))
@@ -109,8 +112,9 @@ class Precision:
         buffers = "" if self.buffers is None else f"buffers {self.buffers}, "
         scale = "loss scale" if self.needs_loss_scale else "no loss scale"
         return (
-            f"precision: parameters {self.params}, {buffers}compute {self.compute}{autocast}, gradient accumulation {self.grad_accum}, "
-            f"reduction {self.reduce}, master {self.master}, optimizer states {self.optimizer_state}, {scale}"
+            f"precision: parameters {self.params}, {buffers}compute {self.compute}{autocast}, gradient accumulation"
+            f" {self.grad_accum}, reduction {self.reduce}, master {self.master}, optimizer states"
+            f" {self.optimizer_state}, {scale}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -150,14 +154,15 @@ def precision_problems(record: Precision) -> list[str]:
         )
     if record.autocast and record.params not in ("fp32", record.compute):
         found.append(
-            f"autocast to {record.compute} over parameters in {record.params}; use fp32 parameters, or one type for both"
+            f"autocast to {record.compute} over parameters in {record.params}; use fp32 parameters, or one type for"
+            " both"
         )
     for role in ("grad_accum", "reduce", "master"):
         other = getattr(record, role)
         if other in low and record.compute in low and other != record.compute:
             found.append(
-                f"{role} in {other} does not fit computation in {record.compute}: one has the other's range or precision, "
-                f"never both; use {record.compute} or fp32"
+                f"{role} in {other} does not fit computation in {record.compute}: one has the other's range or"
+                f" precision, never both; use {record.compute} or fp32"
             )
     if record.master in low and record.master != record.params:
         found.append(f"master weights in {record.master} keep less than parameters in {record.params}; use fp32")
@@ -172,7 +177,8 @@ def precision_problems(record: Precision) -> list[str]:
 
 
 def resolve_precision(root: Any) -> Precision:
-    """Choose the record from the sections ``fp16``, ``bf16``, ``amp``, ``torch_autocast``, ``data_types`` and ``communication_data_type``.
+    """Choose the record from the sections ``fp16``, ``bf16``, ``amp``, ``torch_autocast``, ``data_types`` and
+    ``communication_data_type``.
 
     Args:
         root: anything with these names as attributes, as the loaded configuration has them; at most one mode is on.

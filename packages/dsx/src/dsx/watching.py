@@ -1,8 +1,8 @@
 """From the configuration to everything that watches an engine: clock, hooks in the step, observers after it.
 
 Part of the wiring, in a file of its own. Where each thing runs: the clock, the trace, the straggler comparison and
-eigenvalues on every rank, because they are collective or need all ranks; all else on rank 0 only. What is not configured
-is not built.
+eigenvalues on every rank, because they are collective or need all ranks; all else on rank 0 only. What is not
+configured is not built.
 """
 
 from __future__ import annotations
@@ -329,8 +329,8 @@ def _noise(to: Watched, section: Any, squares: Any) -> NoiseSession:
     batch, ranks = to.config.batch, to.topology.dp_world_size
     if batch.micro >= batch.train:
         raise EngineArgumentError(
-            f"gradient_noise_scale.enabled: got one micro-batch of {batch.micro} samples per step, expected several; use more "
-            "ranks or gradient_accumulation_steps > 1, so that two batch sizes can be compared"
+            f"gradient_noise_scale.enabled: got one micro-batch of {batch.micro} samples per step, expected several;"
+            " use more ranks or gradient_accumulation_steps > 1, so that two batch sizes can be compared"
         )
     noise = to.monitoring.GradientNoise(batch.micro, batch.train, section.memory)
     return NoiseSession(noise, squares, to.micro_batches, ranks if to.config.gradient_allreduce_op == "sum" else 1)

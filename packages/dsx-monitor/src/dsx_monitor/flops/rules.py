@@ -329,7 +329,9 @@ _VIEWS = frozenset(
 """Operators that take no time worth booking either."""
 
 VIEW, FREE_OF_ARITHMETIC, COMPOUND = "view", "free", "compound"
-"""What `rule_for` says of operators that only look at memory, of those that count nothing, of those to be taken apart."""
+"""What `rule_for` says of operators that only look at memory, of those that count nothing, of those to be taken
+apart.
+"""
 
 
 def rule_for(func: Any) -> FullRule | str | None:
@@ -339,9 +341,9 @@ def rule_for(func: Any) -> FullRule | str | None:
         func: a `torch._ops.OpOverload`.
 
     Returns:
-        A rule to call with args, kwargs and result; `VIEW`; `FREE_OF_ARITHMETIC`; `COMPOUND` for an operator of
-        PyTorch that is not known, and may consist of known ones; None for a custom operator that is not known. What is registered with
-        `torch.utils.flop_counter.register_flop_formula` is known.
+        A rule to call with args, kwargs and result; `VIEW`; `FREE_OF_ARITHMETIC`; `COMPOUND` for an operator of PyTorch
+        that is not known, and may consist of known ones; None for a custom operator that is not known. What is
+        registered with `torch.utils.flop_counter.register_flop_formula` is known.
     """
     packet = func._overloadpacket
     namespace, name = packet._qualified_op_name.split("::")

@@ -10,8 +10,8 @@ from .units import duration_to_string, flops_to_string, macs_to_string, params_t
 __all__ = ["aggregate_text", "profile_text"]
 
 _NOTATION = (
-    "MACs: multiply-accumulates; flops: floating-point operations; FLOPS: flops per second;\n"
-    "GPU: this process and its device; latencies and operations are those of the whole step on this process; backward is measured, not assumed\n"
+    "MACs: multiply-accumulates; flops: floating-point operations; FLOPS: flops per second;\nGPU: this process and its"
+    " device; latencies and operations are those of the whole step on this process; backward is measured, not assumed\n"
 )
 
 

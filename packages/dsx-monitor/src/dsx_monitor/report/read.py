@@ -84,8 +84,9 @@ def read_run(run_dir: str | Path) -> RunData:
     _read_extras(folder, data)
     if not (data.curves or data.memory or data.stragglers or data.pages):
         raise ReportError(
-            f"report of {folder}: got no events.jsonl, no files of csv_monitor or tensorboard and no "
-            "memory/rank*.jsonl, expected one of them; switch on the sections 'jsonl' or 'csv_monitor' with this output_path"
+            f"report of {folder}: got no events.jsonl, no files of csv_monitor or tensorboard and no"
+            " memory/rank*.jsonl, expected one of them; switch on the sections 'jsonl' or 'csv_monitor' with this"
+            " output_path"
         )
     return data
 

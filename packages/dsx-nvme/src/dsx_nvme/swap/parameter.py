@@ -1,8 +1,8 @@
 """Parameters that live on disk and visit memory while they are used, read ahead in the order of the pass before.
 
 Memory is a pool of `buffer_count` x `buffer_size` elements. A parameter takes as much of it as it needs: one that is
-larger than a buffer takes several. What is given back stays until another parameter needs the room, so that a parameter used
-twice in a row is read once.
+larger than a buffer takes several. What is given back stays until another parameter needs the room, so that a parameter
+used twice in a row is read once.
 """
 
 from __future__ import annotations

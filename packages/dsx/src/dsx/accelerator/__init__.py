@@ -13,8 +13,9 @@
 | `cpu`, `cuda` | the two devices |
 | `choice` | which one `get_accelerator()` returns: `set_accelerator`, `DS_ACCELERATOR`, or what the machine has |
 
-The names are those that scripts call. What a device has not raises `AcceleratorError` instead of doing nothing (graphs on the CPU).
-Left out: other devices (xpu, npu, hpu, mlu, mps, ...); derive a class from `Accelerator` and give it to `set_accelerator`.
+The names are those that scripts call. What a device has not raises `AcceleratorError` instead of doing nothing (graphs
+on the CPU). Left out: other devices (xpu, npu, hpu, mlu, mps, ...); derive a class from `Accelerator` and give it to
+`set_accelerator`.
 """
 
 from .base import Accelerator, AcceleratorError

@@ -1,7 +1,7 @@
 """What an accelerator offers to a script, and the part of it that is the same for every device.
 
-A device index may be left out everywhere: the current device counts. Sizes are bytes. Nothing is asked of a device before a method that
-needs it is called.
+A device index may be left out everywhere: the current device counts. Sizes are bytes. Nothing is asked of a device
+before a method that needs it is called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which accelerator this process has: the one that was set, else what `DS_ACCELERATOR` names, else what the machine offers.
+"""Which accelerator this process has: the one that was set, else what `DS_ACCELERATOR` names, else what the machine
+offers.
 
 It is looked for at the first call and stays; a script that wants another one calls `set_accelerator` before.
 """
@@ -37,7 +38,8 @@ def set_accelerator(accel_obj: Accelerator | None) -> None:
     """Make `get_accelerator` return this one; None: look again at the next call. Raises `AcceleratorError`."""
     if accel_obj is not None and not isinstance(accel_obj, Accelerator):
         raise AcceleratorError(
-            f"set_accelerator: got a {type(accel_obj).__name__}, expected an object of a class derived from dsx.accelerator.Accelerator"
+            f"set_accelerator: got a {type(accel_obj).__name__}, expected an object of a class derived from"
+            " dsx.accelerator.Accelerator"
         )
     _chosen.accelerator = accel_obj
 
@@ -58,6 +60,7 @@ def _find() -> Accelerator:
         )
     if name == "cuda" and not torch.cuda.is_available():
         raise AcceleratorError(
-            f"{VARIABLE}: got 'cuda', but torch sees no CUDA device; unset the variable, or install a CUDA build of torch"
+            f"{VARIABLE}: got 'cuda', but torch sees no CUDA device; unset the variable, or install a CUDA build of"
+            " torch"
         )
     return _CLASSES[name]()

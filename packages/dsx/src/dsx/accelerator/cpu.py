@@ -1,6 +1,8 @@
-"""The CPU as an accelerator: one device per process, work that is done when the call returns, the process's memory as the device's.
+"""The CPU as an accelerator: one device per process, work that is done when the call returns, the process's memory as
+the device's.
 
-Peaks of memory are the kernel's own until one is reset; from then on they are the largest of what the calls here have seen.
+Peaks of memory are the kernel's own until one is reset; from then on they are the largest of what the calls here have
+seen.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class CPUAccelerator(Accelerator):
         return int(os.environ.get("LOCAL_RANK") or 0)
 
     def device_count(self) -> int:
-        """How many ranks fit this host: LOCAL_WORLD_SIZE or LOCAL_SIZE where a launcher says so, else its NUMA nodes with cores."""
+        """How many ranks fit this host: LOCAL_WORLD_SIZE or LOCAL_SIZE where a launcher says so, else its NUMA nodes
+        with cores.
+        """
         for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
             if int(os.environ.get(name) or 0) > 0:
                 return int(os.environ[name])

@@ -82,7 +82,9 @@ MEANINGLESS: dict[str, str] = {
     "timers.throughput.synchronized": "the clock is read between steps; the device is never waited for",
     "use_data_before_expert_parallelism": "there are no expert groups to order",
     "vocabulary_size": "nothing reads it upstream either",
-    "zero_allow_untested_optimizer": "any optimizer that can work on slices may be used, the others are refused by name",
+    "zero_allow_untested_optimizer": (
+        "any optimizer that can work on slices may be used, the others are refused by name"
+    ),
     "zero_force_ds_cpu_optimizer": "any torch optimizer may be used",
     **{f"zero_optimization.{name}": reason for name, reason in zero_section.NO_EFFECT.items()},
 }
@@ -158,7 +160,9 @@ def _find(root: Any, path: str) -> tuple[Any, Any] | None:
 
 
 def _culprits(path: str, value: Any, default: Any) -> Iterator[tuple[str, str]]:
-    """Yield path and text of what asks: the block for a switched-on block, the single keys for a block without switch."""
+    """Yield path and text of what asks: the block for a switched-on block, the single keys for a block without
+    switch.
+    """
     fields = getattr(type(value), "model_fields", None)
     if fields is None:
         yield path, _text(value)

@@ -185,7 +185,9 @@ def _scheduler_problems(section: Any, where: Any) -> Iterator[Problem]:
 
 
 class _StandIn:
-    """One parameter group per value of the longest per-group list, so that such lists can be checked for their items."""
+    """One parameter group per value of the longest per-group list, so that such lists can be checked for their
+    items.
+    """
 
     def __init__(self, params: dict[str, Any]) -> None:
         count = max([1, *(len(value) for value in params.values() if isinstance(value, list))])

@@ -1,4 +1,5 @@
-"""The JSON schema of a configuration, for editors: completion, hover texts, and red lines where the loader would refuse.
+"""The JSON schema of a configuration, for editors: completion, hover texts, and red lines where the loader would
+refuse.
 
 The idea: pydantic knows names, types and texts; four things that it does not know are added here.
 

@@ -34,7 +34,8 @@ def load_config(source: Any, *, world_size: int, template: bool = False) -> Conf
     """Load a configuration.
 
     Args:
-        source: dictionary, path of a JSON file (comments, trailing commas and bare keys allowed), or base64 text of JSON.
+        source: dictionary, path of a JSON file (comments, trailing commas and bare keys allowed), or base64 text of
+            JSON.
         world_size: number of data-parallel ranks; enters the batch arithmetic.
         template: the document may leave all batch sizes to "auto", because another program fills them in before
             training; the micro batch then counts as 1, and a warning says so.

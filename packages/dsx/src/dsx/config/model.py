@@ -66,7 +66,9 @@ class Config:
         return self.root
 
     def use(self, name: str) -> Any:
-        """Return the value of a top-level key, or of ``batch``, ``precision``, ``zero``, and record that it is acted on."""
+        """Return the value of a top-level key, or of ``batch``, ``precision``, ``zero``, and record that it is acted
+        on.
+        """
         self.tracker.mark(*_BEHIND.get(name, (name,)))
         return getattr(self, name)
 

@@ -38,7 +38,9 @@ SECTIONS_THAT_MAY_BE_NULL = frozenset(
 )  # fmt: skip
 
 MEANS_AUTO = frozenset({"optimizer.params.compression"})
-"""Paths at which "auto" is a value like any other: `compression` of an optimizer that averages in one bit measures then."""
+"""Paths at which "auto" is a value like any other: `compression` of an optimizer that averages in one bit measures
+then.
+"""
 
 _TEXT_BOOLEANS = {"true": True, "false": False}
 

@@ -9,8 +9,8 @@ ALWAYS_SHOWN = frozenset({"gradient_clipping"})
 
 NOTES: dict[str, str] = {
     "gradient_clipping": (
-        "Gradients are clipped to norm 1.0 by default; 0 switches it off. Optimizers that average in one bit: exact steps are clipped "
-        "so; in the others each rank clips its own gradient by its own norm."
+        "Gradients are clipped to norm 1.0 by default; 0 switches it off. Optimizers that average in one bit: exact"
+        " steps are clipped so; in the others each rank clips its own gradient by its own norm."
     ),
     "steps_per_print": "10, as documented; upstream prints nothing unless it is set.",
     "communication_data_type": "A name, not a boolean.",

@@ -157,10 +157,19 @@ def _schedules() -> str:
         lines.append(f"| {name} | {', '.join(cells)} |")
     lines += [
         "",
-        "`warmup_max_lr` null takes the optimizer's own rate. A schedule sets its starting value when it is built and is",
+        (
+            "`warmup_max_lr` null takes the optimizer's own rate. A schedule sets its starting value when it is built"
+            " and is"
+        ),
         "stepped after every update, as DeepSpeed does it: the first two updates of a warm-up run at its minimum.",
-        "With `start_at_first_value` the repeated value is left out: update k runs with value k of the sequence, counted",
-        "from 0. `OneCycle` sets `betas[1]` to `cycle_beta2` (null leaves it), and its momentum decays within its bounds",
+        (
+            "With `start_at_first_value` the repeated value is left out: update k runs with value k of the sequence,"
+            " counted"
+        ),
+        (
+            "from 0. `OneCycle` sets `betas[1]` to `cycle_beta2` (null leaves it), and its momentum decays within its"
+            " bounds"
+        ),
         "instead of growing past 1.",
     ]
     return "\n".join(lines)

@@ -52,8 +52,8 @@ def _clipping_notice(root: Any) -> list[str]:
 def _predivide_notice(root: Any) -> list[str]:
     if root.prescale_gradients and root.gradient_predivide_factor != 1.0:
         return [
-            f"gradient_predivide_factor {root.gradient_predivide_factor:g} has no effect beside prescale_gradients, which "
-            "divides by the number of ranks before the sum"
+            f"gradient_predivide_factor {root.gradient_predivide_factor:g} has no effect beside prescale_gradients,"
+            " which divides by the number of ranks before the sum"
         ]
     return []
 

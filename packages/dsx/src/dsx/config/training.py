@@ -29,7 +29,9 @@ class Scheduler(Section):
     """Which schedule sets the learning rate after every optimizer step."""
 
     type: str = Field(
-        description="LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or any class of torch.optim.lr_scheduler"
+        description=(
+            "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or any class of torch.optim.lr_scheduler"
+        )
     )
     params: dict[str, Any] = Field(
         default_factory=dict, description="arguments of the schedule; names must match its constructor"
@@ -82,7 +84,9 @@ class TorchAutocast(Toggle):
     )
     lower_precision_safe_modules: list[str] | None = Field(
         None,
-        description="classes of modules whose gradients may be reduced in the lower precision; null: torch's own choice",
+        description=(
+            "classes of modules whose gradients may be reduced in the lower precision; null: torch's own choice"
+        ),
     )
 
 

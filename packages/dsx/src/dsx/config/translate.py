@@ -55,7 +55,9 @@ _BOUNDS = {
 
 
 MOST_PROBLEMS = 100
-"""Problems that are worked out and shown; a file with more is no configuration, and each costs a search for its place."""
+"""Problems that are worked out and shown; a file with more is no configuration, and each costs a search for its
+place.
+"""
 
 
 def problems_of(

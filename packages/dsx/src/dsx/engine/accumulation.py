@@ -1,9 +1,9 @@
 """Gradient accumulation: which micro-batch is the last before an update, and when gradients are reduced.
 
 Two questions, two small objects. `Accumulation` counts micro-batches and says "this one is the boundary". `SyncWindow`
-turns that into the optimizer's `no_sync()`: it is opened before a micro-batch's backward and closed at the next `step()`,
-rather than around one call, so that `engine.scale(loss).backward()` and several backwards per micro-batch are covered by
-the same mechanism as `engine.backward(loss)`.
+turns that into the optimizer's `no_sync()`: it is opened before a micro-batch's backward and closed at the next
+`step()`, rather than around one call, so that `engine.scale(loss).backward()` and several backwards per micro-batch are
+covered by the same mechanism as `engine.backward(loss)`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Accumulation:
             raise EngineArgumentError(f"gradient accumulation steps: got {value}, expected at least 1")
         if self._done:
             raise EngineError(
-                f"gradient accumulation steps: cannot change from {self._steps} to {value} after {self._done} micro-batches of an "
-                "update; change it right after a step() at a boundary"
+                f"gradient accumulation steps: cannot change from {self._steps} to {value} after {self._done}"
+                " micro-batches of an update; change it right after a step() at a boundary"
             )
         self._steps = value
 

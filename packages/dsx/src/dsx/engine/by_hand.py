@@ -1,7 +1,7 @@
 """What a training loop may do by hand that the engine otherwise does by itself: reduce now, free now, load weights.
 
-Programs that drive the engine from outside (Accelerate, Lightning, RL loops) call these by the names that DeepSpeed gave
-them. A loop of `engine.backward` and `engine.step` needs none of them.
+Programs that drive the engine from outside (Accelerate, Lightning, RL loops) call these by the names that DeepSpeed
+gave them. A loop of `engine.backward` and `engine.step` needs none of them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class EngineByHand:
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Several backwards of one micro-batch, reduced once: inside they only accumulate, on leaving they are reduced.
 
-        Legal in every ZeRO stage; in stages 2 and 3 the whole local gradients are kept meanwhile. An error inside leaves
-        the gradients unreduced and is passed on.
+        Legal in every ZeRO stage; in stages 2 and 3 the whole local gradients are kept meanwhile. An error inside
+        leaves the gradients unreduced and is passed on.
         """
         optimizer = self._with_optimizer("coalesce_grad_reduction")
         with self._living().window.hold():
@@ -60,7 +60,8 @@ class EngineByHand:
     def empty_partition_cache(self) -> None:
         """Stage 3: free every parameter that is gathered, kept for reuse or read ahead; nothing at other stages.
 
-        Call it on every rank, between forwards and backwards: after evaluation, or before something else needs the memory.
+        Call it on every rank, between forwards and backwards: after evaluation, or before something else needs the
+        memory.
         """
         self._with_optimizer("empty_partition_cache").free_gathered()
 
@@ -71,13 +72,15 @@ class EngineByHand:
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> Any:
-        """Load whole weights into the module, and into the optimizer's masters where it has some. Every rank must call it.
+        """Load whole weights into the module, and into the optimizer's masters where it has some. Every rank must call
+        it.
 
         Args:
             state_dict: whole tensors by the module's names, the same on every rank.
             strict: names that do not fit are an error.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of `module.load_state_dict`.
-            fetch_z3_params: gather all parameters first, for a `custom_load_fn` that writes them; writes of rank 0 count.
+            fetch_z3_params: gather all parameters first, for a `custom_load_fn` that writes them; writes of rank 0
+                count.
 
         Returns:
             What `module.load_state_dict` returns: missing and unexpected names.

@@ -1,7 +1,8 @@
 """The line that says what an optimizer which averages in one bit sends, and what it saves.
 
-Bytes are this rank's, summed since the line before. The gain is the optimizer's estimate from what it measured at its first
-step (`dsx_comm.StepTraffic`), which it does with `compression: "auto"` only; without a measurement no gain is shown.
+Bytes are this rank's, summed since the line before. The gain is the optimizer's estimate from what it measured at its
+first step (`dsx_comm.StepTraffic`), which it does with `compression: "auto"` only; without a measurement no gain is
+shown.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     engine.backward(loss)          # loss x scale / accumulation, autograd, gradients reduced as units complete
     engine.step()                  # at a boundary: unscale, check, clip, update, schedule, report
 
-`loss.backward()` in the place of `engine.backward(loss)` gives the same gradients, or raises where it cannot (see `backwards.py`).
+`loss.backward()` in the place of `engine.backward(loss)` gives the same gradients, or raises where it cannot (see
+`backwards.py`).
 
 The engine holds parts that were chosen once from the configuration (see `parts.py`); nothing in here asks whether a
 feature is on. The loss itself is scaled, once, whatever the model returned: a term added to the loss after the forward
@@ -36,7 +37,9 @@ _ROUTES = ("train", "eval", "predict")
 
 
 class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors, EngineModule):
-    """Trains `module`; built by `dsx.initialize`. It is an `nn.Module` whose only child is `module` (`as_module.py`)."""
+    """Trains `module`; built by `dsx.initialize`. It is an `nn.Module` whose only child is `module`
+    (`as_module.py`).
+    """
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts.module)
@@ -247,8 +250,8 @@ class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors, Engine
 
         Args:
             tag: name of the checkpoint; None: `global_step<N>`.
-            client_state: a dictionary that `load_checkpoint` gives back: numbers, text, lists, tuples, dicts, tensors, numpy values,
-                `argparse.Namespace`, dtypes and devices. Rank 0's is kept.
+            client_state: a dictionary that `load_checkpoint` gives back: numbers, text, lists, tuples, dicts, tensors,
+                numpy values, `argparse.Namespace`, dtypes and devices. Rank 0's is kept.
             save_latest: make it the one that `load_checkpoint` finds without a tag.
             exclude_frozen_parameters: leave out parameters that are not trained.
 
@@ -290,8 +293,8 @@ class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors, Engine
         checkpointer = self._living().checkpointer
         if custom_load_fn is not None:
             raise EngineArgumentError(
-                "load_checkpoint(custom_load_fn=...): not available yet; load with load_module_strict=False, or read single "
-                "tensors with dsx.checkpoint.open_checkpoint"
+                "load_checkpoint(custom_load_fn=...): not available yet; load with load_module_strict=False, or read"
+                " single tensors with dsx.checkpoint.open_checkpoint"
             )
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         path, client_state = checkpointer.load(load_dir, tag, wanted, loader=self.training_dataloader)
@@ -317,8 +320,9 @@ class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors, Engine
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EngineError(
-            "an engine cannot be copied or pickled: it holds process groups and this rank's shards. Save a checkpoint with save_checkpoint, or "
-            "copy the model, engine.module (at ZeRO stage 3 on every rank inside zero.GatheredParameters(engine.module.parameters()))"
+            "an engine cannot be copied or pickled: it holds process groups and this rank's shards. Save a checkpoint"
+            " with save_checkpoint, or copy the model, engine.module (at ZeRO stage 3 on every rank inside"
+            " zero.GatheredParameters(engine.module.parameters()))"
         )
 
     def _living(self) -> EngineParts:
@@ -330,16 +334,16 @@ class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors, Engine
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor):
         raise EngineArgumentError(
-            f"backward(loss): got {type(loss).__name__}, expected a tensor with one element; take the loss out of the model's "
-            "output first"
+            f"backward(loss): got {type(loss).__name__}, expected a tensor with one element; take the loss out of the"
+            " model's output first"
         )
     if loss.numel() != 1 or not loss.is_floating_point():
         raise EngineArgumentError(
-            f"backward(loss): got shape {tuple(loss.shape)} of {loss.dtype}, expected one floating-point number; reduce it, for "
-            "example with loss.mean()"
+            f"backward(loss): got shape {tuple(loss.shape)} of {loss.dtype}, expected one floating-point number; reduce"
+            " it, for example with loss.mean()"
         )
     if not loss.requires_grad:
         raise EngineArgumentError(
-            "backward(loss): the loss does not depend on any trainable parameter; was it computed under torch.no_grad(), or "
-            "detached?"
+            "backward(loss): the loss does not depend on any trainable parameter; was it computed under"
+            " torch.no_grad(), or detached?"
         )

@@ -14,7 +14,9 @@ class StepHook:
     """Does nothing; subclasses override what they need."""
 
     needs_engine_backward = False
-    """Whether it cannot work with backwards of losses that the engine did not scale (`loss.backward()`); observers may have it too."""
+    """Whether it cannot work with backwards of losses that the engine did not scale (`loss.backward()`); observers
+    may have it too.
+    """
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is about to run on a micro-batch."""

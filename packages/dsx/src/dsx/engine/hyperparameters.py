@@ -1,7 +1,8 @@
 """The numbers in an optimizer's parameter groups (lr, betas, weight_decay, ...): out of it for a checkpoint, and back.
 
-They change while training goes on: schedules set rates and momenta, scripts set what they like. Most of torch's schedules compute
-the next rate from the one in the group, so that a run which does not get its rates back trains with wrong ones from there on.
+They change while training goes on: schedules set rates and momenta, scripts set what they like. Most of torch's
+schedules compute the next rate from the one in the group, so that a run which does not get its rates back trains with
+wrong ones from there on.
 
 Switches (`amsgrad`, `fused`, ...) are left out: they are the configuration's, and may differ between machines.
 """

@@ -75,7 +75,9 @@ class Throughput:
 
 
 class ProgressLine:
-    """Logs `step=..., skipped=..., lr=[...], mom=[...]` every `every` steps, with the throughput where it is measured."""
+    """Logs `step=..., skipped=..., lr=[...], mom=[...]` every `every` steps, with the throughput where it is
+    measured.
+    """
 
     def __init__(
         self, every: int, counters: Counters, moments: Callable[[], Sequence[Any]], speed: Callable[[], float]
@@ -98,7 +100,9 @@ class ProgressLine:
 
 
 class TimeLine:
-    """Logs `time (ms) | forward: ... | backward: ... | step: ...` every `every` steps: means over the steps since then."""
+    """Logs `time (ms) | forward: ... | backward: ... | step: ...` every `every` steps: means over the steps since
+    then.
+    """
 
     def __init__(self, every: int, times: StepTimes) -> None:
         self._every, self._times = every, times
@@ -208,7 +212,8 @@ class MemoryUse:
 
 
 class RunStart:
-    """Tells the run directory what runs there, at the first step: only then is it known whether the run is a resumed one.
+    """Tells the run directory what runs there, at the first step: only then is it known whether the run is a resumed
+    one.
 
     Args:
         start: takes the samples seen before this process began.

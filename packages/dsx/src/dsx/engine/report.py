@@ -51,12 +51,16 @@ class StepReport:
 
     @property
     def grad_norm(self) -> float | None:
-        """L2 norm of the unscaled gradients over all ranks, before clipping; waits for the device. None: not computed."""
+        """L2 norm of the unscaled gradients over all ranks, before clipping; waits for the device. None: not
+        computed.
+        """
         return self.outcome.grad_norm
 
     @property
     def loss(self) -> float | None:
-        """Mean unscaled loss over this rank's micro-batches of the update; waits for the device. None without a loss."""
+        """Mean unscaled loss over this rank's micro-batches of the update; waits for the device. None without a
+        loss.
+        """
         return None if self.loss_tensor is None else float(self.loss_tensor)
 
 

@@ -29,7 +29,8 @@ class Request:
 
 
 def launched_as() -> tuple[int, int]:
-    """Rank and number of ranks, known without a process group: the group's if there is one, else the launcher's, else (0, 1).
+    """Rank and number of ranks, known without a process group: the group's if there is one, else the launcher's, else
+    (0, 1).
 
     The launcher is `dsx launch`, torchrun, srun, mpirun, ...: whatever `dsx_comm.init_distributed` would join.
 
@@ -45,7 +46,8 @@ def launched_as() -> tuple[int, int]:
 
 
 def joins_others(dist_init_required: bool | None) -> bool:
-    """Whether `initialize` has to make a process group: where it is asked to, or where a launcher started this process as one of several.
+    """Whether `initialize` has to make a process group: where it is asked to, or where a launcher started this process
+    as one of several.
 
     Raises:
         EngineArgumentError: it must not make one, there is none, and the ranks would each train alone.
@@ -55,7 +57,7 @@ def joins_others(dist_init_required: bool | None) -> bool:
     size = launched_as()[1]
     if dist_init_required is False and size > 1:
         raise EngineArgumentError(
-            f"initialize(dist_init_required=False): got {size} ranks by the environment and no process group, expected one; call "
-            "dsx.init_distributed first, or leave the argument out"
+            f"initialize(dist_init_required=False): got {size} ranks by the environment and no process group, expected"
+            " one; call dsx.init_distributed first, or leave the argument out"
         )
     return (size > 1 or "RANK" in os.environ) if dist_init_required is None else dist_init_required

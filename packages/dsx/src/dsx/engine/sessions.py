@@ -1,7 +1,7 @@
 """Measurements that last from somewhere in a step to its end: flops profile, eigenvalues, gradient noise, trace.
 
-Each is a hook (in the step) and an observer (after it), holds an object of `dsx_monitor` that does the work, and decides
-only when it runs. One that is not configured is not built.
+Each is a hook (in the step) and an observer (after it), holds an object of `dsx_monitor` that does the work, and
+decides only when it runs. One that is not configured is not built.
 """
 
 from __future__ import annotations

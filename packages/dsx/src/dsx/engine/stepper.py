@@ -1,8 +1,8 @@
 """The update itself: unscale, check, clip, step, forget the gradients, adapt the loss scale.
 
 The arithmetic is the sharded optimizer's; this file fixes the order and the scale. The scale that divides the gradients
-is the one their backward was done with; the scaler learns of the outcome afterwards, so that the step at which the scale
-grows is not divided by the new value.
+is the one their backward was done with; the scaler learns of the outcome afterwards, so that the step at which the
+scale grows is not divided by the new value.
 """
 
 from __future__ import annotations
@@ -71,5 +71,6 @@ class NoStepper:
             EngineError: always.
         """
         raise EngineError(
-            "step(): this engine has no optimizer; pass optimizer=... to dsx.initialize or set optimizer.type in the config"
+            "step(): this engine has no optimizer; pass optimizer=... to dsx.initialize or set optimizer.type in the"
+            " config"
         )

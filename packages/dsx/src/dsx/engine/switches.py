@@ -1,4 +1,6 @@
-"""What the configuration switched on, under the names that training scripts ask an engine for. Nothing in here changes anything."""
+"""What the configuration switched on, under the names that training scripts ask an engine for. Nothing in here
+changes anything.
+"""
 
 from __future__ import annotations
 

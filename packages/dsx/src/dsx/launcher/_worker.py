@@ -1,9 +1,10 @@
 """The first code of every rank: prepares the process, then *is* the user's program.
 
-Run by path (``python -u .../_worker.py train.py args``), with the standard library only, so that a rank starts as fast as the program alone would.
-What it does, in order: ties its life to the launcher's (the kernel kills it when the launcher dies, whatever the reason), redirects the output
-if asked, pins cores, completes the environment, runs the program as ``__main__``. An exception that leaves the program is written to a
-file instead of the terminal: the launcher prints the one that came first, once. Programs that are not Python (``--no_python``) replace this process.
+Run by path (``python -u .../_worker.py train.py args``), with the standard library only, so that a rank starts as fast
+as the program alone would. What it does, in order: ties its life to the launcher's (the kernel kills it when the
+launcher dies, whatever the reason), redirects the output if asked, pins cores, completes the environment, runs the
+program as ``__main__``. An exception that leaves the program is written to a file instead of the terminal: the launcher
+prints the one that came first, once. Programs that are not Python (``--no_python``) replace this process.
 
 Left out: restarting, timeouts, log rotation. Those belong to the launcher's agent or to the program.
 """
@@ -47,7 +48,9 @@ def main() -> None:
 
 
 def die_with_parent(agent_pid: int) -> None:
-    """Ask the kernel to kill this process when the launcher's agent dies (Linux; elsewhere the agent's clean-up has to do)."""
+    """Ask the kernel to kill this process when the launcher's agent dies (Linux; elsewhere the agent's clean-up has
+    to do).
+    """
     if not sys.platform.startswith("linux"):
         return
     import ctypes  # late: only here
@@ -119,7 +122,9 @@ def run_program(target: str, args: list) -> None:
 
 
 def run_script(path: str) -> None:
-    """Execute the file in a fresh ``__main__`` that stays until the process ends, so that pickling and spawning find it."""
+    """Execute the file in a fresh ``__main__`` that stays until the process ends, so that pickling and spawning find
+    it.
+    """
     add_to_path(os.path.dirname(os.path.realpath(path)))
     module = types.ModuleType("__main__")
     module.__file__ = path

@@ -1,8 +1,9 @@
 """The agent of one host: torch's elastic agent with firm times for stopping.
 
-torch's agent starts the ranks, watches them and stops all when one fails. Added here: a rank that has reported an exception counts as failed even if
-it hangs in its own clean-up, stubborn ranks are killed after a few seconds (upstream waits 30), and it is remembered which ranks failed by
-themselves, before the rest was stopped. Restarts are not used: a job resumes from its checkpoint, by the same command.
+torch's agent starts the ranks, watches them and stops all when one fails. Added here: a rank that has reported an
+exception counts as failed even if it hangs in its own clean-up, stubborn ranks are killed after a few seconds (upstream
+waits 30), and it is remembered which ranks failed by themselves, before the rest was stopped. Restarts are not used: a
+job resumes from its checkpoint, by the same command.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class HostAgent(LocalElasticAgent):
         """Set when another host has failed: a stop is then no longer a polite request."""
 
     def run_once(self) -> bool:
-        """Start the ranks and wait for their end. Returns whether any failed; raises torch's `SignalException` when stopped."""
+        """Start the ranks and wait for their end. Returns whether any failed; raises torch's `SignalException` when
+        stopped.
+        """
         result = cast(RunResult, self.run())
         return result.is_failed()
 

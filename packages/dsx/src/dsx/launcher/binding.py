@@ -1,4 +1,6 @@
-"""Which CPU cores each local rank is pinned to (``--bind_cores_to_rank``, ``--bind_core_list``). The worker applies it."""
+"""Which CPU cores each local rank is pinned to (``--bind_cores_to_rank``, ``--bind_core_list``). The worker applies
+it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def split_cores(cores: Sequence[int], processes: int) -> tuple[tuple[int, ...], 
     share = len(cores) // processes
     if share == 0:
         raise ResourceError(
-            f"--bind_cores_to_rank: {processes} processes, but only {len(cores)} core(s): {','.join(map(str, cores))}; start fewer processes or list more cores"
+            f"--bind_cores_to_rank: {processes} processes, but only {len(cores)} core(s): {','.join(map(str, cores))};"
+            " start fewer processes or list more cores"
         )
     return tuple(tuple(cores[rank * share : (rank + 1) * share]) for rank in range(processes))
 

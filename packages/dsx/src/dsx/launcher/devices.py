@@ -1,7 +1,7 @@
 """The accelerators this machine offers to the job, and which of them a worker may see.
 
-``CUDA_VISIBLE_DEVICES`` may hold indices, GPU UUIDs or MIG UUIDs; they stay text from end to end. A machine without accelerators has an empty
-list, and then processes are counted, not devices.
+``CUDA_VISIBLE_DEVICES`` may hold indices, GPU UUIDs or MIG UUIDs; they stay text from end to end. A machine without
+accelerators has an empty list, and then processes are counted, not devices.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ def local_devices(environ: Mapping[str, str]) -> Slots:
 
 
 def devices_for(slots: Sequence[str], environ: Mapping[str, str], count: int) -> Slots | None:
-    """What ``CUDA_VISIBLE_DEVICES`` a host gives its workers for the hostfile's ``slots``; None on a host without devices.
+    """What ``CUDA_VISIBLE_DEVICES`` a host gives its workers for the hostfile's ``slots``; None on a host without
+    devices.
 
-    Where the host's own environment already restricts the devices (a batch system, the user), slot ``i`` is the i-th of those.
+    Where the host's own environment already restricts the devices (a batch system, the user), slot ``i`` is the i-th of
+    those.
     """
     if count == 0:
         return None
@@ -60,7 +62,7 @@ def devices_for(slots: Sequence[str], environ: Mapping[str, str], count: int) ->
             chosen.append(listed[int(slot)])
         else:
             raise ResourceError(
-                f"slot {slot} is asked for, but CUDA_VISIBLE_DEVICES={','.join(listed)} on this host has {len(listed)} device(s); "
-                "lower slots= in the hostfile or unset the variable"
+                f"slot {slot} is asked for, but CUDA_VISIBLE_DEVICES={','.join(listed)} on this host has {len(listed)}"
+                " device(s); lower slots= in the hostfile or unset the variable"
             )
     return tuple(chosen)

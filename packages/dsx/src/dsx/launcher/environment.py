@@ -1,8 +1,10 @@
-"""Which environment variables travel to the other hosts. Pure functions over mappings, except `read_env_files`, which reads the files.
+"""Which environment variables travel to the other hosts. Pure functions over mappings, except `read_env_files`, which
+reads the files.
 
-Two sources: variables whose name starts with one of `PREFIXES`, and ``KEY=VALUE`` files (``.dsx_env`` or ``.deepspeed_env`` in the home folder, then in the
-current one, which wins; or the one file ``DS_ENV_FILE`` names). Where both speak of a variable that the user has set for this very command
-(``NCCL_DEBUG=INFO dsx launch ...``), the command wins and the difference is logged.
+Two sources: variables whose name starts with one of `PREFIXES`, and ``KEY=VALUE`` files (``.dsx_env`` or
+``.deepspeed_env`` in the home folder, then in the current one, which wins; or the one file ``DS_ENV_FILE`` names).
+Where both speak of a variable that the user has set for this very command (``NCCL_DEBUG=INFO dsx launch ...``), the
+command wins and the difference is logged.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 
 def parse_env_file(lines: Sequence[str], *, name: str) -> dict[str, str]:
-    """``KEY=VALUE`` per line, ``#`` at the start of a line for comments. Raises `ResourceError` naming the line for anything else."""
+    """``KEY=VALUE`` per line, ``#`` at the start of a line for comments. Raises `ResourceError` naming the line for
+    anything else.
+    """
     values: dict[str, str] = {}
     for number, raw in enumerate(lines, start=1):
         line = raw.strip()
@@ -45,7 +49,9 @@ def _unquoted(value: str) -> str:
 
 
 def read_env_files(environ: Mapping[str, str], *, home: Path, here: Path) -> dict[str, str]:
-    """The variables of the environment files, later files winning. A file named by ``DS_ENV_FILE`` must exist; the others may."""
+    """The variables of the environment files, later files winning. A file named by ``DS_ENV_FILE`` must exist; the
+    others may.
+    """
     named = environ.get(PATH_VARIABLE, "")
     if named and not Path(named).is_file():
         raise ResourceError(f"{PATH_VARIABLE}={named}: no such file; correct the variable or unset it")

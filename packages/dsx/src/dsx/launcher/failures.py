@@ -1,8 +1,8 @@
 """What became of a rank that failed, which failure came first, and how it is shown.
 
-When one rank raises, the others soon fail too, because their peer is gone. The cause is the earliest failure that is not itself such a broken
-connection. Pure functions over records; the records are written by the ranks (see ``_worker.py``) and by the agent for ranks that died
-without a word.
+When one rank raises, the others soon fail too, because their peer is gone. The cause is the earliest failure that is
+not itself such a broken connection. Pure functions over records; the records are written by the ranks (see
+``_worker.py``) and by the agent for ranks that died without a word.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Whatever transport notices a dead peer, its error is a consequence. The names of dsx-comm's own errors belong here too:
-# they are raised at once, often before the agent has seen the dead process (test_launch_first_cause.py).
+# Whatever transport notices a dead peer, its error is a consequence. The names of dsx-comm's own errors belong here
+# too: they are raised at once, often before the agent has seen the dead process (test_launch_first_cause.py).
 _PEER_GONE = re.compile(
     r"^(PeerLostError|CommAbortedError|CollectiveTimeoutError|HangError)\b|"
     r"connection (closed|reset|refused|was (reset|closed))|broken pipe|remote process exited|peer closed|socket timeout"
-    r"|failed to recv, got 0 bytes|connectFullMesh|DistBackendError|DistNetworkError|gloo.*(timed out|timeout)|watchdog caught",
+    r"|failed to recv, got 0 bytes|connectFullMesh|DistBackendError|DistNetworkError|gloo.*(timed out|timeout)|watchdog"
+    r" caught",
     re.IGNORECASE,
 )
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank that ended badly. ``exitcode`` is as `subprocess` gives it (negative: a signal); ``time`` is seconds since the epoch."""
+    """One rank that ended badly. ``exitcode`` is as `subprocess` gives it (negative: a signal); ``time`` is seconds
+    since the epoch.
+    """
 
     rank: int
     host: str
@@ -61,7 +64,9 @@ def signal_name(number: int) -> str:
 
 
 def shell_code(returncode: int) -> int:
-    """A `subprocess` return code as an exit code: death by signal n becomes 128 + n, so that it is never mistaken for success."""
+    """A `subprocess` return code as an exit code: death by signal n becomes 128 + n, so that it is never mistaken
+    for success.
+    """
     return 128 - returncode if returncode < 0 else returncode & 0xFF or (1 if returncode else 0)
 
 
@@ -71,7 +76,9 @@ def first_cause(failures: Iterable[RankFailure]) -> RankFailure | None:
 
 
 def read_records(folder: Path, *, host: str) -> list[RankFailure]:
-    """The exceptions the ranks of this host wrote into ``folder``. Their exit code is Python's, 1, however the process was ended afterwards."""
+    """The exceptions the ranks of this host wrote into ``folder``. Their exit code is Python's, 1, however the
+    process was ended afterwards.
+    """
     found = []
     for path in sorted(folder.glob("rank*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,5 @@
-"""Running the ranks of one host and saying how it ended: what ``dsx launch`` does on one machine, and what it starts on each of several.
+"""Running the ranks of one host and saying how it ended: what ``dsx launch`` does on one machine, and what it starts on
+each of several.
 
 The result is an exit code for a shell: 0, the code of the rank that failed first, or 128 + n for a signal.
 """
@@ -74,7 +75,9 @@ def check_program(program: Program) -> None:
 
 
 def run_host(job: HostJob) -> int:
-    """Start the ranks of this host, wait for the end of the job, report the first failure, leave nothing behind. Returns the exit code."""
+    """Start the ranks of this host, wait for the end of the job, report the first failure, leave nothing behind.
+    Returns the exit code.
+    """
     check_program(job.program)
     check_log_dir(job.log_dir)
     adopt_orphans()
@@ -188,7 +191,9 @@ def _ignore_signals() -> None:
 
 
 def _collect(job: HostJob, failed: dict[int, tuple[int, int]], failure_dir: Path) -> list[RankFailure]:
-    """The ranks that failed by themselves: those that reported an exception, and those that ended badly without a word."""
+    """The ranks that failed by themselves: those that reported an exception, and those that ended badly without a
+    word.
+    """
     found = read_records(failure_dir, host=job.host)
     reported = {failure.rank for failure in found}
     now = time.time()

@@ -13,7 +13,8 @@ _RANK_VARIABLES = {
 
 
 def host_rank_from(environ: Mapping[str, str], hosts: Sequence[str], source: str = "") -> int:
-    """Which of ``hosts`` this is, from what MPI or Slurm has put into the environment (``source``: "mpi", "slurm" or "" for either).
+    """Which of ``hosts`` this is, from what MPI or Slurm has put into the environment (``source``: "mpi", "slurm" or ""
+    for either).
 
     Slurm sorts the hosts it is given, so there the host's name decides, not its number.
     """
@@ -26,5 +27,6 @@ def host_rank_from(environ: Mapping[str, str], hosts: Sequence[str], source: str
     if len(hosts) == 1:
         return 0
     raise ResourceError(
-        f"cannot tell which of the hosts {', '.join(hosts)} this is: none of {', '.join(names)} is set; pass --node_rank"
+        f"cannot tell which of the hosts {', '.join(hosts)} this is: none of {', '.join(names)} is set; pass"
+        " --node_rank"
     )

@@ -1,7 +1,8 @@
 """Starting the agents of several hosts and ending them all together.
 
-One failing host ends the job: the others get a moment to end by themselves (their agents hear of it, see `dsx.launcher.news`), then their connections are
-closed, then the local clients are killed. Nothing on a remote host is ever killed by name.
+One failing host ends the job: the others get a moment to end by themselves (their agents hear of it, see
+`dsx.launcher.news`), then their connections are closed, then the local clients are killed. Nothing on a remote host is
+ever killed by name.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Clients:
 
     @property
     def code(self) -> int:
-        """0, or the largest code of the hosts that failed by themselves: the host of the first failure ends with that rank's code, the others with 1."""
+        """0, or the largest code of the hosts that failed by themselves: the host of the first failure ends with
+        that rank's code, the others with 1.
+        """
         codes = [self._processes[index].returncode for index in self._ended]
         own = [code for code in codes if code not in (0, *STOPPED)]
         return max((shell_code(code) for code in own or codes), default=0)
@@ -155,7 +158,9 @@ def _end(plan: HostsPlan, clients: Clients, number: signal.Signals, seconds: flo
 
 
 def announce_end(plan: HostsPlan) -> bool:
-    """Tell the agents through the rendezvous that the job ends: pdsh does not pass signals on to the hosts. Returns whether they could be told."""
+    """Tell the agents through the rendezvous that the job ends: pdsh does not pass signals on to the hosts. Returns
+    whether they could be told.
+    """
     from .rendezvous import STORE_ERRORS, FailureBoard, Meeting  # late: imports torch
 
     meeting = Meeting(plan.run_id, plan.remote.hosts, host_rank=0, addr=plan.master_addr, port=plan.master_port)

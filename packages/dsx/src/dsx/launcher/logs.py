@@ -16,7 +16,9 @@ def configure_logging(level: str) -> None:
 
 
 def import_torch_quietly() -> None:
-    """Import torch with its C++ warnings off in this process (not in the ranks): a store that another host has left prints screens of frames."""
+    """Import torch with its C++ warnings off in this process (not in the ranks): a store that another host has left
+    prints screens of frames.
+    """
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:
         return

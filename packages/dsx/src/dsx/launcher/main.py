@@ -1,4 +1,6 @@
-"""``dsx launch``: options, plan, run. Returns exit codes: 0; the failed rank's; 2 for a mistake in the command; 1 when hosts cannot be reached."""
+"""``dsx launch``: options, plan, run. Returns exit codes: 0; the failed rank's; 2 for a mistake in the command; 1
+when hosts cannot be reached.
+"""
 
 from __future__ import annotations
 

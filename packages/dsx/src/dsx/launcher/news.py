@@ -1,7 +1,8 @@
 """A failure on one host ends all hosts: posting it, hearing of it, and agreeing whose failure is shown.
 
-Whatever started the hosts (ssh, mpirun, a person at each keyboard), every agent looks at the store of the first host once a second. On news of a failure,
-or when that store is gone, it asks itself to stop, in the same way a user would: SIGTERM.
+Whatever started the hosts (ssh, mpirun, a person at each keyboard), every agent looks at the store of the first host
+once a second. On news of a failure, or when that store is gone, it asks itself to stop, in the same way a user would:
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def watch_for_failures(rendezvous: HostRendezvous, agent: HostAgent) -> FailureW
 
 
 def cause_of_the_job(meeting: Meeting, port: int, own: RankFailure, *, wait_s: float) -> RankFailure:
-    """The first failure among all hosts, as far as they have posted within ``wait_s`` seconds; ``own`` when nobody can be asked."""
+    """The first failure among all hosts, as far as they have posted within ``wait_s`` seconds; ``own`` when nobody
+    can be asked.
+    """
     try:
         board = FailureBoard(meeting, port)
         board.post(own)

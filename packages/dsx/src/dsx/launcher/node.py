@@ -1,7 +1,7 @@
 """The agent of one host as a command: what ssh, pdsh, srun or mpirun start, once per host.
 
-``python -m dsx.launcher.node --world_info=... --master_addr=... --master_port=... [--node_rank=N] -- script args``. Not meant to be typed by people; ``dsx launch
---dry_run`` shows the full lines.
+``python -m dsx.launcher.node --world_info=... --master_addr=... --master_port=... [--node_rank=N] -- script args``. Not
+meant to be typed by people; ``dsx launch --dry_run`` shows the full lines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The options of ``dsx launch``: their names, their help, and the checks that need nothing but the options themselves.
 
-Names follow the launcher that scripts of the field already call; every ``--long_name`` is also accepted as ``--long-name``. Options of features that
-do not exist yet are known and refused, so that nothing is silently ignored.
+Names follow the launcher that scripts of the field already call; every ``--long_name`` is also accepted as
+``--long-name``. Options of features that do not exist yet are known and refused, so that nothing is silently ignored.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """The script and everything after it, word by word; argparse's own way of saying so (PARSER) is the only one that keeps a ``--``."""
+    """The script and everything after it, word by word; argparse's own way of saying so (PARSER) is the only one
+    that keeps a ``--``.
+    """
     parser.add_argument(
         "command",
         nargs=argparse.PARSER,
@@ -181,7 +183,9 @@ def _add_refused(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(namespace: argparse.Namespace) -> LaunchOptions:
-    """Check a parsed command line. Raises `ResourceError` for combinations that contradict each other, `NotAvailableYet` for features to come."""
+    """Check a parsed command line. Raises `ResourceError` for combinations that contradict each other,
+    `NotAvailableYet` for features to come.
+    """
     values = dict(vars(namespace))
     refused = {
         name: values.pop(name, None)

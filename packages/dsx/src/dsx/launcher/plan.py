@@ -1,7 +1,7 @@
 """From options to a plan: what will be started, decided completely before anything is started.
 
-A plan is frozen data that can be printed (``--dry_run``). Either this process runs the ranks itself (`HostJob`), or it starts one agent per host with the
-commands of a `HostsPlan`.
+A plan is frozen data that can be printed (``--dry_run``). Either this process runs the ranks itself (`HostJob`), or it
+starts one agent per host with the commands of a `HostsPlan`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _pool(options: LaunchOptions, environ: Mapping[str, str]) -> Pool | None:
         return read_hostfile(DEFAULT_HOSTFILE)
     if options.num_nodes is not None and options.num_nodes > 1 and not options.no_ssh:
         raise ResourceError(
-            f"--num_nodes {options.num_nodes} needs the names of the hosts; pass a file with lines 'host slots=N' as --hostfile"
+            f"--num_nodes {options.num_nodes} needs the names of the hosts; pass a file with lines 'host slots=N' as"
+            " --hostfile"
         )
     if options.force_multi:
         return {socket.gethostname(): _slots_here(options, environ)[0]}
@@ -150,7 +151,8 @@ def _devices(slots: tuple[str, ...], environ: Mapping[str, str], *, wanted: bool
 def _job(options: LaunchOptions, *, procs: int, devices: tuple[str, ...] | None) -> HostJob:
     if options.master_addr and not _resolves(options.master_addr):
         raise ResourceError(
-            f"--master_addr {options.master_addr}: this name has no address; a job on one machine needs no --master_addr"
+            f"--master_addr {options.master_addr}: this name has no address; a job on one machine needs no"
+            " --master_addr"
         )
     return HostJob(
         program=program_of(options),
@@ -245,13 +247,16 @@ def _port_for(first_host: str) -> int:
 
 
 def _first_address(options: LaunchOptions, launcher: str, hosts: tuple[str, ...], environ: Mapping[str, str]) -> str:
-    """How the others reach the first host: by its name if it has one in the network, else by the address it reports over ssh."""
+    """How the others reach the first host: by its name if it has one in the network, else by the address it reports
+    over ssh.
+    """
     first = hosts[0]
     if first in (LOCALHOST, "127.0.0.1", "::1"):
         if all(is_this_machine(host) for host in hosts):
             return "127.0.0.1"
         raise ResourceError(
-            f"the first host is {first!r}, a name the other hosts cannot use; put its network name into the hostfile or pass --master_addr"
+            f"the first host is {first!r}, a name the other hosts cannot use; put its network name into the hostfile or"
+            " pass --master_addr"
         )
     if launcher not in ("ssh", "pdsh") or options.dry_run or _resolves(first):
         return first

@@ -20,13 +20,17 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on descendants whose parent died become children of this process (Linux), so that `kill_descendants` finds them."""
+    """From now on descendants whose parent died become children of this process (Linux), so that `kill_descendants`
+    finds them.
+    """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def dying_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None] | None:
-    """A ``preexec_fn`` that makes the child receive ``number`` when this process dies; None where the kernel has no such thing."""
+    """A ``preexec_fn`` that makes the child receive ``number`` when this process dies; None where the kernel has no
+    such thing.
+    """
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl  # loaded here: after the fork as little as possible is done

@@ -1,7 +1,7 @@
 """``dsx ssh``: one command on every host of a hostfile, all at once, each output line marked with its host.
 
-The words of the command arrive on the hosts as they were typed here: every word is quoted. To use a remote shell's own syntax (pipes, variables),
-pass one word: ``dsx ssh -f hosts 'ps aux | grep train'``.
+The words of the command arrive on the hosts as they were typed here: every word is quoted. To use a remote shell's own
+syntax (pipes, variables), pass one word: ``dsx ssh -f hosts 'ps aux | grep train'``.
 """
 
 from __future__ import annotations

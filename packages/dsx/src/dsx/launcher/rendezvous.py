@@ -1,10 +1,11 @@
 """How the hosts of a job meet: a TCP store on the first host, known before anything starts.
 
-The rank of a host is its place in the list of hosts, never the order of arrival. On one machine the store takes a free port of the kernel's
-choice, so that jobs side by side cannot collide. Between hosts the port must be known beforehand. A host that does not arrive is named.
+The rank of a host is its place in the list of hosts, never the order of arrival. On one machine the store takes a free
+port of the kernel's choice, so that jobs side by side cannot collide. Between hosts the port must be known beforehand.
+A host that does not arrive is named.
 
-The same store carries the news of a failure: whoever sees a rank fail posts it, everybody else looks once a second, and the host whose
-failure came first prints it.
+The same store carries the news of a failure: whoever sees a rank fail posts it, everybody else looks once a second, and
+the host whose failure came first prints it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - public, but not in __all__
+from torch.distributed import (
+    DistNetworkError,
+    DistStoreError,
+    PrefixStore,
+    TCPStore,
+)  # pyright: ignore[reportPrivateImportUsage] - public, but not in __all__
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from .errors import LaunchError
@@ -86,13 +92,16 @@ class HostRendezvous(RendezvousHandler):
 
 
 def _connect(meeting: Meeting, deadline: float) -> TCPStore:
-    """Open the store (first host) or connect to it (the others), in short attempts so that signals are served in between."""
+    """Open the store (first host) or connect to it (the others), in short attempts so that signals are served in
+    between.
+    """
     if meeting.host_rank == 0:
         try:
             return _open(meeting, is_master=True, timeout_s=meeting.timeout_s)
         except _STORE_ERRORS as error:
             raise LaunchError(
-                f"the rendezvous cannot listen on port {meeting.port} of {meeting.hosts[0]}: {_first_line(error)}; choose another with --master_port"
+                f"the rendezvous cannot listen on port {meeting.port} of {meeting.hosts[0]}: {_first_line(error)};"
+                " choose another with --master_port"
             ) from error
     while True:
         try:
@@ -100,8 +109,9 @@ def _connect(meeting: Meeting, deadline: float) -> TCPStore:
         except _STORE_ERRORS as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"host {meeting.hosts[meeting.host_rank]} cannot reach the first host at {meeting.addr}:{meeting.port}: {_first_line(error)}; "
-                    "check --master_addr, --master_port and the firewall"
+                    f"host {meeting.hosts[meeting.host_rank]} cannot reach the first host at"
+                    f" {meeting.addr}:{meeting.port}: {_first_line(error)}; check --master_addr, --master_port and the"
+                    " firewall"
                 ) from error
         time.sleep(0.2)
 
@@ -143,7 +153,9 @@ def _wait_for_all(store: TCPStore, meeting: Meeting, deadline: float) -> None:
 
 
 class FailureBoard:
-    """News of failures between the hosts, over a connection of its own (a store connection serves one blocking call at a time)."""
+    """News of failures between the hosts, over a connection of its own (a store connection serves one blocking call
+    at a time).
+    """
 
     def __init__(self, meeting: Meeting, port: int) -> None:
         self._meeting = meeting
@@ -152,7 +164,9 @@ class FailureBoard:
         )
 
     def announce(self) -> None:
-        """Tell every host that the job has failed or is to stop. Raises the store's error when the first host is gone."""
+        """Tell every host that the job has failed or is to stop. Raises the store's error when the first host is
+        gone.
+        """
         self._store.set(f"{self._meeting.run_id}/{_FAILED}", "1")
 
     def announced(self) -> bool:

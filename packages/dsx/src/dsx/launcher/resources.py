@@ -1,7 +1,8 @@
 """Which hosts and which slots on them: hostfile, filters and the encoded form that travels to the hosts.
 
-Pure functions over plain data (``{host: (slot, ...)}``, in the order of the hostfile, which is the order of ranks). A slot is the index of an
-accelerator on its host, as text, because device names may be UUIDs. Nothing here looks at the machine it runs on.
+Pure functions over plain data (``{host: (slot, ...)}``, in the order of the hostfile, which is the order of ranks). A
+slot is the index of an accelerator on its host, as text, because device names may be UUIDs. Nothing here looks at the
+machine it runs on.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _LINE = re.compile(r"^(?P<host>[A-Za-z0-9_][A-Za-z0-9_.:-]*)(?:\s+slots\s*=\s*(?
 def parse_hostfile(lines: Sequence[str], *, name: str = "hostfile") -> Pool:
     """``host slots=N`` per line; ``#`` starts a comment; blank lines are skipped.
 
-    A host without ``slots=`` has one slot. Raises `ResourceError` naming the line for anything else, for a host listed twice and for a file
-    without hosts.
+    A host without ``slots=`` has one slot. Raises `ResourceError` naming the line for anything else, for a host listed
+    twice and for a file without hosts.
     """
     pool: Pool = {}
     first_line: dict[str, int] = {}
@@ -53,7 +54,9 @@ def parse_hostfile(lines: Sequence[str], *, name: str = "hostfile") -> Pool:
 
 
 def slot_count(given: str | int, *, option: str) -> int:
-    """A number of slots or processes of one host, checked before anything of that size is made. Raises `ResourceError`."""
+    """A number of slots or processes of one host, checked before anything of that size is made. Raises
+    `ResourceError`.
+    """
     text = str(given) if isinstance(given, str) or abs(given) <= MOST_SLOTS else "a larger number"
     # The length is looked at first: Python refuses to read numbers of thousands of digits.
     if not text.isdecimal() or len(text) > len(str(MOST_SLOTS)) or not 1 <= int(text) <= MOST_SLOTS:
@@ -128,7 +131,9 @@ def _others(slots: Slots, unwanted: Slots | None) -> Slots:
 
 
 def limit(pool: Mapping[str, Slots], *, nodes: int | None = None, per_host: int | None = None) -> Pool:
-    """The first ``nodes`` hosts and the first ``per_host`` slots of each. Raises `ResourceError` when there are fewer."""
+    """The first ``nodes`` hosts and the first ``per_host`` slots of each. Raises `ResourceError` when there are
+    fewer.
+    """
     if nodes is not None and not 1 <= nodes <= len(pool):
         raise ResourceError(
             f"--num_nodes {nodes}: expected between 1 and {len(pool)}, the number of hosts ({', '.join(pool)})"

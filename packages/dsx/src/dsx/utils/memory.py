@@ -1,7 +1,7 @@
 """How much memory this process and its device hold, as numbers and as one log line.
 
-Device figures are those of torch's caching allocator; host figures are this process' resident set and the machine's use.
-Nothing here synchronises a device or runs the garbage collector unless asked.
+Device figures are those of torch's caching allocator; host figures are this process' resident set and the machine's
+use. Nothing here synchronises a device or runs the garbage collector unless asked.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def memory_status() -> MemoryStatus:
 def see_memory_usage(message: str, force: bool = False, ranks: tuple[int, ...] = (0,)) -> MemoryStatus | None:
     """Log `message` with the memory in use, and start new peaks on the device.
 
-    Silent unless `force`, so that calls may stay in production code. Collects garbage first, so that the line shows what
-    is held rather than what is about to be freed.
+    Silent unless `force`, so that calls may stay in production code. Collects garbage first, so that the line shows
+    what is held rather than what is about to be freed.
 
     Returns:
         The figures written, or None when not forced.

@@ -1,7 +1,7 @@
 """Cutting a list of layers into consecutive parts: equally long ones, or equally heavy ones.
 
-Pure functions over numbers; a result is the list of the parts' borders, `parts + 1` of them: part i holds the items from
-`borders[i]` up to, not including, `borders[i + 1]`.
+Pure functions over numbers; a result is the list of the parts' borders, `parts + 1` of them: part i holds the items
+from `borders[i]` up to, not including, `borders[i + 1]`.
 """
 
 from __future__ import annotations

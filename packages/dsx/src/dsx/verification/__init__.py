@@ -3,9 +3,9 @@
     report = dsx.verify(model_fn, "dsx.json", batch_fn)      # on every rank, under the launcher or alone
     print(report)
 
-Rank 0 holds the oracle (`oracle.py`): one process, one model, no sharding. Values are compared on *every* rank, because a
-mistake may show on one of them only (`compare.py`). Each step is judged on its own: what was compared and found equal is
-then adopted by the oracle, so that rounding does not pile up and tolerances stay tight (`run.py`).
+Rank 0 holds the oracle (`oracle.py`): one process, one model, no sharding. Values are compared on *every* rank, because
+a mistake may show on one of them only (`compare.py`). Each step is judged on its own: what was compared and found equal
+is then adopted by the oracle, so that rounding does not pile up and tolerances stay tight (`run.py`).
 """
 
 from .compare import Tolerance

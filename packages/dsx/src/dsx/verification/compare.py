@@ -1,7 +1,7 @@
 """How far apart two tensors may be, and which place of them is the furthest.
 
-Errors are measured against the largest magnitude of the tensor, not element by element: an element that is small because
-large terms cancelled has the rounding error of the large ones.
+Errors are measured against the largest magnitude of the tensor, not element by element: an element that is small
+because large terms cancelled has the rounding error of the large ones.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Comparison:
     def tensors(
         self, step: int, kind: str, name: str, got: torch.Tensor, expected: torch.Tensor, allowed: float
     ) -> None:
-        """Compare two tensors of one shape; `allowed` is absolute. A value that is not finite differs from any that is."""
+        """Compare two tensors of one shape; `allowed` is absolute. A value that is not finite differs from any that
+        is.
+        """
         if got.shape != expected.shape:
             self._add(Difference(step, kind, f"{name} (shape)", self._rank, 1.0, 0.0, got.numel(), expected.numel()))
             return

@@ -1,8 +1,8 @@
 """Plain training in one process: the model whole, one optimizer over fp32 masters, every rank's micro-batches in turn.
 
 Written to be read against a textbook, and on purpose without any of the machinery it checks: no flat buffers, no hooks,
-no process groups. It follows the same rules of precision: parameters in the training dtype, fp32 masters, the loss scaled,
-gradients unscaled before they are checked, normed and clipped.
+no process groups. It follows the same rules of precision: parameters in the training dtype, fp32 masters, the loss
+scaled, gradients unscaled before they are checked, normed and clipped.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Oracle:
 def default_loss(model: Callable[..., Any], batch: Any) -> torch.Tensor:
     """Run `model` on `batch` and find the loss in what it returns.
 
-    A mapping gives keyword arguments, a tuple or list positional ones, anything else is the one argument. The loss is the
-    output itself, its `loss`, or the first item of a tuple or list.
+    A mapping gives keyword arguments, a tuple or list positional ones, anything else is the one argument. The loss is
+    the output itself, its `loss`, or the first item of a tuple or list.
     """
     if isinstance(batch, Mapping):
         output = model(**batch)

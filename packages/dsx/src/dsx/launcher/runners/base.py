@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A job for several hosts. ``argv`` is the agent's command without the host's rank; ``exports`` go into the environment of every host."""
+    """A job for several hosts. ``argv`` is the agent's command without the host's rank; ``exports`` go into the
+    environment of every host.
+    """
 
     hosts: tuple[str, ...]
     python: str
@@ -23,7 +25,8 @@ class Remote:
 
 @dataclass(frozen=True)
 class Command:
-    """One process to start here: ``env`` is added to this process's environment, ``host`` is set where the command concerns one host.
+    """One process to start here: ``env`` is added to this process's environment, ``host`` is set where the command
+    concerns one host.
 
     ``lifeline``: the remote agent watches its standard input and stops when it ends (see `dsx.launcher.node`).
     """
@@ -40,7 +43,9 @@ class Command:
 
 
 def agent_argv(remote: Remote, *extra: str) -> tuple[str, ...]:
-    """The agent as an argument vector. With a ``venv_script`` a shell sources it first and takes the python it provides."""
+    """The agent as an argument vector. With a ``venv_script`` a shell sources it first and takes the python it
+    provides.
+    """
     arguments = ("-u", "-m", "dsx.launcher.node", *extra, *remote.agent_args)
     if not remote.venv_script:
         return (remote.python, *arguments)
@@ -49,7 +54,9 @@ def agent_argv(remote: Remote, *extra: str) -> tuple[str, ...]:
 
 
 def shell_script(remote: Remote, *extra: str) -> str:
-    """One line for the login shell of a host, whatever that shell is: go to the folder, set the variables, become the agent."""
+    """One line for the login shell of a host, whatever that shell is: go to the folder, set the variables, become
+    the agent.
+    """
     steps = [f"cd {shlex.quote(remote.cwd)}"]
     steps += [f"export {name}={shlex.quote(value)}" for name, value in remote.exports.items()]
     steps.append(f"exec {shlex.join(agent_argv(remote, *extra))}")

@@ -9,5 +9,7 @@ from .mpich import hydra
 
 
 def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
-    """MVAPICH pins each process to a core by default; switched off for the agents unless the user has chosen (exported as MV2*)."""
+    """MVAPICH pins each process to a core by default; switched off for the agents unless the user has chosen
+    (exported as MV2*).
+    """
     return [hydra(remote, {} if "MV2_ENABLE_AFFINITY" in environ else {"MV2_ENABLE_AFFINITY": "0"})]

@@ -1,4 +1,6 @@
-"""Open MPI: mpirun places one agent on each host. Transport and interface selection (btl, UCX) stay as the site has configured them."""
+"""Open MPI: mpirun places one agent on each host. Transport and interface selection (btl, UCX) stay as the site has
+configured them.
+"""
 
 from __future__ import annotations
 

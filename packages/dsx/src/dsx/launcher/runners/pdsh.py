@@ -1,8 +1,8 @@
 """pdsh over ssh: one pdsh for all hosts.
 
-pdsh replaces ``%n`` by the index of the host, so every other ``%`` of the command is doubled. Arguments of the user's in ``PDSH_SSH_ARGS_APPEND`` stay; the
-port is appended to them. pdsh passes no signals on: the hosts are told to stop through the rendezvous, and stop by themselves when pdsh is gone, because
-their standard input then ends.
+pdsh replaces ``%n`` by the index of the host, so every other ``%`` of the command is doubled. Arguments of the user's
+in ``PDSH_SSH_ARGS_APPEND`` stay; the port is appended to them. pdsh passes no signals on: the hosts are told to stop
+through the rendezvous, and stop by themselves when pdsh is gone, because their standard input then ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Slurm: srun inside an allocation, one task per host. The variables travel in srun's own environment, so values may hold commas."""
+"""Slurm: srun inside an allocation, one task per host. The variables travel in srun's own environment, so values may
+hold commas.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:
-    """``"gpu[01-03,7],login"`` -> ``("gpu01", "gpu02", "gpu03", "gpu7", "login")``, the hosts of an allocation in Slurm's order."""
+    """``"gpu[01-03,7],login"`` -> ``("gpu01", "gpu02", "gpu03", "gpu7", "login")``, the hosts of an allocation in
+    Slurm's order.
+    """
     hosts: list[str] = []
     for part in _split_outside_brackets(text):
         hosts.extend(_expand(part))

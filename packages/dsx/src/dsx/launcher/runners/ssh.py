@@ -1,7 +1,7 @@
 """OpenSSH: one client per host. The default where pdsh is not installed, and the family with the firmest clean-up.
 
-The client's input stays open as long as the launcher lives; the remote agent stops when it ends, so that nothing survives Ctrl-C, a killed
-launcher or a lost connection. No terminal is allocated: output stays as it is.
+The client's input stays open as long as the launcher lives; the remote agent stops when it ends, so that nothing
+survives Ctrl-C, a killed launcher or a lost connection. No terminal is allocated: output stays as it is.
 """
 
 from __future__ import annotations
