@@ -23,6 +23,7 @@ from .access import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from .alike import RanksDifferError, agree, telling
 from .api import shard
 from .averaging import AveragesItself, averages_itself
 from .compiling import compile_units
@@ -63,6 +64,7 @@ from .uneven import uneven_forwards
 
 __all__ = [
     "AveragesItself",
+    "agree",
     "averages_itself",
     "compile_units",
     "GatheredParameters",
@@ -77,6 +79,7 @@ __all__ = [
     "register_external_parameter",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "telling",
     "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix",
     "unregister_external_parameter",
@@ -86,6 +89,7 @@ __all__ = [
     "MemoryNeeds",
     "ParamSlice",
     "Precision",
+    "RanksDifferError",
     "Reader",
     "Reduction",
     "SliceLoad",

@@ -10,7 +10,9 @@ import dsx_comm
 import torch
 from torch import nn
 
+from ._version import __version__
 from .access import OWNERS
+from .alike import agree, hash_of, model_facts, optimizer_facts, telling
 from .averaging import Averaging, averaging_of
 from .channel import ControlChannel
 from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["shard"]
 
 _log = logging.getLogger(__name__)
+
+_CALL = "dsx_zero.shard"
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 
@@ -90,32 +94,38 @@ def shard(
         ZeroConfigError: a setting that is wrong or not available yet.
         ZeroModelError: a model that cannot be sharded.
         ZeroOptimizerError: an optimizer that cannot work on slices, or with parameters the model does not have.
+        RanksDifferError: the ranks have different models, optimizers or settings, or one of them raised one of the others.
     """
-    settings = _settings(stage, config)
-    precision, reduction = precision or Precision(), reduction or Reduction()
-    _check_given(optimizer, stage=settings.stage)
+    with telling(process_group):
+        settings = _settings(stage, config)
+        precision, reduction = precision or Precision(), reduction or Reduction()
+        _check_given(optimizer, stage=settings.stage)
     if process_group is None:
         join_launched_ranks()
     rank, world_size = _place(process_group)
+    agree(_CALL, {**_setting_facts(settings, precision, reduction), **dict(model_facts(model))}, process_group)
     release_model(model)
     if settings.stage < 3 or world_size == 1:
         restore_model(model)
-    inner: Any = _NoOptimizer() if optimizer is None else _inner(model, optimizer, stage=settings.stage)
-    held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
-    infos = find_parameters(model, held)
-    _check_model(model, infos)
-    plans = plan_units(
-        model,
-        infos,
-        stage=settings.stage,
-        world_size=world_size,
-        reduce_bucket_size=settings.size("reduce_bucket_size"),
-        persistence=Persistence(
-            settings.size("stage3_param_persistence_threshold"), settings.stage3_model_persistence_threshold
-        ),
-        leaves=_leaves(model, settings),
-    )
-    averaging = averaging_of(inner, reduction, stage=settings.stage, rank=rank)
+    with telling(process_group):
+        inner: Any = _NoOptimizer() if optimizer is None else _inner(model, optimizer, stage=settings.stage)
+        held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
+        infos = find_parameters(model, held)
+        _check_model(model, infos)
+        plans = plan_units(
+            model,
+            infos,
+            stage=settings.stage,
+            world_size=world_size,
+            reduce_bucket_size=settings.size("reduce_bucket_size"),
+            persistence=Persistence(
+                settings.size("stage3_param_persistence_threshold"), settings.stage3_model_persistence_threshold
+            ),
+            leaves=_leaves(model, settings),
+        )
+        averaging = averaging_of(inner, reduction, stage=settings.stage, rank=rank)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    agree(_CALL, {**dict(optimizer_facts(inner, names)), **_plan_facts(plans)}, process_group)
     build = _Build(model, settings, precision, reduction, process_group, rank, world_size, infos, plans, averaging)
     runtime = build.partitioned(inner) if settings.stage == 3 and world_size > 1 else build.resident()
     for notice in settings.notices():
@@ -146,6 +156,23 @@ def shard(
     for info in infos:  # at stage 3 the model holds other objects than the gradients' between uses
         OWNERS.add(model.get_parameter(info.name), sharded, info.name)
     return model, sharded
+
+
+def _setting_facts(settings: ZeroConfig, precision: Precision, reduction: Reduction) -> dict[str, str]:
+    """What is asked for, as facts that all ranks must have in common. Folders may differ."""
+    given = settings.model_dump(mode="json", exclude={"offload_param", "offload_optimizer"})
+    return {
+        **{f"zero_optimization.{key}": repr(value) for key, value in given.items()},
+        **{f"precision.{key}": str(value) for key, value in vars(precision).items()},
+        **{f"reduction.{key}": str(value) for key, value in vars(reduction).items()},
+        "torch": torch.__version__.split("+")[0],
+        "dsx-zero": __version__,
+    }
+
+
+def _plan_facts(plans: Sequence[UnitPlan]) -> dict[str, str]:
+    """The units: they depend on marks and on the hidden structure of modules too."""
+    return {f"unit {plan.index}": f"{plan.module or 'root'}, {len(plan.names)} parameters, {hash_of(plan.names)}" for plan in plans}
 
 
 def _faces(model: nn.Module, runtime: Runtime) -> dict[int, torch.Tensor]:
@@ -202,6 +229,10 @@ def _check_given(optimizer: OptimizerLike, *, stage: int) -> None:
 
 
 def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optimizer:
+    if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ZeroOptimizerError(
+            f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer, a callable that makes one of parameters, or None"
+        )
     made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_trainable(model))
     if not hasattr(made, "param_groups") or not hasattr(made, "step"):
         raise ZeroOptimizerError(

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ._version import __version__
+from .alike import CALL, config_facts, telling_others
 from .config import Config, load_config
 from .data import LoaderOptions
 from .engine.accumulation import Accumulation, SyncWindow
@@ -73,13 +74,18 @@ def part(name: str) -> ModuleType:
 def build_engine(source: Any, request: Request) -> Engine:
     """The engine for a configuration and the caller's objects. Collective."""
     joins = joins_others(request.dist_init_required)
-    world_size = launched_as()[1] if request.mpu is None else _mpu_data_parallel_size(request.mpu)
-    config = load_config(source, world_size=world_size)
-    choice = _chosen_optimizer(config, request)
+    zero = part("dsx_zero")
+    with telling_others(zero, part("dsx_comm"), request, joins=joins):
+        world_size = launched_as()[1] if request.mpu is None else _mpu_data_parallel_size(request.mpu)
+        config = load_config(source, world_size=world_size)
+        choice = _chosen_optimizer(config, request)
     _set_up_logging(config)
     topology = _join_processes(config, request, joins)
-    model = _placed(_sparsified(request.model, config), config, topology)
-    sharded, optimizer = _sharded(model, config, request, topology, choice)
+    zero.agree(CALL, config_facts(config, request), topology.dp_group)
+    with zero.telling(topology.dp_group):
+        model = _placed(_sparsified(request.model, config), config, topology)
+        plain = _optimizer(model, request, topology, choice)
+    sharded, optimizer = _sharded(model, plain, config, topology)
     engine = Engine(_parts(config, request, topology, sharded, optimizer, choice))
     _destroy_on_release(engine, optimizer)
     if request.training_data is not None:
@@ -200,25 +206,27 @@ def _uses_cuda(topology: Topology) -> bool:
     return "nccl" in str(torch.distributed.get_backend(topology.dp_group))
 
 
-def _sharded(
-    model: nn.Module, config: Config, request: Request, topology: Topology, choice: OptimizerChoice | None
-) -> tuple[nn.Module, Any]:
+def _optimizer(model: nn.Module, request: Request, topology: Topology, choice: OptimizerChoice | None) -> Any:
+    """The optimizer over the model's whole parameters: the config's, the caller's, or none."""
+    parameters = list(model.parameters()) if request.model_parameters is None else request.model_parameters
+    if choice is not None:
+        if choice.communicates:
+            return choice.build(parameters, process_group=topology.dp_group)
+        return choice.build(parameters)
+    given: Any = request.optimizer
+    if given is None or isinstance(given, torch.optim.Optimizer):
+        return given
+    made = given(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise EngineArgumentError(
+            f"initialize(optimizer=<callable>): it returned {type(made).__name__}, expected a torch.optim.Optimizer"
+        )
+    return made
+
+
+def _sharded(model: nn.Module, optimizer: Any, config: Config, topology: Topology) -> tuple[nn.Module, Any]:
     zero = part("dsx_zero")
     precision = config.precision
-    parameters = list(model.parameters()) if request.model_parameters is None else request.model_parameters
-    optimizer: Any = request.optimizer
-    if choice is not None:
-        optimizer = (
-            choice.build(parameters, process_group=topology.dp_group)
-            if choice.communicates
-            else choice.build(parameters)
-        )
-    elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(parameters)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise EngineArgumentError(
-                f"initialize(optimizer=<callable>): it returned {type(optimizer).__name__}, expected a torch.optim.Optimizer"
-            )
     return zero.shard(
         model,
         optimizer,

@@ -1,0 +1,152 @@
+"""Do all ranks want the same? Checked once, before anything is divided, so that a difference has a name instead of a hang or wrong numbers.
+
+Each rank says what it is about to build as facts, text by key. The ranks exchange a hash of them, and the facts themselves only if the
+hashes differ. A rank that fails before (`telling`) says so in the same exchange, and the others do not wait for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from .errors import ZeroError
+
+__all__ = ["RanksDifferError", "agree", "hash_of", "model_facts", "optimizer_facts", "telling"]
+
+_SHOWN = 5
+
+
+class RanksDifferError(ZeroError, ValueError):
+    """The ranks were given different models or settings, or one of them failed."""
+
+
+def agree(doing: str, facts: Mapping[str, str], process_group: Any = None) -> None:
+    """Check that all ranks of a group have equal facts (collective).
+
+    Args:
+        doing: the call that does it, for errors.
+        facts: this rank's.
+
+    Raises:
+        RanksDifferError: on every rank; names what differs, and on which ranks. Where another rank has failed: names it and its error.
+    """
+    if _size(process_group) == 1:
+        return
+    mine = dict(facts)
+    digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
+    answers = _exchange((digest, None), process_group)
+    _raise_failures(doing, answers)
+    if len({found for found, _ in answers}) > 1:
+        everybody = _exchange(mine, process_group)
+        raise RanksDifferError(
+            f"{doing}: the ranks differ in {_differences(everybody)}. All ranks have to call it with equal arguments"
+        )
+
+
+@contextmanager
+def telling(process_group: Any = None) -> Iterator[None]:
+    """Around work that comes before `agree` and does not communicate: an error in it ends the others' `agree` too (collective then)."""
+    try:
+        yield
+    except Exception as error:
+        if _size(process_group) > 1:
+            _exchange(("", f"{type(error).__name__}: {error}"), process_group)
+        raise
+
+
+def _size(process_group: Any) -> int:
+    return dsx_comm.get_world_size(process_group) if dsx_comm.is_initialized() else 1
+
+
+def _exchange(value: Any, process_group: Any) -> list[Any]:
+    everybody: list[Any] = [None] * _size(process_group)
+    dsx_comm.all_gather_object(everybody, value, group=process_group)
+    return everybody
+
+
+def _raise_failures(doing: str, answers: list[Any]) -> None:
+    failed = [(rank, error) for rank, (_, error) in enumerate(answers) if error is not None]
+    if failed:
+        rank, error = failed[0]
+        others = "" if len(failed) == 1 else f" (and so did rank {', '.join(str(other) for other, _ in failed[1:])})"
+        raise RanksDifferError(f"{doing}: rank {rank} failed{others}: {error}")
+
+
+def _differences(everybody: list[dict[str, str]]) -> str:
+    keys = list(dict.fromkeys(key for facts in everybody for key in facts))
+    found = []
+    for key in keys:
+        ranks: dict[str, list[str]] = {}
+        for rank, facts in enumerate(everybody):
+            ranks.setdefault(facts.get(key, "nothing"), []).append(str(rank))
+        if len(ranks) > 1:
+            found.append(f"{key} ({'; '.join(f'rank {_some(who)}: {value}' for value, who in ranks.items())})")
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more
+
+
+def _some(ranks: list[str]) -> str:
+    return ", ".join(ranks) if len(ranks) <= 8 else f"{', '.join(ranks[:8])} and {len(ranks) - 8} more"
+
+
+# What is compared ------------------------------------------------------------------------------------------------------
+
+
+def model_facts(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names, shapes and dtypes of parameters and buffers, what is trained, and the code of the modules."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        trained = "trained" if parameter.requires_grad else "frozen"
+        yield f"parameter {name}", f"{tuple(parameter.shape)} {parameter.dtype} {trained}"
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield f"buffer {name}", f"{tuple(buffer.shape)} {buffer.dtype}"
+    for name in sorted({type(module).__module__ for module in model.modules()}):
+        if name.split(".")[0] != "torch":
+            yield f"code of {name}", _file_hash(name)
+    for name, module in model.named_modules():
+        yield f"module {name or '(root)'}", type(module).__qualname__
+
+
+def hash_of(names: Iterable[str]) -> str:
+    """A short text that stands for these names in this order."""
+    return hashlib.sha256(repr(list(names)).encode()).hexdigest()[:8]
+
+
+def _file_hash(module: str) -> str:
+    """A hash of the file that a Python module was read from; the same for modules without one."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    try:
+        return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def optimizer_facts(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    """Class, and of each parameter group its settings and parameters (`names` by `id`)."""
+    yield "optimizer", type(optimizer).__name__
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key == "params":
+                members = [names.get(id(parameter), "?") for parameter in value]
+                text = f"{len(members)} parameters, {hash_of(members)}"
+            elif key == "param_names":
+                continue
+            else:
+                text = _text(value)
+            yield f"optimizer.param_groups[{index}].{key}", text
+
+
+def _text(value: Any) -> str:
+    """A number or a structure of numbers as text; of anything else only what it is, because its text may hold an address."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.item()) if value.numel() == 1 else f"tensor {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
