@@ -226,14 +226,15 @@ def _check_given(optimizer: OptimizerLike, *, stage: int) -> None:
         raise ZeroOptimizerError("the optimizer is sharded already; give dsx_zero.shard the plain one")
     if isinstance(optimizer, torch.optim.Optimizer):
         check_optimizer(optimizer, stage=stage)
+    elif optimizer is not None and not callable(optimizer):
+        raise ZeroOptimizerError(
+            f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer, a callable that makes one of "
+            "parameters, or None"
+        )
 
 
 def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optimizer:
-    if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ZeroOptimizerError(
-            f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer, a callable that makes one of parameters, or None"
-        )
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_trainable(model))
+    made: Any = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_trainable(model))
     if not hasattr(made, "param_groups") or not hasattr(made, "step"):
         raise ZeroOptimizerError(
             f"the optimizer callable returned {type(made).__name__}, expected a torch.optim.Optimizer"

@@ -44,7 +44,7 @@ FACTS: frozenset[Callable[..., Any]] = frozenset(
         *("__hash__", "__len__", "_is_view", "dim_order", "is_distributed", "storage_offset"),
     )
     | {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, torch.is_signed, torch.is_inference}
-    | {torch._has_compatible_shallow_copy_type}  # asked by `nn.Module.to`
+    | {torch._has_compatible_shallow_copy_type}  # pyright: ignore[reportPrivateImportUsage]  # asked by `nn.Module.to`
 )
 """Questions that the wrapper's own metadata answers."""
 
