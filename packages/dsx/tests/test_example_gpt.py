@@ -34,7 +34,6 @@ def validation(out: Path) -> list[tuple[int, float]]:
     return [(e["step"], e["value"]) for e in lines if e["label"] == "Validation/Samples/bits_per_byte"]
 
 
-@pytest.mark.slow
 def test_the_demo_learns_and_goes_on_with_another_sharding(tmp_path, text):
     done = run("--out", "out", "--steps", "24", "--data", text, *SMALL, script="demo.py", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
