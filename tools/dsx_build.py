@@ -11,11 +11,14 @@ Configured in the package's `pyproject.toml`::
     [tool.hatch.build.hooks.custom]
     package = "dsx_ops"                    # import package that receives the module
     module = "_C"                          # name of the module
-    sources = ["native/bind/*.cpp"]        # compiled once; may include pybind11
+    merged_sources = ["native/bind/*.cpp"] # compiled once, all as one file: pybind11's headers cost seconds each time they are read
+    sources = ["native/core/*.cpp"]        # compiled once, each by itself
     isa_sources = ["native/cpu/*.cpp"]     # compiled per instruction set
     include = ["native/include"]
     cuda_module = "_cuda"                  # optional second module, built by nvcc: CUDA trouble leaves the first alone
     cuda_sources = ["native/cuda/*.cu", "native/cuda/*.cpp"]
+    seconds = 110                          # of one core, to compile the first module whole: for the line that says what is under way
+    cuda_seconds = 130                     # the same for the second
 
 Switches of the environment:
 
@@ -26,7 +29,7 @@ Switches of the environment:
     DSX_BUILD_SANITIZE  e.g. "address,undefined": an instrumented module in a build directory of its own
     CXX, CXXFLAGS (appended), CUDA_HOME
 
-No compiler in `auto`: a pure wheel and a visible warning. A compiler that is there and fails is always an error with
+What is compiled, and for about how long, is said in one line before it begins (pip shows it with -v). No compiler in `auto`: a pure wheel and a visible warning. A compiler that is there and fails is always an error with
 its output. What it leaves out: Windows and MSVC; anything that would need torch's headers.
 """
 
@@ -39,6 +42,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +54,8 @@ X86_ISAS = {
     "avx2": "-mavx2 -mfma -mf16c",
     "avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq",
 }
+# GCC 12 believes that its own AVX-512 intrinsics read variables before they are set (gcc.gnu.org/PR105593), thousands of lines of it.
+QUIET = "-Wno-uninitialized -Wno-maybe-uninitialized"
 # No contraction: a*b+c rounds twice everywhere, so every instruction set (and the PyTorch reference) gives the same
 # bits.
 CXX_FLAGS = (
@@ -184,8 +190,10 @@ class NinjaFile:
             "  deps = gcc",
         ]
 
-    def run(self, what: str, hint: str) -> None:
-        """Write the file when its text changed, and build."""
+    def run(
+        self, what: str, hint: str, announce: Callable[[str], None] = lambda text: None, seconds: float = 0
+    ) -> None:
+        """Write the file when its text changed, and build; `announce` is told what is compiled, which takes `seconds` of one core in all."""
         text = "\n".join(self.lines) + "\n"
         path = self.folder / "build.ninja"
         if not path.is_file() or path.read_text() != text:
@@ -194,10 +202,28 @@ class NinjaFile:
 
         jobs = os.environ.get("DSX_BUILD_JOBS") or os.environ.get("MAX_JOBS")
         command = [str(Path(ninja.BIN_DIR) / "ninja"), *(["-j", jobs] if jobs else [])]
+        self.say_what_is_due(command, what, int(jobs or os.cpu_count() or 1), announce, seconds)
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True)
         if done.returncode != 0:
             output = (done.stdout + done.stderr)[-OUTPUT_SHOWN:]
             raise NativeBuildError(f"compiling {what} failed; {hint}\n{output}")
+
+    def say_what_is_due(
+        self, command: list[str], what: str, jobs: int, announce: Callable[[str], None], seconds: float
+    ) -> None:
+        """One line: how many files are to be compiled, by what, and how long that may take."""
+        dry = subprocess.run([*command, "-n", "-d", "explain"], cwd=self.folder, capture_output=True, text=True)
+        files = [
+            line for line in self.lines if line.startswith("build ") and not line.split(": ", 1)[1].startswith("link ")
+        ]
+        due = sum(1 for line in dry.stdout.splitlines() if line.startswith("[") and " -c " in line)
+        if due == 0 or not files:
+            return
+        text = f"{what}: compiling {due} file{'s' * (due != 1)} with {self.cxx}, {jobs} at a time"
+        if seconds:
+            minutes = seconds * due / len(files) / min(jobs, due) / 60
+            text += f"; about {max(1, round(minutes))} min on idle cores"
+        announce(text)
 
 
 class DsxNativeHook(BuildHookInterface):
@@ -290,6 +316,14 @@ class DsxNativeHook(BuildHookInterface):
             raise NativeBuildError(f"{key} = {self.config[key]} matches no file under {self.root}")
         return found
 
+    def merged(self, folder: Path) -> Path:
+        """A file that includes all `merged_sources`; written when its text changed."""
+        text = "".join(f'#include "{source}"\n' for source in self.files("merged_sources"))
+        path = folder / "merged.cpp"
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
+        return path
+
     def compile_cpu(self, compiler: str) -> Path:
         """The module for the CPU."""
         folder = self.build_folder()
@@ -301,15 +335,19 @@ class DsxNativeHook(BuildHookInterface):
         # there too.
         lanes = "-fno-sanitize=undefined" if os.environ.get("DSX_BUILD_SANITIZE") else ""
         objects = [ninja_file.compile(s, f"{s.stem}.o", known) for s in self.files("sources")]
+        if "merged_sources" in self.config:
+            objects.append(ninja_file.compile(self.merged(folder), "merged.o", known))
         for source in self.files("isa_sources"):
             for isa, flags in isas.items():
-                extra = f"-DDSX_ISA={isa} -DDSX_ISA_{isa.upper()}=1 {known} {flags} {lanes}"
+                extra = f"-DDSX_ISA={isa} -DDSX_ISA_{isa.upper()}=1 {known} {flags} {lanes} {QUIET}"
                 objects.append(ninja_file.compile(source, f"{source.stem}.{isa}.o", extra))
         target = f"{self.config['module']}{sysconfig.get_config_var('EXT_SUFFIX')}"
         ninja_file.link(target, objects, "-lpthread -ldl" if sys.platform.startswith("linux") else "")
         ninja_file.run(
             str(self.config["package"]),
             "the compiler's own words follow; DSX_BUILD_NATIVE=0 builds without native code",
+            self.app.display_info,
+            float(self.config.get("seconds", 0)),
         )
         return folder / target
 
@@ -333,5 +371,10 @@ class DsxNativeHook(BuildHookInterface):
                 objects.append(ninja_file.compile(source, f"{source.stem}.o", ""))
         target = f"{self.config['cuda_module']}{sysconfig.get_config_var('EXT_SUFFIX')}"
         ninja_file.link(target, objects, f"-L{quote(cudart_folder(nvcc))} -lcudart_static -lrt -lpthread -ldl")
-        ninja_file.run(f"{self.config['package']} for CUDA", "DSX_BUILD_CUDA=0 builds without CUDA")
+        ninja_file.run(
+            f"{self.config['package']} for CUDA",
+            "DSX_BUILD_CUDA=0 builds without CUDA",
+            self.app.display_info,
+            float(self.config.get("cuda_seconds", 0)),
+        )
         return folder / target

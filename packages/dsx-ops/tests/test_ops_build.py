@@ -117,6 +117,39 @@ def test_a_second_build_compiles_nothing(package):
     assert objects == {p: p.stat().st_mtime_ns for p in package.glob("build/*/*.o")}
 
 
+def test_what_is_compiled_is_said_in_one_line(package):
+    text = (package / "pyproject.toml").read_text()
+    (package / "pyproject.toml").write_text(text + "seconds = 240\n")
+    code, text, _ = build(package, MAX_JOBS="2")
+    assert code == 0, text
+    objects = len(list(package.glob("build/*/*.o")))
+    (line,) = [x for x in text.splitlines() if "compiling" in x]
+    assert f"tiny_native: compiling {objects} files with g++, 2 at a time; about 2 min on idle cores" in line
+    code, text, _ = build(package)
+    assert code == 0 and "compiling" not in text
+    os.utime(package / "native" / "bind.cpp")
+    code, text, _ = build(package)
+    assert code == 0 and "compiling 1 file with" in text
+
+
+def test_merged_sources_are_one_file_and_are_watched(package):
+    """The files see each other's names; a change in one of them compiles the whole again."""
+    text = (package / "pyproject.toml").read_text()
+    text = text.replace('sources = ["native/bind.cpp"]', 'merged_sources = ["native/bind.cpp", "native/a_more.cpp"]', 1)
+    (package / "pyproject.toml").write_text(text)
+    more = package / "native" / "a_more.cpp"
+    more.write_text("static int twice(int x) { return 2 * x; }\n")
+    bind = package / "native" / "bind.cpp"
+    bind.write_text(bind.read_text().replace("base::width());", "twice(base::width()));"))
+    code, text, _ = build(package)
+    assert code == 0, text
+    (merged,) = package.glob("build/*/merged.o")
+    before = merged.stat().st_mtime_ns
+    more.write_text("static int twice(int x) { return x + x; }\n")
+    assert build(package)[0] == 0
+    assert merged.stat().st_mtime_ns > before
+
+
 def test_no_compiler_gives_a_pure_wheel_and_says_so(package, tmp_path):
     code, text, (wheel,) = build(package, **without_compiler(tmp_path))
     assert code == 0, text

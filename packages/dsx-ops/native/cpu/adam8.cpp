@@ -202,7 +202,10 @@ template <DType P, DType G> void blocks(const Step& step, const Row& row, int64_
         const Streams s{row.param + PARAM * at, row.low_bits ? row.low_bits + 2 * at : nullptr, row.grad + GRAD * at, row.state0 + at, row.state1 + at,
                         copied ? row.copy + copied * at : nullptr};
         const PairNoise noise(step.hyper.seed, (row.offset + at) / BLOCK8);
-        const auto run = [&](const Streams& whole) { block<P, G>(h, whole, step.copy, row.scale0[k], row.scale1[k], noise); };
+        // A function of its own, since it is called from two places: one copy of the loops instead of two.
+        const auto run = [&](const Streams& whole) __attribute__((noinline)) {
+            block<P, G>(h, whole, step.copy, row.scale0[k], row.scale1[k], noise);
+        };
         if (n >= BLOCK8) run(s);
         else Copied().run(s, PARAM * n, GRAD * n, copied * n, n, run);
     }

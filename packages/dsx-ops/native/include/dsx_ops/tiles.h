@@ -86,7 +86,7 @@ template <DType T> void stream_n(const float* p, char* out, int64_t n) {
     }
     if (i < n) convert_n(F32, (const char*)(p + i), T, out + 2 * i, n - i);
 }
-void write_copy(DType copy, const float* p, char* base, int64_t at, int64_t n) {
+__attribute__((unused)) void write_copy(DType copy, const float* p, char* base, int64_t at, int64_t n) {
     if (copy == NONE) return;
     char* out = base + at * size_of(copy);
     const bool aligned = ((uintptr_t)out & 31) == 0;

@@ -16,6 +16,13 @@ namespace dsx {
 namespace DSX_ISA {
 
 #define DSX_INLINE inline __attribute__((always_inline))
+// What is a short instruction or two with AVX2 and a loop over lanes without: there a call, because a copy at every place made the
+// baseline's files take twice as long to compile as the others together.
+#if defined(DSX_ISA_AVX2) || defined(DSX_ISA_AVX512)
+#define DSX_INLINE_HERE inline __attribute__((always_inline))
+#else
+#define DSX_INLINE_HERE __attribute__((noinline, unused))
+#endif
 
 #if defined(DSX_ISA_AVX512)
 constexpr int WIDTH = 64;
@@ -155,7 +162,7 @@ static DSX_INLINE void store16(void* at, U a) {
     DSX_EACH ((hreg_at*)at)[i] = (hreg_at)__builtin_convertvector(a.r[i], hreg);
 #endif
 }
-static DSX_INLINE U load8(const void* at) {
+static DSX_INLINE_HERE U load8(const void* at) {
     U c;
 #if defined(DSX_ISA_AVX512)
     c.r[0] = (ureg)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at));
@@ -169,7 +176,7 @@ static DSX_INLINE U load8(const void* at) {
 #endif
     return c;
 }
-static DSX_INLINE void store8(void* at, U a) {
+static DSX_INLINE_HERE void store8(void* at, U a) {
 #if defined(DSX_ISA_AVX512)
     _mm_storeu_si128((__m128i*)at, _mm512_cvtepi32_epi8((__m512i)a.r[0]));
 #elif defined(DSX_ISA_AVX2)
@@ -184,7 +191,7 @@ static DSX_INLINE void store8(void* at, U a) {
 }
 
 // Sixteen values of four bits <-> eight bytes, the even one in the low half.
-static DSX_INLINE void store4(void* at, U a) {
+static DSX_INLINE_HERE void store4(void* at, U a) {
 #if defined(DSX_ISA_AVX512) || defined(DSX_ISA_AVX2)
     __m128i codes;
     store8(&codes, a);
@@ -201,7 +208,7 @@ static DSX_INLINE void store4(void* at, U a) {
     }
 #endif
 }
-static DSX_INLINE U load4(const void* at) {
+static DSX_INLINE_HERE U load4(const void* at) {
 #if defined(DSX_ISA_AVX512) || defined(DSX_ISA_AVX2)
     const __m128i packed = _mm_loadl_epi64((const __m128i*)at), low = _mm_set1_epi8(15);
     const __m128i codes = _mm_unpacklo_epi8(_mm_and_si128(packed, low), _mm_and_si128(_mm_srli_epi16(packed, 4), low));
@@ -271,7 +278,7 @@ static inline uint32_t float_to_half(float f) {
 }
 #endif
 
-static DSX_INLINE F load_half(const void* at) {
+static DSX_INLINE_HERE F load_half(const void* at) {
     F c;
 #if defined(DSX_ISA_AVX512)
     c.r[0] = (freg)_mm512_maskz_cvtph_ps((__mmask16)-1, _mm256_loadu_si256((const __m256i*)at));
@@ -287,7 +294,7 @@ static DSX_INLINE F load_half(const void* at) {
 #endif
     return c;
 }
-static DSX_INLINE void store_half(void* at, F a) {
+static DSX_INLINE_HERE void store_half(void* at, F a) {
 #if defined(DSX_ISA_AVX512)
     _mm256_storeu_si256((__m256i*)at, _mm512_maskz_cvtps_ph((__mmask16)-1, (__m512)a.r[0], _MM_FROUND_TO_NEAREST_INT));
 #elif defined(DSX_ISA_AVX2)

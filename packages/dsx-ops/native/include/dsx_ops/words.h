@@ -54,7 +54,7 @@ DSX_INLINE U add_bytes_times_16(U a) {
 }
 
 // 32 bytes -> words. SIGNED: their sign fills the word.
-template <bool SIGNED> DSX_INLINE U load_bytes_as_words(const void* at) {
+template <bool SIGNED> DSX_INLINE_HERE U load_bytes_as_words(const void* at) {
     U c;
 #if defined(DSX_ISA_AVX512)
     const __m256i raw = _mm256_loadu_si256((const __m256i*)at);
@@ -74,7 +74,7 @@ template <bool SIGNED> DSX_INLINE U load_bytes_as_words(const void* at) {
     return c;
 }
 // The low bytes of 32 words.
-DSX_INLINE void store_words_as_bytes(void* at, U a) {
+DSX_INLINE_HERE void store_words_as_bytes(void* at, U a) {
 #if defined(DSX_ISA_AVX512)
     _mm256_storeu_si256((__m256i*)at, _mm512_maskz_cvtepi16_epi8((__mmask32)-1, (__m512i)a.r[0]));
 #elif defined(DSX_ISA_AVX2)
@@ -94,7 +94,7 @@ DSX_INLINE void store_words_as_bytes(void* at, U a) {
 // 32 elements, parted and joined again.
 struct Pair { F even, odd; };
 
-DSX_INLINE Pair parted(F first, F second) {
+DSX_INLINE_HERE Pair parted(F first, F second) {
 #if defined(DSX_ISA_AVX512)
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
     Pair p;
@@ -118,7 +118,7 @@ DSX_INLINE Pair parted(F first, F second) {
     return {load32(out), load32(out + 16)};
 #endif
 }
-DSX_INLINE void rejoined(Pair p, F& first, F& second) {
+DSX_INLINE_HERE void rejoined(Pair p, F& first, F& second) {
 #if defined(DSX_ISA_AVX512)
     const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), high = _mm512_or_si512(low, _mm512_set1_epi32(8));
     first.r[0] = (freg)_mm512_permutex2var_ps((__m512)p.even.r[0], low, (__m512)p.odd.r[0]);
