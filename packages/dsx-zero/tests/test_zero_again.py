@@ -154,3 +154,29 @@ def trunk(rank, world, stage):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_part_that_another_model_trains_is_refused(stage):
     run_ranks(trunk, 2, stage)
+
+
+def same_optimizer(rank, world, stage):
+    """One optimizer object shards a model twice: it begins anew, and keeps nothing of the first time."""
+    import dsx_zero
+
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net, first = dsx_zero.shard(net, inner, stage=stage, config=CONFIGS[1])
+    steps(net, first)
+    held = first.state_bytes()["optimizer"]
+    net, second = dsx_zero.shard(net, inner, stage=stage, config=CONFIGS[1])
+    assert second.state_bytes()["optimizer"] == 0
+    steps(net, second)
+    assert second.state_bytes()["optimizer"] == held > 0
+    return values(net)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_optimizer_object_may_shard_its_model_again(stage):
+    plain = model()
+    for _ in range(2):
+        steps(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+    for got in run_ranks(same_optimizer, 2, stage):
+        for value, want in zip(got, plain.parameters(), strict=True):
+            torch.testing.assert_close(value, want.detach(), rtol=1e-5, atol=1e-6)

@@ -100,7 +100,10 @@ def replace_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.T
 
 
 def place_masters(optimizer: torch.optim.Optimizer, masters: Sequence[tuple[nn.Parameter, Master | None]]) -> None:
-    """Put the masters where the parameters were in `param_groups`, and cut state that exists already."""
+    """Put the masters where the parameters were in `param_groups`, and cut state that exists already.
+
+    State of other tensors goes: an optimizer that has sharded a model before still has that of its masters.
+    """
     by_parameter = {id(parameter): master for parameter, master in masters}
     for group in optimizer.param_groups:
         kept = [p for p in group["params"] if by_parameter.get(id(p)) is not None]
@@ -110,6 +113,9 @@ def place_masters(optimizer: torch.optim.Optimizer, masters: Sequence[tuple[nn.P
             if master is not None and state:
                 optimizer.state[master.tensor] = {k: _cut(k, v, parameter, master) for k, v in state.items()}
         group["params"] = [by_parameter[id(parameter)].tensor for parameter in kept]  # type: ignore[union-attr]
+    current = {id(master.tensor) for _, master in masters if master is not None}
+    for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in current]:
+        del optimizer.state[key]
 
 
 _SINGLE = ("step", "eta", "mu", "mu_product")
