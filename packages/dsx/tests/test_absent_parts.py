@@ -15,4 +15,4 @@ def test_a_part_that_is_not_there_yet_says_what_brings_it(name):
 
 def test_any_other_name_is_an_ordinary_error():
     with pytest.raises(AttributeError, match="module 'dsx' has no attribute 'initialise'"):
-        dsx.initialise  # noqa: B018
+        dsx.initialise

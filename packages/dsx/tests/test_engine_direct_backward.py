@@ -67,7 +67,7 @@ def train_directly(rank, world, gas, changes):
         for name, value in weights(engine).items():
             torch.testing.assert_close(
                 value.float(), wanted[name], msg=lambda m: f"stage {stage}, {name}: {m}", **close
-            )  # noqa: B023
+            )
         engine.destroy()
 
 
