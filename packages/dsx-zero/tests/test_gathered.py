@@ -192,7 +192,9 @@ def test_an_optimizer_built_over_partitioned_parameters_is_refused():
         late = torch.optim.Adam(model.parameters())
         late.step()  # without gradients it does nothing, as any optimizer
         model.loss(*model.example(2)).backward()
-        with pytest.raises(dsx_zero.ZeroStateError, match="update parameters with the optimizer that dsx_zero.shard returned"):
+        with pytest.raises(
+            dsx_zero.ZeroStateError, match=r"update parameters with the optimizer that dsx_zero.shard returned"
+        ):
             late.step()
 
     run_ranks(work, 2)

@@ -408,10 +408,9 @@ def _register_accumulate_hook(param: PartitionedParameter, hook: Callable[[torch
     # because Python's collector does not see what a tensor's hooks hold.
     known = weakref.ref(param)
 
-    def call(plain: torch.Tensor) -> None:
+    def call(plain: torch.Tensor) -> Any:
         face = known()
-        if face is not None:
-            hook(face)
+        return None if face is None else hook(face)
 
     return _leaf(param, "register_post_accumulate_grad_hook").register_post_accumulate_grad_hook(call)
 
