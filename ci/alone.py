@@ -130,7 +130,9 @@ def check(name: str, native: bool) -> None:
                 shutil.copy(source, place / extra)
         shutil.copy(ROOT / "pyproject.toml", place / "pyproject.toml")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DSX_ALONE": "1"}
-        code = subprocess.call([str(python), "-m", "pytest", "-q", "-m", "not slow", "tests"], cwd=place, env=environment)
+        code = subprocess.call(
+            [str(python), "-m", "pytest", "-q", "-m", "not slow", "tests"], cwd=place, env=environment
+        )
         if code != 0:
             raise AloneError(f"{name}: its tests end with exit code {code}")
 

@@ -39,7 +39,10 @@ def leaf(model):
 UNITS = {"stage": None, "config": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 DIFFERENCES = {
     "learning rate": (lambda: (model(), sgd(lr=0.2), {}), r"param_groups\[0\]\.lr \(rank 0: 0\.1; rank 1: 0\.2\)"),
-    "optimizer": (lambda: (model(), lambda p: torch.optim.Adam(p, lr=0.1), {}), r"optimizer \(rank 0: SGD; rank 1: Adam\)"),
+    "optimizer": (
+        lambda: (model(), lambda p: torch.optim.Adam(p, lr=0.1), {}),
+        r"optimizer \(rank 0: SGD; rank 1: Adam\)",
+    ),
     "momentum": (lambda: (model(), sgd(momentum=0.9), {}), r"\.momentum \(rank 0: 0; rank 1: 0\.9\)"),
     "groups": (lambda: ((m := model()), groups(m, 0.1), {}), r"param_groups\[1\]"),
     "stage": (lambda: (model(), sgd(), {"stage": 1}), r"zero_optimization\.stage \(rank 0: 2; rank 1: 1\)"),
@@ -51,16 +54,25 @@ DIFFERENCES = {
         lambda: (model(), sgd(), {"precision": dsx_zero.Precision(communication=torch.bfloat16)}),
         r"precision\.communication \(rank 0: None; rank 1: torch\.bfloat16\)",
     ),
-    "reduction": (lambda: (model(), sgd(), {"reduction": dsx_zero.Reduction("sum")}), r"reduction\.op \(rank 0: mean; rank 1: sum\)"),
+    "reduction": (
+        lambda: (model(), sgd(), {"reduction": dsx_zero.Reduction("sum")}),
+        r"reduction\.op \(rank 0: mean; rank 1: sum\)",
+    ),
     "shape": (
         lambda: (tiny.MLP(4, 7, 3, depth=2), sgd(), {}),
         r"parameter layers\.0\.weight \(rank 0: \(6, 4\) torch\.float32 trained; rank 1: \(7, 4\)",
     ),
     "dtype": (lambda: (model().bfloat16(), sgd(), {}), r"rank 1: \(6, 4\) torch\.bfloat16 trained"),
     "frozen": (lambda: (frozen(model()), sgd(), {}), r"layers\.0\.bias \(rank 0: .* trained; rank 1: .* frozen\)"),
-    "a layer more": (lambda: (tiny.MLP(4, 6, 3, depth=3), sgd(), {}), r"layers\.2\.weight \(rank 0: nothing; rank 1: \(3, 6\)"),
+    "a layer more": (
+        lambda: (tiny.MLP(4, 6, 3, depth=3), sgd(), {}),
+        r"layers\.2\.weight \(rank 0: nothing; rank 1: \(3, 6\)",
+    ),
     "module": (lambda: (Deeper(4, 6, 3, depth=2), sgd(), {}), r"module \(root\) \(rank 0: MLP; rank 1: Deeper\)"),
-    "buffers": (lambda: ((m := model()), (m.register_buffer("b", torch.ones(2)), sgd())[1], {}), r"buffer b \(rank 0: nothing; rank 1"),
+    "buffers": (
+        lambda: ((m := model()), (m.register_buffer("b", torch.ones(2)), sgd())[1], {}),
+        r"buffer b \(rank 0: nothing; rank 1",
+    ),
     "marks": (lambda: (leaf(model()), sgd(), UNITS), r"unit 0 \(rank 0: .*; rank 1: .*\)"),
 }
 

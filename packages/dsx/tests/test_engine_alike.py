@@ -19,14 +19,26 @@ def build(**changes):
 
 
 DIFFERENCES = [
-    ({"config": {"optimizer": {"type": "SGD", "params": {"lr": 0.2}}}}, r"optimizer\.params\.lr \(rank 0: 0\.1; rank 1: 0\.2\)"),
-    ({"config": {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}}, r"optimizer\.type \(rank 0: 'SGD'; rank 1: 'Adam'\)"),
+    (
+        {"config": {"optimizer": {"type": "SGD", "params": {"lr": 0.2}}}},
+        r"optimizer\.params\.lr \(rank 0: 0\.1; rank 1: 0\.2\)",
+    ),
+    (
+        {"config": {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}},
+        r"optimizer\.type \(rank 0: 'SGD'; rank 1: 'Adam'\)",
+    ),
     ({"config": {"gradient_clipping": 0.5}}, r"gradient_clipping \(rank 0: 1\.0; rank 1: 0\.5\)"),
     ({"config": {"bf16": {"enabled": True}}}, r"bf16\.enabled \(rank 0: False; rank 1: True\)"),
     ({"config": {"zero_optimization": {"stage": 2}}}, r"zero_optimization\.stage"),
     ({"config": {"gradient_accumulation_steps": 3}}, r"gradient_accumulation_steps"),
-    ({"lr_scheduler": lambda optimizer: __import__("torch").optim.lr_scheduler.StepLR(optimizer, 1)}, r"lr_scheduler=\.\.\.\)"),
-    ({"model": "frozen"}, r"layers\.0\.weight \(rank 0: .*frozen; rank 1: .*trained\)|layers\.0\.weight \(rank 0: .*trained; rank 1: .*frozen\)"),
+    (
+        {"lr_scheduler": lambda optimizer: __import__("torch").optim.lr_scheduler.StepLR(optimizer, 1)},
+        r"lr_scheduler=\.\.\.\)",
+    ),
+    (
+        {"model": "frozen"},
+        r"layers\.0\.weight \(rank 0: .*frozen; rank 1: .*trained\)|layers\.0\.weight \(rank 0: .*trained; rank 1: .*frozen\)",
+    ),
 ]
 
 

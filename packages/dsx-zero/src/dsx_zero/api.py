@@ -136,7 +136,7 @@ def shard(
             group.make_master(precision.master, whole=runtime.whole)
     masters = make_masters(runtime.units, whole=runtime.whole)
     faces = _faces(model, runtime)
-    shown = [[faces.get(id(p), p) for p in group["params"]] for group in inner.param_groups]
+    shown = [[faces[id(p)] if id(p) in faces else p for p in group["params"]] for group in inner.param_groups]
     place_masters(inner, masters)
     sharded = ZeroOptimizer(
         inner,
@@ -172,12 +172,20 @@ def _setting_facts(settings: ZeroConfig, precision: Precision, reduction: Reduct
 
 def _plan_facts(plans: Sequence[UnitPlan]) -> dict[str, str]:
     """The units: they depend on marks and on the hidden structure of modules too."""
-    return {f"unit {plan.index}": f"{plan.module or 'root'}, {len(plan.names)} parameters, {hash_of(plan.names)}" for plan in plans}
+    return {
+        f"unit {plan.index}": f"{plan.module or 'root'}, {len(plan.names)} parameters, {hash_of(plan.names)}"
+        for plan in plans
+    }
 
 
 def _faces(model: nn.Module, runtime: Runtime) -> dict[int, torch.Tensor]:
     """What the model holds between uses, for the `id` of each plain parameter that only takes its place meanwhile (stage 3)."""
-    plain = {name: p for unit in runtime.units for group in unit.groups for name, p in zip(group.layout.names, group.parameters)}
+    plain = {
+        name: p
+        for unit in runtime.units
+        for group in unit.groups
+        for name, p in zip(group.layout.names, group.parameters)
+    }
     return {id(p): face for name, p in plain.items() if (face := model.get_parameter(name)) is not p}
 
 

@@ -126,7 +126,7 @@ class GradientAccess:
         self._complete()
         pieces = [piece for group, index in places if (piece := group.piece(index)).numel()]
         if pieces:
-            torch._amp_foreach_non_finite_check_and_unscale_(pieces, found_inf, inv_scale)
+            torch._amp_foreach_non_finite_check_and_unscale_(pieces, found_inf, inv_scale)  # type: ignore[attr-defined]
         if self._world_size > 1:
             dsx_comm.all_reduce(found_inf, op=dsx_comm.ReduceOp.MAX, group=self._process_group)
         self.changed()

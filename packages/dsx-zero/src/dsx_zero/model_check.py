@@ -60,7 +60,9 @@ class ModelCheck:
             else:
                 # Relative to the buffer: `model.share_memory()` moves it with everything in it.
                 start = group.full.data_ptr()
-                places = [(p, p.data_ptr() - start, p.shape) for p in group.parameters if p.numel()]
+                places: list[tuple[torch.Tensor, int, torch.Size]] = [
+                    (p, p.data_ptr() - start, p.shape) for p in group.parameters if p.numel()
+                ]
                 self._resident.append((group.full, places))
         self._parameters = dict(self._named())
         self._modules = list(model.modules())  # also so that no other object gets the identity of one of them

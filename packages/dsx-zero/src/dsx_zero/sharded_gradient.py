@@ -181,7 +181,7 @@ class ShardedGradient(torch.Tensor):
         what = getattr(func, "__name__", str(func))
         if func in _NORMS and (found := _norm_order(args, kwargs)) is not None:
             return args[0]._source.norm(found)
-        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:  # type: ignore[attr-defined]
             sources = [_source_of(gradient, what) for gradient in args[0]]
             return sources[0].unscale(sources[1:], *args[1:])
         if what == "_foreach_norm":

@@ -36,7 +36,9 @@ def config_facts(config: Config, request: Request) -> dict[str, str]:
     given = request.lr_scheduler
     if given is not None:
         made = not isinstance(given, type) and hasattr(given, "step")
-        facts["initialize(lr_scheduler=...)"] = type(given).__name__ if made else getattr(given, "__name__", "a callable")
+        facts["initialize(lr_scheduler=...)"] = (
+            type(given).__name__ if made else getattr(given, "__name__", "a callable")
+        )
     return facts
 
 
