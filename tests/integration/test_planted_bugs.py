@@ -96,7 +96,7 @@ def module(name: str) -> Any:
 
 
 def skip_one_unit() -> Any:
-    gradients = module("dsx_zero.gradient_buffers").GroupGradients
+    gradients = module("dsx_zero.grads.buffers").GroupGradients
     right = gradients.launch
 
     def launch(self):
@@ -112,7 +112,7 @@ def skip_one_unit() -> Any:
 
 
 def reduce_twice() -> Any:
-    reducer = module("dsx_zero.reduction").Reducer
+    reducer = module("dsx_zero.grads.reduction").Reducer
     right = reducer._put
 
     def put(self, result, out, add):
@@ -123,7 +123,7 @@ def reduce_twice() -> Any:
 
 
 def sum_instead_of_mean() -> Any:
-    return patch.object(module("dsx_zero.reduction").Reduction, "factors", lambda self, world_size: (1.0, False, 1.0))
+    return patch.object(module("dsx_zero.grads.reduction").Reduction, "factors", lambda self, world_size: (1.0, False, 1.0))
 
 
 def reduce_in_bf16() -> Any:
@@ -132,7 +132,7 @@ def reduce_in_bf16() -> Any:
 
 
 def no_gather_after_step() -> Any:
-    return patch.object(module("dsx_zero.gather").Gathering, "publish", lambda self, unit: None)
+    return patch.object(module("dsx_zero.gather.publishing").Gathering, "publish", lambda self, unit: None)
 
 
 def stale_low_precision_copy() -> Any:
@@ -144,7 +144,7 @@ def no_broadcast_at_start() -> Any:
 
 
 def shifted_shard() -> Any:
-    flat = module("dsx_zero.flat").FlatGroup
+    flat = module("dsx_zero.params.flat").FlatGroup
 
     def shard_of(self, buffer):
         start, stop = self.layout.shard_range((self.rank + 1) % WORLD)
@@ -154,7 +154,7 @@ def shifted_shard() -> Any:
 
 
 def off_by_one_slice() -> Any:
-    layout = module("dsx_zero.layout")
+    layout = module("dsx_zero.plan.layout")
     right = layout.FlatLayout.local_slice
 
     def local_slice(self, name, rank):
@@ -167,7 +167,7 @@ def off_by_one_slice() -> Any:
 
 
 def dirty_padding() -> Any:
-    gradients = module("dsx_zero.gradient_buffers").GroupGradients
+    gradients = module("dsx_zero.grads.buffers").GroupGradients
     right = gradients._whole
 
     def whole(self):
@@ -181,7 +181,7 @@ def dirty_padding() -> Any:
 
 
 def norm_of_own_shard() -> Any:
-    right = module("dsx_zero.norm").global_norm
+    right = module("dsx_zero.step.norm").global_norm
     return patch(
         "dsx_zero.optimizer.global_norm",
         lambda blocks, *, device, group, shared: right(blocks, device=device, group=group, shared=False),
@@ -252,7 +252,7 @@ def overflow_not_checked() -> Any:
 
 
 def unused_parameters_keep_old_gradients() -> Any:
-    gradients = module("dsx_zero.gradient_buffers").GroupGradients
+    gradients = module("dsx_zero.grads.buffers").GroupGradients
     right = gradients.launch
 
     def launch(self):
@@ -302,7 +302,7 @@ def frozen_parameters_decay() -> Any:
 
 
 def freed_memory_not_refilled() -> Any:
-    executor = module("dsx_zero.residency").GatherExecutor
+    executor = module("dsx_zero.gather.lifetime").GatherExecutor
     right, seen = executor._job, set()
 
     def job(self, name, store, shard):
@@ -319,7 +319,7 @@ def freed_memory_not_refilled() -> Any:
 
 
 def old_values_after_step() -> Any:
-    executor = module("dsx_zero.residency").GatherExecutor
+    executor = module("dsx_zero.gather.lifetime").GatherExecutor
     right, kept = executor._job, {}
 
     def job(self, name, store, shard):

@@ -10,8 +10,8 @@ import random
 import threading
 
 import pytest
-from dsx_zero.order import AgreedOrder, NullOrder, ReuseLimits, ScheduleDivergence
-from dsx_zero.schedule import Kind
+from dsx_zero.order.agreed import AgreedOrder, NullOrder, ReuseLimits, ScheduleDivergence
+from dsx_zero.order.schedule import Kind
 
 PATIENCE = 20.0
 
@@ -179,7 +179,7 @@ def test_a_rank_that_skips_a_whole_backward_and_one_that_skips_a_micro_batch():
 
 
 def test_needs_beyond_the_schedule_are_served_and_reported(caplog):
-    caplog.set_level(logging.WARNING, logger="dsx_zero.order")
+    caplog.set_level(logging.WARNING, logger="dsx_zero.order.agreed")
     other = [("forward", [0, 2, 1, 0]), ("backward", [0, 1, 2])]
     _, ranks = run([[FULL] * 4, [FULL] * 3 + [other]])
     assert "rank 1 needed" in caplog.text

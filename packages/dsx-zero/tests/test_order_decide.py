@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from dsx_zero.schedule import Decision, Kind, Operation, Post, Schedule, checksum, decide, elide_gathers
+from dsx_zero.order.schedule import Decision, Kind, Operation, Post, Schedule, checksum, decide, elide_gathers
 
 G, R = (lambda u: Operation(Kind.GATHER, u)), (lambda u: Operation(Kind.REDUCE, u))
 U = lambda u: Operation(Kind.USE, u)  # noqa: E731

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from dsx_zero.hooks import UnitHooks
+from dsx_zero.gather.hooks import UnitHooks
+from dsx_zero.gather.lifetime import GatherExecutor, GatherLifetime, GatherLimits
 from dsx_zero.lanes import CudaLane, make_lane
-from dsx_zero.order import NullOrder
-from dsx_zero.partitioned_unit import PartitionedUnit
-from dsx_zero.residency import GatherExecutor, GatherLimits, Residency
-from dsx_zero.units import find_parameters, plan_units
+from dsx_zero.order.agreed import NullOrder
+from dsx_zero.params.partitioned_unit import PartitionedUnit
+from dsx_zero.plan.units import find_parameters, plan_units
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -46,8 +46,8 @@ def test_gradients_and_memory_on_a_side_stream(reentrant):
         out.copy_(shard)
 
     executor = GatherExecutor(units, all_gather=slow_copy, lane=lane, limits=GatherLimits())
-    residency = Residency(units, executor=executor, order=NullOrder(executor))
-    UnitHooks(model, units, residency)
+    lifetime = GatherLifetime(units, executor=executor, order=NullOrder(executor))
+    UnitHooks(model, units, lifetime)
     x = torch.randn(64, width, device="cuda", requires_grad=True)
     plain = {n: p for u in units for g in u.groups for n, p in zip(g.layout.names, g.parameters)}
     for _ in range(3):
@@ -68,4 +68,4 @@ def test_gradients_and_memory_on_a_side_stream(reentrant):
                 group.shard.mul_(0.9)
             for parameter in oracle.parameters():
                 parameter.mul_(0.9)
-        residency.parameters_changed()
+        lifetime.parameters_changed()

@@ -10,20 +10,20 @@ import copy
 import pytest
 import torch
 from dsx_testkit import assert_close_named, tiny
-from dsx_zero.hooks import UnitHooks
+from dsx_zero.gather.hooks import UnitHooks
+from dsx_zero.gather.lifetime import GatherExecutor, GatherLifetime, GatherLimits
 from dsx_zero.lanes import DeferringLane
-from dsx_zero.order import NullOrder
-from dsx_zero.partitioned import PartitionedParameter, PartitionedParameterError
-from dsx_zero.partitioned_unit import PartitionedUnit, UnitState
-from dsx_zero.residency import GatherExecutor, GatherLimits, Residency
-from dsx_zero.units import find_parameters, plan_units
+from dsx_zero.order.agreed import NullOrder
+from dsx_zero.params.partitioned import PartitionedParameter, PartitionedParameterError
+from dsx_zero.params.partitioned_unit import PartitionedUnit, UnitState
+from dsx_zero.plan.units import find_parameters, plan_units
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 
 class Sharded:
-    """A model under the residency of stage 3, on one rank; plain gradients."""
+    """A model as stage 3 gathers and frees it, on one rank; plain gradients."""
 
     def __init__(self, model: nn.Module, bucket_size: int = 1 << 20):
         self.model = model
@@ -36,10 +36,10 @@ class Sharded:
             unit.adopt(model, {info.name: info for info in infos})
         self.gathers = 0
         executor = GatherExecutor(self.units, all_gather=self._copy, lane=DeferringLane(), limits=GatherLimits())
-        self.residency = Residency(self.units, executor=executor, order=NullOrder(executor))
+        self.lifetime = GatherLifetime(self.units, executor=executor, order=NullOrder(executor))
         for unit in self.units:
-            unit.lender = self.residency
-        self.hooks = UnitHooks(model, self.units, self.residency)
+            unit.lender = self.lifetime
+        self.hooks = UnitHooks(model, self.units, self.lifetime)
 
     def _copy(self, out, shard):
         self.gathers += 1
@@ -255,7 +255,7 @@ def test_a_stale_graph_raises_after_the_parameters_changed():
     model = Blocks(MLPBlock)
     sharded = Sharded(model)
     out = loss(model)
-    sharded.residency.parameters_changed()
+    sharded.lifetime.parameters_changed()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
 

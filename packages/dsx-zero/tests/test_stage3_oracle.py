@@ -260,16 +260,16 @@ def test_low_precision_parameters_with_fp32_masters():
 
 def test_the_oracle_notices_a_gather_that_is_read_too_early():
     def work(rank, world):
-        import dsx_zero.residency as residency
+        import dsx_zero.gather.lifetime as lifetime
 
-        class Hasty(residency.GatherExecutor):
+        class Hasty(lifetime.GatherExecutor):
             def arrive(self, unit):
                 target = self._units[unit]
                 target.allocate()
-                target.state = residency.UnitState.GATHERED  # without waiting for the gather
+                target.state = lifetime.UnitState.GATHERED  # without waiting for the gather
                 target.swap_in()
 
-        from dsx_zero import stage3
+        from dsx_zero.gather import stage3
         from dsx_zero.lanes import DeferringLane
 
         stage3.GatherExecutor, stage3.make_lane = Hasty, lambda device: DeferringLane()
@@ -284,7 +284,7 @@ def test_the_oracle_notices_a_gather_that_is_read_too_early():
 
 def test_training_on_a_lane_that_defers_and_poisons():
     def work(rank, world):
-        from dsx_zero import stage3
+        from dsx_zero.gather import stage3
         from dsx_zero.lanes import DeferringLane
 
         stage3.make_lane = lambda device: DeferringLane()

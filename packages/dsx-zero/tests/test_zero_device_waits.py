@@ -6,8 +6,8 @@ There is no device here: tensors are on "meta", torch's functions hand out works
 
 from types import SimpleNamespace
 
-import dsx_zero.gather
-import dsx_zero.reduction
+import dsx_zero.gather.publishing
+import dsx_zero.grads.reduction
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,12 +47,12 @@ def waits(rank, n):
             patch.setattr(dist, name, issue, raising=False)
         group, buffer = dist.group.WORLD, torch.ones(8, device="meta")
         for bucket in (1000, 4):  # in one message, and in pieces
-            reducer = dsx_zero.reduction.Reducer(group, 2, dsx_zero.Reduction(), bucket)
+            reducer = dsx_zero.grads.reduction.Reducer(group, 2, dsx_zero.Reduction(), bucket)
             reducer.all_reduce(buffer, torch.float32).finish()
             reducer.all_reduce(buffer, torch.bfloat16).finish()
             reducer.reduce_scatter(buffer, torch.ones(4, device="meta"), torch.float32, add=False).finish()
             reducer.reduce_scatter(buffer, torch.ones(4, device="meta"), torch.bfloat16, add=True).finish()
-            gathering = dsx_zero.gather.Gathering(group, 2, bucket)
+            gathering = dsx_zero.gather.publishing.Gathering(group, 2, bucket)
             flat = SimpleNamespace(full=buffer, shard=buffer[:4], layout=SimpleNamespace(numel=8))
             gathering.publish(SimpleNamespace(plan="unit 0", trainable=[flat]))
             gathering.finish()

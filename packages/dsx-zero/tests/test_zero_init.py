@@ -137,7 +137,7 @@ def test_one_process_and_refusals():
 
 def test_leaf_modules_and_tiles_are_units_of_their_own():
     import dsx_zero
-    from dsx_zero.units import find_parameters, plan_units
+    from dsx_zero.plan.units import find_parameters, plan_units
 
     class Expert(nn.Module):
         def __init__(self):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from dsx_zero.layout import FlatLayout, pieces
+from dsx_zero.plan.layout import FlatLayout, pieces
 
 
 def random_shapes(rng, count):

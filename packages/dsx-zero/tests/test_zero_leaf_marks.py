@@ -6,7 +6,7 @@ import dsx_zero
 import pytest
 import torch
 from dsx_testkit import run_ranks
-from dsx_zero.units import find_parameters, plan_units
+from dsx_zero.plan.units import find_parameters, plan_units
 from torch import nn
 
 

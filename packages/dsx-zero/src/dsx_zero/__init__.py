@@ -5,6 +5,10 @@ loss = model(x).mean()
 loss.backward()
 optimizer.step()
 optimizer.zero_grad()
+
+Where things are (each folder has a map of its own): `api` builds, `runtime` names the parts, `optimizer` steps them; `plan` who
+owns what, `params` flat buffers and parameters, `order` of the collectives, `grads` reduction, `gather` at stage 3 and after a
+step, `step` masters and norms, `state` slices by name, `access` single parameters of a sharded model.
 """
 
 from ._version import __version__
@@ -25,7 +29,6 @@ from .access import (
 )
 from .alike import RanksDifferError, agree, telling
 from .api import shard
-from .averaging import AveragesItself, averages_itself
 from .compiling import compile_units
 from .errors import ZeroConfigError, ZeroError, ZeroModelError, ZeroOptimizerError, ZeroStateError
 from .estimate import (
@@ -37,11 +40,17 @@ from .estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from .external import register_external_parameter, unit_index, unregister_external_parameter
+from .gather.external import register_external_parameter, unit_index, unregister_external_parameter
 from .gathered import GatheredParameters, UnownedEditError
 from .generation import unwrap_model_for_generation
-from .init import Init
-from .leaves import (
+from .grads.averaging import AveragesItself, averages_itself
+from .grads.reduction import Reduction
+from .optimizer import StepOutcome, ZeroOptimizer
+from .order.agreed import ScheduleDivergence
+from .params.init import Init
+from .params.partitioned import PartitionedParameter, PartitionedParameterError
+from .params.restored import z3_leaf_parameter
+from .plan.leaves import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
@@ -49,16 +58,11 @@ from .leaves import (
     set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
-    z3_leaf_parameter,
 )
-from .loading import SliceLoad
-from .optimizer import StepOutcome, ZeroOptimizer
-from .order import ScheduleDivergence
-from .partitioned import PartitionedParameter, PartitionedParameterError
 from .precision import Precision
-from .reduction import Reduction
 from .resharding import release_model
-from .slices import ParamSlice, Reader
+from .state.loading import SliceLoad
+from .state.slices import ParamSlice, Reader
 from .tiled import TiledLinear, TiledLinearReturnBias
 from .uneven import uneven_forwards
 

@@ -20,13 +20,13 @@ import dsx_comm
 import torch
 
 from .errors import ZeroStateError
-from .layout import LocalSlice
-from .restored import current_parameter
+from .params.restored import current_parameter
+from .plan.layout import LocalSlice
 
 if TYPE_CHECKING:
-    from .flat import FlatGroup
-    from .masters import Master
     from .optimizer import ZeroOptimizer
+    from .params.flat import FlatGroup
+    from .step.masters import Master
 
 __all__ = [
     "safe_get_full_fp32_param",

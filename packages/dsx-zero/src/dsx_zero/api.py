@@ -13,28 +13,29 @@ from torch import nn
 from ._version import __version__
 from .access import OWNERS
 from .alike import agree, hash_of, model_facts, optimizer_facts, telling
-from .averaging import Averaging, averaging_of
-from .channel import ControlChannel
 from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
-from .flat import FlatGroup, Unit
-from .gather import Gathering, Replicated
-from .gradients import LocalGradients, ReducedGradients, ReduceOrder
+from .gather.publishing import Gathering, Replicated
+from .grads.averaging import Averaging, averaging_of
+from .grads.gradients import LocalGradients, ReducedGradients, ReduceOrder
+from .grads.reduction import LocalReducer, Reducer, Reduction
+from .grads.unused import IgnoreUnused, UnusedParameters
 from .groups import LentGroups, join_launched_ranks
-from .init import InitParameter
-from .leaves import fine_modules, named_leaves
-from .masters import check_optimizer, make_masters, place_masters, replace_parameters
-from .memory import Memory, OrdinaryMemory, memory_of
-from .optimizer import Residency, Runtime, ZeroOptimizer
-from .order import AgreedOrder, NullOrder
-from .param_groups import StepGroups
-from .partitioned import PartitionedParameter
+from .optimizer import ZeroOptimizer
+from .order.agreed import AgreedOrder, NullOrder
+from .order.channel import ControlChannel
+from .order.reduce_executor import ReduceExecutor
+from .params.flat import FlatGroup, Unit
+from .params.init import InitParameter
+from .params.memory import Memory, OrdinaryMemory, memory_of
+from .params.partitioned import PartitionedParameter
+from .params.restored import current_parameter, restore_model
+from .plan.leaves import fine_modules, named_leaves
+from .plan.units import ParameterInfo, Persistence, UnitPlan, find_parameters, plan_units
 from .precision import Precision
-from .reduce_executor import ReduceExecutor
-from .reduction import LocalReducer, Reducer, Reduction
 from .resharding import release_model
-from .restored import current_parameter, restore_model
-from .units import ParameterInfo, Persistence, UnitPlan, find_parameters, plan_units
-from .unused import IgnoreUnused, UnusedParameters
+from .runtime import Publisher, Runtime
+from .step.masters import check_optimizer, make_masters, place_masters, replace_parameters
+from .step.param_groups import StepGroups
 
 if TYPE_CHECKING:
     from .config import ZeroConfig
@@ -335,14 +336,14 @@ class _Build:
         )
         self._broadcast([group.full for unit in units for group in unit.groups])
         alone = self.world_size == 1
-        residency: Residency = Replicated()
+        publisher: Publisher = Replicated()
         if self.settings.stage > 0 and not alone:
-            residency = Gathering(self.process_group, self.world_size, self.settings.allgather_bucket_size)
-        return self._runtime(units, 0 if alone else self.settings.stage, residency)
+            publisher = Gathering(self.process_group, self.world_size, self.settings.allgather_bucket_size)
+        return self._runtime(units, 0 if alone else self.settings.stage, publisher)
 
     def partitioned(self, inner: Any) -> Runtime:
         """Stage 3: the modules get other parameters, which take the places of the old ones in the optimizer."""
-        from .stage3 import Ranks, Stage3Limits, build_stage3  # late: stages 0-2 need none of it
+        from .gather.stage3 import Ranks, Stage3Limits, build_stage3  # late: stages 0-2 need none of it
 
         settings = self.settings
         limits = Stage3Limits(
@@ -363,7 +364,7 @@ class _Build:
         self,
         units: tuple[Unit, ...],
         stage: int,
-        residency: Residency,
+        publisher: Publisher,
         *,
         order: ReduceOrder | None = None,
         on_complete: Callable[[int], None] | None = None,
@@ -379,7 +380,7 @@ class _Build:
             infos=self.infos,
             units=units,
             gradients=self._gradients(units, stage, order, on_complete),
-            residency=residency,
+            publisher=publisher,
             averaging=self.averaging,
             checks_overflow=self.precision.checks_overflow(dtypes),
             resident=self.settings.stage < 3,

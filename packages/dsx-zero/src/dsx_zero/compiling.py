@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .registry import stage3_of
+from .gather.registry import stage3_of
 
 __all__ = ["compile_units"]
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from .access import OWNERS, safe_set_full_fp32_param
 from .errors import ZeroStateError
-from .external import register_external_parameter
-from .init import InitParameter
-from .partitioned import PartitionedParameter
-from .partitioned_unit import UnitParameter
-from .restored import current_parameter
+from .gather.external import register_external_parameter
+from .params.init import InitParameter
+from .params.partitioned import PartitionedParameter
+from .params.partitioned_unit import UnitParameter
+from .params.restored import current_parameter
 
 __all__ = ["GatheredParameters", "UnownedEditError"]
 

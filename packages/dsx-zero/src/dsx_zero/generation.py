@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .registry import stage3_of
+from .gather.registry import stage3_of
 
 __all__ = ["unwrap_model_for_generation"]
 
@@ -36,5 +36,5 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
         if stage is None:
             yield model
             return
-        with stage.residency.gathered([unit.index for unit in stage.partitioned]), stage.hooks.paused():
+        with stage.lifetime.gathered([unit.index for unit in stage.partitioned]), stage.hooks.paused():
             yield model

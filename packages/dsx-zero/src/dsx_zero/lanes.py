@@ -22,13 +22,21 @@ from typing import Protocol
 
 import torch
 
-from .storage import GatheredStorage
-
 
 class Pending(Protocol):
     """What a job may return: something still under way."""
 
     def wait(self) -> object: ...
+
+
+class Buffer(Protocol):
+    """Memory that a lane frees for its user."""
+
+    def free(self) -> None: ...
+
+    def poison(self) -> None:
+        """Fill it with NaN, if it is there and can hold them."""
+        ...
 
 
 Job = Callable[[], "Pending | None"]
@@ -51,7 +59,7 @@ class Lane(Protocol):
         """Let jobs submitted from now on see what the caller's side has written so far (updated shards)."""
         ...
 
-    def retire(self, storage: GatheredStorage) -> None: ...
+    def retire(self, buffer: Buffer) -> None: ...
 
     def drain(self) -> None:
         """Start everything that is queued."""
@@ -78,9 +86,9 @@ class HostLane:
     def follow(self) -> None:
         """Nothing to do: one thread."""
 
-    def retire(self, storage: GatheredStorage) -> None:
+    def retire(self, buffer: Buffer) -> None:
         """Free at once: host operations are finished when they return."""
-        storage.free()
+        buffer.free()
 
     def drain(self) -> None:
         """Nothing is ever queued."""
@@ -120,14 +128,14 @@ class CudaLane:
         """Let the jobs submitted from now on see what the caller's stream has enqueued so far (updated shards)."""
         self._stream.wait_stream(torch.cuda.current_stream())
 
-    def retire(self, storage: GatheredStorage) -> None:
+    def retire(self, buffer: Buffer) -> None:
         """Free behind everything the current stream has enqueued: later jobs wait for this moment before they
         allocate.
         """
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream())
         self._retired = event
-        storage.free()
+        buffer.free()
 
     def drain(self) -> None:
         """Nothing is ever queued on the host."""
@@ -163,11 +171,10 @@ class DeferringLane:
             if pending is not None:
                 pending.wait()
 
-    def retire(self, storage: GatheredStorage) -> None:
+    def retire(self, buffer: Buffer) -> None:
         """Fill with NaN, then free."""
-        if storage.allocated and storage.dtype.is_floating_point:
-            storage.fill.fill_(float("nan"))
-        storage.free()
+        buffer.poison()
+        buffer.free()
 
     def drain(self) -> None:
         """Run everything that is queued."""

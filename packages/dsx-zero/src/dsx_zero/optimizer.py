@@ -15,31 +15,28 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import dsx_comm
 import torch
 
-from .averaging import Averaging
-from .edits import EditAgreement, Edits
 from .errors import ZeroOptimizerError, ZeroStateError
-from .flat import FlatGroup, Unit
-from .frozen import Frozen
-from .gradients import BackwardWatch, Gradients
-from .groups import LentGroups
-from .loading import SliceLoad, read_slices
-from .local_state import count_bytes, load_local, save_local
-from .masters import Master, copy_targets, refresh_master, write_parameters
-from .model_check import ModelCheck
-from .nonfinite import NonFiniteWarning
-from .norm import CLIP_EPSILON, global_norm
-from .param_groups import StateView, StepGroups, checked_state
-from .partitioned_unit import is_partitioned
-from .slices import ParamSlice, Reader, iter_slices
-from .units import ParameterInfo
+from .grads.gradients import BackwardWatch
+from .params.flat import FlatGroup
+from .params.partitioned_unit import is_partitioned
+from .runtime import Runtime, UnusedCheck
+from .state.loading import SliceLoad, read_slices
+from .state.local import count_bytes, load_local, save_local
+from .state.slices import ParamSlice, Reader, iter_slices
+from .step.edits import EditAgreement, Edits
+from .step.frozen import Frozen
+from .step.masters import Master, copy_targets, refresh_master, write_parameters
+from .step.model_check import ModelCheck
+from .step.nonfinite import NonFiniteWarning
+from .step.norm import CLIP_EPSILON, global_norm
+from .step.param_groups import StateView, StepGroups, checked_state
 
-__all__ = ["Residency", "Runtime", "StepOutcome", "ZeroOptimizer"]
+__all__ = ["StepOutcome", "ZeroOptimizer"]
 
 
 class StepOutcome:
@@ -70,80 +67,6 @@ class StepOutcome:
 
     def __repr__(self) -> str:
         return f"StepOutcome(overflow={self.overflow}, grad_norm={self.grad_norm})"
-
-
-class Residency(Protocol):
-    """Makes new values of parameters visible. `dsx_zero.gather` does it at stages 0-2, `dsx_zero.stage3.Stage3` at
-    stage 3.
-    """
-
-    def publish(self, unit: Unit) -> None:
-        """This rank's shard of a unit has new values: start making them visible."""
-        ...
-
-    def finish(self) -> None:
-        """All units are published: after this every parameter that is visible has its new values."""
-        ...
-
-    def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:
-        """Give parameter `index` of a group this value, in the shard and wherever it is visible. Masters are not
-        touched.
-        """
-        ...
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Buffers held beside the groups' own."""
-        ...
-
-    def free_gathered(self) -> None:
-        """Free parameters that are gathered only for a while."""
-        ...
-
-    def remove_hooks(self) -> None:
-        """Take hooks of its own off the model."""
-        ...
-
-
-class UnusedCheck(Protocol):
-    """Finds parameters without gradients."""
-
-    def check(self) -> None: ...
-
-    def remove_hooks(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """The parts of one sharded model."""
-
-    model: torch.nn.Module
-    stage: int
-    rank: int
-    world_size: int
-    process_group: Any
-    groups: LentGroups
-    infos: tuple[ParameterInfo, ...]
-    units: tuple[Unit, ...]
-    gradients: Gradients
-    residency: Residency
-    averaging: Averaging
-    checks_overflow: bool
-    resident: bool
-    load_masters: bool = True
-
-    @property
-    def whole(self) -> bool:
-        """Does every rank step everything?"""
-        return self.stage == 0
-
-    @property
-    def holds_whole_parameters(self) -> bool:
-        """Are the whole parameters in every rank's memory all the time (stages 0-2)?"""
-        return self.resident
-
-    def trainable_units(self) -> Iterator[Unit]:
-        """Units with something to step."""
-        return (unit for unit in self.units if unit.trainable)
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -306,7 +229,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.released = True
         self._runtime.gradients.remove_hooks()
         self._unused.remove_hooks()
-        self._runtime.residency.remove_hooks()
+        self._runtime.publisher.remove_hooks()
         self._runtime.groups.give_back()
         for callback in self._on_release:
             callback()
@@ -368,8 +291,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for group in unit.trainable:
                 if not self._takes_copies:
                     write_parameters(group, whole=run.whole)
-            run.residency.publish(unit)
-        run.residency.finish()
+            run.publisher.publish(unit)
+        run.publisher.finish()
         self._parameters_written()
         return self._note(StepOutcome(False, None if local else norm, loss))
 
@@ -461,7 +384,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Every rank must call it. At other stages parameters are always whole, and nothing happens.
         """
         self._check_in_use()
-        self._runtime.residency.free_gathered()
+        self._runtime.publisher.free_gathered()
 
     @torch.no_grad()
     def refresh_fp32_params(self) -> None:
@@ -560,7 +483,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def refresh(self, name: str, whole: torch.Tensor) -> None:
         """Make a parameter show its master's new value, of which `whole` is the whole."""
         group = self._groups[name]
-        self._runtime.residency.write(group, group.layout.index(name), whole)
+        self._runtime.publisher.write(group, group.layout.index(name), whole)
 
     def state_bytes(self) -> dict[str, int]:
         """Resident bytes on this rank, each storage counted once: params, grads, master (with what tells edits),
@@ -643,7 +566,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _connect_norms(self) -> None:
         """Give optimizers with per-tensor norms (Lamb) a way to sum them over the slices of a tensor."""
         if hasattr(self.inner, "norm_reducer") and not self._runtime.whole and self._runtime.world_size > 1:
-            from .segments import SegmentedNorms  # late: only such optimizers need it
+            from .step.segments import SegmentedNorms  # late: only such optimizers need it
 
             self.inner.norm_reducer = SegmentedNorms(self._runtime, self._masters)  # type: ignore[attr-defined]
         elif getattr(self.inner, "needs_tensor_norms", False) and not self._runtime.whole:

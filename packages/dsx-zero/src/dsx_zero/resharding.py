@@ -12,10 +12,10 @@ import logging
 from torch import nn
 
 from .access import OWNERS
-from .init import InitParameter
-from .partitioned import PartitionedParameter
-from .partitioned_unit import UnitParameter
-from .registry import forget
+from .gather.registry import forget
+from .params.init import InitParameter
+from .params.partitioned import PartitionedParameter
+from .params.partitioned_unit import UnitParameter
 
 __all__ = ["release_model"]
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .registry import stage3_of
+from .gather.registry import stage3_of
 
 __all__ = ["uneven_forwards"]
 
@@ -37,4 +37,4 @@ def uneven_forwards(model: nn.Module) -> Iterator[None]:
     yield
     stage = stage3_of(model)
     if stage is not None:
-        stage.residency.join()
+        stage.lifetime.join()

@@ -1,0 +1,164 @@
+"""Issues the gathers of units on a lane, counts who holds them, and frees them: the half of stage 3 that the order
+of collectives calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import dsx_comm
+import torch
+
+from ..lanes import Lane, Ticket
+from ..order.reduce_executor import ReduceExecutor
+from ..params.partitioned_unit import PartitionedUnit, UnitState
+
+__all__ = ["GatherExecutor", "GatherLimits"]
+
+
+@dataclass(frozen=True)
+class GatherLimits:
+    """How much may be gathered at once (elements).
+
+    ``prefetch_bucket_size`` bounds what is gathered ahead of its use (one unit is always allowed unless it is 0);
+    ``max_live_parameters`` bounds what prefetching and reuse may keep. What a use needs is always gathered.
+    """
+
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+
+
+class GatherExecutor(ReduceExecutor):
+    """Issues gathers of units on a lane and frees them. The reductions come from the gradients (``bind``).
+
+    ``all_gather(out, shard)`` is the asynchronous collective; it returns what to wait for, or None when it is done.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[PartitionedUnit],
+        *,
+        all_gather: Callable[[torch.Tensor, torch.Tensor], Any],
+        lane: Lane,
+        limits: GatherLimits,
+    ) -> None:
+        super().__init__()
+        self._units = {unit.index: unit for unit in units}
+        self._all_gather, self._lane, self._limits = all_gather, lane, limits
+        self._tickets: dict[int, list[Ticket]] = {}
+        self._holds: dict[int, int] = dict.fromkeys(self._units, 0)
+        self._passing: list[tuple[Ticket, torch.Tensor]] = []
+        self.live = 0
+        """Elements of all gathered units."""
+
+    def run_gather(self, unit: int) -> None:
+        """See ``Executor``. A unit that is there already is gathered past its users, into memory of its own."""
+        target = self._units[unit]
+        if target.state is not UnitState.PARTITIONED:
+            self._gather_past(target)
+            return
+        self.live += target.numel
+        target.state = UnitState.GATHERING
+        self._tickets[unit] = [
+            self._lane.submit(self._job(str(target.plan), store, group.shard))
+            for store, group in zip(target.storages, target.groups)
+            if store.numel
+        ]
+
+    def _job(self, name: str, store: Any, shard: torch.Tensor) -> Callable[[], Any]:
+        def gather() -> Any:
+            store.allocate()
+            with dsx_comm.unit(name):
+                return self._all_gather(store.fill, shard)
+
+        return gather
+
+    def _gather_past(self, target: PartitionedUnit) -> None:
+        self.settle()
+        for group in target.groups:
+            if not group.layout.numel:
+                continue
+            scratch = torch.empty(group.layout.numel, dtype=group.key.dtype, device=group.key.device)
+
+            def gather(out: torch.Tensor = scratch, shard: torch.Tensor = group.shard) -> Any:
+                with dsx_comm.unit(f"{target.plan}, past its users"):
+                    return self._all_gather(out, shard)
+
+            self._passing.append((self._lane.submit(gather), scratch))
+
+    def settle(self) -> None:
+        """Wait for gathers that nobody here uses."""
+        passing, self._passing = self._passing, []
+        for ticket, _ in passing:
+            ticket.wait()
+
+    def holds(self, unit: int) -> bool:
+        """See ``Executor``."""
+        return self._units[unit].state is not UnitState.PARTITIONED
+
+    def discard(self, unit: int) -> None:
+        """See ``Executor``. Nothing while somebody holds the unit."""
+        if self._holds[unit] == 0:
+            self.free(unit)
+
+    def arrive(self, unit: int) -> None:
+        """Wait for the unit's gather and let its modules see the parameters."""
+        target = self._units[unit]
+        if target.state is UnitState.GATHERING:
+            for ticket in self._tickets.pop(unit):
+                ticket.wait()
+            target.state = UnitState.GATHERED
+        target.swap_in()
+
+    def hold(self, unit: int) -> None:
+        """Somebody uses the unit from now on."""
+        self._holds[unit] += 1
+
+    def let_go(self, unit: int) -> int:
+        """One user fewer; returns how many are left."""
+        self._holds[unit] = max(0, self._holds[unit] - 1)
+        return self._holds[unit]
+
+    def held(self, unit: int) -> bool:
+        """Whether somebody uses the unit."""
+        return self._holds[unit] > 0
+
+    def sweep(self) -> None:
+        """Free what is there and nobody holds; gathers under way for later stay."""
+        for index, unit in self._units.items():
+            if unit.state is UnitState.GATHERED:
+                self.discard(index)
+
+    def free_all(self) -> None:
+        """Free everything and forget who held it."""
+        for index in self._units:
+            self._holds[index] = 0
+            self.free(index)
+
+    def free(self, unit: int) -> None:
+        """Give the memory back, whoever holds the unit."""
+        target = self._units[unit]
+        if target.state is UnitState.PARTITIONED:
+            return
+        for ticket in self._tickets.pop(unit, ()):
+            ticket.wait()
+        target.swap_out()
+        for store in target.storages:
+            self._lane.retire(store)
+        target.state = UnitState.PARTITIONED
+        self.live -= target.numel
+
+    def may_run_ahead(self, unit: int) -> bool:
+        """Whether the limits allow this gather before its use."""
+        target = self._units[unit]
+        ahead = sum(self._units[other].numel for other in self._tickets)
+        limits = self._limits
+        if target.state is not UnitState.PARTITIONED or self.live + target.numel > limits.max_live_parameters:
+            return False
+        return limits.prefetch_bucket_size > 0 and (not ahead or ahead + target.numel <= limits.prefetch_bucket_size)
+
+    def follow(self) -> None:
+        """Shards have new values: gathers from now on must see them."""
+        self._lane.follow()

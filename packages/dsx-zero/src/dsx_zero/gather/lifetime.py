@@ -1,0 +1,292 @@
+"""Stage 3: when a unit's whole parameters are there. Gathering before a use, giving the memory back after it.
+
+A *use* is one forward of a unit's module. It holds the unit until the forward returns, and again in backward from the
+gradient of its outputs until the gradient of one of its inputs is about to be passed on: autograd runs nodes in the
+reverse order of their creation, so by then every node of that forward has run. What has no such input (the first block
+of a model, the root) goes when all its gradients are complete, at the latest when backward ends.
+
+Recomputation (activation checkpointing) is a forward inside a backward: it takes the unit and never gives it back; the
+backward that follows does. It may stop in the middle without telling (torch's early stop), so nothing depends on its
+end.
+
+The order of the collectives is ``Order``'s affair; ``GatherExecutor`` is the half it calls, ``GatherLifetime`` the half that
+calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import dsx_comm
+import torch
+
+from ..errors import ZeroStateError
+from ..order.agreed import Order
+from ..params.partitioned_unit import Lender, PartitionedUnit, UnitState
+from ..params.tensors import tensors_in
+from .executor import GatherExecutor, GatherLimits
+
+__all__ = ["GatherExecutor", "GatherLimits", "GatherLifetime", "Use"]
+
+
+class Use:
+    """One forward of a unit's module; identity is all there is to it."""
+
+    __slots__ = ("first_input_hooked",)
+
+    def __init__(self) -> None:
+        self.first_input_hooked = False
+
+
+class GatherLifetime(Lender):
+    """Turns what happens to modules and to autograd into needs of units. Its methods are the bodies of the hooks."""
+
+    def __init__(
+        self,
+        units: Sequence[PartitionedUnit],
+        *,
+        executor: GatherExecutor,
+        order: Order,
+        begin_backward: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._units = {unit.index: unit for unit in units}
+        self._executor, self._order, self.begin_backward = executor, order, begin_backward
+        self._depth, self._training = 0, True
+        self._open: dict[int, list[Use]] = {index: [] for index in self._units}
+        self._backward: dict[int, set[Any]] = {index: set() for index in self._units}
+        self._borrowed: set[int] = set()
+        self._task: int | None = None
+        self._pass_ended = False
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def enter_forward(self, *, root: bool) -> None:
+        """A hooked module starts its forward; ``root``: the whole model, which is never inside another."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if root and self._depth:  # a forward that an error ended without the hooks hearing of it
+            self._depth = 0
+            self._abandon_forward()
+        if self._depth == 0:
+            self._training = torch.is_grad_enabled()
+            if self._task is not None:  # a backward that an error ended
+                self._release_all()
+        self._depth += 1
+
+    def leave_forward(self, *, failed: bool) -> None:
+        """A hooked module's forward has returned or failed."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        for unit in self._borrowed:
+            self._executor.let_go(unit)
+        self._borrowed.clear()
+        if not failed:
+            self._order.end_forward(training=self._training)
+            self._executor.settle()
+        self._executor.sweep()
+
+    def before_forward(self, unit: int, inputs: Any) -> None:
+        """The unit's module is about to run on ``inputs`` (arguments and keyword arguments)."""
+        if torch._C._current_graph_task_id() != -1:
+            self.enter_backward()
+            self._take(unit, training=True)
+            self._add_backward_hold(unit, "recomputation")
+        else:
+            self._take(unit, training=self._training)
+            self._executor.hold(unit)
+        use = Use()
+        self._open[unit].append(use)
+        if torch.is_grad_enabled() and self._units[unit].plan.users != ("",):
+            self._watch_inputs(unit, use, inputs)
+
+    def after_forward(self, unit: int, output: Any) -> Use:
+        """The unit's module has returned ``output`` (None if it failed)."""
+        use = self._open[unit].pop() if self._open[unit] else Use()
+        if torch.is_grad_enabled():
+            self._watch_outputs(unit, use, output)
+        if torch._C._current_graph_task_id() == -1:
+            self._done(unit)
+        return use
+
+    def watch_item(self, uses: Sequence[tuple[int, Use]], item: Any) -> None:
+        """An iterator that the module of these uses returned gives ``item`` to its caller."""
+        if torch.is_grad_enabled():
+            for unit, use in uses:
+                self._watch_outputs(unit, use, item)
+
+    def _done(self, unit: int) -> None:
+        if self._executor.let_go(unit) == 0 and not self._order.keeps(unit):
+            self._executor.free(unit)
+
+    def _take(self, unit: int, *, training: bool) -> None:
+        executor = self._executor
+        if self._units[unit].state is UnitState.GATHERED:
+            if not executor.held(unit):
+                self._order.use(unit)
+            self._units[unit].swap_in()
+            return
+        with dsx_comm.unit(str(self._units[unit].plan)):  # the ranks may have to agree on what comes next
+            self._order.gather(unit, training=training)
+        if training:
+            self._order.run_ahead(executor.may_run_ahead)
+        executor.arrive(unit)
+
+    def _abandon_forward(self) -> None:
+        for uses in self._open.values():
+            uses.clear()
+        self._borrowed.clear()
+        self._executor.free_all()
+
+    # Backward ---------------------------------------------------------------------------------------------------------
+
+    def enter_backward(self) -> None:
+        """Called from every hook that runs in backward: the first one arranges for the end."""
+        if self._task is not None:
+            return
+        self._task = torch._C._current_graph_task_id()
+        self._pass_ended = False
+        self.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def before_backward(self, unit: int, use: Use) -> None:
+        """The gradient of an output of ``use`` is there."""
+        self.enter_backward()
+        if use not in self._backward[unit]:
+            self._take(unit, training=True)
+            self._add_backward_hold(unit, use)
+
+    def after_backward(self, unit: int, use: Use) -> None:
+        """Every autograd node of ``use`` has run."""
+        holds = self._backward[unit]
+        if use in holds:
+            holds.discard(use)
+            holds.discard("recomputation")
+            if not holds:
+                self._done(unit)
+
+    def gradients_complete(self, unit: int) -> None:
+        """The unit's parameters have all their gradients: a use without inputs to watch ends here."""
+        if unit not in self._units:
+            return
+        holds = self._backward[unit]
+        frozen = any(not group.trainable for group in self._units[unit].groups)
+        if not holds or frozen or self._units[unit].plan.users == ("",):
+            return
+        if all(isinstance(use, Use) and not use.first_input_hooked for use in holds):
+            holds.clear()
+            self._done(unit)
+
+    def _add_backward_hold(self, unit: int, token: Any) -> None:
+        holds = self._backward[unit]
+        if not holds:
+            self._executor.hold(unit)
+        holds.add(token)
+
+    def end_backward_pass(self) -> None:
+        """Tell the order that backward has ended, once (the gradients come before this object if they reduce)."""
+        if not self._pass_ended:
+            self._pass_ended = True
+            self._order.end_backward()
+            self._executor.settle()
+
+    def _end_backward(self) -> None:
+        self.end_backward_pass()
+        self._release_all()
+
+    def _release_all(self) -> None:
+        self._task = None
+        for unit, holds in self._backward.items():
+            if holds:
+                holds.clear()
+                self._executor.let_go(unit)
+            self._executor.discard(unit)
+
+    # Watching tensors -------------------------------------------------------------------------------------------------
+
+    def _watch_outputs(self, unit: int, use: Use, output: Any) -> None:
+        for tensor in tensors_in(output, objects=True):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self.before_backward(unit, use))
+
+    def _watch_inputs(self, unit: int, use: Use, inputs: Any) -> None:
+        tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        use.first_input_hooked = bool(tensors)
+        if inner:
+            for tensor in inner:
+                tensor.register_hook(lambda grad: self.after_backward(unit, use))
+        elif tensors:
+            # Leaves (the inputs of a reentrant recomputation) get their gradient as soon as it is there: wait for all
+            # of them.
+            left = {id(tensor) for tensor in tensors}
+            for tensor in tensors:
+                tensor.register_hook(partial(self._leaf_done, unit, use, left, id(tensor)))
+
+    def _leaf_done(self, unit: int, use: Use, left: set[int], key: int, grad: torch.Tensor) -> None:
+        left.discard(key)
+        if not left:
+            self.after_backward(unit, use)
+
+    # Uses from outside ------------------------------------------------------------------------------------------------
+
+    def lends(self, unit: PartitionedUnit) -> bool:
+        """See ``Lender``."""
+        backward = torch._C._current_graph_task_id() != -1
+        if self._depth == 0 and not backward:
+            return False
+        self._take(unit.index, training=True if backward else self._training)
+        if backward:
+            self.enter_backward()
+            self._add_backward_hold(unit.index, "recomputation")
+        elif unit.index not in self._borrowed:
+            self._borrowed.add(unit.index)
+            self._executor.hold(unit.index)
+        return True
+
+    def watch(self, unit: PartitionedUnit, output: Any) -> Any:
+        """See ``Lender``: released when backward ends (nobody knows what else the result leads to)."""
+        if torch.is_grad_enabled():
+            self._watch_outputs(unit.index, Use(), output)
+        return output
+
+    @contextmanager
+    def gathered(self, units: Sequence[int]) -> Iterator[None]:
+        """The units' whole parameters are in their modules for the length of the context. Collective."""
+        taken = list(dict.fromkeys(units))
+        for unit in taken:
+            self._take(unit, training=False)
+            self._executor.hold(unit)
+        try:
+            yield
+        finally:
+            for unit in taken:
+                self._done(unit)
+
+    def join(self) -> None:
+        """This rank has run the last of its forwards outside training; serves the others until all have. Collective."""
+        self._order.join()
+        self._executor.settle()
+        self._executor.sweep()
+
+    def free_gathered(self) -> None:
+        """Free every unit that is gathered; refused while a forward or backward may be using one."""
+        if self._depth or self._task is not None:
+            raise ZeroStateError(
+                "gathered parameters cannot be freed inside a forward or backward; call it between them"
+            )
+        for index in self._units:
+            self._executor.free(index)
+
+    def parameters_changed(self) -> None:
+        """The shards have new values (an optimizer step, a load): what is still gathered is stale."""
+        for index, unit in self._units.items():
+            self._executor.free(index)
+            for store in unit.storages:
+                store.mark_changed()
+        self._executor.follow()

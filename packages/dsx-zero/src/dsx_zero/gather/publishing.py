@@ -1,0 +1,74 @@
+"""Whole parameters at stages 0-2: always there; after a step each rank has to see the shards of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dsx_comm
+import torch
+
+from ..params.flat import FlatGroup, Unit
+from ..plan.layout import pieces
+
+__all__ = ["Gathering", "Replicated"]
+
+
+class Replicated:
+    """Stage 0 or one rank: every rank has updated everything."""
+
+    def publish(self, unit: Unit) -> None:
+        """Nothing to move."""
+
+    def finish(self) -> None:
+        """Nothing was started."""
+
+    def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:
+        """The shard is part of the visible buffer."""
+        with torch.no_grad():
+            group.parameters[index].copy_(whole)
+
+    def free_gathered(self) -> None:
+        """Nothing to free: parameters are always whole."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """None."""
+        return []
+
+    def remove_hooks(self) -> None:
+        """There are none."""
+
+
+class Gathering(Replicated):
+    """Stages 1-2: shards are gathered in place into the buffers that the parameters are views of, unit after unit."""
+
+    def __init__(self, group: Any, world_size: int, bucket_size: int) -> None:
+        self._group, self._world_size, self._bucket_size = group, world_size, bucket_size
+        self._works: list[Any] = []
+
+    def publish(self, unit: Unit) -> None:
+        """Start gathering; goes on while the next unit's low-precision copy is written."""
+        with dsx_comm.unit(str(unit.plan)):
+            self._start(unit)
+
+    def _start(self, unit: Unit) -> None:
+        for group in unit.trainable:
+            if group.layout.numel <= self._bucket_size:
+                work = dsx_comm.all_gather_into_tensor(group.full, group.shard, group=self._group, async_op=True)
+                self._works.append(work)
+            else:
+                self._in_pieces(group)
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        works, self._works = self._works, []
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def _in_pieces(self, group: FlatGroup) -> None:
+        """Gather columns of the (rank, element) matrix through a message buffer of constant size."""
+        rows = group.full.view(self._world_size, -1)
+        for start, stop in pieces(rows.shape[1], self._bucket_size // self._world_size):
+            message = group.full.new_empty(self._world_size * (stop - start))
+            dsx_comm.all_gather_into_tensor(message, group.shard[start:stop].clone(), group=self._group)
+            rows[:, start:stop].copy_(message.view(self._world_size, -1))

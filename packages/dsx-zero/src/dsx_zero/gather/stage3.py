@@ -1,0 +1,280 @@
+"""Builds the parts of stage 3 for one model: units, the order of collectives, lifetime of gathered parameters, hooks.
+
+Small parameters (``stage3_param_persistence_threshold``) are one unit that stays whole, as at stage 2: its shard is
+part of its whole buffer, and it is gathered once per optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from ..groups import LentGroups
+from ..lanes import Lane, make_lane
+from ..order.agreed import AgreedOrder, Order, ReuseLimits
+from ..order.channel import ControlChannel
+from ..params.flat import FlatGroup, Unit
+from ..params.memory import memory_of
+from ..params.partitioned import PartitionedParameter
+from ..params.partitioned_unit import PartitionedUnit, UnitState
+from ..params.restored import restore_parameter
+from ..plan.units import ParameterInfo, UnitPlan
+from .external import take_pending, unit_index
+from .hooks import UnitHooks
+from .lifetime import GatherExecutor, GatherLifetime, GatherLimits
+from .publishing import Gathering
+from .registry import remember
+
+__all__ = ["Ranks", "Stage3", "Stage3Limits", "build_stage3"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who takes part: this rank, how many, and their three groups (the same ranks in all)."""
+
+    rank: int
+    world_size: int
+    process_group: Any
+    gathers: Any
+    control: Any
+
+    @classmethod
+    def of(cls, process_group: Any, rank: int, world_size: int, groups: LentGroups) -> Ranks:
+        """Take the group for gathers and the one for words in host memory (collective)."""
+        gathers = groups.take(dsx_comm.get_backend(process_group))
+        return cls(rank, world_size, process_group, gathers, groups.take_control())
+
+
+@dataclass(frozen=True)
+class Stage3Limits:
+    """The sizes of stage 3 (elements), as the ``zero_optimization`` section names them."""
+
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    prefetch_bucket_size: int = 50_000_000
+    allgather_bucket_size: int = 500_000_000
+    strict_order: bool = False
+
+
+class Stage3:
+    """Where whole parameters live at stage 3, for the optimizer and the accessors (``runtime.Publisher``)."""
+
+    def __init__(
+        self,
+        resident: Sequence[Unit],
+        partitioned: Sequence[PartitionedUnit],
+        gathering: Gathering,
+        process_group: Any,
+    ) -> None:
+        self._resident = {unit.index: unit for unit in resident}
+        self._units = {unit.index: unit for unit in partitioned}
+        self._gathering, self._group = gathering, process_group
+        self.lifetime: GatherLifetime
+        self.order: Order
+        self.executor: GatherExecutor
+        self.hooks: UnitHooks
+        self.gradients: Any
+        self.pending: list[tuple[nn.Module, int]] = []
+        self.unit_of_original: dict[int, int] = {}
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All units in plan order, as gradients and optimizer see them."""
+        found = [*self._resident.values(), *(unit.as_unit() for unit in self._units.values())]
+        return tuple(sorted(found, key=lambda unit: unit.index))
+
+    @property
+    def partitioned(self) -> tuple[PartitionedUnit, ...]:
+        """The units that are gathered and freed."""
+        return tuple(self._units.values())
+
+    def unit_of(self, parameter: torch.Tensor) -> int | None:
+        """Index of the unit a parameter belongs to (either face); None if it is always whole."""
+        for index, unit in self._units.items():
+            if any(parameter is face for face in unit.faces()):
+                return index
+        return unit_index(parameter)
+
+    def publish(self, unit: Unit) -> None:
+        """See ``runtime.Publisher``: the small parameters are gathered, the others at their next use."""
+        if unit.index in self._resident:
+            self._gathering.publish(unit)
+            for group in unit.groups:
+                if not group.trainable and group.layout.numel:  # only after loading: steps do not publish frozen units
+                    dsx_comm.all_gather_into_tensor(group.full, group.shard, group=self._group)
+
+    def finish(self) -> None:
+        """See ``runtime.Publisher``."""
+        self._gathering.finish()
+        self.lifetime.parameters_changed()
+
+    def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:
+        """See ``runtime.Publisher``: into the shard, and into the whole parameter where it is there."""
+        name = group.layout.names[index]
+        part = group.layout.local_slice(name, group.rank)
+        with torch.no_grad():
+            if part is not None:
+                values = whole.reshape(-1)[part.start : part.stop]
+                group.shard.narrow(0, part.offset, part.numel).copy_(values)
+            unit = next((u for u in self._units.values() if group in u.groups), None)
+            if unit is None or unit.state is UnitState.GATHERED:
+                group.parameters[index].detach().copy_(whole)
+
+    @contextmanager
+    def whole(self, unit: Unit) -> Iterator[None]:
+        """See ``runtime.Publisher``."""
+        with self.lifetime.gathered([unit.index] if unit.index in self._units else []):
+            yield
+
+    def free_gathered(self) -> None:
+        """See ``runtime.Publisher``."""
+        self.lifetime.free_gathered()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is gathered at the moment."""
+        return [
+            store.fill for unit in self._units.values() for store in unit.storages if store.numel and store.allocated
+        ]
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off the model's modules."""
+        self.hooks.remove()
+
+    def end(self) -> None:
+        """Take all hooks off and leave the modules with partitioned parameters: the model is about to be sharded anew.
+
+        Needed where the optimizer was dropped without `release`: the hooks keep this object, and it keeps the
+        gradients.
+        """
+        self.gradients.remove_hooks()
+        self.hooks.remove()
+        self.executor.free_all()
+
+    # The order, as the gradients see it: backward ends once, for gathers and reduces.
+
+    def reduce(self, unit: int) -> None:
+        """See ``gradients.ReduceOrder``."""
+        self.order.reduce(unit)
+
+    def end_backward(self) -> None:
+        """See ``gradients.ReduceOrder``."""
+        self.lifetime.end_backward_pass()
+
+    def boundary(self, pending: Any) -> None:
+        """See ``gradients.ReduceOrder``."""
+        self.order.boundary(pending)
+
+    def complete(self, pending: Any) -> None:
+        """See ``gradients.ReduceOrder``."""
+        self.order.complete(pending)
+
+    def watch_edits(self, watch: Any) -> None:
+        """See ``gradients.ReduceOrder``."""
+        self.order.watch_edits(watch)
+
+    def gradients_complete(self, unit: int) -> None:
+        """See ``GatherLifetime.gradients_complete``."""
+        self.lifetime.gradients_complete(unit)
+
+    def connect(self, model: nn.Module, gradients: Any) -> None:
+        """Complete the circle with the gradients and put the hooks on."""
+        self.gradients = gradients
+        self.executor.bind(gradients.run_reduce)
+        self.lifetime.begin_backward = gradients.begin_backward
+        self.hooks = UnitHooks(model, self.partitioned, self.lifetime, keeps=self)
+        remember(model, self)
+        for module, key in self.pending:
+            index = self.unit_of_original.get(key)
+            if index is not None:
+                self.hooks.add(module, index)
+
+
+def build_stage3(
+    model: nn.Module,
+    infos: Sequence[ParameterInfo],
+    plans: Sequence[UnitPlan],
+    *,
+    ranks: Ranks,
+    limits: Stage3Limits,
+    lane: Lane | None = None,
+) -> tuple[Stage3, dict[int, nn.Parameter]]:
+    """Partition the model's parameters unit by unit (collective; rank 0's values become everybody's).
+
+    Returns:
+        The parts, and for each parameter that was in the model (by ``id``) the plain one that takes gradients from now
+        on.
+    """
+    by_name = {info.name: info for info in infos}
+    resident, partitioned, plain_of = [], [], {}
+    pending, unit_of_original = take_pending(model), {}
+    for plan in plans:
+        if plan.resident:
+            unit, originals = _resident(plan, model, by_name, ranks)
+            plain_of.update(originals)
+            resident.append(unit)
+            continue
+        unit = PartitionedUnit(
+            plan, rank=ranks.rank, process_group=ranks.process_group, memory=memory_of(ranks.gathers)
+        )
+        originals = unit.adopt(model, by_name)
+        plain_of.update(originals)
+        unit_of_original.update(dict.fromkeys(originals, plan.index))
+        partitioned.append(unit)
+    gathering = Gathering(ranks.process_group, ranks.world_size, limits.allgather_bucket_size)
+    stage = Stage3(resident, partitioned, gathering, ranks.process_group)
+    stage.pending, stage.unit_of_original = pending, unit_of_original
+    stage.executor = GatherExecutor(
+        partitioned,
+        all_gather=lambda out, piece: dsx_comm.all_gather_into_tensor(out, piece, group=ranks.gathers, async_op=True),
+        lane=lane or make_lane(infos[0].device if infos else torch.device("cpu")),
+        limits=GatherLimits(limits.prefetch_bucket_size, limits.max_live_parameters),
+    )
+    stage.order = AgreedOrder(
+        stage.executor,
+        ControlChannel(ranks.control, ranks.rank, ranks.world_size),
+        limits=_reuse(partitioned, limits),
+        strict=limits.strict_order,
+    )
+    stage.lifetime = GatherLifetime(partitioned, executor=stage.executor, order=stage.order)
+    for unit in partitioned:
+        unit.lender = stage.lifetime
+    return stage, plain_of
+
+
+def _resident(
+    plan: UnitPlan, model: nn.Module, infos: Mapping[str, ParameterInfo], ranks: Ranks
+) -> tuple[Unit, dict[int, nn.Parameter]]:
+    """A unit that stays whole, and the whole parameters that took the places of partitioned ones (by the ``id`` of
+    those).
+    """
+    groups, replaced = [], {}
+    for group in plan.groups:
+        own = []
+        for name in group.layout.names:
+            parameter = model.get_parameter(name)
+            if isinstance(parameter, PartitionedParameter):
+                whole = restore_parameter(model, (name, *infos[name].aliases), parameter)
+                replaced[id(parameter)] = parameter = whole
+            own.append(parameter)
+        flat = FlatGroup.resident(group, own, rank=ranks.rank, memory=memory_of(ranks.process_group))
+        if flat.full.numel():
+            source = dsx_comm.get_global_rank(ranks.process_group, 0)
+            dsx_comm.broadcast(flat.full, source, group=ranks.process_group)
+        groups.append(flat)
+    return Unit(plan, tuple(groups)), replaced
+
+
+def _reuse(units: Sequence[PartitionedUnit], limits: Stage3Limits) -> ReuseLimits:
+    numel = {unit.index: unit.numel for unit in units}
+    top = max(numel, default=-1) + 1
+    return ReuseLimits(
+        [numel.get(index, 0) for index in range(top)],
+        max_reuse_distance=limits.max_reuse_distance,
+        max_live=limits.max_live_parameters,
+    )

@@ -1,0 +1,242 @@
+"""Norms and edits of single averaged gradients, for what users do with `.grad` between backward and step.
+
+Behind every `ShardedGradient` stands a `GradientPlace`; what it needs of the ranks is done here. Nothing in here is
+used by a step that nobody interferes with.
+
+Norms are computed for all parameters at once and kept until the gradients change: `clip_grad_norm_` asks for one after
+the other, and one collective serves them all.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import dsx_comm
+import torch
+
+from ..params.flat import FlatGroup
+from ..params.whole import read_whole, write_whole
+from ..plan.layout import FlatLayout
+from .sharded import GradientSource, ShardedGradientError
+
+__all__ = ["GradientAccess", "GradientPlace"]
+
+_WAY = (
+    "Read it with dsx_zero.safe_get_full_grad(p) and write it with dsx_zero.safe_set_full_grad(p, value), on every"
+    " rank. Clip with optimizer.step(max_norm=...) or torch.nn.utils.clip_grad_norm_(model.parameters(), ...); update"
+    " parameters with the optimizer that dsx_zero.shard returned"
+)
+
+
+class ReducedGroup(Protocol):
+    """The reduced gradients of one flat group, as this file needs them (`grads.buffers.GroupGradients`)."""
+
+    dtype: torch.dtype
+
+    @property
+    def group(self) -> FlatGroup: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def values(self) -> torch.Tensor:
+        """This rank's reduced gradients (the whole ones at stage 0)."""
+        ...
+
+    def piece(self, index: int) -> torch.Tensor:
+        """Of `values`, the part of parameter `index`, 1-D."""
+        ...
+
+    def zero(self, index: int) -> None: ...
+
+
+@dataclass
+class _Shards:
+    """A gradient's shard in the form that `write_whole` takes."""
+
+    layout: FlatLayout
+    shard: torch.Tensor
+    rank: int
+    master: torch.Tensor | None = None
+
+
+class GradientAccess:
+    """Serves the gradients of one sharded model.
+
+    Args:
+        process_group, rank, world_size: the ranks that the gradients are averaged over; `world_size` 1 where every rank
+            holds them whole.
+        complete: reduces what has not been reduced yet (collective).
+    """
+
+    def __init__(self, process_group: Any, rank: int, world_size: int, complete: Callable[[], None]) -> None:
+        self._process_group, self._rank, self._world_size = process_group, rank, world_size
+        self._complete = complete
+        self._groups: list[ReducedGroup] = []
+        self._norms: dict[float, dict[tuple[int, int], torch.Tensor]] = {}
+
+    def add(self, group: ReducedGroup) -> None:
+        """Serve the gradients of this group too."""
+        self._groups.append(group)
+
+    def changed(self) -> None:
+        """The gradients have other values now."""
+        self._norms.clear()
+
+    def norm(self, group: ReducedGroup, index: int, order: float) -> torch.Tensor:
+        """The norm of the whole averaged gradient of parameter `index` of `group` (collective)."""
+        self._complete()
+        known, wanted = self._norms.get(order), (id(group), index)
+        if known is None:
+            places = [(g, i) for g in self._groups for i in range(len(g.group.parameters))]
+            values = self._norms_of([g.piece(i) for g, i in places], order, group.device)
+            known = self._norms[order] = {(id(g), i): value for (g, i), value in zip(places, values.unbind())}
+        elif wanted not in known:  # edited since
+            known[wanted] = self._norms_of([group.piece(index)], order, group.device)[0]
+        return known[wanted].to(group.dtype)
+
+    def _norms_of(self, pieces: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+        """Norms of the whole tensors of which the ranks hold these pieces, as one fp64 tensor (fp32 where fp64 is
+        missing).
+        """
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        local = torch.stack([_power_sum(piece, order).to(device=device, dtype=dtype) for piece in pieces])
+        if self._world_size > 1:
+            extreme = dsx_comm.ReduceOp.MAX if order > 0 else dsx_comm.ReduceOp.MIN
+            op = extreme if math.isinf(order) else dsx_comm.ReduceOp.SUM
+            dsx_comm.all_reduce(local, op=op, group=self._process_group)
+        return local if math.isinf(order) or order == 0 else local ** (1.0 / order)
+
+    def edit_shard(self, group: ReducedGroup, index: int, edit: Callable[[torch.Tensor], object]) -> None:
+        """Apply an element-wise edit to this rank's part (collective if something is still to be reduced)."""
+        self._complete()
+        edit(group.piece(index))
+        self._edited(group, index)
+
+    def edit_whole(self, group: ReducedGroup, index: int, edit: Callable[[torch.Tensor], object]) -> None:
+        """Apply an edit to the whole gradient, of which rank 0's result is kept (collective)."""
+        self._complete()
+        layout = group.group.layout
+        if self._world_size == 1:
+            edit(group.piece(index).view(layout.shapes[index]))
+        else:
+            shards = _Shards(layout, group.values(), self._rank)
+            whole = read_whole(layout, layout.names[index], shards.shard, self._process_group)
+            edit(whole)
+            write_whole(shards, layout.names[index], whole, self._process_group)
+        self._edited(group, index)
+
+    def whole(self, group: ReducedGroup, index: int) -> torch.Tensor | None:
+        """The whole gradient in the parameter's dtype, a new tensor, where every rank holds it (collective)."""
+        if self._world_size > 1:
+            return None
+        self._complete()
+        return group.piece(index).view(group.group.layout.shapes[index]).to(group.group.key.dtype, copy=True)
+
+    def unscale(
+        self, places: Sequence[tuple[ReducedGroup, int]], found_inf: torch.Tensor, inv_scale: torch.Tensor
+    ) -> None:
+        """Multiply gradients with `inv_scale` and set `found_inf` to 1 on all ranks where one of them is not finite
+        (collective).
+        """
+        self._complete()
+        pieces = [piece for group, index in places if (piece := group.piece(index)).numel()]
+        if pieces:
+            torch._amp_foreach_non_finite_check_and_unscale_(pieces, found_inf, inv_scale)  # type: ignore[attr-defined]
+        if self._world_size > 1:
+            dsx_comm.all_reduce(found_inf, op=dsx_comm.ReduceOp.MAX, group=self._process_group)
+        self.changed()
+
+    def _edited(self, group: ReducedGroup, index: int) -> None:
+        for known in self._norms.values():
+            known.pop((id(group), index), None)
+
+
+def _power_sum(piece: torch.Tensor, order: float) -> torch.Tensor:
+    """This rank's share of a norm: the sum of |x|^order (fp64), for infinite orders the extreme, for order 0 the
+    count.
+    """
+    if not piece.numel():
+        return torch.full((), math.inf if order == -math.inf else 0.0, dtype=torch.float64)
+    dtype = torch.float32 if piece.dtype.itemsize < 4 else piece.dtype
+    norm = torch.linalg.vector_norm(piece, order, dtype=dtype)
+    if math.isinf(order):
+        return norm.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # a maximum over ranks may lose a NaN
+    return norm if order == 0 else norm.to(torch.float64 if piece.device.type != "mps" else dtype) ** order
+
+
+class GradientPlace:
+    """The `GradientSource` of one parameter.
+
+    It holds its owners weakly: it is reached from `.grad`, which Python's collector does not look into.
+    """
+
+    def __init__(self, access: GradientAccess, group: ReducedGroup, index: int) -> None:
+        self.name = group.group.layout.names[index]
+        self._shape = group.group.layout.shapes[index]
+        self._access, self._group, self._index = weakref.ref(access), weakref.ref(group), index
+
+    def refusal(self, what: str) -> ShardedGradientError:
+        """See `GradientSource`."""
+        return ShardedGradientError(
+            f"the gradient of parameter '{self.name}' (shape {tuple(self._shape)}) is averaged over the ranks and"
+            f" divided among them, and cannot be {what}: no rank holds its values. {_WAY}."
+        )
+
+    def norm(self, order: float) -> torch.Tensor:
+        """See `GradientSource`."""
+        access, group = self._owners("used by norm()")
+        return access.norm(group, self._index, order)
+
+    def edit_shard(self, edit: Callable[[torch.Tensor], object]) -> None:
+        """See `GradientSource`."""
+        access, group = self._owners("changed")
+        access.edit_shard(group, self._index, edit)
+
+    def edit_whole(self, edit: Callable[[torch.Tensor], object]) -> None:
+        """See `GradientSource`."""
+        access, group = self._owners("changed")
+        access.edit_whole(group, self._index, edit)
+
+    def whole(self) -> torch.Tensor | None:
+        """See `GradientSource`."""
+        access, group = self._owners("read")
+        return access.whole(group, self._index)
+
+    def unscale(self, others: Sequence[GradientSource], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """See `GradientSource`."""
+        access, group = self._owners("unscaled")
+        places = [(group, self._index)]
+        for other in others:
+            if not isinstance(other, GradientPlace) or other._access() is not access:
+                raise ShardedGradientError(
+                    "unscale: got gradients of several sharded models in one call; give each model an optimizer of"
+                    " its own"
+                )
+            places.append((other._owners("unscaled")[1], other._index))
+        access.unscale(places, found_inf, inv_scale)
+
+    def zero(self) -> None:
+        """See `GradientSource`."""
+        access, group = self._owners("changed")
+        group.zero(self._index)
+        access.changed()
+
+    def _owners(self, what: str) -> tuple[GradientAccess, ReducedGroup]:
+        access, group = self._access(), self._group()
+        if access is None or group is None:
+            raise ShardedGradientError(
+                f"the gradient of parameter '{self.name}' cannot be {what}: its sharded optimizer is gone; set p.grad ="
+                " None"
+            )
+        if torch._C._current_graph_task_id() != -1:
+            raise ShardedGradientError(
+                f"the gradient of parameter '{self.name}' cannot be {what} inside a backward: it is not averaged over"
+                " the ranks yet. Change this rank's own gradient with p.register_hook(lambda grad: ...), or the"
+                " averaged one after backward()"
+            )
+        return access, group

@@ -1,0 +1,347 @@
+"""The gradient of one flat group: from the parameters' arrivals to the reduced values the optimizer reads.
+
+States of a group within one optimizer step::
+
+    empty ──arrival──► filling ──launch──► in flight ──finish──► reduced ──arrival──► filling (late, or the next micro-batch)
+
+Held memory: stages 0-1 keep the whole buffer (the reduced values lie in it); stages 2-3 hold the shard, and a whole
+buffer only from the first arrival until the reduction is finished (`BufferPool` says what of its memory stays). A
+parameter without an arrival counts as zeros.
+
+`.grad` of a parameter with a gradient holds its *face*: at stage 0 a view of the averaged buffer, else a
+`ShardedGradient`. A parameter whose `.grad` is no longer its face has been given another gradient by its user, or none
+(`notice`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import ZeroModelError, ZeroStateError
+from ..params.flat import FlatGroup
+from ..params.memory import BufferPool
+from .access import GradientAccess, GradientPlace
+from .reduction import Pending, ReductionEngine
+from .sharded import ShardedGradient
+
+__all__ = ["GroupGradients", "refuse_sparse"]
+
+
+def refuse_sparse(grad: torch.Tensor, name: str) -> None:
+    """Raises ZeroModelError for a gradient of indices and values: there is no place for it in a flat buffer."""
+    if grad.is_sparse:
+        raise ZeroModelError(f"{name}: sparse gradients are not available yet; build the module with sparse=False")
+
+
+class GroupGradients:
+    """Gradients of one `FlatGroup`.
+
+    Args:
+        group: the parameters.
+        dtype, wire: dtypes of accumulation and of messages.
+        stage: 0 reduces everything on every rank, 1-3 each rank's shard; from 2 on the whole buffer is given back.
+        expose: `.grad` of the parameters are views of the reduced buffer (stage 0); otherwise they are
+            `ShardedGradient`s.
+        access: serves what users do with those.
+    """
+
+    def __init__(
+        self,
+        group: FlatGroup,
+        *,
+        dtype: torch.dtype,
+        wire: torch.dtype,
+        stage: int,
+        reducer: ReductionEngine,
+        pool: BufferPool,
+        expose: bool,
+        access: GradientAccess,
+    ) -> None:
+        self.group = group
+        self.dtype, self.wire, self.stage = dtype, wire, stage
+        self._reducer, self._pool, self._access = reducer, pool, access
+        self._expose = expose and stage == 0 and dtype == group.key.dtype
+        self.buffer: torch.Tensor | None = None
+        self._views: tuple[torch.Tensor, ...] = ()
+        self._filled = bytearray(len(group.parameters))
+        self._faces: list[torch.Tensor | None] = [None] * len(group.parameters)
+        self._stand_ins: list[ShardedGradient | None] = [None] * len(group.parameters)
+        self._shard: torch.Tensor | None = None
+        self.result: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        self.dirty = False
+        for parameter in group.parameters:
+            if isinstance(parameter.grad, ShardedGradient):
+                parameter.grad = None  # of an optimizer before this one
+        access.add(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self.group.key.device
+
+    # What users see
+    # -----------------------------------------------------------------------------------------------------
+
+    def _face(self, index: int) -> torch.Tensor:
+        """What `.grad` of a parameter with a gradient holds, once the gradient is averaged."""
+        return self._views[index] if self._expose else self._stand_in(index)
+
+    def _stand_in(self, index: int) -> ShardedGradient:
+        made = self._stand_ins[index]
+        if made is None:
+            made = ShardedGradient(GradientPlace(self._access, self, index), self.group.parameters[index])
+            self._stand_ins[index] = made
+        return made
+
+    def _attach(self, index: int, face: torch.Tensor) -> None:
+        parameter = self.group.parameters[index]
+        if parameter.grad is not face:
+            try:
+                parameter.grad = face
+            except RuntimeError as error:
+                raise ZeroStateError(
+                    f"parameter '{self.group.layout.names[index]}' has another dtype, device or shape than when the"
+                    f" model was sharded ({parameter.dtype}, {parameter.device}, {tuple(parameter.shape)}); convert the"
+                    " model before dsx_zero.shard"
+                ) from error
+        self._faces[index] = face
+
+    def _detach(self, index: int) -> None:
+        self.group.parameters[index].grad = None
+        self._faces[index] = None
+
+    def notice(self, arriving: int | None = None) -> None:
+        """Find out what the user did to `.grad` since: gradients that were cleared are zeros, and other tensors in
+        their place are this rank's own gradients, to be averaged as those of a backward are. `arriving`: leave this one
+        to `absorb`.
+        """
+        grads = [parameter.grad for parameter in self.group.parameters]
+        other = [i for i, (grad, face) in enumerate(zip(grads, self._faces)) if grad is not face and i != arriving]
+        if not other:
+            return
+        given = [(i, grad) for i in other if (grad := grads[i]) is not None]
+        if not given and len(other) == sum(face is not None for face in self._faces):
+            self.clear()  # the usual case, `model.zero_grad()`: memory is given back too
+            return
+        for index in other:
+            if self._faces[index] is not None:
+                self.zero(index)
+        for index, grad in given:
+            self.group.parameters[index].grad = grad  # `zero` took it away
+            self.absorb(index)
+
+    def zero(self, index: int) -> None:
+        """The gradient of one parameter is zeros from now on, and its `.grad` is None."""
+        self.finish()
+        if self.result is not None:
+            self.piece(index).zero_()
+        self._filled[index] = 0
+        self._detach(index)
+
+    def piece(self, index: int) -> torch.Tensor:
+        """This rank's part of a parameter's reduced gradient, 1-D and writable (the whole at stage 0)."""
+        layout = self.group.layout
+        if self.stage == 0:
+            return self.values().narrow(0, layout.offsets[index], layout.sizes[index])
+        part = layout.local_slice(layout.names[index], self.group.rank)
+        return self.values()[:0] if part is None else self.values().narrow(0, part.offset, part.numel)
+
+    def hide_views(self) -> None:
+        """Let the coming arrivals not be added to the exposed views by autograd itself."""
+        for index, face in enumerate(self._faces):
+            if face is not None and not isinstance(face, ShardedGradient):
+                self._detach(index)
+
+    def show_views(self) -> None:
+        """The end of `hide_views`: gradients of before are visible again where none has arrived."""
+        if self._expose and self._views:
+            for index, (face, filled) in enumerate(zip(self._faces, self._filled)):
+                if face is None and filled:
+                    self._attach(index, self._views[index])
+
+    def hide_unreduced(self) -> None:
+        """Backward has ended and the ranks have averaged; what travels with a later reduction must not be taken for
+        an average.
+        """
+        if self._expose and self.dirty:
+            for index, filled in enumerate(self._filled):
+                if filled:
+                    self._attach(index, self._stand_in(index))
+
+    # Arrivals ---------------------------------------------------------------------------------------------------------
+
+    def absorb(self, index: int, factor: float = 1.0) -> None:
+        """Take over the gradient that autograd has just put into parameter `index`, times `factor`."""
+        grad, face = self.group.parameters[index].grad, self._faces[index]
+        if isinstance(grad, ShardedGradient):
+            grad = grad.take_arrived()
+        elif face is not None and grad is not face:
+            self.zero(index)  # the user has cleared it inside of this backward
+        if grad is None:
+            return
+        if self._pending is not None:
+            self.finish()
+        view = self._open(index)
+        if grad is not view:
+            refuse_sparse(grad, self.group.layout.names[index])
+            # With `create_graph=True` it has a graph, which ends here.
+            self._add(index, view, grad.detach() if grad.requires_grad else grad, factor)
+        elif factor != 1.0:
+            raise ZeroStateError(
+                f"{self.group.layout.names[index]}: the gradient of an unscaled loss was added to what was there"
+                " before; use engine.backward(loss), or a loss that comes from the model's own outputs"
+            )
+        self._attach(index, self._face(index))
+        self._filled[index] = 1
+        self.dirty = True
+
+    def refuse(self, index: int) -> None:
+        """Drop the gradient that autograd has just put into parameter `index`."""
+        grad = self.group.parameters[index].grad
+        if isinstance(grad, ShardedGradient):
+            grad.take_arrived()
+        else:
+            self._detach(index)
+
+    def _add(self, index: int, view: torch.Tensor, grad: torch.Tensor, factor: float) -> None:
+        if self._filled[index]:
+            view.add_(grad, alpha=factor)
+        else:
+            view.copy_(grad)
+            if factor != 1.0:
+                view.mul_(factor)
+
+    def _open(self, index: int) -> torch.Tensor:
+        """The place for a gradient; sets reduced values aside that later arrivals must not touch."""
+        self._set_aside_if_reduced()
+        self._whole()
+        return self._views[index]
+
+    def _set_aside_if_reduced(self) -> None:
+        if self.result is None or self.buffer is None or self._expose or self.dirty:
+            return
+        self._filled = bytearray(len(self._filled))
+        if self.stage == 0:
+            self.buffer, self._views = None, ()
+        else:
+            self.result = self.result.clone()
+
+    def _whole(self) -> torch.Tensor:
+        """The whole buffer, made now if need be. Contents are arbitrary, the padding is zero."""
+        if self.buffer is None:
+            layout, key = self.group.layout, self.group.key
+            self.buffer = self._pool.take(layout.numel, self.dtype, key.device)
+            for start, stop in layout.gaps:
+                self.buffer[start:stop].zero_()
+            self._views = self.group.views(self.buffer)
+        return self.buffer
+
+    # Reductions -------------------------------------------------------------------------------------------------------
+
+    def launch(self, reducer: ReductionEngine | None = None) -> None:
+        """Start reducing what has arrived (zeros for what has not). With nothing to add, the ranks still meet.
+
+        `reducer` takes the place of the usual one this time.
+        """
+        reducer = reducer or self._reducer
+        if self._pending is not None:
+            self.finish()
+        self.notice()  # of a hook that clears `.grad` as soon as it is there
+        self._set_aside_if_reduced()
+        buffer = self._whole()
+        for index, view in enumerate(self._views):
+            if not self._filled[index]:
+                view.zero_()
+            if self._expose:  # a late gradient must not be added to a buffer in flight
+                self._detach(index)
+        self.dirty = False
+        add = self.result is not None and not self._expose
+        if self.stage == 0:
+            self._pending = self._launch_whole(buffer, reducer)
+        else:
+            out = self._target(buffer) if self.result is None else self.result
+            self._pending = reducer.reduce_scatter(buffer, out, self.wire, add=add)
+            self.result = out
+        self._access.changed()
+
+    def _target(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Where the reduced values go when there are none yet (at stages 0-1 into the whole buffer)."""
+        if self.stage == 0:
+            return buffer
+        if self.stage == 1:
+            return self.group.shard_of(buffer)
+        if self._shard is None:
+            self._shard = torch.empty(self.group.layout.shard_numel, dtype=self.dtype, device=buffer.device)
+        return self._shard
+
+    def _launch_whole(self, buffer: torch.Tensor, reducer: ReductionEngine) -> Pending:
+        pending = reducer.all_reduce(buffer, self.wire)
+        earlier = None if self.result is buffer else self.result
+        if earlier is not None:
+            scale = pending.complete
+
+            def complete() -> None:
+                scale()
+                buffer.add_(earlier)
+                self._pool.give(earlier)
+
+            pending = Pending(pending.work, complete)
+        self.result = buffer
+        return pending
+
+    def is_done(self) -> bool:
+        """No reduction is under way, or it has ended."""
+        return self._pending is None or self._pending.is_done()
+
+    def finish(self) -> None:
+        """Wait for the reduction that is under way, if any."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pending.finish()
+        if self._expose:
+            self._filled = bytearray(b"\x01") * len(self._filled)
+        elif self.stage >= 2:
+            if self.buffer is not None:
+                self._pool.give(self.buffer)
+            self.buffer, self._views = None, ()
+            self._filled = bytearray(len(self._filled))
+        for index, (parameter, face) in enumerate(zip(self.group.parameters, self._faces)):
+            if face is None and parameter.grad is None:
+                self._attach(index, self._face(index))
+
+    def values(self) -> torch.Tensor:
+        """The reduced values; zeros where no rank had any."""
+        if self.result is None:
+            out = self._target(self._whole())
+            out.zero_()
+            self.result = out
+        return self.result
+
+    def unreduced(self, index: int) -> torch.Tensor | None:
+        """This rank's own sum of what no reduction of parameter `index` has taken, in the parameter's shape; None
+        where there is nothing.
+        """
+        if not self.dirty or not self._filled[index] or self.result is self.buffer:
+            return None  # exposed gradients accumulate on top of the reduced ones
+        return self._views[index]
+
+    def clear(self) -> None:
+        """Forget all gradients; memory that the next step needs again is kept."""
+        self.finish()
+        for index in range(len(self._faces)):
+            self._detach(index)
+        if self.stage == 0 and self.result is not None and self.result is not self.buffer:
+            self._pool.give(self.result)  # set aside for late gradients
+        self.result, self.dirty = None, False
+        self._filled = bytearray(len(self._filled))
+        if self.stage >= 2 and self.buffer is not None:
+            self._pool.give(self.buffer)
+            self.buffer, self._views = None, ()
+        self._access.changed()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything held."""
+        held = (self.buffer, self._shard, self.result)
+        return [tensor for tensor in held if tensor is not None]

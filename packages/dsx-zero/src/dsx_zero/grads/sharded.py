@@ -1,0 +1,307 @@
+"""What `.grad` of a parameter holds when no rank has the whole gradient.
+
+From stage 1 on a rank keeps a shard of the averaged gradients, and with an accumulation dtype of its own `.grad` could
+not show them. A ``ShardedGradient`` stands in `.grad` then: a wrapper tensor with the logical shape, dtype and device
+of the gradient, and no values. So code that asks for gradients finds them, and none of it is ignored:
+
+1. facts and factories (``shape``, ``torch.zeros_like(g)``) are answered, as for a ``PartitionedParameter``;
+2. norms of whole gradients (``torch.nn.utils.clip_grad_norm_``, ``g.norm()``) are computed over all ranks;
+3. in-place writes change the gradient that the optimizer steps with: element-wise ones with a number (``g.mul_(0.5)``,
+   ``clip_grad_value_``) on each rank's shard, all others on the whole gradient, where rank 0's result is everybody's;
+4. ``p.grad = None`` and ``zero_grad()`` take the stand-in away, which its owner notices;
+5. autograd's own accumulation is handed to the owner;
+6. everything else is computed with the values where a rank has them (stage 0, one rank), and else raises
+   ``ShardedGradientError`` with the parameter's name and the way to them.
+
+2, 3 and 6 are collective: every rank calls them. Which memory the gradient has is the ``GradientSource``'s affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..errors import ZeroStateError
+from ..params.conversions import CONVERSIONS, conversion_target
+from ..params.tensor_kinds import FACTORIES, FACTS, is_write, stand_in
+
+__all__ = ["GradientSource", "ShardedGradient", "ShardedGradientError"]
+
+
+class ShardedGradientError(ZeroStateError):
+    """The values of a gradient were asked for in a way that cannot give them."""
+
+
+class GradientSource(Protocol):
+    """Where a gradient is."""
+
+    @property
+    def name(self) -> str:
+        """The first name of its parameter."""
+        ...
+
+    def refusal(self, what: str) -> ShardedGradientError:
+        """The error for a use that is not possible: what was tried, and the way to do it."""
+        ...
+
+    def norm(self, order: float) -> torch.Tensor:
+        """The norm of this order of the whole gradient, a 0-D tensor. Collective."""
+        ...
+
+    def edit_shard(self, edit: Callable[[torch.Tensor], object]) -> None:
+        """Apply an element-wise `edit` to what this rank holds of the averaged gradient. Collective."""
+        ...
+
+    def edit_whole(self, edit: Callable[[torch.Tensor], object]) -> None:
+        """Apply `edit` to the whole averaged gradient on every rank; rank 0's result is kept by all. Collective."""
+        ...
+
+    def whole(self) -> torch.Tensor | None:
+        """The averaged gradient's values, if every rank has them. Collective."""
+        ...
+
+    def unscale(self, others: Sequence[GradientSource], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """What `torch.amp.GradScaler` does to this gradient and `others`; `found_inf` is then the same on all ranks.
+        Collective.
+        """
+        ...
+
+    def zero(self) -> None:
+        """Make it zeros, contributions that have not been reduced yet included. Not collective."""
+        ...
+
+
+_BY_NUMBER = frozenset(
+    {
+        "mul_",
+        "multiply_",
+        "div_",
+        "divide_",
+        "true_divide_",
+        "add_",
+        "sub_",
+        "subtract_",
+        "pow_",
+        "fill_",
+        "neg_",
+        "negative_",
+    }
+    | {
+        "clamp_",
+        "clip_",
+        "clamp_min_",
+        "clamp_max_",
+        "nan_to_num_",
+        "abs_",
+        "absolute_",
+        "sign_",
+        "sgn_",
+        "sqrt_",
+        "square_",
+    }
+    | {
+        "reciprocal_",
+        "rsqrt_",
+        "round_",
+        "floor_",
+        "ceil_",
+        "trunc_",
+        "tanh_",
+        "sigmoid_",
+        "relu_",
+        "hardtanh_",
+        "threshold_",
+    }
+    | {"__imul__", "__itruediv__", "__iadd__", "__isub__", "__ipow__"}
+)
+"""In-place operations that treat each element alone, if their other arguments are numbers."""
+
+_NORMS = frozenset({torch.linalg.vector_norm, torch.norm, torch.Tensor.norm})
+
+
+class ShardedGradient(torch.Tensor):
+    """See the module's text. Every sharded parameter has one, made by `shard` and attached while it has a gradient."""
+
+    _source: GradientSource
+    _arrived: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, source: GradientSource, like: torch.Tensor) -> ShardedGradient:
+        self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        self._source, self._arrived = source, None
+        return self
+
+    def __init__(self, source: GradientSource, like: torch.Tensor) -> None:
+        """Everything is set in ``__new__``, as for all tensors."""
+
+    @property
+    def source(self) -> GradientSource:
+        """Where the gradient is."""
+        return self._source
+
+    def take_arrived(self) -> torch.Tensor | None:
+        """The gradient that autograd has just added to this one, once."""
+        arrived, self._arrived = self._arrived, None
+        return arrived
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """Name and logical facts, no values."""
+        return (
+            f"ShardedGradient({self._source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype},"
+            f" device='{self.device}')"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Refused: the copy would have no values."""
+        raise self._source.refusal("copied with deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a pickle would have no values."""
+        raise self._source.refusal("pickled")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The six ways of the module's text."""
+        kwargs = kwargs or {}
+        if func in FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in FACTORIES:
+            args, kwargs = tree_map_only(cls, stand_in, (args, kwargs))
+            return func(*args, **kwargs)
+        if func in _SAME:
+            return args[0]
+        if func in CONVERSIONS:
+            return _convert(func, args, kwargs)
+        if func == _SET_DATA:
+            return None if args[1] is args[0] else _edit(args[0], torch.Tensor.copy_, "copy_", args[1:], {})
+        what = getattr(func, "__name__", str(func))
+        if func in _NORMS and (found := _norm_order(args, kwargs)) is not None:
+            return args[0]._source.norm(found)
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:  # type: ignore[attr-defined]
+            sources = [_source_of(gradient, what) for gradient in args[0]]
+            return sources[0].unscale(sources[1:], *args[1:])
+        if what == "_foreach_norm":
+            order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+            return tuple(torch.linalg.vector_norm(gradient, order) for gradient in args[0])
+        if what.startswith("_foreach_") and is_write(func):
+            return _edit_each(what.removeprefix("_foreach_"), args, kwargs)
+        if is_write(func) and args and isinstance(args[0], cls):
+            return _edit(args[0], func, what, args[1:], kwargs)
+        args, kwargs = tree_map_only(
+            cls, lambda gradient: _values(gradient, f"used by {what}()"), (tuple(args), kwargs)
+        )
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What reached the dispatcher past the Python layer: autograd's accumulation; all else is refused by name."""
+        gradient = _first(args, kwargs or {})
+        if func is torch.ops.aten.detach.default:
+            return gradient
+        if torch._C._current_graph_task_id() != -1 and args[0] is gradient and not isinstance(args[1], ShardedGradient):
+            if func is torch.ops.aten.add_.Tensor:
+                gradient._arrived = args[1]
+                return gradient
+            # `create_graph=True`: autograd puts what it gets here in the place of this one
+            if func is torch.ops.aten.add.Tensor:
+                with torch._C.DisableTorchFunctionSubclass():
+                    successor = ShardedGradient(gradient._source, gradient)
+                successor._arrived = args[1]
+                return successor
+        raise gradient._source.refusal(f"used by {func}")
+
+
+def _values(gradient: ShardedGradient, what: str) -> torch.Tensor:
+    whole = gradient._source.whole()
+    if whole is None:
+        raise gradient._source.refusal(what)
+    return whole
+
+
+def _source_of(gradient: torch.Tensor, what: str) -> GradientSource:
+    if not isinstance(gradient, ShardedGradient):
+        raise ShardedGradientError(f"{what}(): got sharded gradients and others in one list; call it for each kind")
+    return gradient._source
+
+
+def _first(args: Any, kwargs: Any) -> ShardedGradient:
+    found: list[ShardedGradient] = []
+    tree_map_only(ShardedGradient, found.append, (args, kwargs))
+    return found[0]
+
+
+_SAME: frozenset[Callable[..., Any]] = frozenset(
+    {torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.Tensor.requires_grad_, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+    | {torch.Tensor.contiguous}
+)
+"""What gives the gradient itself: it never has a graph of its own."""
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _convert(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """`model.to(...)` asks this of every gradient: a conversion that changes nothing gives the gradient itself."""
+    gradient, rest = args[0], args[1:]
+    if not isinstance(gradient, ShardedGradient):  # `x.to(g)` asks for g's dtype and device only
+        rest, kwargs = tree_map_only(ShardedGradient, stand_in, (rest, kwargs))
+        return func(gradient, *rest, **kwargs)
+    rest, kwargs = tree_map_only(ShardedGradient, stand_in, (rest, kwargs))
+    if func is torch.Tensor.type and not rest and "dtype" not in kwargs:
+        return stand_in(gradient).type()  # type: ignore[return-value]  # a question, not a conversion
+    if conversion_target(func, rest, kwargs, dtype=gradient.dtype, device=gradient.device) == (
+        gradient.dtype,
+        gradient.device,
+    ):
+        return gradient
+    raise gradient._source.refusal(f"converted with {func.__name__}()")
+
+
+def _norm_order(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    """The order of a norm over all elements of one gradient; None for any other use of the function."""
+    options = dict(kwargs)
+    order = args[1] if len(args) > 1 else options.pop("ord", options.pop("p", 2))
+    if (
+        len(args) > 2
+        or not isinstance(args[0], ShardedGradient)
+        or any(v not in (None, False) for v in options.values())
+    ):
+        return None
+    if order in (None, "fro"):
+        return 2.0
+    return float(order) if isinstance(order, (int, float)) else None
+
+
+def _is_number(value: Any) -> bool:
+    """A Python number, a 0-D tensor, or an option that is not a tensor."""
+    if isinstance(value, torch.Tensor):
+        return not isinstance(value, ShardedGradient) and value.dim() == 0
+    return not isinstance(value, (list, tuple))
+
+
+def _edit(
+    gradient: ShardedGradient, func: Any, what: str, rest: Sequence[Any], kwargs: dict[str, Any]
+) -> ShardedGradient:
+    """An in-place write."""
+    rest, kwargs = tree_map_only(
+        ShardedGradient, lambda other: _values(other, f"used by {what}()"), (tuple(rest), kwargs)
+    )
+    source = gradient._source
+    with torch.no_grad():
+        if what == "zero_":
+            source.zero()
+        elif what in _BY_NUMBER and all(map(_is_number, (*rest, *kwargs.values()))):
+            source.edit_shard(lambda part: func(part, *rest, **kwargs))
+        else:
+            source.edit_whole(lambda whole: func(whole, *rest, **kwargs))
+    return gradient
+
+
+def _edit_each(method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """`torch._foreach_*_` over gradients: the same in-place operation on each, with its own item of every list."""
+    func = getattr(torch.Tensor, method)
+    for place, gradient in enumerate(args[0]):
+        rest = [value[place] if isinstance(value, (list, tuple)) else value for value in args[1:]]
+        func(gradient, *rest, **kwargs)

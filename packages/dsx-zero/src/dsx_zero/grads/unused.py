@@ -1,0 +1,78 @@
+"""`ignore_unused_parameters: false`: a trainable parameter that got no gradient since the last step is an error, on
+every rank alike.
+
+Usually a parameter without a gradient counts as zeros. Who wants to find a branch that was forgotten switches that off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import dsx_comm
+import torch
+
+from ..errors import ZeroStateError
+from ..params.flat import Unit
+
+__all__ = ["IgnoreUnused", "UnusedParameters"]
+
+_SHOWN = 8
+
+
+class IgnoreUnused:
+    """The default: nothing is watched."""
+
+    def check(self) -> None:
+        """Nothing to find."""
+
+    def remove_hooks(self) -> None:
+        """There are none."""
+
+
+class UnusedParameters:
+    """Watches which parameters get gradients."""
+
+    def __init__(self, units: Iterable[Unit], process_group: Any, rank: int, world_size: int) -> None:
+        self._process_group, self._rank, self._world_size = process_group, rank, world_size
+        pairs = [
+            (n, p) for unit in units for group in unit.trainable for n, p in zip(group.layout.names, group.parameters)
+        ]
+        self._names = [name for name, _ in pairs]
+        self._seen = torch.zeros(len(pairs), dtype=torch.uint8)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
+            for index, (_, parameter) in enumerate(pairs)
+        ]
+
+    def _arrived(self, index: int, parameter: torch.Tensor) -> None:
+        self._seen[index] = 1
+
+    def check(self) -> None:
+        """Compare over the ranks (collective) and forget.
+
+        Raises:
+            ZeroStateError: names the parameters and ranks; the same on all ranks, nothing has been changed.
+        """
+        mine, self._seen = self._seen, torch.zeros_like(self._seen)
+        everybody: list[Any] = [mine.tolist()]
+        if self._world_size > 1:
+            everybody = [None] * self._world_size
+            dsx_comm.all_gather_object(everybody, mine.tolist(), group=self._process_group)
+        missing = [
+            f"{name} (rank {', '.join(ranks)})"
+            for index, name in enumerate(self._names)
+            if (ranks := [str(rank) for rank, seen in enumerate(everybody) if not seen[index]])
+        ]
+        if missing:
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            raise ZeroStateError(
+                f"no gradient since the last step for {'; '.join(missing[:_SHOWN])}{more}. Use them in the loss, freeze"
+                " them (requires_grad=False), or let them count as zeros (ignore_unused_parameters: true)"
+            )
+
+    def remove_hooks(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,389 @@
+"""A parameter whose values lie spread over the ranks, as its user sees it between uses.
+
+``PartitionedParameter`` is a wrapper tensor: shape, dtype, device and ``requires_grad`` are the logical ones, and it
+holds no values. What an operation on it does is one of six things, decided by looking the operation up:
+
+1. facts (``shape``, ``numel()``, ``dtype``, ``hash`` ...) are answered;
+2. factories (``zeros_like(p)``, ``p.new_empty(...)``) make plain tensors;
+3. in-place writes (``p.normal_()``, ``p.mul_(2)``, ``p.data.copy_(x)``, ``nn.init.*``) are done on the whole tensor by
+   all ranks together, rank 0's result is everybody's, and each rank keeps its shard;
+4. an operation inside a running forward (a weight read from another module) gathers the unit for as long as that
+   forward runs, if the source can do that; an operation without gradients while a model is built under ``Init`` gets a
+   copy of the values;
+5. conversions of the whole module (``model.to(...)``, ``model.half()``) convert this rank's shard, as long as the model
+   is not sharded; those that change nothing give the parameter itself at any time. Views (``p.data[3]``) are wrappers,
+   too, and lead writes to the parameter;
+6. everything else, native access included (``data_ptr``, ``numpy``, pickling ...), raises ``PartitionedParameterError``
+   with the parameter's name and the way to its values. It never yields an empty tensor.
+
+Where the values come from is the ``ParameterSource``'s affair; this file moves no bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..errors import ZeroStateError
+from .conversions import CONVERSIONS, conversion_target
+from .partitioned_view import VIEWS, ViewSource, find_views
+from .sources import ParameterSource
+from .tensor_kinds import FACTORIES, FACTS, NOT_WRITES, is_write, stand_in
+from .tensors import tensors_in
+
+
+class PartitionedParameterError(ZeroStateError):
+    """The values of a partitioned parameter were asked for in a way that cannot give them."""
+
+
+_ALIASES: frozenset[Callable] = frozenset(
+    {torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+)
+_NATIVE = frozenset({"data_ptr", "numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "_typed_storage"})
+"""What gives access to the memory itself: that of a copy would be the wrong one."""
+
+_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+
+
+class PartitionedParameter(torch.Tensor):
+    """See the module's text. Made by ``shard(stage=3)`` and ``Init``; ``isinstance(p, nn.Parameter)`` holds."""
+
+    _is_param = True
+    _source: ParameterSource
+
+    @staticmethod
+    def __new__(
+        cls,
+        source: ParameterSource,
+        shape: torch.Size | tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool,
+        strides: tuple[int, ...] | None = None,
+    ) -> PartitionedParameter:
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, strides, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        self._source = source
+        return self
+
+    def __init__(
+        self,
+        source: ParameterSource,
+        shape: torch.Size | tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool,
+        strides: tuple[int, ...] | None = None,
+    ) -> None:
+        """Everything is set in ``__new__``, as for all tensors."""
+
+    @property
+    def source(self) -> ParameterSource:
+        """Where the values are."""
+        return self._source
+
+    @property
+    def local_shard(self) -> torch.Tensor:
+        """This rank's elements, 1-D (no communication)."""
+        return self._source.local_shard()
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole parameter as a new plain tensor. Collective: every rank must call it."""
+        return self._source.full_tensor()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """Name and logical facts, no values."""
+        return (
+            f"PartitionedParameter({self._source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device='{self.device}', requires_grad={self.requires_grad})"
+        )
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        """Refused: a copy has whole parameters, so all ranks have to gather them for it."""
+        raise PartitionedParameterError(
+            f"parameter '{self._source.name}' (shape {tuple(self.shape)}, {self.dtype}) is partitioned over the ranks"
+            " and cannot be copied with deepcopy: this rank does not have its values. Copy the model before it is"
+            " sharded, or on every rank inside `with dsx_zero.GatheredParameters(model.parameters()):`, which gives an"
+            " ordinary model with whole parameters."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a pickle would hold one rank's shard and no way back."""
+        raise self._refusal("pickled")
+
+    def _refusal(self, what: str) -> PartitionedParameterError:
+        return PartitionedParameterError(
+            f"parameter '{self._source.name}' (shape {tuple(self.shape)}, {self.dtype}) is partitioned over the ranks"
+            f" and cannot be {what}: its values are not on this rank outside the use of its module. Read it with"
+            " p.full_tensor() or inside `with dsx_zero.GatheredParameters([p]):` (on every rank), under"
+            " torch.no_grad() where `Init` builds the model; change it inside `with dsx_zero.GatheredParameters([p],"
+            " modifier_rank=0):`; save a model with its checkpoint function."
+        )
+
+    def _conversion_refusal(self, what: str) -> PartitionedParameterError:
+        return PartitionedParameterError(
+            f"parameter '{self._source.name}' ({self.dtype}, {self.device}) is partitioned over the ranks and cannot be"
+            f" converted with {what}(): the optimizer of a sharded model works with its dtype and device, and outside"
+            " of a forward no gradient would reach it. Convert the model before it is sharded; convert a copy of the"
+            " values with p.full_tensor() (on every rank)."
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The six ways of the module's text."""
+        kwargs = kwargs or {}
+        if func == _GRAD:
+            return args[0]._source.gradient()
+        if func in FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in FACTORIES:
+            args, kwargs = tree_map_only(cls, stand_in, (args, kwargs))
+            return func(*args, **kwargs)
+        if func in _ALIASES:
+            return _alias(args[0])
+        if func in CONVERSIONS:
+            return _convert(func, args, kwargs)
+        if func in VIEWS:
+            return _view(func, args, kwargs)
+        setter = _SETTERS.get(func)
+        if setter is not None:
+            return setter(*args)
+        target = kwargs.get("out")
+        if isinstance(target, cls):
+            rest = {key: value for key, value in kwargs.items() if key != "out"}
+            return _write(target, lambda whole: func(*args, **rest, out=whole))
+        if is_write(func):
+            written = _written(args, kwargs)
+            if written is not None:
+                return _write_with(written, func, args, kwargs)
+        return _compute(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What reached the dispatcher past the Python layer: refused by name (``detach`` is what autograd itself
+        asks).
+        """
+        if func is torch.ops.aten.detach.default:
+            return _alias(args[0])
+        raise _first(args, kwargs or {})._refusal(f"used by {func}")
+
+
+def _first(args: Any, kwargs: Any) -> PartitionedParameter:
+    found: list[PartitionedParameter] = []
+    tree_map_only(PartitionedParameter, found.append, (args, kwargs))
+    return found[0]
+
+
+def _alias(param: PartitionedParameter) -> PartitionedParameter:
+    """What ``p.data`` and ``p.detach()`` are: the same values (and writes), no gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return PartitionedParameter(
+            param._source, param.shape, dtype=param.dtype, device=param.device, requires_grad=False
+        )
+
+
+def _written(args: Any, kwargs: Any) -> PartitionedParameter | None:
+    """The tensor an in-place function changes: its first argument (``nn.init`` functions pass it as ``tensor``)."""
+    target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    return target if isinstance(target, PartitionedParameter) else None
+
+
+def _write(target: PartitionedParameter, edit: Callable[[torch.Tensor], object]) -> PartitionedParameter:
+    if torch.is_grad_enabled() and target.requires_grad:
+        # The same rule as for any leaf, and the same cure.
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation (parameter "
+            f"'{target._source.name}'): write under torch.no_grad() or through p.data"
+        )
+    with torch.no_grad():
+        target._source.write(edit)
+    return target
+
+
+def _write_with(target: PartitionedParameter, func: Callable, args: Any, kwargs: Any) -> PartitionedParameter:
+    """``func`` in place on the whole of ``target``; other partitioned arguments are gathered first."""
+    if getattr(func, "__module__", "") == "torch.nn.init":
+        # These switch gradients off themselves.
+        with torch.no_grad():
+            return _write_with_whole(target, func, args, kwargs)
+    return _write_with_whole(target, func, args, kwargs)
+
+
+def _write_with_whole(target: PartitionedParameter, func: Callable, args: Any, kwargs: Any) -> PartitionedParameter:
+    others: dict[int, torch.Tensor] = {}
+
+    def collect(param: PartitionedParameter) -> None:
+        if param._source is not target._source and id(param._source) not in others:
+            others[id(param._source)] = param.full_tensor()
+
+    tree_map_only(PartitionedParameter, collect, (args, kwargs))
+
+    def edit(whole: torch.Tensor) -> None:
+        def plain(param: PartitionedParameter) -> torch.Tensor:
+            return whole if param._source is target._source else others[id(param._source)]
+
+        whole_args, whole_kwargs = tree_map_only(PartitionedParameter, plain, (args, kwargs))
+        func(*whole_args, **whole_kwargs)
+
+    return _write(target, edit)
+
+
+def _compute(func: Callable, args: Any, kwargs: Any) -> Any:
+    """An operation that reads values: possible inside a forward and while a model is built under ``Init``, refused
+    by name elsewhere.
+    """
+    what = getattr(func, "__name__", str(func))
+    if what in NOT_WRITES:
+        raise _first(args, kwargs)._refusal(f"treated with {what}()")
+    borrowed: list[ParameterSource] = []
+    copies: dict[int, PartitionedParameter] = {}
+
+    def plain(partitioned: PartitionedParameter) -> torch.Tensor:
+        tensor = partitioned._source.borrow()
+        if tensor is not None:
+            borrowed.append(partitioned._source)
+            return tensor if partitioned.requires_grad else tensor.detach()
+        differentiable = torch.is_grad_enabled() and partitioned.requires_grad
+        copy = None if differentiable or what in _NATIVE else partitioned._source.read()
+        if copy is None:
+            raise (
+                partitioned._conversion_refusal(what)
+                if func in CONVERSIONS
+                else partitioned._refusal(f"used by {what}()")
+            )
+        copies[copy.untyped_storage().data_ptr()] = partitioned
+        return copy
+
+    plain_args, plain_kwargs = tree_map_only(PartitionedParameter, plain, (args, kwargs))
+    output = func(*plain_args, **plain_kwargs)
+    for source in borrowed:
+        output = source.lend(output)
+    for tensor in tensors_in(output) if copies else ():
+        if (known := copies.get(tensor.untyped_storage().data_ptr())) is not None and tensor.numel():
+            raise known._refusal(
+                f"used by {what}(), whose result would share memory with a copy: writes to it would be lost"
+            )
+    return output
+
+
+def _view(func: Callable, args: Any, kwargs: Any) -> Any:
+    """A part of the parameter, which leads writes to it; inside a forward a part of the gathered parameter."""
+    param = args[0] if args else None
+    if not isinstance(param, PartitionedParameter) or param._source.borrow() is not None:
+        return _compute(func, args, kwargs)
+    differentiable = torch.is_grad_enabled() and param.requires_grad
+    found = None if differentiable else find_views(func, param, args[1:], kwargs)
+    if found is None:
+        return _compute(func, args, kwargs)
+    parts = [
+        PartitionedParameter(
+            ViewSource(param._source, cut),
+            made.shape,
+            dtype=param.dtype,
+            device=param.device,
+            requires_grad=False,
+            strides=made.stride(),
+        )
+        for made, cut in found[0]
+    ]
+    return parts if found[1] else parts[0]
+
+
+def _convert(func: Callable, args: Any, kwargs: Any) -> Any:
+    """A conversion of dtype or device: of this rank's shard, or inside a forward of the gathered parameter."""
+    param = args[0]
+    rest, options = tree_map_only(PartitionedParameter, stand_in, (tuple(args[1:]), kwargs))
+    if func is torch.Tensor.type and not rest and "dtype" not in options:
+        return stand_in(param).type()  # a question, not a conversion
+    if not isinstance(param, PartitionedParameter):  # `x.to(p)` asks for p's dtype and device only
+        return func(param, *rest, **options)
+    dtype, device = conversion_target(func, rest, options, dtype=param.dtype, device=param.device)
+    if (dtype, device) == (param.dtype, param.device) and not options.get("copy"):
+        return param
+    differentiable = torch.is_grad_enabled() and param.requires_grad
+    source = None if differentiable else param._source.converted(dtype, device)
+    if source is not None:
+        return PartitionedParameter(source, param.shape, dtype=dtype, device=device, requires_grad=False)
+    return _compute(func, args, kwargs)
+
+
+def _set_data(param: PartitionedParameter, value: torch.Tensor) -> None:
+    if isinstance(value, PartitionedParameter) and param._source.converted(param.dtype, param.device) is not None:
+        # Before the model is sharded: what `model.to(...)` does with the result of a conversion. The object stays the
+        # same one.
+        if value.shape != param.shape:
+            raise param._refusal(f"given other data (got {tuple(value.shape)} {value.dtype})")
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(param, _alias(value))  # type: ignore[attr-defined]
+        param._source = value._source
+        return
+    if value.shape != param.shape or value.dtype != param.dtype:
+        raise param._refusal(f"given other data (got {tuple(value.shape)} {value.dtype})")
+    if isinstance(value, PartitionedParameter):
+        if value._source is param._source:
+            return
+        value = value.full_tensor()
+    with torch.no_grad():
+        param._source.write(lambda whole: whole.copy_(value))
+
+
+def _set_grad(param: PartitionedParameter, value: torch.Tensor | None = None) -> None:
+    if not param._source.set_gradient(value):
+        raise PartitionedParameterError(
+            f"parameter '{param._source.name}' cannot be given a .grad: the model is not sharded yet; call"
+            " dsx_zero.shard first"
+        )
+
+
+def _register_hook(param: PartitionedParameter, hook: Callable[[torch.Tensor], Any]) -> Any:
+    return _leaf(param, "register_hook").register_hook(hook)
+
+
+def _register_accumulate_hook(param: PartitionedParameter, hook: Callable[[torch.Tensor], Any]) -> Any:
+    # The hook gets the parameter that its owner knows: the plain one has no memory once its unit is freed. Weakly,
+    # because Python's collector does not see what a tensor's hooks hold.
+    known = weakref.ref(param)
+
+    def call(plain: torch.Tensor) -> Any:
+        face = known()
+        return None if face is None else hook(face)
+
+    return _leaf(param, "register_post_accumulate_grad_hook").register_post_accumulate_grad_hook(call)
+
+
+def _leaf(param: PartitionedParameter, what: str) -> torch.Tensor:
+    leaf = param._source.leaf()
+    if leaf is None:
+        raise PartitionedParameterError(
+            f"parameter '{param._source.name}' cannot be treated with {what}(): the model is not sharded yet, and its"
+            " gradients will arrive elsewhere; call dsx_zero.shard first"
+        )
+    return leaf
+
+
+def _set_requires_grad(param: PartitionedParameter, value: bool = True) -> PartitionedParameter:
+    reason = param._source.set_requires_grad(bool(value))
+    if reason is not None:
+        raise PartitionedParameterError(f"parameter '{param._source.name}' cannot be unfrozen: {reason}")
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.requires_grad_(param, bool(value))
+    return param
+
+
+_SETTERS: dict[Any, Callable] = {
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__delete__: _set_grad,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad_: _set_requires_grad,
+    torch.Tensor.register_hook: _register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook: _register_accumulate_hook,
+}

@@ -1,0 +1,286 @@
+"""A unit of stage 3 at run time: its shards, the storage its parameters are gathered into, and the two faces of each
+parameter.
+
+Every parameter has two objects for life: a plain ``nn.Parameter``, a view into the gathered storage, which modules hold
+while the unit is in use, and a ``PartitionedParameter``, which they hold otherwise. ``swap_in`` and ``swap_out``
+exchange them wherever the model has the parameter (a tied one has several places).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..plan.units import GroupPlan, ParameterInfo, UnitPlan
+from .flat import UNFREEZE, FlatGroup, Unit
+from .memory import Memory, OrdinaryMemory
+from .partitioned import PartitionedParameter, PartitionedParameterError
+from .storage import GatheredStorage
+from .whole import read_whole, write_whole
+
+__all__ = ["PartitionedUnit", "Place", "UnitState", "is_partitioned"]
+
+
+class UnitState(Enum):
+    """What memory a unit holds beside its shards."""
+
+    PARTITIONED = "none"
+    GATHERING = "the whole parameters, whose values are on their way"
+    GATHERED = "the whole parameters"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place of the model that holds a parameter."""
+
+    module: nn.Module
+    attribute: str
+    plain: nn.Parameter
+    partitioned: PartitionedParameter
+
+
+class UnitParameter:
+    """The ``ParameterSource`` of a parameter of a sharded model."""
+
+    def __init__(self, name: str, unit: PartitionedUnit, group: FlatGroup) -> None:
+        self.name, self.unit, self.group = name, unit, group
+        self._index = group.layout.index(name)
+        self._opened = False
+
+    def local_shard(self) -> torch.Tensor:
+        part = self.group.layout.local_slice(self.name, self.group.rank)
+        return self.group.shard[:0] if part is None else self.group.shard.narrow(0, part.offset, part.numel)
+
+    def full_tensor(self) -> torch.Tensor:
+        return read_whole(self.group.layout, self.name, self.group.shard, self.unit.process_group)
+
+    def write(self, edit: Callable[[torch.Tensor], object]) -> None:
+        if self._opened:
+            edit(self.plain.detach())
+            return
+        whole = self.full_tensor()
+        edit(whole)
+        whole = write_whole(self.group, self.name, whole, self.unit.process_group)
+        if self.unit.state is UnitState.GATHERED:
+            self.plain.detach().copy_(whole)
+
+    def open(self) -> torch.Tensor:
+        """Treat operations on the partitioned face as operations on the gathered parameter (which must be there)."""
+        self._opened = True
+        return self.plain.detach()
+
+    def close(self, *, source_rank: int | None) -> None:
+        """The end of ``open``; with a ``source_rank``, keep that rank's values (collective)."""
+        self._opened = False
+        if source_rank is not None:
+            whole = write_whole(
+                self.group, self.name, self.plain.detach(), self.unit.process_group, source_rank=source_rank
+            )
+            self.plain.detach().copy_(whole)
+
+    @property
+    def plain(self) -> nn.Parameter:
+        """The parameter's plain face (to be read only while its unit is gathered)."""
+        return self.group.parameters[self._index]
+
+    def borrow(self) -> torch.Tensor | None:
+        if self._opened:
+            return self.plain
+        lender = self.unit.lender
+        return self.plain if lender is not None and lender.lends(self.unit) else None
+
+    def read(self) -> None:
+        return None  # ranks may do different things with a sharded model
+
+    def lend(self, output: Any) -> Any:
+        lender = self.unit.lender
+        return output if lender is None or self._opened else lender.watch(self.unit, output)
+
+    def set_requires_grad(self, value: bool) -> str | None:
+        if value and not self.group.trainable:
+            return UNFREEZE
+        self.plain.requires_grad_(value)
+        return None
+
+    def gradient(self) -> torch.Tensor | None:
+        return self.plain.grad
+
+    def set_gradient(self, value: torch.Tensor | None) -> bool:
+        self.plain.grad = value
+        return True
+
+    def leaf(self) -> torch.Tensor | None:
+        return self.plain
+
+    def converted(self, dtype: torch.dtype, device: torch.device) -> None:
+        return None  # the optimizer works with the shards as they are
+
+
+class Lender:
+    """Gathers a unit for an operation outside its own modules (implemented by ``GatherLifetime``)."""
+
+    def lends(self, unit: PartitionedUnit) -> bool:
+        """Gather the unit until the running forward ends; False if none runs."""
+        raise NotImplementedError
+
+    def gathered(self, units: Sequence[int]) -> AbstractContextManager[None]:
+        """The units' whole parameters are there for the length of the context."""
+        raise NotImplementedError
+
+    def watch(self, unit: PartitionedUnit, output: Any) -> Any:
+        """See to it that the backward of ``output`` finds the unit gathered."""
+        raise NotImplementedError
+
+
+class PartitionedGroup(FlatGroup):
+    """A flat group whose parameters have no memory between uses. Copying it would read memory that is not there."""
+
+    def __deepcopy__(self, memo: dict) -> FlatGroup:
+        raise self._refusal("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._refusal("pickled")
+
+    def _refusal(self, what: str) -> PartitionedParameterError:
+        return PartitionedParameterError(
+            f"a model sharded at stage 3 cannot be {what} (its parameter '{next(iter(self.layout.names), '')}' is"
+            " partitioned over the ranks): copy the model before it is sharded, or save it with a checkpoint function"
+        )
+
+
+def is_partitioned(group: FlatGroup) -> bool:
+    """Whether the group's parameters have memory only while they are in use."""
+    return isinstance(group, PartitionedGroup)
+
+
+class PartitionedUnit:
+    """See the module's text. ``lender`` serves operations on its parameters from outside its modules, shards lie in
+    ``memory``.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        *,
+        rank: int,
+        process_group: Any,
+        lender: Lender | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        memory = memory or OrdinaryMemory()
+        self.plan, self.process_group = plan, process_group
+        self.state = UnitState.PARTITIONED
+        self.storages = tuple(
+            GatheredStorage(group.layout.numel, dtype=group.key.dtype, device=group.key.device) for group in plan.groups
+        )
+        self.groups = tuple(
+            _partitioned_group(group, store, rank, memory) for group, store in zip(plan.groups, self.storages)
+        )
+        self.lender = lender
+        self._places: list[Place] = []
+
+    @property
+    def index(self) -> int:
+        return self.plan.index
+
+    @property
+    def numel(self) -> int:
+        """Elements of the gathered parameters, padding included."""
+        return sum(store.numel for store in self.storages)
+
+    def as_unit(self) -> Unit:
+        """What the gradients and the optimizer work on."""
+        return Unit(self.plan, self.groups)
+
+    def adopt(self, model: nn.Module, infos: Mapping[str, ParameterInfo]) -> dict[int, nn.Parameter]:
+        """Take over the model's parameters: values into the shards, partitioned faces into the modules.
+
+        The values are taken from the parameters that the modules hold now (partitioned ones of ``Init`` are read whole,
+        one at a time), rank by rank the same: rank 0's. Returns the plain parameter for the ``id`` of each one that was
+        replaced.
+        """
+        plain_of = {}
+        for group in self.groups:
+            for index, name in enumerate(group.layout.names):
+                original = self._adopt_one(model, group, index, infos[name])
+                plain_of[id(original)] = group.parameters[index]
+        return plain_of
+
+    def _adopt_one(self, model: nn.Module, group: FlatGroup, index: int, info: ParameterInfo) -> torch.Tensor:
+        original = model.get_parameter(info.name)
+        plain = group.parameters[index]
+        attributes = {k: v for k, v in vars(original).items() if k not in ("_source", "_is_param")}
+        with torch.no_grad():
+            whole = original.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
+            write_whole(group, info.name, whole, self.process_group)
+        partitioned = self._face(original, UnitParameter(info.name, self, group), info, plain.requires_grad)
+        for face in (plain, partitioned):
+            vars(face).update(attributes)
+        for name in (info.name, *info.aliases):
+            path, _, attribute = name.rpartition(".")
+            module = model.get_submodule(path)
+            module._parameters[attribute] = partitioned  # type: ignore[assignment]
+            self._places.append(Place(module, attribute, plain, partitioned))
+        return original
+
+    @staticmethod
+    def _face(
+        original: torch.Tensor, source: UnitParameter, info: ParameterInfo, requires_grad: bool
+    ) -> PartitionedParameter:
+        """The partitioned face. One that is there already (from `Init`, or from sharding before) stays, and so
+        whoever kept it has the model's.
+        """
+        if not isinstance(original, PartitionedParameter):
+            return PartitionedParameter(
+                source, info.shape, dtype=info.dtype, device=info.device, requires_grad=requires_grad
+            )
+        original._source = source
+        original.requires_grad_(requires_grad)
+        return original
+
+    def swap_in(self) -> None:
+        """Let the modules hold the plain parameters. The unit must be gathered.
+
+        A place that holds another tensor keeps it: `torch.func.functional_call` computes with tensors of its caller.
+        """
+        for place in self._places:
+            if place.module._parameters.get(place.attribute) is place.partitioned:
+                place.module._parameters[place.attribute] = place.plain
+
+    def swap_out(self) -> None:
+        """Let the modules hold the partitioned parameters."""
+        for place in self._places:
+            if place.module._parameters.get(place.attribute) is place.plain:
+                place.module._parameters[place.attribute] = place.partitioned  # type: ignore[assignment]
+
+    def allocate(self) -> None:
+        """Take the memory of the gathered parameters."""
+        for storage in self.storages:
+            storage.allocate()
+
+    def faces(self) -> Iterator[torch.Tensor]:
+        """Both objects of every parameter."""
+        for place in self._places:
+            yield place.plain
+            yield place.partitioned
+
+    def partitioned_parameters(self) -> dict[str, PartitionedParameter]:
+        """The partitioned face of each parameter, by its first name."""
+        return {place.partitioned.source.name: place.partitioned for place in self._places}
+
+
+def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, rank: int, memory: Memory) -> FlatGroup:
+    layout = plan.layout
+    parameters = [
+        nn.Parameter(storage.view(offset, shape), requires_grad=plan.key.trainable)
+        for offset, shape in zip(layout.offsets, layout.shapes)
+    ]
+    storage.free()
+    shard = memory.empty(layout.shard_numel, plan.key.dtype, plan.key.device).zero_()
+    return PartitionedGroup(plan, parameters, rank=rank, full=shard[:0], shard=shard)

@@ -1,0 +1,67 @@
+"""`ParameterSource`: what a partitioned parameter asks for its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["ParameterSource"]
+
+
+class ParameterSource(Protocol):
+    """Where a partitioned parameter's values are. All methods but ``local_shard`` and ``borrow`` are collective."""
+
+    @property
+    def name(self) -> str:
+        """The parameter's first name in the model (what errors call it)."""
+        ...
+
+    def local_shard(self) -> torch.Tensor:
+        """This rank's elements, 1-D, in the parameter's dtype (empty if it has none)."""
+        ...
+
+    def full_tensor(self) -> torch.Tensor:
+        """A new tensor with the whole parameter, the same on all ranks."""
+        ...
+
+    def write(self, edit: Callable[[torch.Tensor], object]) -> None:
+        """Apply ``edit`` to the whole tensor on every rank; rank 0's result is kept by all."""
+        ...
+
+    def borrow(self) -> torch.Tensor | None:
+        """The plain parameter for an operation inside the running forward; None if no forward runs."""
+        ...
+
+    def read(self) -> torch.Tensor | None:
+        """A copy of the values for code that builds a model on all ranks alike; None where operations may not read
+        (collective).
+        """
+        ...
+
+    def lend(self, output: Any) -> Any:
+        """The result of an operation on a borrowed parameter, watched so that its backward finds the values again."""
+        ...
+
+    def set_requires_grad(self, value: bool) -> str | None:
+        """Freeze the parameter or let it train; the reason, if that cannot be."""
+        ...
+
+    def gradient(self) -> torch.Tensor | None:
+        """What ``.grad`` is."""
+        ...
+
+    def set_gradient(self, value: torch.Tensor | None) -> bool:
+        """Set or clear ``.grad``; False if that cannot be."""
+        ...
+
+    def leaf(self) -> torch.Tensor | None:
+        """The tensor that backward gives this rank's gradient, to put hooks on; None before the model is sharded."""
+        ...
+
+    def converted(self, dtype: torch.dtype, device: torch.device) -> ParameterSource | None:
+        """A source of the same values in another dtype or on another device (no communication); None where these are
+        fixed.
+        """
+        ...

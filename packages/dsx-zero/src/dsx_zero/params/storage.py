@@ -1,0 +1,79 @@
+"""The memory behind a unit's gathered parameters: one storage object for life, resized to zero between uses.
+
+The idea: autograd saves *tensors*, and a tensor keeps its storage object. If the object stays and only its bytes come
+and go, everything saved during forward (parameters, transposes, slices of them) finds its data again once the bytes are
+back. Two rules make that exact:
+
+* bytes are written through ``fill``, a tensor over the same storage with a version counter of its own, so that a refill
+  is not an in-place change to what autograd saved (the effect of ``torch.autograd._unsafe_preserve_version_counter``,
+  which covers writers that only know the base);
+* after an optimizer step ``mark_changed`` moves the counter of the views, so that a backward through a graph of before
+  the step raises torch's own error, as it does without sharding.
+
+What it leaves out: who needs the bytes and when (gather/lifetime.py), and where they come from (the collectives).
+Reading a view while ``allocated`` is false ends the process; no such view may be reachable then.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class GatheredStorage:
+    """A flat buffer of ``numel`` elements whose memory can be given back and taken again under the same views.
+
+    It holds its memory (undefined contents) after construction; views are made while it is there.
+    """
+
+    def __init__(self, numel: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._base = torch.empty(numel, dtype=dtype, device=device)
+        self._storage = self._base.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        # `.data` shares the storage but not the version counter.
+        self.fill = self._base.data
+
+    @property
+    def numel(self) -> int:
+        return self._base.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held while allocated."""
+        return self._nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._base.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._base.device
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the memory is there; an empty buffer always is."""
+        return self._nbytes == 0 or self._storage.nbytes() > 0
+
+    def view(self, start: int, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+        """A tensor of ``shape`` over the elements from ``start`` on (made and read only while allocated)."""
+        size = torch.Size(shape)
+        return self._base[start : start + size.numel()].view(size)
+
+    def allocate(self) -> None:
+        """Take the memory again (contents undefined); nothing if it is there."""
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        """Give the memory back; the views stay, and must not be read."""
+        if self._storage.nbytes():
+            self._storage.resize_(0)
+
+    def poison(self) -> None:
+        """Fill the memory with NaN, where it is there and can hold them: for tests of who reads after `free`."""
+        if self.allocated and self.dtype.is_floating_point:
+            self.fill.fill_(float("nan"))
+
+    def mark_changed(self) -> None:
+        """Tell autograd that the values of all views are new."""
+        torch.autograd.graph.increment_version(self._base)

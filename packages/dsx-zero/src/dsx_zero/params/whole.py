@@ -1,0 +1,81 @@
+"""Reading and writing one whole parameter whose elements are spread over the ranks' shards. Collective.
+
+Used outside training's own passes (``full_tensor``, in-place writes, saving); passes gather whole units instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import dsx_comm
+import torch
+
+from ..plan.layout import FlatLayout, LocalSlice
+
+__all__ = ["Shards", "read_whole", "write_whole"]
+
+
+def _slices(layout: FlatLayout, name: str) -> list[LocalSlice | None]:
+    return [layout.local_slice(name, rank) for rank in range(layout.world_size)]
+
+
+def read_whole(layout: FlatLayout, name: str, shard: torch.Tensor, process_group: Any) -> torch.Tensor:
+    """The parameter ``name`` as a new tensor of its logical shape, from every rank's ``shard`` (bit for bit)."""
+    index = layout.index(name)
+    whole = torch.empty(layout.shapes[index], dtype=shard.dtype, device=shard.device)
+    slices = _slices(layout, name)
+    longest = max((part.numel for part in slices if part is not None), default=0)
+    if not longest:
+        return whole
+    flat = whole.view(-1)
+    if layout.world_size == 1:
+        return whole.copy_(shard.narrow(0, slices[0].offset, slices[0].numel).view(whole.shape))  # type: ignore[union-attr]
+    mine = slices[dsx_comm.get_rank(process_group)]
+    piece = shard.new_zeros(longest)
+    if mine is not None:
+        piece[: mine.numel] = shard[mine.offset : mine.offset + mine.numel]
+    pieces = shard.new_empty(longest * layout.world_size)
+    with dsx_comm.unit(name):
+        dsx_comm.all_gather_into_tensor(pieces, piece, group=process_group)
+    for rank, part in enumerate(slices):
+        if part is not None:
+            flat[part.start : part.stop] = pieces[rank * longest : rank * longest + part.numel]
+    return whole
+
+
+class Shards(Protocol):
+    """What holds a rank's shard of a flat layout (a ``FlatGroup``, or a parameter of ``Init``)."""
+
+    layout: FlatLayout
+    shard: torch.Tensor
+    rank: int
+    master: torch.Tensor | None
+
+
+def write_whole(
+    group: Shards, name: str, whole: torch.Tensor, process_group: Any, *, source_rank: int = 0
+) -> torch.Tensor:
+    """Make ``whole`` of rank ``source_rank`` (in the group) the parameter's value: each rank keeps its elements, in
+    shard and master.
+
+    Returns that rank's tensor, which may be ``whole`` itself, written to.
+    """
+    if whole.numel() == 0:
+        return whole
+    layout = group.layout
+    if layout.world_size > 1:
+        whole = whole.contiguous()
+        with dsx_comm.unit(name):
+            dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(process_group, source_rank), group=process_group)
+    part = layout.local_slice(name, group.rank)
+    if part is None:
+        return whole
+    values = whole.reshape(-1)[part.start : part.stop]
+    shard = group.shard[part.offset : part.offset + part.numel]
+    if group.master is not None and group.master.data_ptr() != group.shard.data_ptr():
+        # Where the value is what the master rounds to already, the master keeps the digits that the parameter does not
+        # have.
+        master = group.master[part.offset : part.offset + part.numel]
+        torch.where(shard == values, master, values.to(master.dtype), out=master)
+    shard.copy_(values)
+    return whole

@@ -1,0 +1,94 @@
+"""`Runtime`: the parts of one sharded model, and the protocols between them.
+
+`api.py` makes it once; the optimizer, the accessors and the states work through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .grads.averaging import Averaging
+from .grads.gradients import Gradients
+from .groups import LentGroups
+from .params.flat import FlatGroup, Unit
+from .plan.units import ParameterInfo
+
+__all__ = ["Publisher", "Runtime", "UnusedCheck"]
+
+
+class Publisher(Protocol):
+    """Makes new values of parameters visible. `dsx_zero.gather.publishing` has those of stages 0-2,
+    `dsx_zero.gather.stage3.Stage3` is that of stage 3.
+    """
+
+    def publish(self, unit: Unit) -> None:
+        """This rank's shard of a unit has new values: start making them visible."""
+        ...
+
+    def finish(self) -> None:
+        """All units are published: after this every parameter that is visible has its new values."""
+        ...
+
+    def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:
+        """Give parameter `index` of a group this value, in the shard and wherever it is visible. Masters are not
+        touched.
+        """
+        ...
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Buffers held beside the groups' own."""
+        ...
+
+    def free_gathered(self) -> None:
+        """Free parameters that are gathered only for a while."""
+        ...
+
+    def remove_hooks(self) -> None:
+        """Take hooks of its own off the model."""
+        ...
+
+
+class UnusedCheck(Protocol):
+    """Finds parameters without gradients."""
+
+    def check(self) -> None: ...
+
+    def remove_hooks(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The parts of one sharded model."""
+
+    model: torch.nn.Module
+    stage: int
+    rank: int
+    world_size: int
+    process_group: Any
+    groups: LentGroups
+    infos: tuple[ParameterInfo, ...]
+    units: tuple[Unit, ...]
+    gradients: Gradients
+    publisher: Publisher
+    averaging: Averaging
+    checks_overflow: bool
+    resident: bool
+    load_masters: bool = True
+
+    @property
+    def whole(self) -> bool:
+        """Does every rank step everything?"""
+        return self.stage == 0
+
+    @property
+    def holds_whole_parameters(self) -> bool:
+        """Are the whole parameters in every rank's memory all the time (stages 0-2)?"""
+        return self.resident
+
+    def trainable_units(self) -> Iterator[Unit]:
+        """Units with something to step."""
+        return (unit for unit in self.units if unit.trainable)

@@ -1,0 +1,178 @@
+"""Filling a sharded model from named ranges, in two steps: read and check everything, then change the model.
+
+`read_slices` asks a reader for every range this rank holds and checks that it fits; it changes nothing and does not
+communicate, so that ranks can agree on its outcome before one of them changes anything. `SliceLoad.install` then writes
+what was read and makes it visible, which is collective. Between the two steps the values lie in host memory: as many
+bytes as this rank owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ZeroStateError
+from ..step.masters import Master, write_parameters
+from .slices import Place, Reader, State, places_of
+from .templates import StateTemplates, is_single
+
+if TYPE_CHECKING:
+    from ..runtime import Runtime
+
+__all__ = ["SliceLoad", "read_slices"]
+
+
+class SliceLoad:
+    """Values that were read and fit, and what to do with them."""
+
+    def __init__(self, runtime: Runtime, inner: torch.optim.Optimizer) -> None:
+        self._runtime, self._inner = runtime, inner
+        self._writes: list[Callable[[], None]] = []
+        self._installed: Callable[[], None] = lambda: None
+
+    def call_when_installed(self, callback: Callable[[], None]) -> None:
+        """Call this when the model has the new values."""
+        self._installed = callback
+
+    def add(self, write: Callable[[], None]) -> None:
+        """Do this when the values are installed."""
+        self._writes.append(write)
+
+    def install(self) -> None:
+        """Write everything and make it visible. Collective, and only once: values are let go as they are written."""
+        run, inner = self._runtime, self._inner
+        with torch.no_grad():
+            self._writes.reverse()
+            while self._writes:
+                self._writes.pop()()
+            if hasattr(inner, "states_loaded"):  # optimizers that communicate by themselves count steps in their states
+                inner.states_loaded()  # type: ignore[attr-defined]
+            for unit in run.units:
+                for group in unit.trainable:
+                    write_parameters(group, whole=run.whole)
+                run.publisher.publish(unit)
+            run.publisher.finish()
+        self._installed()
+
+
+def read_slices(
+    runtime: Runtime, masters: Mapping[str, Master], inner: torch.optim.Optimizer, reader: Reader, *, from_masters: bool
+) -> SliceLoad:
+    """Read everything this rank holds; nothing is changed yet, and no rank waits for another.
+
+    Args:
+        from_masters: take stored masters where there are some, else the stored parameters.
+
+    Raises:
+        ZeroStateError: stored states are not those this optimizer keeps, or have another form.
+    """
+    places, templates, load = places_of(runtime), StateTemplates(inner), SliceLoad(runtime, inner)
+    for info in runtime.infos:
+        master = masters.get(info.name)
+        if not info.trainable:
+            _read_frozen(load, runtime, reader, info.name, places[info.name])
+        elif master is not None:
+            _read_master(load, reader, master, from_masters)
+            _read_states(load, inner, reader, master, templates)
+    return load
+
+
+def _read_master(load: SliceLoad, reader: Reader, master: Master, from_masters: bool) -> None:
+    start, stop = master.slice.start, master.slice.stop
+    value = reader.master(master.name, start, stop) if from_masters else None
+    if value is None:
+        value = reader.param(master.name, start, stop)
+    if value is not None:
+        load.add(_copy(master.name, master.tensor.detach(), value))
+
+
+def _read_frozen(load: SliceLoad, runtime: Runtime, reader: Reader, name: str, place: Place) -> None:
+    group = place.group
+    if runtime.holds_whole_parameters:
+        start, stop, target = 0, group.layout.sizes[place.index], group.views(group.full)[place.index]
+    else:
+        part = group.layout.local_slice(name, group.rank)
+        if part is None:
+            return
+        start, stop, target = part.start, part.stop, group.shard.narrow(0, part.offset, part.numel)
+    value = reader.param(name, start, stop)
+    if value is not None:
+        load.add(_copy(name, target, value))
+
+
+def _copy(name: str, target: torch.Tensor, value: Any) -> Callable[[], None]:
+    if not isinstance(value, torch.Tensor) or value.numel() != target.numel():
+        got = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ZeroStateError(f"{name}: the reader gave {got}, expected a tensor of {target.numel()} elements")
+
+    def write() -> None:
+        target.copy_(value.reshape(target.shape))
+
+    return write
+
+
+def _read_states(
+    load: SliceLoad, inner: torch.optim.Optimizer, reader: Reader, master: Master, templates: StateTemplates
+) -> None:
+    stored = reader.state_keys(master.name)
+    keys = [key for key in stored if "@" not in key]  # the others belong to ranks: only who wrote such takes them
+    if not keys:
+        return
+    take = getattr(inner, "read_state_ranges", None)
+    if take is not None:
+        ranges = [key for key in stored if "@" in key]
+        load.add(take(master.tensor, ranges, lambda k, a, b: reader.state(k, master.name, a, b)))
+    kinds = {k: v for k, v in inner.state.get(master.tensor, {}).items() if v is not None} or templates.of(master)
+    _check_complete(inner, master, keys, kinds)
+    for key in keys:
+        value = reader.state(key, master.name, master.slice.start, master.slice.stop)
+        if value is not None:
+            kind = kinds.get(key)
+            _check_form(inner, master, key, kind, value)
+            load.add(_set_state(inner, master, key, kind, value))
+
+
+def _check_complete(inner: Any, master: Master, keys: list[str], kinds: Mapping[str, Any]) -> None:
+    """All states of a parameter, or none: a momentum of zero beside a variance that is not makes a wrong step."""
+    # Optimizers that communicate by themselves fill in counters that a plain optimizer's checkpoint does not have.
+    own_counters = hasattr(inner, "states_loaded")
+    needed = [key for key, kind in kinds.items() if not (own_counters and is_single(kind))]
+    missing = [key for key in needed if key not in keys]
+    if missing:
+        raise ZeroStateError(
+            f"{master.name}: got the optimizer states {', '.join(sorted(keys))}; expected those of "
+            f"{type(inner).__name__}, which also keeps {', '.join(sorted(missing))}; load without optimizer states to "
+            "begin them anew"
+        )
+
+
+def _check_form(inner: Any, master: Master, key: str, kind: Any, value: State) -> None:
+    numel = value.numel() if isinstance(value, torch.Tensor) else 1
+    expected = 1 if is_single(kind) else master.tensor.numel()
+    if kind is not None and numel != expected:
+        raise ZeroStateError(
+            f"{master.name}: got {numel} elements of optimizer state {key!r}, expected {expected}, which is what "
+            f"{type(inner).__name__} keeps here"
+        )
+
+
+def _set_state(inner: Any, master: Master, key: str, kind: Any, value: State) -> Callable[[], None]:
+    def write() -> None:
+        inner.state[master.tensor][key] = _like(kind, value, master)
+
+    return write
+
+
+def _like(kind: Any, value: State, master: Master) -> Any:
+    """The value in the form the optimizer keeps: a tensor of the master's or of the example's shape, or a number."""
+    elementwise = not is_single(kind)
+    if isinstance(value, torch.Tensor) and elementwise and value.numel() == master.tensor.numel():
+        dtype = kind.dtype if isinstance(kind, torch.Tensor) else value.dtype
+        return value.detach().to(device=master.tensor.device, dtype=dtype, copy=True).reshape(master.tensor.shape)
+    number = value.item() if isinstance(value, torch.Tensor) else value
+    if isinstance(kind, torch.Tensor):
+        shape = master.tensor.shape if elementwise else kind.shape
+        return torch.full(shape, number, dtype=kind.dtype, device=kind.device)
+    return type(kind)(number) if isinstance(kind, (int, float)) else number

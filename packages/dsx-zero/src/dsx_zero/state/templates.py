@@ -1,0 +1,71 @@
+"""Which states an optimizer keeps per parameter, and in what form: learnt from one step of a copy on a parameter of its
+own.
+
+A state is one of two things: elementwise (one value per element of the parameter, cut as the parameter is cut) or
+single (one value per parameter, such as `step`). The sample parameter has two elements, so that the two differ in size.
+For a parameter of one element the shape of a state alone does not tell them apart: a `step` of shape `(1,)` looks like
+a momentum.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+
+from ..step.masters import Master
+
+__all__ = ["StateTemplates", "is_single"]
+
+_SAMPLE = 2  # elements of the sample parameter
+
+
+def is_single(kind: Any) -> bool:
+    """Is this example of a state (from a template or from the optimizer itself) a single value? False for None."""
+    return isinstance(kind, (int, float)) or (isinstance(kind, torch.Tensor) and kind.numel() == 1)
+
+
+class StateTemplates:
+    """Examples of the states that `inner` keeps, per parameter group, dtype and device."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner = inner
+        self._known: dict[tuple[int, torch.dtype, torch.device], dict[str, Any]] = {}
+
+    def of(self, master: Master) -> dict[str, Any]:
+        """Names and examples of a master's states; single ones have their own shape, elementwise ones two elements."""
+        for number, group in enumerate(self._inner.param_groups):
+            if any(tensor is master.tensor for tensor in group["params"]):
+                key = (number, master.tensor.dtype, master.tensor.device)
+                if key not in self._known:
+                    self._known[key] = self._learn(group, master.tensor)
+                return self._known[key]
+        return {}
+
+    def _learn(self, group: dict[str, Any], like: torch.Tensor) -> dict[str, Any]:
+        sample = torch.nn.Parameter(torch.zeros(_SAMPLE, dtype=like.dtype, device=like.device))
+        if hasattr(self._inner, "state_template"):  # a step of those would communicate
+            return self._inner.state_template(sample)  # type: ignore[attr-defined]
+        probe = _copy_without_groups(self._inner)
+        sample.grad = torch.zeros_like(sample)
+        options = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "param_names"}
+        probe.param_groups = [{**options, "params": [sample]}]
+        probe.state = defaultdict(dict)
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(probe, hooks, OrderedDict())
+        if hasattr(probe, "norm_reducer"):
+            probe.norm_reducer = None  # type: ignore[attr-defined]
+        type(probe).step(probe)
+        return {key: value for key, value in probe.state[sample].items() if value is not None}
+
+
+def _copy_without_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy that shares no parameter groups: torch's `__setstate__` adds missing options to the groups it is given."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = []
+    try:
+        return copy.copy(optimizer)
+    finally:
+        optimizer.param_groups = groups

@@ -1,0 +1,188 @@
+"""Edits of parameters between steps: they reach the masters, and they are the same on all ranks.
+
+A parameter is a normal tensor to its user (C1), so `torch.nn.init.zeros_(layer.weight)` or `weight.mul_(mask)` after
+sharding has to last. Where the master is memory of its own, the edit must get there instead of being overwritten by the
+master at the next step (`Edits`). autograd's version counter says cheaply that a parameter was written in place; writes
+through `.data` count no versions, and show in sums over the parameter's memory (`MemorySums`). Only if something was
+written the values are compared with what the master rounds to, and elements that differ are taken over. The others keep
+their low bits.
+
+An edit that differs between the ranks (`if rank == 0: ...`, random numbers of different seeds) would give a mixture of
+the ranks' values. `EditAgreement` finds it at the step, and names the parameter.
+
+Partitioned parameters (stage 3) need neither: writes to them are done by all ranks together, into the masters too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import dsx_comm
+import torch
+
+from ..errors import ZeroStateError
+from ..params.flat import FlatGroup
+from ..params.partitioned_unit import is_partitioned
+
+__all__ = ["EditAgreement", "Edits", "MemorySums"]
+
+_ROW = 64  # words of 8 bytes
+_CHUNK = 1 << 9  # rows that stay in the cache of a core between the two sums
+_SHOWN = 5
+
+
+class MemorySums:
+    """Finds out whether the memory of a tensor was written to since `note`.
+
+    Sums its bits, as whole numbers, over rows and over columns of 64 words: a change of values changes the sum of its
+    row, and moving values about changes the sums of rows or of columns. Costs one pass over the memory and an eighth of
+    a word for each 64 bytes.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        data = tensor.detach().view(-1).view(torch.uint8)
+        words = data.numel() // 8 * 8
+        whole = words // (8 * _ROW)
+        self._rows = data[: whole * 8 * _ROW].view(torch.int64).view(whole, _ROW)
+        self._tail = data[whole * 8 * _ROW :]
+        self._noted: tuple[torch.Tensor, ...] = ()
+        self.note()
+
+    def _sums(self) -> tuple[torch.Tensor, ...]:
+        step = _CHUNK if self._rows.device.type == "cpu" else max(1, len(self._rows))
+        chunks = self._rows.split(step)
+        by_row = torch.cat([chunk.sum(1) for chunk in chunks])
+        by_column = torch.stack([chunk.sum(0) for chunk in chunks]).sum(0)
+        return by_row, by_column, self._tail.clone()
+
+    def note(self) -> None:
+        """What is there now is known."""
+        self._noted = self._sums()
+
+    def changed(self) -> torch.Tensor:
+        """Whether something was written, as a 0-D tensor on the memory's device."""
+        return torch.stack([(now != before).any() for now, before in zip(self._sums(), self._noted)]).any()
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept."""
+        return sum(sums.nbytes for sums in self._noted)
+
+
+class Edits:
+    """Watches the parameters of resident groups whose masters are memory of their own."""
+
+    def __init__(self, groups: Iterable[FlatGroup], *, whole: bool) -> None:
+        self._whole = whole
+        self._groups = [group for group in groups if self._has_own_master(group)]
+        self._seen = {group: _versions(group.parameters) for group in self._groups}
+        self._sums = {group: MemorySums(self._visible(group)) for group in self._groups if group.shard.numel()}
+
+    def _visible(self, group: FlatGroup) -> torch.Tensor:
+        return group.full if self._whole else group.shard
+
+    def _has_own_master(self, group: FlatGroup) -> bool:
+        return group.trainable and not is_partitioned(group) and group.own_master(group.full) is not None
+
+    def take_over(self) -> None:
+        """Bring edits since the last call into the masters."""
+        written = [group for group in self._groups if _versions(group.parameters) != self._seen[group]]
+        others = [group for group in self._sums if group not in written]
+        if others:
+            # One transfer from the device for all groups.
+            changed = torch.stack([self._sums[group].changed() for group in others]).tolist()
+            written += [group for group, was_written in zip(others, changed) if was_written]
+        for group in written:
+            self._compare(group)
+            self._note(group)
+
+    def settle(self) -> None:
+        """The optimizer (or a load) has written the parameters from the masters: what they are now is no edit."""
+        for group in self._groups:
+            self._note(group)
+
+    def nbytes(self) -> int:
+        """Memory that the watching takes."""
+        return sum(sums.nbytes for sums in self._sums.values())
+
+    def _note(self, group: FlatGroup) -> None:
+        self._seen[group] = _versions(group.parameters)
+        if group in self._sums:
+            self._sums[group].note()
+
+    def _compare(self, group: FlatGroup) -> None:
+        visible, master = self._visible(group), group.master
+        if master is None:
+            return
+        edited = visible != master.to(visible.dtype)
+        torch.where(edited, visible.to(master.dtype), master, out=master)
+
+
+class EditAgreement:
+    """Compares over the ranks what users wrote into the parameters that every rank holds whole.
+
+    Ranks that differ can have written at different places, or not at all: the comparison travels with words that the
+    ranks exchange at each step anyway.
+    """
+
+    def __init__(self, groups: Iterable[FlatGroup], process_group: Any, rank: int) -> None:
+        self._process_group, self._rank = process_group, rank
+        pairs = [
+            (name, parameter)
+            for group in groups
+            if not is_partitioned(group)
+            for name, parameter in zip(group.layout.names, group.parameters)
+            if parameter.numel()
+        ]
+        self._names = [name for name, _ in pairs]
+        self._parameters = [parameter for _, parameter in pairs]
+        self._seen = _versions(self._parameters)
+
+    def _edited(self) -> dict[str, int]:
+        """The parameters that were written since `settle`, with a sum of their bits."""
+        now = _versions(self._parameters)
+        if now == self._seen:
+            return {}
+        places = [place for place, (new, old) in enumerate(zip(now, self._seen)) if new != old]
+        sums = torch.stack([_sum_of_bits(self._parameters[place]).cpu() for place in places]).tolist()
+        return {self._names[place]: value for place, value in zip(places, sums)}
+
+    def word(self) -> int:
+        """A number that is the same on ranks that wrote the same; 0 where nothing was written."""
+        edited = self._edited()
+        return 0 if not edited else 1 + zlib.crc32(repr(sorted(edited.items())).encode()) % (2**31 - 1)
+
+    def refuse(self) -> None:
+        """The words differ: say where. Collective.
+
+        Raises:
+            ZeroStateError: always, on every rank; names the parameters and the ranks. Nothing has been stepped.
+        """
+        everybody: list[Any] = [None] * dsx_comm.get_world_size(self._process_group)
+        dsx_comm.all_gather_object(everybody, self._edited(), group=self._process_group)
+        names = [name for name in self._names if len({edits.get(name) for edits in everybody}) > 1]
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        writers = [str(rank) for rank, edits in enumerate(everybody) if any(name in edits for name in names)]
+        raise ZeroStateError(
+            f"parameters were written since the last step, and not alike on all ranks: {shown} (written on rank"
+            f" {', '.join(writers)}). Every rank has to write the same values (the same seed, the same file), or write"
+            " inside `with dsx_zero.GatheredParameters(parameters, modifier_rank=0):` on every rank, which gives rank"
+            " 0's values to all"
+        )
+
+    def settle(self) -> None:
+        """What the parameters are now is known."""
+        self._seen = _versions(self._parameters)
+
+
+def _versions(parameters: Sequence[torch.Tensor]) -> list[int]:
+    return [parameter._version for parameter in parameters]
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    data = tensor.detach().reshape(-1)
+    words = data if data.numel() * data.element_size() % 8 else data.view(torch.int64)
+    return words.view(kinds[words.element_size()]).sum(dtype=torch.int64)

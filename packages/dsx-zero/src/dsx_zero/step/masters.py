@@ -1,0 +1,157 @@
+"""What the inner optimizer sees: one tensor per parameter with this rank's slice of its master values.
+
+At stage 0 every rank steps everything, so the tensors keep their logical shapes and any optimizer works. From stage 1
+on they are 1-D slices; optimizers that need whole tensors are refused. Parameters of which this rank owns nothing are
+left out of its groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ZeroOptimizerError
+from ..params.flat import FlatGroup, Unit
+from ..plan.layout import LocalSlice
+
+__all__ = [
+    "Master",
+    "check_optimizer",
+    "copy_targets",
+    "make_masters",
+    "place_masters",
+    "refresh_master",
+    "replace_parameters",
+    "write_parameters",
+]
+
+_WHOLE = {
+    "Muon": "it orthogonalises whole matrices",
+    "Adafactor": "its state is factored into rows and columns",
+    "LBFGS": "its line search needs the whole gradient in one vector",
+    "Shampoo": "it preconditions whole matrices",
+    "DistributedShampoo": "it preconditions whole matrices",
+    "SOAP": "it preconditions whole matrices",
+    "SparseAdam": "it needs sparse gradients of whole tensors",
+    "MuonWithAuxAdam": "it orthogonalises whole matrices",
+}
+
+
+@dataclass(frozen=True)
+class Master:
+    """One tensor of the inner optimizer: `tensor` holds the elements `slice` of parameter `name`."""
+
+    name: str
+    group: FlatGroup
+    slice: LocalSlice
+    tensor: torch.Tensor
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, *, stage: int) -> None:
+    """Refuse optimizers that cannot work on slices.
+
+    Raises:
+        ZeroOptimizerError: for an optimizer that needs whole tensors, at stage 1 or above.
+    """
+    for kind in type(optimizer).__mro__:
+        if stage >= 1 and kind.__name__ in _WHOLE:
+            raise ZeroOptimizerError(
+                f"{type(optimizer).__name__} cannot be used at stage {stage}: {_WHOLE[kind.__name__]}, and a rank holds"
+                " slices; use stage 0, or an element-wise optimizer (Adam, AdamW, Lion, SGD, Adagrad, ...)"
+            )
+
+
+def make_masters(units: Sequence[Unit], *, whole: bool) -> list[tuple[nn.Parameter, Master | None]]:
+    """Every trainable parameter with its master tensor (None where this rank owns nothing), in layout order."""
+    return [pair for unit in units for group in unit.trainable for pair in _of_group(group, whole=whole)]
+
+
+def _of_group(group: FlatGroup, *, whole: bool) -> Iterator[tuple[nn.Parameter, Master | None]]:
+    master = group.master
+    if master is None:
+        raise ZeroOptimizerError("masters were asked for before they were made")
+    layout = group.layout
+    for index, (name, parameter) in enumerate(zip(layout.names, group.parameters)):
+        if whole:
+            place = LocalSlice(0, layout.sizes[index], layout.offsets[index])
+            view = group.views(master)[index]
+            # A 0-dim parameter gets a 1-D master: its states must differ in shape from single values such as `step`.
+            view = view if view.dim() else view.view(1)
+        else:
+            place = layout.local_slice(name, group.rank)
+            if place is None:
+                yield parameter, None
+                continue
+            view = master.narrow(0, place.offset, place.numel)
+        yield parameter, Master(name, group, place, nn.Parameter(view.detach(), requires_grad=view.is_floating_point()))
+
+
+def replace_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The model has other parameters now: put `current(old)` for every old one into `param_groups` and `state`."""
+    for group in optimizer.param_groups:
+        for old in group["params"]:
+            if (new := current(old)) is not old and old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
+        group["params"] = [current(old) for old in group["params"]]
+
+
+def place_masters(optimizer: torch.optim.Optimizer, masters: Sequence[tuple[nn.Parameter, Master | None]]) -> None:
+    """Put the masters where the parameters were in `param_groups`, and cut state that exists already.
+
+    State of other tensors goes: an optimizer that has sharded a model before still has that of its masters.
+    """
+    by_parameter = {id(parameter): master for parameter, master in masters}
+    for group in optimizer.param_groups:
+        kept = [p for p in group["params"] if by_parameter.get(id(p)) is not None]
+        for parameter in group["params"]:
+            state = optimizer.state.pop(parameter, None)
+            master = by_parameter.get(id(parameter))
+            if master is not None and state:
+                optimizer.state[master.tensor] = {k: _cut(k, v, parameter, master) for k, v in state.items()}
+        group["params"] = [by_parameter[id(parameter)].tensor for parameter in kept]  # type: ignore[union-attr]
+    current = {id(master.tensor) for _, master in masters if master is not None}
+    for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in current]:
+        del optimizer.state[key]
+
+
+_SINGLE = ("step", "eta", "mu", "mu_product")
+"""States of torch's optimizers that are one number per parameter, whatever its shape."""
+
+
+def _cut(key: str, value: Any, parameter: torch.Tensor, master: Master) -> Any:
+    """The master's part of a state tensor of the parameter's shape; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or (value.dim() == 0 and key in _SINGLE):
+        return value
+    if value.dtype == parameter.dtype != master.tensor.dtype:
+        value = value.to(master.tensor.dtype)
+    return value.reshape(-1)[master.slice.start : master.slice.stop].clone().view(master.tensor.shape)
+
+
+def write_parameters(group: FlatGroup, *, whole: bool) -> None:
+    """Write the low-precision copy of the masters; nothing to do where the master is the parameter's memory."""
+    target = group.full if whole else group.shard
+    if (master := group.own_master(target)) is not None:
+        target.copy_(master)
+
+
+def refresh_master(group: FlatGroup, *, whole: bool) -> None:
+    """The reverse of `write_parameters`: the masters take the parameters' values."""
+    source = group.full if whole else group.shard
+    if (master := group.own_master(source)) is not None:
+        master.copy_(source)
+
+
+def copy_targets(masters: Sequence[Master], *, whole: bool) -> dict[torch.Tensor, torch.Tensor]:
+    """Where an optimizer that can write low-precision copies itself has to put them, by master tensor."""
+    found: dict[torch.Tensor, torch.Tensor] = {}
+    for master in masters:
+        group = master.group
+        buffer = group.full if whole else group.shard
+        if group.own_master(buffer) is None:
+            continue
+        found[master.tensor] = buffer.narrow(0, master.slice.offset, master.slice.numel).view(master.tensor.shape)
+    return found

@@ -1,0 +1,139 @@
+"""The parameter groups and the state of the user's optimizer, as its user and as its own step see them.
+
+A user finds in `optimizer.param_groups` what was put there: the model's parameters. So code that walks them
+(`clip_grad_norm_`, weight decay by hand, `torch.amp.GradScaler`) treats the same tensors in every stage. The optimizer
+itself steps masters, of which this rank holds slices: they take the parameters' places for the length of a step. States
+are kept by master; `StateView` answers who asks for a parameter's.
+
+Left out are optimizers that communicate by themselves (1-bit): they look at their groups between steps too, and keep
+the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..errors import ZeroOptimizerError, ZeroStateError
+from ..grads.averaging import averages_itself
+
+__all__ = ["StateView", "StepGroups"]
+
+
+class StepGroups:
+    """Exchanges the tensors in the groups of `optimizer`, which holds masters when this is made.
+
+    Args:
+        optimizer: the user's.
+        parameters: the model's parameters of each group, as the user put them there.
+    """
+
+    def __init__(self, optimizer: Any, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._optimizer = optimizer
+        self._masters = [group["params"] for group in optimizer.param_groups]
+        keeps_masters = averages_itself(optimizer)
+        self._shown = self._masters if keeps_masters else [list(group) for group in parameters]
+        self._known = [[id(tensor) for tensor in group] for group in self._shown]
+        self._put(self._shown)
+
+    def _put(self, tensors: Sequence[list[torch.Tensor]]) -> None:
+        for group, members in zip(self._optimizer.param_groups, tensors):
+            group["params"] = members
+
+    def check(self) -> None:
+        """Raises ZeroOptimizerError if tensors were added to the groups, taken away or exchanged."""
+        groups = self._optimizer.param_groups
+        for index, (group, known) in enumerate(zip(groups, self._known)):
+            found = [id(tensor) for tensor in group["params"]]
+            if found != known:
+                raise ZeroOptimizerError(
+                    f"param_groups[{index}]['params'] was changed: got {len(found)} tensors, expected the {len(known)}"
+                    " that were there when the model was sharded, in their order; the layout of shards is fixed by"
+                    " dsx_zero.shard. Give all parameters to the optimizer before sharding, or build the optimizer"
+                    " anew and shard again"
+                )
+        if len(groups) != len(self._known):
+            raise ZeroOptimizerError(
+                f"param_groups: got {len(groups)} groups, expected {len(self._known)}; the layout of shards is fixed by"
+                " dsx_zero.shard. Give all groups to the optimizer before sharding (with lr 0 if they shall start"
+                " later)"
+            )
+
+    @contextmanager
+    def masters(self) -> Iterator[None]:
+        """Inside, the groups hold this rank's masters."""
+        self._put(self._masters)
+        try:
+            yield
+        finally:
+            self._put(self._shown)
+
+
+class StateView(MutableMapping[Any, Any]):
+    """The state of the user's optimizer, which is kept by master. Asked for a parameter of the model it does not give
+    an empty state.
+
+    Args:
+        state: the optimizer's own.
+        find: gives the master of a parameter of the model and the parameter's name; None for other keys.
+        whole: whether masters are whole tensors, whose state is the parameter's.
+    """
+
+    def __init__(
+        self,
+        state: MutableMapping[Any, Any],
+        find: Callable[[Any], tuple[torch.Tensor | None, str] | None],
+        *,
+        whole: bool,
+    ) -> None:
+        self._state, self._find, self._whole = state, find, whole
+
+    def _key(self, key: Any) -> Any:
+        found = self._find(key) if isinstance(key, torch.Tensor) else None
+        if found is None:
+            return key
+        master, name = found
+        if self._whole and master is not None:
+            return master
+        raise ZeroStateError(
+            f"optimizer.state[{name!r}]: the states of a sharded parameter are divided among the ranks; read them with"
+            " dsx_zero.safe_get_full_optimizer_state(p, key) on every rank (this rank's slice:"
+            " safe_get_local_optimizer_state), write them with safe_set_full_optimizer_state(p, value, key)"
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._state[self._key(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._state[self._key(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._state[self._key(key)]
+
+    def __contains__(self, key: object) -> bool:
+        found = self._find(key) if isinstance(key, torch.Tensor) else None
+        return (key if found is None else found[0]) in self._state
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __repr__(self) -> str:
+        return repr(self._state)
+
+
+def checked_state(state: Any, find: Callable[[Any], object | None]) -> Mapping[Any, Any]:
+    """A new state for the optimizer, as scripts set one to begin anew. Raises ZeroStateError if it is kept by
+    parameters of the model.
+    """
+    if not isinstance(state, MutableMapping) or any(isinstance(k, torch.Tensor) and find(k) is not None for k in state):
+        raise ZeroStateError(
+            "optimizer.state = ...: got states of whole parameters, expected an empty mapping, which begins them anew;"
+            " to load states use load_state_dict, or set them one by one with dsx_zero.safe_set_full_optimizer_state"
+        )
+    return state
