@@ -1,0 +1,132 @@
+"""`dsx-pipe show` prints, checks and draws schedules; `dsx-pipe plan` chooses one from measured layer costs.
+
+    dsx-pipe show zb-h1 --ranks 4 --micro-batches 8 --out zb.svg
+    dsx-pipe show --file own.txt --text
+    dsx-pipe show --timeline measured.json --out measured.svg
+    dsx-pipe plan --costs layers.json --ranks 4 --batch 64 --memory 16G
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .errors import PipelineError, ScheduleError
+from .planner import candidates, load_costs
+from .schedule import (
+    BUILDERS,
+    Schedule,
+    StageTimes,
+    Timeline,
+    build,
+    check,
+    live_activations,
+    load_timeline,
+    save_chart,
+    simulate,
+    with_communication,
+)
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return 0, or 2 with one line on stderr if something was wrong."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ScheduleError, PipelineError, OSError) as error:
+        sys.stderr.write(f"dsx-pipe: {error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dsx-pipe", description="Pipeline schedules: show and plan them.")
+    commands = parser.add_subparsers(required=True)
+
+    show = commands.add_parser("show", help="print, check and draw a schedule or a measured step")
+    show.add_argument("name", nargs="?", choices=sorted(BUILDERS), help="a known schedule")
+    show.add_argument("--file", help="read the schedule from this text file instead")
+    show.add_argument("--timeline", help="draw this measured step (JSON of dsx_pipe.save_timeline) instead")
+    show.add_argument("--ranks", type=int, default=4)
+    show.add_argument("--micro-batches", type=int, default=8)
+    show.add_argument("--chunks", type=int, help="stages per rank, for interleaved and inference")
+    show.add_argument("--forward", type=float, default=1.0, help="time of one forward of a whole rank")
+    show.add_argument("--backward", type=float, default=2.0, help="time of one backward of a whole rank")
+    show.add_argument("--weight-share", type=float, default=0.5, help="share of the backward that is for the weights")
+    show.add_argument("--communication", action="store_true", help="write sends and receives out")
+    show.add_argument("--text", action="store_true", help="print the schedule itself")
+    show.add_argument("--out", help="write a chart to this .svg or .png file")
+    show.set_defaults(run=_show)
+
+    plan = commands.add_parser("plan", help="choose schedule, split and micro-batches from measured layer costs")
+    plan.add_argument("--costs", required=True, help="JSON of dsx_pipe.save_costs")
+    plan.add_argument("--ranks", type=int, required=True)
+    plan.add_argument("--batch", type=int, required=True, help="samples of a step, over all micro-batches")
+    plan.add_argument("--memory", help="bytes a rank may use; 16G, 800M")
+    plan.add_argument("--latency", type=float, default=0.0, help="seconds of a message between two ranks")
+    plan.add_argument("--top", type=int, default=5, help="candidates to list")
+    plan.add_argument("--save", help="write the chosen schedule to this text file")
+    plan.set_defaults(run=_plan)
+    return parser
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    given = [x for x in (arguments.name, arguments.file, arguments.timeline) if x]
+    if len(given) != 1:
+        raise ScheduleError(f"got {len(given)} of NAME, --file and --timeline, expected one of them")
+    if arguments.timeline:
+        timeline = load_timeline(arguments.timeline)
+    else:
+        timeline = _planned(arguments)
+    print(f"{timeline.name}: {timeline.ranks} ranks, step {timeline.length:.6g}, bubble {timeline.bubble_share:.1%}")  # noqa: T201
+    if arguments.out:
+        save_chart(timeline, arguments.out)
+    return 0
+
+
+def _planned(arguments: argparse.Namespace) -> Timeline:
+    if arguments.file:
+        schedule = Schedule.parse(Path(arguments.file).read_text())
+    else:
+        schedule = build(arguments.name, arguments.ranks, arguments.micro_batches, arguments.chunks)
+    check(schedule)
+    if arguments.communication:
+        schedule = with_communication(schedule)
+        check(schedule)
+    if arguments.text:
+        print(schedule, end="")  # noqa: T201
+    print(f"activations kept per rank: {' '.join(map(str, live_activations(schedule)))}")  # noqa: T201
+    share = schedule.ranks / schedule.stages
+    weight = arguments.backward * arguments.weight_share
+    times = StageTimes(share * arguments.forward, share * (arguments.backward - weight), share * weight)
+    return simulate(schedule, (times,) * schedule.stages)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    found = candidates(
+        load_costs(arguments.costs), arguments.ranks, arguments.batch,
+        memory=_bytes(arguments.memory), latency=arguments.latency,
+    )  # fmt: skip
+    print(f"{'schedule':<12} {'chunks':>6} {'micro':>6} {'seconds':>10} {'bubble':>7} {'MiB/rank':>9}  stages begin at")  # noqa: T201
+    for c in found[: arguments.top]:
+        most = max(c.bytes_per_rank) / (1 << 20)
+        starts = " ".join(map(str, c.parts[:-1]))
+        print(  # noqa: T201
+            f"{c.schedule:<12} {c.chunks:>6} {c.micro_batches:>6} {c.seconds:>10.4g} {c.bubble_share:>7.1%} {most:>9.0f}  {starts}"
+        )
+    if arguments.save:
+        Path(arguments.save).write_text(str(found[0].build(arguments.ranks)))
+    return 0
+
+
+def _bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    number, unit = (text[:-1], text[-1].upper()) if text and text[-1].upper() in _UNITS else (text, "")
+    try:
+        return int(float(number) * _UNITS.get(unit, 1))
+    except ValueError:
+        raise ScheduleError(f"--memory: got {text!r}, expected a number of bytes like 800M or 16G") from None

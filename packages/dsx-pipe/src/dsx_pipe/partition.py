@@ -1,0 +1,163 @@
+"""Dividing a list of layers over stages.
+
+Two rules. DeepSpeed's (`partition_uniform`, `partition_balanced`) are kept exactly, because splits are visible to users
+and in their checkpoints: `partition_balanced` minimises the largest minus the smallest part. `split_by_weights`
+minimises the largest part, which is what decides the length of a step; partition methods by measured time and the
+planner use it.
+
+All return the bounds of the parts: part i is [bounds[i], bounds[i + 1]).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from .errors import PartitionError
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Equal numbers of items; the first `num_items % num_parts` parts have one more.
+
+        partition_uniform(10, 4)      # [0, 3, 6, 8, 10]
+
+    With no more items than parts every item is a part, and the parts behind are empty.
+    """
+    _positive(num_parts)
+    if num_items <= num_parts:
+        return [min(i, num_items) for i in range(num_parts + 1)]
+    chunk, rest = divmod(num_items, num_parts)
+    return [i * chunk + min(i, rest) for i in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Contiguous, non-empty parts with little difference between the heaviest and the lightest one.
+
+        partition_balanced([1, 1, 1, 1, 5, 1, 1, 1], 4)      # [0, 2, 4, 5, 8]
+
+    Dynamic programming over prefixes: the best division of each prefix is extended by one part; of equal divisions the
+    one whose last part begins latest. With no more items than parts the result is that of `partition_uniform`.
+    """
+    _positive(num_parts)
+    n = len(weights)
+    if n <= num_parts:
+        return partition_uniform(n, num_parts)
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+
+    # best[k][j]: (difference, largest, smallest, start of the last part) of the first j items in k parts
+    Entry = tuple[float, float, float, int]
+    rows: list[dict[int, Entry]] = [{j: (0.0, sums[j], sums[j], 0) for j in range(1, n + 1)}]
+    for parts in range(2, num_parts + 1):
+        row: dict[int, Entry] = {}
+        for j in range(parts, n + 1):
+            for start in range(parts - 1, j):
+                _, high, low, _ = rows[-1][start]
+                last = sums[j] - sums[start]
+                high, low = max(high, last), min(low, last)
+                if j not in row or high - low <= row[j][0]:
+                    row[j] = (high - low, high, low, start)
+        rows.append(row)
+    bounds = [n]
+    for row in reversed(rows):
+        bounds.append(row[bounds[-1]][3])
+    return bounds[::-1]
+
+
+def split_by_weights(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Contiguous, non-empty parts with the least largest part; the same for every suffix that is left.
+
+    Raises:
+        PartitionError: fewer items than parts.
+    """
+    _positive(num_parts)
+    n = len(weights)
+    if n < num_parts:
+        raise PartitionError(f"got {n} layers for {num_parts} stages, expected at least one layer per stage")
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+
+    @lru_cache(maxsize=None)
+    def best(start: int, parts: int) -> tuple[tuple[float, float], int]:
+        """((largest part, sum of squares), end of the first part) for the items from `start`; squares break ties."""
+        if parts == 1:
+            last = sums[n] - sums[start]
+            return (last, last * last), n
+        found: tuple[tuple[float, float], int] | None = None
+        for end in range(start + 1, n - parts + 2):
+            part = sums[end] - sums[start]
+            (largest, squares), _ = best(end, parts - 1)
+            key = (max(part, largest), part * part + squares)
+            if found is None or key < found[0]:
+                found = (key, end)
+        if found is None:
+            raise PartitionError(f"{n} layers cannot be divided into {num_parts} parts")
+        return found
+
+    bounds = [0]
+    for parts in range(num_parts, 0, -1):
+        bounds.append(best(bounds[-1], parts)[1])
+    return bounds
+
+
+def bounds_of(
+    method: str,
+    num_parts: int,
+    names: Sequence[str],
+    parameters: Callable[[], Sequence[int]],
+    seconds: Callable[[], Sequence[float]] | None = None,
+) -> list[int]:
+    """The bounds of the parts under a partition method.
+
+    Args:
+        method: uniform, parameters (or best), type:<regex> or time (upper case counts as lower case, except in the
+            regex, which is searched without regard to case in the layers' class names).
+        num_parts: number of stages.
+        names: class name of every layer.
+        parameters: gives the number of trainable elements of every layer.
+        seconds: gives measured seconds of every layer, for `time`.
+
+    Raises:
+        PartitionError: an unknown method, no layer matches the regex, or there are fewer layers than stages.
+    """
+    if len(names) < num_parts:
+        raise PartitionError(
+            f"got {len(names)} layers for {num_parts} stages, expected at least one layer per stage; "
+            f"use num_stages={len(names)} or fewer"
+        )
+    kind, _, pattern = method.partition(":")
+    kind = kind.strip().lower()
+    if kind == "uniform":
+        return partition_uniform(len(names), num_parts)
+    if kind in ("parameters", "best"):
+        return partition_balanced(list(parameters()), num_parts)
+    if kind == "type":
+        return partition_balanced(_matches(pattern, names), num_parts)
+    if kind in ("time", "profile"):
+        if seconds is None:
+            raise PartitionError(
+                f"partition_method={method!r} needs measured times: pass layer_times=dsx_pipe.measure_layers(...)"
+            )
+        return split_by_weights(list(seconds()), num_parts)
+    raise PartitionError(
+        f"partition_method: got {method!r}, expected 'uniform', 'parameters', 'type:<regex of class names>' or 'time'"
+    )
+
+
+def _matches(pattern: str, names: Sequence[str]) -> list[int]:
+    try:
+        regex = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise PartitionError(f"partition_method: {pattern!r} is no regular expression ({error})") from None
+    weights = [1 if regex.search(name) else 0 for name in names]
+    if not any(weights):
+        raise PartitionError(f"partition_method: no layer's class matches {pattern!r}; classes are {sorted(set(names))}")
+    return weights
+
+
+def _positive(num_parts: int) -> None:
+    if num_parts < 1:
+        raise PartitionError(f"number of parts: got {num_parts}, expected at least 1")

@@ -1,0 +1,162 @@
+"""What a schedule costs: start and end of every action, from the time each stage needs.
+
+The result is the *ideal* step: every rank starts an action as soon as the actions before it on the rank are done and
+its input has arrived. A real step is compared with it (`Pipeline.report`), and the planner searches over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import ScheduleError
+from .action import Action, Kind
+from .plan import Schedule
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds that one micro-batch takes on one stage."""
+
+    forward: float
+    input_backward: float
+    weight_backward: float = 0.0
+
+    def of(self, kind: Kind) -> float:
+        """Seconds of an action of this kind; sends and receives take none."""
+        if kind is Kind.FORWARD:
+            return self.forward
+        if kind is Kind.INPUT:
+            return self.input_backward
+        if kind is Kind.WEIGHT:
+            return self.weight_backward
+        return self.input_backward + self.weight_backward if kind is Kind.BACKWARD else 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action of one rank with its start and end in seconds."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What happened, or would happen, when: the spans of a step, planned or measured."""
+
+    name: str
+    ranks: int
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def length(self) -> float:
+        """Seconds from the first start to the last end."""
+        if not self.spans:
+            return 0.0
+        return max(s.end for s in self.spans) - min(s.start for s in self.spans)
+
+    def busy(self, rank: int) -> float:
+        """Seconds that `rank` computes."""
+        return sum(s.end - s.start for s in self.spans if s.rank == rank and s.action.kind.computes)
+
+    @property
+    def bubble_share(self) -> float:
+        """The idle share of all ranks' time: 1 - (sum of busy times) / (ranks x length)."""
+        if not self.length:
+            return 0.0
+        return 1.0 - sum(self.busy(r) for r in range(self.ranks)) / (self.ranks * self.length)
+
+
+def uniform_times(stages: int, forward: float = 1.0, backward: float = 2.0) -> tuple[StageTimes, ...]:
+    """The same times for all stages; half of the backward is for the input, half for the weights."""
+    return (StageTimes(forward, backward / 2, backward / 2),) * stages
+
+
+def simulate(schedule: Schedule, times: Sequence[StageTimes], *, latency: float = 0.0) -> Timeline:
+    """Carry out a schedule on paper.
+
+    Args:
+        schedule: with or without sends and receives. Where they are written out, a message leaves at its send and is
+            waited for at its receive; else it leaves when it is computed and is waited for where it is needed.
+        times: seconds per stage.
+        latency: seconds between the end of a send and the moment the receiver can use the message. Messages between
+            stages of one rank take none.
+
+    Raises:
+        ScheduleError: the number of times is not the number of stages, or the schedule waits for itself (deadlock).
+    """
+    if len(times) != schedule.stages:
+        raise ScheduleError(f"times: got {len(times)}, expected one for each of {schedule.stages} stages")
+    done: dict[Action, float] = {}
+    clock = [0.0] * schedule.ranks
+    place = [0] * schedule.ranks
+    spans: list[Span] = []
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.actions):
+            while place[rank] < len(row):
+                action = row[place[rank]]
+                ready = _ready_at(schedule, action, done, latency)
+                if ready is None:
+                    break
+                start = max(clock[rank], ready)
+                end = start + times[action.stage].of(action.kind)
+                done[action] = clock[rank] = end
+                spans.append(Span(rank, action, start, end))
+                place[rank] += 1
+                moved = True
+    waiting = [f"rank {r} at {row[place[r]]}" for r, row in enumerate(schedule.actions) if place[r] < len(row)]
+    if waiting:
+        raise ScheduleError(f"{schedule.name} never ends: {', '.join(waiting)} wait for what never comes")
+    return Timeline(schedule.name, schedule.ranks, tuple(sorted(spans, key=lambda s: (s.start, s.rank))))
+
+
+def _ready_at(schedule: Schedule, action: Action, done: dict[Action, float], latency: float) -> float | None:
+    """When the inputs of an action are there; None if they are not."""
+    times = []
+    for needed in requirements(schedule, action):
+        at = next((done[a] for a in needed if a in done), None)
+        if at is None:
+            return None
+        source = next(a for a in needed if a in done)
+        far = schedule.stage_ranks[source.stage] != schedule.stage_ranks[action.stage]
+        times.append(at + (latency if far else 0.0))
+    return max(times, default=0.0)
+
+
+def requirements(schedule: Schedule, action: Action) -> list[tuple[Action, ...]]:
+    """What must be done before `action`: for each entry one of the alternatives."""
+    stage, kind, m = action.stage, action.kind, action.micro_batch
+    produced_grad = (Action(stage, Kind.BACKWARD, m), Action(stage, Kind.INPUT, m))
+    if kind is Kind.SEND_F:
+        return [(Action(stage, Kind.FORWARD, m),)]
+    if kind is Kind.SEND_B:
+        return [produced_grad]
+    if kind.receives:
+        return [(action.counterpart(),)]
+    if kind is Kind.WEIGHT:
+        return [(Action(stage, Kind.INPUT, m),)]
+    needs: list[tuple[Action, ...]] = []
+    if kind is Kind.FORWARD:
+        if stage > 0:
+            needs.append(_arrival(schedule, stage, stage - 1, Kind.RECV_F, (Kind.FORWARD,), m))
+    else:
+        needs.append((Action(stage, Kind.FORWARD, m),))
+        if stage < schedule.stages - 1:
+            needs.append(_arrival(schedule, stage, stage + 1, Kind.RECV_B, (Kind.BACKWARD, Kind.INPUT), m))
+    return needs
+
+
+def _arrival(
+    schedule: Schedule, stage: int, source: int, receive: Kind, produce: tuple[Kind, ...], m: int
+) -> tuple[Action, ...]:
+    """How a message from stage `source` arrives at `stage`: by its receive, or as soon as it is produced."""
+    far = schedule.stage_ranks[stage] != schedule.stage_ranks[source]
+    if schedule.communicates and far:
+        return (Action(stage, receive, m),)
+    return tuple(Action(source, kind, m) for kind in produce)
