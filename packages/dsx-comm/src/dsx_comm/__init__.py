@@ -90,6 +90,7 @@ from .mpu import Mpu, MpuGroups, read_mpu
 from .objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
 from .onebit import OneBitAdam, OnebitAdam, OneBitLamb, OnebitLamb, StepKind, StepTraffic, ZeroOneAdam
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from .prepared import PreparedCollective, prepare_all_gather, prepare_reduce_scatter
 from .registry import AxisGroup, GroupRegistry
 from .shm.native import native_status
 from .shm.process_group import ShmProcessGroup
@@ -148,7 +149,10 @@ __all__ = [
     "Traffic",
     "ZeroOneAdam",
     "__version__",
+    "PreparedCollective",
     "all_gather",
+    "prepare_all_gather",
+    "prepare_reduce_scatter",
     "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",

@@ -74,6 +74,10 @@ class Agreement:
         _post(store, mine, len(ranks))
         return lambda: _compare(store, mine, ranks, f"call #{number + 1} of group {name}")
 
+    def is_over(self, group: Any) -> bool:
+        """Whether no further call of this group is to be compared."""
+        return self._seen.get(group, 0) >= self.calls
+
     def _begin(self) -> None:
         """There is a new world, perhaps in a store that has lines of an earlier one."""
         self._seen.clear()

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 ReduceOp = dist.ReduceOp
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 # torch 2.13 has given these another name
-_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 _COMPOSED_REDUCE = (torch.float16, torch.bfloat16, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -189,7 +189,7 @@ def start_reduce_scatter(
         return Done()
     if to.composes(source) and composed.direct(to.size, nbytes(output)):
         return composed.reduce_scatter(output, source, kind, to)
-    native = getattr(dist, _REDUCE_SCATTER)
+    native = getattr(dist, REDUCE_SCATTER)
     place, flat = _flat(output), _flat(source)
     if at_once and to.shared:
         return native(place, flat, kind, to.group)
@@ -290,7 +290,7 @@ def start_all_gather(output: torch.Tensor, source: torch.Tensor, to: Membership,
         if composed.direct_gather(to.size, nbytes(source)):
             return composed.all_gather(output.view(-1), flat, to)
         output, flat = composed.as_bytes(output), composed.as_bytes(flat)  # gloo knows only some dtypes
-    return getattr(dist, _ALL_GATHER)(_flat(output), flat, to.group, async_op=not (at_once and to.shared))
+    return getattr(dist, ALL_GATHER)(_flat(output), flat, to.group, async_op=not (at_once and to.shared))
 
 
 def allgather_fn(

@@ -34,10 +34,11 @@ class Membership:
         size: number of ranks.
         ranks: global rank of each member, in the group's order.
         backends: backend name by device type.
+        averages_on: device types whose backend itself knows AVG.
         shared: whether the group lies in shared memory; its synchronous calls need no handle.
     """
 
-    __slots__ = ("_averages", "_composes", "_group", "backends", "config", "rank", "ranks", "shared", "size")
+    __slots__ = ("_composes", "_group", "averages_on", "backends", "config", "rank", "ranks", "shared", "size")
 
     def __init__(self, group: Any, backends: dict[str, str], config: Any) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -46,7 +47,7 @@ class Membership:
         self.shared = isinstance(group, ShmProcessGroup)
         self._group = ref(group)
         self._composes = backends.get("cpu") == "gloo"
-        self._averages = frozenset(device for device, backend in backends.items() if backend in _AVERAGES)
+        self.averages_on = frozenset(device for device, backend in backends.items() if backend in _AVERAGES)
 
     @property
     def group(self) -> Any:
@@ -59,7 +60,7 @@ class Membership:
 
     def averages(self, tensor: torch.Tensor) -> bool:
         """True where the backend itself knows AVG."""
-        return tensor.device.type in self._averages
+        return tensor.device.type in self.averages_on
 
 
 class _Known:

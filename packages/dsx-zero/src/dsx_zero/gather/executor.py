@@ -52,6 +52,7 @@ class GatherExecutor(ReduceExecutor):
         self._passing: list[tuple[Ticket, torch.Tensor]] = []
         self.live = 0
         """Elements of all gathered units."""
+        self._under_way = 0  # elements of units that are gathered and that nobody has waited for
 
     def run_gather(self, unit: int) -> None:
         """See ``Executor``. A unit that is there already is gathered past its users, into memory of its own."""
@@ -60,9 +61,10 @@ class GatherExecutor(ReduceExecutor):
             self._gather_past(target)
             return
         self.live += target.numel
+        self._under_way += target.numel
         target.state = UnitState.GATHERING
         self._tickets[unit] = [
-            self._lane.submit(self._job(str(target.plan), store, group.shard))
+            self._lane.submit(self._job(target.name, store, group.shard))
             for store, group in zip(target.storages, target.groups)
             if store.numel
         ]
@@ -83,7 +85,7 @@ class GatherExecutor(ReduceExecutor):
             scratch = torch.empty(group.layout.numel, dtype=group.key.dtype, device=group.key.device)
 
             def gather(out: torch.Tensor = scratch, shard: torch.Tensor = group.shard) -> Any:
-                with dsx_comm.unit(f"{target.plan}, past its users"):
+                with dsx_comm.unit(f"{target.name}, past its users"):
                     return self._all_gather(out, shard)
 
             self._passing.append((self._lane.submit(gather), scratch))
@@ -107,10 +109,14 @@ class GatherExecutor(ReduceExecutor):
         """Wait for the unit's gather and let its modules see the parameters."""
         target = self._units[unit]
         if target.state is UnitState.GATHERING:
-            for ticket in self._tickets.pop(unit):
-                ticket.wait()
+            self._land(target)
             target.state = UnitState.GATHERED
         target.swap_in()
+
+    def _land(self, target: PartitionedUnit) -> None:
+        for ticket in self._tickets.pop(target.index):
+            ticket.wait()
+        self._under_way -= target.numel
 
     def hold(self, unit: int) -> None:
         """Somebody uses the unit from now on."""
@@ -142,8 +148,8 @@ class GatherExecutor(ReduceExecutor):
         target = self._units[unit]
         if target.state is UnitState.PARTITIONED:
             return
-        for ticket in self._tickets.pop(unit, ()):
-            ticket.wait()
+        if target.state is UnitState.GATHERING:
+            self._land(target)
         target.swap_out()
         for store in target.storages:
             self._lane.retire(store)
@@ -153,8 +159,7 @@ class GatherExecutor(ReduceExecutor):
     def may_run_ahead(self, unit: int) -> bool:
         """Whether the limits allow this gather before its use."""
         target = self._units[unit]
-        ahead = sum(self._units[other].numel for other in self._tickets)
-        limits = self._limits
+        ahead, limits = self._under_way, self._limits
         if target.state is not UnitState.PARTITIONED or self.live + target.numel > limits.max_live_parameters:
             return False
         return limits.prefetch_bucket_size > 0 and (not ahead or ahead + target.numel <= limits.prefetch_bucket_size)

@@ -57,6 +57,9 @@ class GatherLifetime(Lender):
         self._depth, self._training = 0, True
         self._open: dict[int, list[Use]] = {index: [] for index in self._units}
         self._backward: dict[int, set[Any]] = {index: set() for index in self._units}
+        self._ends_with_gradients = {  # frozen parameters give no gradients, and the root's are complete too early
+            unit.index for unit in units if unit.plan.users != ("",) and all(group.trainable for group in unit.groups)
+        }
         self._borrowed: set[int] = set()
         self._task: int | None = None
         self._pass_ended = False
@@ -131,7 +134,7 @@ class GatherLifetime(Lender):
                 self._order.use(unit)
             self._units[unit].swap_in()
             return
-        with dsx_comm.unit(str(self._units[unit].plan)):  # the ranks may have to agree on what comes next
+        with dsx_comm.unit(self._units[unit].name):  # the ranks may have to agree on what comes next
             self._order.gather(unit, training=training)
         if training:
             self._order.run_ahead(executor.may_run_ahead)
@@ -175,8 +178,7 @@ class GatherLifetime(Lender):
         if unit not in self._units:
             return
         holds = self._backward[unit]
-        frozen = any(not group.trainable for group in self._units[unit].groups)
-        if not holds or frozen or self._units[unit].plan.users == ("",):
+        if not holds or unit not in self._ends_with_gradients:
             return
         if all(isinstance(use, Use) and not use.first_input_hooked for use in holds):
             holds.clear()
@@ -215,17 +217,20 @@ class GatherLifetime(Lender):
                 tensor.register_hook(lambda grad: self.before_backward(unit, use))
 
     def _watch_inputs(self, unit: int, use: Use, inputs: Any) -> None:
-        tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        use.first_input_hooked = bool(tensors)
-        if inner:
-            for tensor in inner:
+        leaves: list[torch.Tensor] = []
+        inner = False
+        for tensor in tensors_in(inputs):
+            if tensor.grad_fn is not None:
+                inner = True
                 tensor.register_hook(lambda grad: self.after_backward(unit, use))
-        elif tensors:
+            elif tensor.requires_grad:
+                leaves.append(tensor)
+        use.first_input_hooked = inner or bool(leaves)
+        if leaves and not inner:
             # Leaves (the inputs of a reentrant recomputation) get their gradient as soon as it is there: wait for all
             # of them.
-            left = {id(tensor) for tensor in tensors}
-            for tensor in tensors:
+            left = {id(tensor) for tensor in leaves}
+            for tensor in leaves:
                 tensor.register_hook(partial(self._leaf_done, unit, use, left, id(tensor)))
 
     def _leaf_done(self, unit: int, use: Use, left: set[int], key: int, grad: torch.Tensor) -> None:

@@ -204,44 +204,46 @@ class _Replay:
         self.schedule = schedule
         self.position = 0
         self._run, self._discard = run, discard
-        self._gathers = [i for i, entry in enumerate(schedule.entries) if entry.kind is Kind.GATHER]
-        self._reduces = [i for i, entry in enumerate(schedule.entries) if entry.kind is Kind.REDUCE]
-        self._next_gather = self._next_reduce = 0  # indices into the two lists: what is to be issued next
+        entries, self._end = schedule.entries, len(schedule)
+        self._gathers = [i for i, entry in enumerate(entries) if entry.kind is Kind.GATHER]
+        self._reduces = [i for i, entry in enumerate(entries) if entry.kind is Kind.REDUCE]
+        self._issued_gathers = self._issued_reduces = 0
+        self._gather_place = self._gathers[0] if self._gathers else self._end
+        """Place of the next gather to issue; the schedule's length if there is none. (Looked at in every hook.)"""
+        self._reduce_place = self._reduces[0] if self._reduces else self._end
         self._offered: set[int] = set()
 
-    def _gather_place(self) -> int:
-        """Place of the next gather to issue (the end if there is none)."""
-        return self._gathers[self._next_gather] if self._next_gather < len(self._gathers) else len(self.schedule)
-
-    def _reduce_place(self) -> int:
-        return self._reduces[self._next_reduce] if self._next_reduce < len(self._reduces) else len(self.schedule)
-
     def _issue_gather(self) -> None:
-        self._next_gather += 1
-        self._run(self.schedule.entries[self._gathers[self._next_gather - 1]])
+        place, places = self._gather_place, self._gathers
+        self._issued_gathers = issued = self._issued_gathers + 1
+        self._gather_place = places[issued] if issued < len(places) else self._end
+        self._run(self.schedule.entries[place])
 
     def _issue_reduce(self) -> None:
-        self._next_reduce += 1
-        self._run(self.schedule.entries[self._reduces[self._next_reduce - 1]])
+        place, places = self._reduce_place, self._reduces
+        self._issued_reduces = issued = self._issued_reduces + 1
+        self._reduce_place = places[issued] if issued < len(places) else self._end
+        self._run(self.schedule.entries[place])
 
     def issue(self, stop: int) -> None:
         """Issue all operations before place ``stop`` that are still due."""
-        while (place := min(self._gather_place(), self._reduce_place())) < stop:
-            if place == self._gather_place():
+        while self._gather_place < stop or self._reduce_place < stop:
+            if self._gather_place < self._reduce_place:
                 self._issue_gather()
             else:
                 self._issue_reduce()
 
     def offer(self, operation: Operation) -> None:
         """The rank has complete gradients for a unit. Nothing if this pass has reduced the unit already."""
-        place = self.schedule.find_in_pass(operation, max(self.position, self._reduce_place()))
+        start = max(self.position, self._reduce_place)
+        place = self.schedule.find_in_pass(operation, min(start, self._end))
         if place is not None:
             self._offered.add(place)
             self.issue_offered()
 
     def issue_offered(self) -> None:
         """Issue the reduces that are offered and have their turn."""
-        while self._reduce_place() in self._offered and self._reduce_place() < self._gather_place():
+        while self._reduce_place in self._offered and self._reduce_place < self._gather_place:
             self._issue_reduce()
 
     def pass_by(self, stop: int) -> None:
@@ -255,20 +257,21 @@ class _Replay:
 
     def use(self, place: int) -> None:
         """The rank needs the unit of the entry at ``place`` now."""
-        self.pass_by(place)
-        self.issue(place + 1)
+        if self.position < place:
+            self.pass_by(place)
+        if self._gather_place <= place or self._reduce_place <= place:
+            self.issue(place + 1)
         self.position = place + 1
-        self.issue_offered()
+        if self._reduce_place in self._offered:
+            self.issue_offered()
 
     def run_ahead(self, accept: Callable[[int], bool]) -> None:
         """Issue gathers early; not beyond the end of a backward, where parameters may change."""
-        entries = self.schedule.entries
-        while (place := self._gather_place()) < len(entries):
-            ends = (entries[i].kind is Kind.BACKWARD_END for i in range(self.position, place))
-            if any(ends) or not accept(entries[place].unit):
-                return
+        entries, stop = self.schedule.entries, self.schedule.backward_ends[self.position]
+        while self._gather_place < stop and accept(entries[self._gather_place].unit):
             self._issue_gather()
-            self.issue_offered()
+            if self._reduce_place in self._offered:
+                self.issue_offered()
 
 
 class AgreedOrder:

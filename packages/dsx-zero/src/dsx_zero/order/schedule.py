@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import struct
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
 
 __all__ = ["Decision", "Kind", "Operation", "Post", "Schedule", "checksum", "decide", "elide_gathers"]
 
@@ -39,9 +42,8 @@ class Kind(IntEnum):
 _PAUSES = frozenset({Kind.FORWARD_END, Kind.BACKWARD_END})
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One entry of a schedule; ``unit`` is -1 for the marks."""
+class Operation(NamedTuple):
+    """One entry of a schedule; ``unit`` is -1 for the marks. (A tuple, because it is hashed in every hook.)"""
 
     kind: Kind
     unit: int = -1
@@ -161,19 +163,36 @@ class Schedule:
                 lines.append([])
         return "\n".join(" ".join(line) for line in lines if line)
 
+    @cached_property
+    def _places(self) -> dict[Operation, list[int]]:
+        """The places of every operation, in order; a use counts as a gather."""
+        found: dict[Operation, list[int]] = {}
+        for place, entry in enumerate(self.entries):
+            wanted = Operation(Kind.GATHER, entry.unit) if entry.kind is Kind.USE else entry
+            found.setdefault(wanted, []).append(place)
+        return found
+
+    @cached_property
+    def pass_ends(self) -> list[int]:
+        """For every place the end of its pass: that of the mark which ends it (``len(entries)`` if none does)."""
+        return _next_places(self.entries, _PAUSES)
+
+    @cached_property
+    def backward_ends(self) -> list[int]:
+        """For every place that of the next end of a backward (``len(entries)`` if there is none)."""
+        return _next_places(self.entries, frozenset({Kind.BACKWARD_END}))
+
     def find(self, operation: Operation, start: int) -> int | None:
         """Place of the next ``operation`` at or after ``start`` (a gather is also found as a use)."""
-        wanted = {operation}
-        if operation.kind is Kind.GATHER:
-            wanted.add(Operation(Kind.USE, operation.unit))
-        return next((i for i in range(start, len(self.entries)) if self.entries[i] in wanted), None)
+        places = self._places.get(operation, ())
+        index = bisect_left(places, start)
+        return places[index] if index < len(places) else None
 
     def find_in_pass(self, operation: Operation, start: int) -> int | None:
         """Like ``find``, but not beyond the end of the pass that ``start`` lies in."""
-        place = self.find(operation, start)
-        if place is None or any(self.entries[i].kind in _PAUSES for i in range(start, place)):
-            return None
-        return place
+        places = self._places.get(operation, ())
+        index = bisect_left(places, start)
+        return places[index] if index < len(places) and places[index] <= self.pass_ends[start] else None
 
     def validate(self, units: int) -> None:
         """Raise ``ValueError`` naming the first entry that cannot be (unit out of range, a use of what was never
@@ -192,6 +211,17 @@ class Schedule:
                 gathered.add(entry.unit)
             if marks:
                 gathered.clear()
+
+
+def _next_places(entries: Sequence[Operation], kinds: frozenset[Kind]) -> list[int]:
+    """For every place, and the end, the place of the first entry of these kinds at or after it."""
+    following = len(entries)
+    places = [following]
+    for place in range(len(entries) - 1, -1, -1):
+        following = place if entries[place].kind in kinds else following
+        places.append(following)
+    places.reverse()
+    return places
 
 
 def passes(entries: Sequence[Operation]) -> Iterator[tuple[int, int]]:

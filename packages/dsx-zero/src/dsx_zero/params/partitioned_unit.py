@@ -182,17 +182,15 @@ class PartitionedUnit:
         self.groups = tuple(
             _partitioned_group(group, store, rank, memory) for group, store in zip(plan.groups, self.storages)
         )
+        self.numel = sum(store.numel for store in self.storages)
+        """Elements of the gathered parameters, padding included."""
+        self.name = str(plan)
         self.lender = lender
         self._places: list[Place] = []
 
     @property
     def index(self) -> int:
         return self.plan.index
-
-    @property
-    def numel(self) -> int:
-        """Elements of the gathered parameters, padding included."""
-        return sum(store.numel for store in self.storages)
 
     def as_unit(self) -> Unit:
         """What the gradients and the optimizer work on."""

@@ -29,12 +29,9 @@ class GatheredStorage:
         self._base = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self._base.untyped_storage()
         self._nbytes = self._storage.nbytes()
+        self.numel = numel
         # `.data` shares the storage but not the version counter.
         self.fill = self._base.data
-
-    @property
-    def numel(self) -> int:
-        return self._base.numel()
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -15,30 +15,34 @@ _CLOSED = (type, torch.nn.Module, ModuleType, FunctionType)
 """Objects whose attributes are not values that a module returns."""
 
 
-def tensors_in(value: Any, *, objects: bool = False) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, *, objects: bool = False) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists, sets, mappings and dataclasses (model outputs are one of these), in order.
+
+    One loop and no recursion, because it runs before and after every module.
 
     Args:
         value: what to search.
         objects: also search the attributes of any other object (key-value caches). What only an iterator holds is never
             found.
     """
-    return _search(value, objects, set())
-
-
-def _search(value: Any, objects: bool, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _search(item, objects, seen)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from _search(item, objects, seen)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _search(getattr(value, field.name, None), objects, seen)
-    elif objects and not isinstance(value, _CLOSED) and id(value) not in seen:
-        seen.add(id(value))
-        for item in list(getattr(value, "__dict__", {}).values()):
-            yield from _search(item, objects, seen)
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            left.extend(reversed(item))
+        elif item is None or isinstance(item, (bool, int, float, str)):
+            continue
+        elif isinstance(item, Mapping):
+            left.extend(reversed(list(item.values())))
+        elif isinstance(item, (set, frozenset)):
+            left.extend(reversed(list(item)))
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            left.extend(getattr(item, field.name, None) for field in reversed(dataclasses.fields(item)))
+        elif objects and not isinstance(item, _CLOSED) and id(item) not in seen:
+            seen.add(id(item))
+            left.extend(reversed(list(getattr(item, "__dict__", {}).values())))
+    return found
