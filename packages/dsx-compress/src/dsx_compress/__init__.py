@@ -1,5 +1,98 @@
-"""Quantisation-aware training, pruning, layer reduction and distillation for PyTorch."""
+"""Quantisation-aware training, pruning, layer reduction and distillation for PyTorch.
+
+    model = init_compression(model, config)             # techniques on the layers, weights stay parameters
+    scheduler = compression_scheduler(model, config)    # scheduler.step() after every optimizer step
+    model = redundancy_clean(model, config)             # a smaller ordinary model
+
+Importing this package loads nothing but this table; every name arrives on first use, so that neither pydantic nor torch
+is paid for before it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
 
 from ._version import __version__
 
-__all__ = ["__version__"]
+# Type checkers take this name for true; importing `typing` for it would cost more than the rest of this file.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .apply import init_compression, is_compressed
+    from .cleaning import redundancy_clean
+    from .config import CompressionTraining, QuantizeTraining, load_config
+    from .conversion import convert_conv1d_to_linear, get_module_name
+    from .distillation import DistillationLoss, Teacher
+    from .errors import CompressionConfigError, CompressionDataError, CompressionError
+    from .export import export_model, load_exported, read_exported
+    from .layers import recursive_getattr, recursive_setattr
+    from .moq import OptimizerQuantizer
+    from .posttraining import PostTrainingConfig, quantize_post_training
+    from .quantizers import fake_quantize
+    from .report import CompressionReport, compression_report
+    from .runtime import QuantizedLinear, load_quantized
+    from .scheduler import CompressionScheduler, compression_scheduler
+    from .students import student_initialization
+
+_HOMES = {
+    "apply": ("init_compression", "is_compressed"),
+    "cleaning": ("redundancy_clean",),
+    "config": ("CompressionTraining", "QuantizeTraining", "load_config"),
+    "conversion": ("convert_conv1d_to_linear", "get_module_name"),
+    "distillation": ("DistillationLoss", "Teacher"),
+    "errors": ("CompressionConfigError", "CompressionDataError", "CompressionError"),
+    "export": ("export_model", "load_exported", "read_exported"),
+    "layers": ("recursive_getattr", "recursive_setattr"),
+    "moq": ("OptimizerQuantizer",),
+    "posttraining": ("PostTrainingConfig", "quantize_post_training"),
+    "quantizers": ("fake_quantize",),
+    "report": ("CompressionReport", "compression_report"),
+    "runtime": ("QuantizedLinear", "load_quantized"),
+    "scheduler": ("CompressionScheduler", "compression_scheduler"),
+    "students": ("student_initialization",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CompressionConfigError",
+    "CompressionDataError",
+    "CompressionError",
+    "CompressionReport",
+    "CompressionScheduler",
+    "CompressionTraining",
+    "DistillationLoss",
+    "OptimizerQuantizer",
+    "PostTrainingConfig",
+    "QuantizeTraining",
+    "QuantizedLinear",
+    "Teacher",
+    "__version__",
+    "compression_report",
+    "compression_scheduler",
+    "convert_conv1d_to_linear",
+    "export_model",
+    "fake_quantize",
+    "get_module_name",
+    "init_compression",
+    "is_compressed",
+    "load_config",
+    "load_exported",
+    "load_quantized",
+    "quantize_post_training",
+    "read_exported",
+    "recursive_getattr",
+    "recursive_setattr",
+    "redundancy_clean",
+    "student_initialization",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,38 @@
+"""`dsx-compress report FILE`: what a file of `export_model` holds."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="dsx-compress", description="Compressed models on disk.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    report = commands.add_parser("report", help="what was compressed, by how much and with what error")
+    report.add_argument("file", help="a safetensors file that export_model wrote")
+    report.add_argument("--json", action="store_true", help="print JSON")
+    report.add_argument("--svg", metavar="PATH", help="also draw sparsity and error of every tensor")
+    asked = parser.parse_args(arguments)
+
+    from .errors import CompressionError
+    from .export import read_exported
+    from .report import report_of_file
+
+    try:
+        found = report_of_file(read_exported(asked.file))
+        if asked.svg:
+            found.write_svg(asked.svg)
+    except (CompressionError, OSError) as error:
+        print(f"dsx-compress: {error}", file=sys.stderr)
+        return 1
+    print(found.to_json() if asked.json else found.text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""`init_compression`: from the configuration to techniques on the layers of a model.
+
+Everything is matched and judged before the first layer is touched, so that a mistake leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from .bits import BitSchedule
+from .config import CompressionTraining, load_config
+from .errors import CompressionError
+from .layers import LayerKind, Match, class_name, kind_of, match_modules
+from .students import student_initialization
+from .techniques import (
+    ActivationQuantizer,
+    HeadMask,
+    OutputMask,
+    SharedMask,
+    SnipMask,
+    SparseMask,
+    Technique,
+    WeightQuantizer,
+)
+
+__all__ = ["ACTIVATION", "Placed", "init_compression", "is_compressed", "techniques_of"]
+
+ACTIVATION = "activation_quantizer"
+"""Name of the child that quantises a layer's input."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A technique on a layer.
+
+    Attributes:
+        name: the layer's name.
+        layer: the layer.
+        tensor: the layer's tensor that it changes; "" for its input.
+        technique: the technique.
+    """
+
+    name: str
+    layer: Any
+    tensor: str
+    technique: Technique
+
+    @property
+    def chain(self) -> Any:
+        """The `ParametrizationList` of the tensor."""
+        return self.layer.parametrizations[self.tensor]
+
+
+def techniques_of(model: nn.Module) -> Iterator[Placed]:
+    """Every technique of a model, in the order of the model and, on one tensor, in the order of application."""
+    for name, module in list(model.named_modules()):
+        for tensor, chain in dict(getattr(module, "parametrizations", {})).items():
+            for technique in chain:
+                if isinstance(technique, Technique):
+                    yield Placed(name, module, tensor, technique)
+        quantizer = module._modules.get(ACTIVATION)
+        if isinstance(quantizer, Technique):
+            yield Placed(name, module, "", quantizer)
+
+
+def is_compressed(model: nn.Module) -> bool:
+    """Whether `init_compression` has put techniques on a model."""
+    return next(techniques_of(model), None) is not None
+
+
+def init_compression(
+    model: nn.Module, deepspeed_config: Any, teacher_model: nn.Module | None = None, mpu: Any = None
+) -> nn.Module:
+    """Put the configured techniques on a model, in place; call it before optimizer and sharding are built.
+
+    Parameters stay the same objects. The parameter `weight` of a layer is then named `parametrizations.weight.original`;
+    state dicts with the plain names can still be loaded. Learnable scores are new parameters.
+
+    Args:
+        model: an ordinary model.
+        deepspeed_config: what `load_config` takes.
+        teacher_model: with `layer_reduction`: the model whose layers the student begins with.
+        mpu: of a tensor-sliced model; has `get_model_parallel_world_size` or `get_tensor_model_parallel_world_size`.
+
+    Returns:
+        The model.
+
+    Raises:
+        CompressionConfigError: the configuration is wrong.
+        CompressionError: a pattern matches nothing, a module is in two groups of one method, shapes do not fit, or the
+            model is compressed already.
+    """
+    config = load_config(deepspeed_config)
+    if not config.enabled:
+        raise CompressionError(
+            "init_compression: the configuration switches no method on; set shared_parameters.enabled of one to true"
+        )
+    if is_compressed(model):
+        raise CompressionError(
+            "init_compression: this model is compressed already; build it anew to change the methods"
+        )
+    planned = _plan(model, config, _tensor_parallel(mpu))
+    if config.layer_reduction.enabled:
+        if teacher_model is None:
+            raise CompressionError(
+                "init_compression: layer_reduction is on, but there is no teacher_model to copy the layers from; pass it"
+            )
+        student_initialization(model, teacher_model, config)
+    for put in planned:
+        put()
+    return model
+
+
+def _tensor_parallel(mpu: Any) -> int:
+    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
+        if hasattr(mpu, name):
+            return int(getattr(mpu, name)())
+    if mpu is not None:
+        raise CompressionError(
+            f"init_compression(mpu=...): got {type(mpu).__name__} without get_model_parallel_world_size(); expected the "
+            "object that knows the tensor-parallel group"
+        )
+    return 1
+
+
+def _plan(model: nn.Module, config: CompressionTraining, sliced: int) -> list[Callable[[], None]]:
+    """Judge everything; return what puts the techniques on, in the order in which they run on a tensor."""
+    planned: list[Callable[[], None]] = []
+    for method in config.methods():
+        section = getattr(config, method)
+        for match in match_modules(model, method, config):
+            layer = model.get_submodule(match.name)
+            kind = kind_of(layer)
+            if kind is None:  # match_modules returns layers only
+                raise CompressionError(f"{match.name} is no layer that can be compressed")
+            weight = layer.weight
+            if not isinstance(weight, nn.Parameter) and not parametrize.is_parametrized(layer, "weight"):
+                raise CompressionError(f"{match.name}: its weight is {type(weight).__name__}, expected a parameter")
+            settings = section.different_groups.get(match.group)
+            planned += _BUILDERS[method](model, match, layer, kind, section.shared_parameters, settings, sliced)
+    return planned
+
+
+def _put(layer: nn.Module, tensor: str, technique: Technique) -> Callable[[], None]:
+    def put() -> None:
+        accepts_plain = parametrize.is_parametrized(layer, tensor)
+        parametrize.register_parametrization(layer, tensor, technique, unsafe=True)
+        if not accepts_plain:
+            layer.register_load_state_dict_pre_hook(_PlainName(tensor))
+
+    return put
+
+
+class _PlainName:
+    """Lets a state dict of the plain model be loaded: its `weight` is the parametrised layer's original."""
+
+    def __init__(self, tensor: str) -> None:
+        self._tensor = tensor
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *details: Any) -> None:
+        plain, stored = prefix + self._tensor, f"{prefix}parametrizations.{self._tensor}.original"
+        if plain in state and stored not in state and parametrize.is_parametrized(module, self._tensor):
+            state[stored] = state.pop(plain)
+
+
+# - One builder for each method
+
+
+def _quantized_weight(
+    model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, sliced: int
+) -> list[Callable[[], None]]:
+    if layer.weight.numel() % shared.quantize_groups:
+        raise CompressionError(
+            f"compression_training.weight_quantization.shared_parameters.quantize_groups: {shared.quantize_groups} does "
+            f"not divide the {layer.weight.numel()} weights of {match.name}; choose a divisor, or narrower patterns"
+        )
+    params, mixed = settings.params, shared.fp16_mixed_quantize
+    technique = WeightQuantizer(
+        match.group, match.name, shared.schedule_offset, shared.quantize_groups, shared.quantization_type,
+        shared.rounding, BitSchedule(params.start_bits, params.target_bits, params.quantization_period),
+        mixed.quantize_change_ratio if mixed.enabled else 0.0,
+    )  # fmt: skip
+    return [_put(layer, "weight", technique)]
+
+
+def _quantized_input(
+    model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, sliced: int
+) -> list[Callable[[], None]]:
+    technique = ActivationQuantizer(
+        match.group, match.name, shared.schedule_offset, settings.params.bits, shared.quantization_type, layer.weight,
+        static=shared.range_calibration == "static", images=kind.name == "Conv2d",
+    )  # fmt: skip
+
+    def put() -> None:
+        layer.add_module(ACTIVATION, technique)
+        layer.register_forward_pre_hook(quantize_input)
+
+    return [put]
+
+
+def quantize_input(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The forward pre-hook: the first input goes through the layer's activation quantiser, if it still has one."""
+    quantizer = layer._modules.get(ACTIVATION)
+    return None if quantizer is None or not inputs else (quantizer(inputs[0]), *inputs[1:])
+
+
+def _sparse(
+    model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, sliced: int
+) -> list[Callable[[], None]]:
+    weight = layer.weight
+    if shared.method == "snip_momentum":
+        ratio = shared.dense_ratio
+        if settings is not None and "dense_ratio" in settings.params.model_fields_set:
+            ratio = settings.params.dense_ratio
+        technique: Technique = SnipMask(
+            match.group, match.name, shared.schedule_offset, shared.end, shared.schedule_offset_stride,
+            shared.block_pattern, ratio, weight,
+        )  # fmt: skip
+    else:
+        technique = SparseMask(
+            "sparse_pruning", match.group, match.name, shared.schedule_offset, settings.params.dense_ratio,
+            tuple(weight.shape), weight, learnable=shared.method == "topk",
+        )  # fmt: skip
+    return [_put(layer, "weight", technique)]
+
+
+def _outputs(method: str) -> Callable[..., list[Callable[[], None]]]:
+    def build(
+        model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, sliced: int
+    ) -> list[Callable[[], None]]:
+        if sliced > 1 and kind.sliced == "inputs":
+            raise CompressionError(
+                f"{match.name}: row pruning of a {kind.name} is not supported with {sliced} tensor-parallel ranks: each "
+                "would choose other rows; prune the layer before it (a ColumnParallelLinear)"
+            )
+        dim = kind.outputs or 0
+        count = layer.weight.shape[dim]
+        learnable = shared.method == "topk"
+        technique = OutputMask(
+            method, match.group, match.name, shared.schedule_offset, settings.params.dense_ratio,
+            (count, 1) if learnable else (count,), layer.weight, learnable=learnable, dim=dim,
+        )  # fmt: skip
+        planned = [_put(layer, "weight", technique)]
+        if getattr(layer, "bias", None) is not None:
+            planned.append(_put(layer, "bias", SharedMask(technique)))
+        for name in match.related:
+            check_consumer(model, match.name, name, count)
+            related = model.get_submodule(name)
+            if isinstance(related, nn.modules.batchnorm._BatchNorm):
+                planned += [_put(related, tensor, SharedMask(technique)) for tensor in ("weight", "bias")]
+        return planned
+
+    return build
+
+
+def check_consumer(model: nn.Module, producer: str, name: str, outputs: int) -> str:
+    """What of a related module is removed with the producer's outputs: "inputs", "outputs" or "features".
+
+    A related linear layer loses inputs; if its inputs do not fit but its outputs do (the other factor of a gated
+    product) it loses outputs. A batch norm loses features.
+
+    Raises:
+        CompressionError: the shapes do not fit.
+    """
+    related = model.get_submodule(name)
+    if isinstance(related, nn.modules.batchnorm._BatchNorm):
+        if related.num_features == outputs and related.affine:
+            return "features"
+        raise CompressionError(
+            f"related_modules of {producer}: {name} has {related.num_features} features, affine={related.affine}; "
+            f"expected {outputs} features with affine=True (without weight and bias a pruned channel is not zero)"
+        )
+    kind, weight = kind_of(related), related.weight
+    shape = tuple(weight.shape)  # pyright: ignore[reportArgumentType]
+    if kind is not None and kind.inputs is not None and kind.outputs is not None:
+        inputs = shape[kind.inputs]
+        flattened = kind.name in ("Linear", "Conv1D") and isinstance(model.get_submodule(producer), nn.Conv2d)
+        if inputs == outputs or (flattened and inputs % outputs == 0):
+            return "inputs"
+        grouped = getattr(related, "groups", 1)
+        if isinstance(related, nn.Conv2d) and grouped == related.in_channels == outputs == related.out_channels:
+            return "depthwise"
+        if shape[kind.outputs] == outputs and grouped == 1:
+            return "outputs"
+    raise CompressionError(
+        f"related_modules of {producer}: {name} ({class_name(related)}, weight {shape}) neither takes nor gives the "
+        f"{outputs} outputs of {producer}; name the layer that follows it"
+    )
+
+
+def _heads(
+    model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, sliced: int
+) -> list[Callable[[], None]]:
+    heads, dim = shared.num_heads, kind.inputs or 0
+    if kind.sliced == "inputs":
+        if heads % sliced:
+            raise CompressionError(
+                f"head_pruning.num_heads: {heads} does not divide among {sliced} tensor-parallel ranks"
+            )
+        heads //= sliced
+    inputs = layer.weight.shape[dim]
+    if inputs % heads:
+        raise CompressionError(
+            f"compression_training.head_pruning: the {inputs} inputs of {match.name} do not divide into {heads} heads; "
+            "name the attention's output layers in modules"
+        )
+    for name in match.related:
+        related: Any = model.get_submodule(name)
+        given = kind_of(related)
+        outputs = 0 if given is None or given.outputs is None else related.weight.shape[given.outputs]
+        if not outputs or outputs % inputs:
+            raise CompressionError(
+                f"related_modules of {match.name}: {name} ({class_name(related)}) does not give queries, keys or values of "
+                f"width {inputs} (or several of them side by side)"
+            )
+    technique = HeadMask(
+        "head_pruning", match.group, match.name, shared.schedule_offset, settings.params.dense_ratio, (1, heads),
+        layer.weight, learnable=True, dim=dim,
+    )  # fmt: skip
+    return [_put(layer, "weight", technique)]
+
+
+_BUILDERS: dict[str, Callable[..., list[Callable[[], None]]]] = {
+    "weight_quantization": _quantized_weight,
+    "activation_quantization": _quantized_input,
+    "sparse_pruning": _sparse,
+    "row_pruning": _outputs("row_pruning"),
+    "head_pruning": _heads,
+    "channel_pruning": _outputs("channel_pruning"),
+}

@@ -1,0 +1,225 @@
+"""Knowledge distillation: a loss that pulls a student towards its teacher, and a teacher that costs little.
+
+    teacher = Teacher(big_model, bits=8)
+    distillation = DistillationLoss(student, teacher, temperature=2.0, alpha=0.5, hidden={"layers.0": "layers.1"})
+    logits = student(x)
+    loss = distillation(logits, task_loss, (x,))
+
+    loss = (1 - alpha) task + alpha T^2 KL(teacher / T || student / T) + beta sum of MSE(hidden) + gamma sum of MSE(attention)
+
+(Hinton et al. 2015; hidden states and attention as in TinyBERT, Jiao et al. 2020). Outputs of modules are read by forward
+hooks, so any model works, sharded ones too. `stop_step` ends distillation before training ends (staged distillation, as
+for Mixture-of-Students: a small student loses by imitating to the last step; Rajbhandari et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import CompressionError, near
+from .export import pack_dense
+from .layers import kind_of, recursive_setattr
+from .runtime import QuantizedLinear
+
+__all__ = ["DistillationLoss", "Teacher"]
+
+
+class Teacher(nn.Module):
+    """A frozen model in evaluation mode, quantised or away from the device between uses, if wanted.
+
+    Args:
+        model: the teacher; it is changed in place where `bits` is given.
+        bits: keep linear weights in that many bits (8 or 4, one scale for each row); None: as they are.
+        offload_to: where parameters stay between uses, such as "cpu"; None: where they are.
+        device: where they are used; with `offload_to`.
+
+    Raises:
+        CompressionError: bits that no kernel stores.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, bits: int | None = None, offload_to: str | torch.device | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if bits not in (None, 4, 8):
+            raise CompressionError(f"Teacher(bits=...): got {bits}, expected 8, 4 or None")
+        if (offload_to is None) != (device is None):
+            raise CompressionError("Teacher: offload_to and device belong together; pass both or none")
+        if bits is not None:
+            quantize_linears(model, bits)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        self.model = model.eval()
+        self._away, self._device = offload_to, device
+        if offload_to is not None:
+            self.model.to(offload_to)
+
+    def train(self, mode: bool = True) -> Teacher:
+        """A teacher stays in evaluation mode."""
+        return self
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, without gradients."""
+        if self._away is None:
+            return self.model(*args, **kwargs)
+        self.model.to(self._device)
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            self.model.to(self._away)
+
+
+def quantize_linears(model: nn.Module, bits: int) -> None:
+    """Replace every `Linear` by a `QuantizedLinear` with one scale for each row, in place."""
+    for name, module in list(model.named_modules()):
+        if name and type(module) is nn.Linear and kind_of(module) is not None:
+            packed, _ = pack_dense(module.weight, bits, module.out_features)
+            recursive_setattr(model, name, QuantizedLinear(packed, module.bias))
+
+
+class DistillationLoss(nn.Module):
+    """The loss of a student with a teacher.
+
+    Args:
+        student, teacher: the models; the teacher is called by the loss.
+        temperature: T, softens both distributions.
+        alpha: weight of the logits' term; the task has 1 - alpha.
+        hidden: module of the student to module of the teacher whose outputs should be alike.
+        beta: weight of the hidden states.
+        attention: as `hidden`, for modules whose output (or the last entry of a tuple) is the attention's weights.
+        gamma: weight of the attention's terms.
+        stop_step: from this step on only the task counts; None: never.
+        project: learn a linear map from the student's width to the teacher's where they differ; its parameters are this
+            module's, so give them to the optimizer.
+
+    Raises:
+        CompressionError: a module that is not there, or numbers out of range.
+    """
+
+    def __init__(
+        self, student: nn.Module, teacher: nn.Module, *, temperature: float = 1.0, alpha: float = 0.5,
+        hidden: Mapping[str, str] | None = None, beta: float = 1.0, attention: Mapping[str, str] | None = None,
+        gamma: float = 1.0, stop_step: int | None = None, project: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if not temperature > 0 or not 0 <= alpha <= 1:
+            raise CompressionError(
+                f"DistillationLoss: got temperature={temperature}, alpha={alpha}; expected temperature > 0, alpha in [0, 1]"
+            )
+        self.temperature, self.alpha, self.beta, self.gamma = temperature, alpha, beta, gamma
+        self.stop_step, self.steps = stop_step, 0
+        self._teacher = (teacher,)  # in a tuple: no child, so that optimizers and checkpoints do not see it
+        self._pairs = [("hidden", s, t) for s, t in (hidden or {}).items()]
+        self._pairs += [("attention", s, t) for s, t in (attention or {}).items()]
+        self._seen: dict[tuple[str, str], torch.Tensor] = {}
+        self.projections = nn.ModuleDict()
+        for name, (inputs, outputs) in (project or {}).items():
+            self.projections[name.replace(".", "/")] = nn.Linear(inputs, outputs, bias=False)
+        self._handles = []
+        inner = teacher.model if isinstance(teacher, Teacher) else teacher
+        for who, model, column in (("student", student, 1), ("teacher", inner, 2)):
+            for name in {pair[column] for pair in self._pairs}:
+                self._handles.append(_module(model, name, who).register_forward_hook(self._keep(who, name)))
+
+    def _keep(self, who: str, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if who == "teacher" or torch.is_grad_enabled():
+                self._seen[who, name] = output
+
+        return hook
+
+    def forward(
+        self, student_logits: torch.Tensor, task_loss: torch.Tensor, inputs: tuple[Any, ...] | Mapping[str, Any]
+    ) -> torch.Tensor:
+        """The loss after a forward pass of the student.
+
+        Args:
+            student_logits: (..., classes).
+            task_loss: the student's own loss.
+            inputs: of the teacher: a tuple or keyword arguments.
+
+        Raises:
+            CompressionError: shapes of student and teacher differ, or a named module did not run.
+        """
+        if not self.active:
+            self._seen.clear()
+            return task_loss
+        out = self._teacher[0](**inputs) if isinstance(inputs, Mapping) else self._teacher[0](*inputs)
+        teacher_logits = _logits(out)
+        if teacher_logits.shape != student_logits.shape:
+            raise CompressionError(
+                f"DistillationLoss: the student's logits have shape {tuple(student_logits.shape)}, the teacher's "
+                f"{tuple(teacher_logits.shape)}; both need the same classes and positions"
+            )
+        loss = (1 - self.alpha) * task_loss + self.alpha * logits_loss(student_logits, teacher_logits, self.temperature)
+        for what, ours, theirs in self._pairs:
+            weight = self.beta if what == "hidden" else self.gamma
+            loss = loss + weight * self._distance(what, ours, theirs)
+        self._seen.clear()
+        return loss
+
+    def _distance(self, what: str, ours: str, theirs: str) -> torch.Tensor:
+        found = []
+        for who, name in (("student", ours), ("teacher", theirs)):
+            output = self._seen.get((who, name))
+            if output is None:
+                raise CompressionError(f"DistillationLoss: {name} of the {who} did not run in this forward pass")
+            found.append(_tensor(output, last=what == "attention"))
+        mine, its = found
+        key = ours.replace(".", "/")
+        if what == "hidden" and key in self.projections:
+            mine = self.projections[key](mine)
+        if mine.shape != its.shape:
+            raise CompressionError(
+                f"DistillationLoss: {ours} gives shape {tuple(mine.shape)}, {theirs} of the teacher {tuple(its.shape)}; "
+                f"learn a map with project={{{ours!r}: ({mine.shape[-1]}, {its.shape[-1]})}}"
+            )
+        return nn.functional.mse_loss(mine.float(), its.detach().float())
+
+    @property
+    def active(self) -> bool:
+        """Whether the teacher still counts."""
+        return self.stop_step is None or self.steps < self.stop_step
+
+    def step(self) -> None:
+        """Call after every optimizer step; only `stop_step` needs it."""
+        self.steps += 1
+
+    def remove(self) -> None:
+        """Take the hooks off both models."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def logits_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over all positions."""
+    ours = torch.log_softmax(student.float().flatten(0, -2) / temperature, -1)
+    theirs = torch.log_softmax(teacher.detach().float().flatten(0, -2) / temperature, -1)
+    return nn.functional.kl_div(ours, theirs, reduction="batchmean", log_target=True) * temperature**2
+
+
+def _logits(out: Any) -> torch.Tensor:
+    if isinstance(out, Mapping) and "logits" in out:
+        return out["logits"]
+    return getattr(out, "logits", None) if hasattr(out, "logits") else _tensor(out, last=False)  # pyright: ignore
+
+
+def _tensor(output: Any, *, last: bool) -> torch.Tensor:
+    if isinstance(output, (tuple, list)):
+        output = [item for item in output if isinstance(item, torch.Tensor)][-1 if last else 0]
+    return output
+
+
+def _module(model: nn.Module, name: str, who: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        known = [n for n, _ in model.named_modules() if n]
+        raise CompressionError(f"DistillationLoss: the {who} has no module {name!r}{near(name, known)}") from None

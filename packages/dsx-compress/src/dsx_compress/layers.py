@@ -1,0 +1,199 @@
+"""The layers that can be compressed, and where their inputs and outputs lie in the weight.
+
+A layer is known by its class: torch's `Linear`, `Conv2d`, `Embedding`; `Conv1D` of transformers, which is a linear
+layer with the weight transposed; and the tensor-sliced layers of Megatron-like libraries, which hold one rank's part of
+a linear layer or an embedding. The last two are known by the name of their class, so that neither library is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .config import CompressionTraining
+from .errors import CompressionError, near
+
+__all__ = [
+    "LayerKind", "Match", "class_name", "kind_of", "match_modules", "matched_by", "recursive_getattr",
+    "recursive_setattr",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of layer.
+
+    Attributes:
+        name: what messages call it.
+        outputs, inputs: dimensions of the weight; None where there is none.
+        sliced: "outputs" or "inputs" where a rank holds only a part of that dimension; else "".
+    """
+
+    name: str
+    outputs: int | None = 0
+    inputs: int | None = 1
+    sliced: str = ""
+
+
+_LINEAR, _CONV1D = LayerKind("Linear"), LayerKind("Conv1D", outputs=1, inputs=0)
+_CONV2D, _EMBEDDING = LayerKind("Conv2d"), LayerKind("Embedding", outputs=1, inputs=None)
+_BY_NAME = {
+    "Conv1D": _CONV1D,
+    "ColumnParallelLinear": LayerKind("ColumnParallelLinear", sliced="outputs"),
+    "RowParallelLinear": LayerKind("RowParallelLinear", sliced="inputs"),
+    "VocabParallelEmbedding": LayerKind("VocabParallelEmbedding", outputs=1, inputs=None),
+}
+_LINEARS = ("Linear", "Conv1D", "ColumnParallelLinear", "RowParallelLinear")
+_KINDS = {
+    "weight_quantization": (*_LINEARS, "Conv2d", "Embedding", "VocabParallelEmbedding"),
+    "activation_quantization": (*_LINEARS, "Conv2d"),
+    "sparse_pruning": (*_LINEARS, "Conv2d"),
+    "row_pruning": _LINEARS,
+    "head_pruning": _LINEARS,
+    "channel_pruning": ("Conv2d",),
+}
+"""Which kinds a method applies to."""
+
+
+def kind_of(module: nn.Module) -> LayerKind | None:
+    """The kind of a layer; None if it is not one that can be compressed."""
+    for base, kind in ((nn.Linear, _LINEAR), (nn.Conv2d, _CONV2D), (nn.Embedding, _EMBEDDING)):
+        if isinstance(module, base):
+            return kind
+    for cls in type(module).__mro__:  # parametrised modules are of a subclass
+        if cls.__name__ in _BY_NAME and getattr(module, "weight", None) is not None:
+            return _BY_NAME[cls.__name__]
+    return None
+
+
+@dataclass(frozen=True)
+class Match:
+    """A module of a group: its name, and the modules related to it."""
+
+    group: str
+    name: str
+    related: tuple[str, ...] = ()
+
+
+def match_modules(model: nn.Module, method: str, config: CompressionTraining) -> list[Match]:
+    """The modules of every group of a method, in the order of the model.
+
+    Raises:
+        CompressionError: a pattern that matches no layer of the method's kinds, a module in two groups, or related
+            modules that do not pair with the group's.
+    """
+    section = getattr(config, method)
+    groups = section.different_groups
+    if not groups:  # snip_momentum, which has no settings per group
+        groups = {"all": None}
+    excluded = getattr(section.shared_parameters, "excluded_modules", [])
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if (kind := kind_of(module)) is not None and kind.name in _KINDS[method] and name
+    }
+    for pattern in excluded:
+        where = f"compression_training.{method}.shared_parameters.excluded_modules"
+        matched_by(pattern, layers, model, where, method)
+    found: dict[str, Match] = {}
+    for group, settings in groups.items():
+        where = f"compression_training.{method}.different_groups.{group}"
+        for match in _group_matches(model, method, group, settings, layers, where):
+            if any(re.search(pattern, match.name) for pattern in excluded):
+                continue
+            if match.name in found:
+                raise CompressionError(
+                    f"{where}: {match.name} is already in the group {found[match.name].group!r}; a module can be in one"
+                    f" group of {method} only, so make the patterns of {found[match.name].group!r} or {group!r} narrower"
+                )
+            found[match.name] = match
+    order = {name: place for place, name in enumerate(layers)}
+    return sorted(found.values(), key=lambda match: order[match.name])
+
+
+def _group_matches(
+    model: nn.Module, method: str, group: str, settings: Any, layers: dict[str, nn.Module], where: str
+) -> list[Match]:
+    patterns = None if settings is None else settings.modules
+    related = (None if settings is None else settings.related_modules) or []
+    if patterns is None:
+        names = list(layers)
+        if not names:
+            raise CompressionError(
+                f"{where}: the model has no layer that {method} applies to ({', '.join(_KINDS[method])})"
+            )
+        return [Match(group, name, rel) for name, rel in zip(names, _pairs(model, names, related[:1], where))]
+    matches: dict[str, Match] = {}
+    for place, pattern in enumerate(patterns):
+        names = matched_by(pattern, layers, model, f"{where}.modules", method)
+        for name, rel in zip(names, _pairs(model, names, related[place : place + 1], where)):
+            if name in matches and matches[name].related != rel:
+                raise CompressionError(
+                    f"{where}: two patterns match {name} with different related_modules; make them narrower"
+                )
+            matches[name] = Match(group, name, rel)
+    return list(matches.values())
+
+
+def matched_by(pattern: str, layers: Iterable[str], model: nn.Module, where: str, method: str) -> list[str]:
+    """The layers whose name a pattern is found in.
+
+    Raises:
+        CompressionError: none; says which other modules it matches, or near names.
+    """
+    layers = list(layers)
+    names = [name for name in layers if re.search(pattern, name)]
+    if names:
+        return names
+    others = [f"{n} ({class_name(m)})" for n, m in model.named_modules() if n and re.search(pattern, n)]
+    if others:
+        raise CompressionError(
+            f"{where}: {pattern!r} matches only {', '.join(others[:3])}, to which {method} does not apply; expected one "
+            f"of {', '.join(_KINDS[method])}"
+        )
+    raise CompressionError(f"{where}: {pattern!r} matches no module of the model{near(pattern, layers)}")
+
+
+def class_name(module: nn.Module) -> str:
+    """Name of a module's class as it was written, without the prefix that parametrisation adds."""
+    return type(module).__name__.removeprefix("Parametrized")
+
+
+def _pairs(model: nn.Module, names: list[str], related: list[list[str]], where: str) -> list[tuple[str, ...]]:
+    """For each of the modules the related ones: the i-th match of every related pattern belongs to the i-th module."""
+    if not related:
+        return [()] * len(names)
+    columns = []
+    for pattern in related[0]:
+        known = {n: m for n, m in model.named_modules() if kind_of(m) is not None or isinstance(m, _NORMS)}
+        found = [name for name in known if re.search(pattern, name)]
+        if not found:
+            raise CompressionError(f"{where}.related_modules: {pattern!r} matches no layer{near(pattern, known)}")
+        if len(found) != len(names):
+            raise CompressionError(
+                f"{where}.related_modules: {pattern!r} matches {len(found)} layers ({', '.join(found[:4])} ...) for "
+                f"{len(names)} modules ({', '.join(names[:4])} ...), expected one for each; make the pattern narrower"
+            )
+        columns.append(found)
+    return list(zip(*columns))
+
+
+_NORMS = nn.modules.batchnorm._BatchNorm
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The module or tensor at a dotted name; `""` is the model itself. Numbers index lists of modules."""
+    found = model
+    for part in filter(None, module_name.split(".")):
+        found = found[int(part)] if part.isdigit() and not hasattr(found, part) else getattr(found, part)
+    return found
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    """Put a module or tensor at a dotted name."""
+    parent, _, last = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent), last, module)

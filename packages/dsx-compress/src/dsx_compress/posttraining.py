@@ -1,0 +1,268 @@
+"""Post-training quantisation with calibration, after ZeroQuant (Yao et al. 2022).
+
+    report = quantize_post_training(model, batches, PostTrainingConfig(bits=4, group_size=64, blocks="blocks"))
+    export_model(model, "model.safetensors")
+
+Weights are quantised in groups of a row's inputs, inputs token by token. Then each block is trained for a few steps to
+give what it gave before quantisation, on the inputs that the quantised blocks before it produce (layer-by-layer
+distillation): no labels, no backward pass through the whole model, memory for one block's training only.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .apply import ACTIVATION, is_compressed, quantize_input
+from .bits import BitSchedule
+from .errors import CompressionError, near
+from .layers import LayerKind, kind_of
+from .quantizers import Kind, require_finite
+from .techniques import ActivationQuantizer, WeightQuantizer
+
+__all__ = ["BlockResult", "PostTrainingConfig", "PostTrainingReport", "quantize_post_training"]
+
+
+@dataclass(frozen=True)
+class PostTrainingConfig:
+    """How to quantise.
+
+    Attributes:
+        bits: of weights, 1 to 16.
+        group_size: inputs of a row that share a scale; 0: all inputs of the row.
+        kind: quantiser, "symmetric" or "asymmetric".
+        activation_bits: of inputs, token by token, 4 to 16; None: inputs stay as they are.
+        blocks: path of the list of blocks for layer-by-layer distillation; "": weights are only rounded.
+        steps: training steps of each block; 0: only rounded.
+        learning_rate: of these steps (Adam).
+        excluded_modules: patterns of layers that stay as they are, such as the output layer.
+    """
+
+    bits: int = 8
+    group_size: int = 0
+    kind: Kind = "symmetric"
+    activation_bits: int | None = None
+    blocks: str = ""
+    steps: int = 0
+    learning_rate: float = 1e-4
+    excluded_modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """Mean squared error of a block's output, relative to the output's mean square, before and after its training."""
+
+    name: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class PostTrainingReport:
+    """What was quantised, what was not and why, and how well each block imitates what it was."""
+
+    quantized: list[str]
+    left: dict[str, str]
+    blocks: list[BlockResult] = field(default_factory=list)
+
+
+def quantize_post_training(
+    model: nn.Module, batches: Iterable[Any], config: PostTrainingConfig | None = None
+) -> PostTrainingReport:
+    """Quantise a trained model in place; `export_model` writes it, `redundancy_clean` is not needed for use.
+
+    Args:
+        model: an ordinary trained model.
+        batches: arguments of the model, each a tensor, a tuple or a dictionary; some 8 to 128 samples of real data. Read
+            only where blocks are trained.
+        config: what to do; None: 8 bits, one scale per row.
+
+    Raises:
+        CompressionError: the model is compressed already, a name is wrong, or a group size does not divide.
+        CompressionDataError: a weight has NaN or infinity.
+    """
+    config = config or PostTrainingConfig()
+    if is_compressed(model):
+        raise CompressionError("quantize_post_training: this model is compressed already; pass the plain trained model")
+    layers, left = _layers(model, config)
+    blocks = _blocks(model, config)
+    was_training = model.training
+    model.eval()
+    try:
+        calls = _first_calls(model, blocks[0][1], batches) if blocks and config.steps else []
+        originals = [copy.deepcopy(block) for _, block in blocks] if calls else []
+        for name, layer in layers.items():
+            _quantize_layer(name, layer, config)
+        results = []
+        for (name, block), original in zip(blocks, originals):
+            results.append(_train_block(name, block, original, calls, config))
+            calls = [_next_call(block, call) for call in calls]
+    finally:
+        model.train(was_training)
+    return PostTrainingReport(list(layers), left, results)
+
+
+def _layers(model: nn.Module, config: PostTrainingConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    layers: dict[str, Any] = {}
+    left: dict[str, str] = {}
+    named = {name: module for name, module in model.named_modules() if name and kind_of(module) is not None}
+    for pattern in config.excluded_modules:
+        if not any(re.search(pattern, name) for name in named):
+            raise CompressionError(f"excluded_modules: {pattern!r} matches no layer{near(pattern, named)}")
+    for name, module in named.items():
+        weight: Any = module.weight
+        if any(re.search(pattern, name) for pattern in config.excluded_modules):
+            left[name] = "excluded"
+            continue
+        require_finite(weight, f"{name}.weight")
+        size = config.group_size or weight.numel() // weight.shape[0]
+        if (weight.numel() // weight.shape[0]) % size:
+            raise CompressionError(
+                f"group_size: {size} does not divide the {weight.numel() // weight.shape[0]} inputs of {name}; choose a "
+                "divisor or put the layer into excluded_modules"
+            )
+        layers[name] = module
+    return layers, left
+
+
+def _blocks(model: nn.Module, config: PostTrainingConfig) -> list[tuple[str, nn.Module]]:
+    if not config.blocks:
+        if config.steps:
+            raise CompressionError(
+                "PostTrainingConfig: steps without blocks; name the list of blocks, such as 'model.layers'"
+            )
+        return []
+    try:
+        container = model.get_submodule(config.blocks)
+    except AttributeError:
+        lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        raise CompressionError(f"blocks: the model has no module {config.blocks!r}; its lists are {lists}") from None
+    return [(f"{config.blocks}.{name}", block) for name, block in container.named_children()]
+
+
+def _quantize_layer(name: str, layer: Any, config: PostTrainingConfig) -> None:
+    from torch.nn.utils import parametrize
+
+    weight = layer.weight
+    kind: LayerKind | None = kind_of(layer)
+    size = config.group_size or weight.numel() // weight.shape[0]
+    quantizer = WeightQuantizer(
+        "post_training",
+        name,
+        0,
+        weight.numel() // size,
+        config.kind,
+        "nearest",
+        BitSchedule(config.bits, config.bits, 0),
+    )
+    quantizer.enabled = True
+    parametrize.register_parametrization(layer, "weight", quantizer, unsafe=True)
+    if config.activation_bits is not None and kind is not None and "Embedding" not in kind.name:
+        inputs = ActivationQuantizer(
+            "post_training",
+            name,
+            0,
+            config.activation_bits,
+            config.kind,
+            weight,
+            static=False,
+            images=kind.name == "Conv2d",
+        )
+        inputs.enabled = True
+        layer.add_module(ACTIVATION, inputs)
+        layer.register_forward_pre_hook(quantize_input)
+
+
+# - Layer-by-layer distillation
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Stop(Exception):
+    """Ends a forward pass at the first block."""
+
+
+def _first_calls(model: nn.Module, block: nn.Module, batches: Iterable[Any]) -> list[_Call]:
+    """The arguments of the first block for every batch, with the weights as they are before quantisation."""
+    calls: list[_Call] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((tuple(_detached(arg) for arg in args), {key: _detached(arg) for key, arg in kwargs.items()}))
+        raise _Stop
+
+    handle = block.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        for batch in batches:
+            with torch.no_grad():
+                try:
+                    model(**batch) if isinstance(batch, Mapping) else model(
+                        *(batch if isinstance(batch, (tuple, list)) else (batch,))
+                    )
+                except _Stop:
+                    continue
+            raise CompressionError(
+                "quantize_post_training: the model ran without its first block; is blocks the right list?"
+            )
+    finally:
+        handle.remove()
+    if not calls:
+        raise CompressionError("quantize_post_training: got no batches, expected some to calibrate with")
+    return calls
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+@torch.no_grad()
+def _next_call(block: nn.Module, call: _Call) -> _Call:
+    """The call of the next block: its first argument is this block's output."""
+    args, kwargs = call
+    hidden = _hidden(block(*args, **kwargs))
+    if args:
+        return (hidden, *args[1:]), kwargs
+    first = next(iter(kwargs))
+    return (), {**kwargs, first: hidden}
+
+
+def _train_block(
+    name: str, block: nn.Module, original: nn.Module, calls: list[_Call], config: PostTrainingConfig
+) -> BlockResult:
+    with torch.no_grad():
+        wanted = [_hidden(original(*args, **kwargs)) for args, kwargs in calls]
+    before = _error(block, calls, wanted)
+    trained = [p for p in block.parameters() if p.requires_grad]
+    saved = [p.detach().clone() for p in trained]
+    optimizer = torch.optim.Adam(trained, lr=config.learning_rate)
+    for step in range(config.steps):
+        place = step % len(calls)
+        args, kwargs = calls[place]
+        with torch.enable_grad():
+            loss = nn.functional.mse_loss(_hidden(block(*args, **kwargs)).float(), wanted[place].float())
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        for parameter, gradient in zip(trained, gradients):
+            parameter.grad = gradient
+        optimizer.step()
+    after = _error(block, calls, wanted)
+    for parameter, value in zip(trained, saved):
+        parameter.grad = None
+        if not after <= before:  # training did harm, or diverged: the rounded weights are kept
+            with torch.no_grad():
+                parameter.copy_(value)
+    return BlockResult(name, before, min(before, after) if after == after else before)
+
+
+@torch.no_grad()
+def _error(block: nn.Module, calls: list[_Call], wanted: list[torch.Tensor]) -> float:
+    difference = sum(float((_hidden(block(*a, **k)) - w).double().square().sum()) for (a, k), w in zip(calls, wanted))
+    return difference / max(1e-300, sum(float(w.double().square().sum()) for w in wanted))

@@ -1,0 +1,420 @@
+"""The parametrisations: what stands between a stored weight and the weight that a layer uses.
+
+Each technique is a module registered with `torch.nn.utils.parametrize`. The stored parameter stays the one that the
+optimizer trains; the layer's `weight` is computed from it in every forward pass. Techniques of one tensor run in the
+order of `init_compression`: the quantiser first, then the masks.
+
+A technique does nothing until `CompressionScheduler` switches it on. Masks that are computed once are buffers; learnable
+scores are parameters; so a state dict has all of it, and its names do not change in the course of training.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import masks
+from .bits import BitSchedule
+from .errors import CompressionError
+from .quantizers import Encoded, Kind, Rounding, encode, fake_quantize, require_finite
+
+__all__ = [
+    "ActivationQuantizer", "HeadMask", "Mask", "OutputMask", "SharedMask", "SnipMask", "SparseMask", "Technique",
+    "WeightQuantizer",
+]  # fmt: skip
+
+
+class Technique(nn.Module):
+    """Base of all techniques.
+
+    Args:
+        method: key of the section, such as `row_pruning`.
+        group: name of the group.
+        layer: name of the layer, for messages.
+        offset: step at which it is switched on.
+    """
+
+    def __init__(self, method: str, group: str, layer: str, offset: int) -> None:
+        super().__init__()
+        self.method, self.group, self.layer, self.offset = method, group, layer, offset
+        self.enabled = False
+
+    def needs_weight(self, step: int) -> bool:
+        """Whether `advance` at this step reads the weight."""
+        return False
+
+    def advance(self, step: int, weight: torch.Tensor | None, factor: int) -> None:
+        """Do what is due when `step` steps are done.
+
+        Args:
+            weight: the tensor before all techniques; None unless `needs_weight`.
+            factor: 1 + floor(4 x eigenvalue) of the layer's block; 1 without eigenvalues.
+        """
+        self.enabled = self.enabled or step >= self.offset
+
+    def finish(self, weight: torch.Tensor) -> bool:
+        """Go to the state at the end of the schedule; returns whether that changes what is in use now."""
+        self.enabled = True
+        return False
+
+    def progress(self) -> dict[str, Any]:
+        """What the step count alone does not tell."""
+        return {}
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Take what `progress` gave."""
+
+    def extra_repr(self) -> str:
+        return f"{self.method}, group={self.group!r}, offset={self.offset}, enabled={self.enabled}"
+
+
+class WeightQuantizer(Technique):
+    """Fake quantisation of a weight, with bits that fall (`BitSchedule`) and a mixture that fades in.
+
+    Args:
+        groups, kind, rounding: of the quantiser.
+        schedule: start and target bits.
+        change: fall of the full-precision share with each step; 0: no mixture.
+    """
+
+    def __init__(
+        self, group: str, layer: str, offset: int, groups: int, kind: Kind, rounding: Rounding, schedule: BitSchedule,
+        change: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__("weight_quantization", group, layer, offset)
+        self.groups, self.schedule = groups, schedule
+        self.kind: Kind = kind
+        self.rounding: Rounding = rounding
+        self.change = change
+        self.ratio = 1.0 if change else 0.0
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        if not self.enabled:
+            return weight
+        quantized = fake_quantize(weight, self.schedule.bits, self.groups, self.kind, self.rounding)
+        # The gradient of both terms is the identity, so that of the mixture is too.
+        return torch.lerp(quantized, weight, self.ratio) if self.ratio else quantized
+
+    def advance(self, step: int, weight: torch.Tensor | None, factor: int) -> None:
+        super().advance(step, weight, factor)
+        if self.enabled and step > self.offset:
+            self.schedule.advance(step - self.offset, factor)
+            self.ratio = max(0.0, self.ratio - self.change)
+
+    def finish(self, weight: torch.Tensor) -> bool:
+        before = (self.schedule.bits, self.ratio) if self.enabled else None
+        self.enabled, self.ratio = True, 0.0
+        self.schedule.finish()
+        return before is not None and before != (self.schedule.bits, 0.0)
+
+    def encode(self, weight: torch.Tensor) -> Encoded:
+        """Codes and scales of a weight at the bits in use, rounded to nearest."""
+        return encode(weight, self.schedule.bits, self.groups, self.kind)
+
+    def progress(self) -> dict[str, Any]:
+        return {"ratio": self.ratio, **self.schedule.state_dict()}
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        self.ratio = float(progress["ratio"])
+        self.schedule.load_state_dict(progress)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bits={self.schedule.bits}, {self.kind}, groups={self.groups}"
+
+
+class Mask(Technique):
+    """Base of the masks: a fixed one in the buffer `mask`, or the top of the learnable `scores`.
+
+    Args:
+        ratio: fraction that is kept.
+        shape: shape of mask and scores.
+        learnable: scores instead of a fixed mask.
+    """
+
+    def __init__(
+        self, method: str, group: str, layer: str, offset: int, ratio: float, shape: tuple[int, ...], like: torch.Tensor,
+        *, learnable: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(method, group, layer, offset)
+        self.ratio, self.learnable = ratio, learnable
+        if learnable:
+            self.scores = nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
+            nn.init.kaiming_uniform_(self.scores, a=math.sqrt(5))
+        else:
+            self.register_buffer("mask", torch.ones(shape, dtype=torch.bool, device=like.device))
+        self.keep = masks.kept_count(ratio, math.prod(shape))
+        """How many elements of the mask are kept."""
+
+    def _fixed(self) -> torch.Tensor:
+        return self.get_buffer("mask")
+
+    def current(self) -> torch.Tensor:
+        """The mask: boolean, or numbers with a gradient where it is learnable."""
+        return masks.straight_through_top(self.scores, self.keep) if self.learnable else self._fixed()
+
+    def kept(self) -> torch.Tensor:
+        """The mask as booleans."""
+        with torch.no_grad():
+            return self.current().bool()
+
+    def spread(self, mask: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The mask in a shape that multiplies the weight."""
+        return mask.view(weight.shape)
+
+    def scores_of(self, weight: torch.Tensor) -> torch.Tensor:
+        """What a fixed mask ranks, in the shape of the mask."""
+        raise NotImplementedError
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.spread(self.current(), weight).to(weight.dtype) if self.enabled else weight
+
+    def _pending(self) -> bool:
+        """Whether the fixed mask has not been computed: it keeps everything, which a computed one does not."""
+        return not self.learnable and self.keep < self._fixed().numel() and bool(self._fixed().all())
+
+    def needs_weight(self, step: int) -> bool:
+        return not self.enabled and step >= self.offset and self._pending()
+
+    def advance(self, step: int, weight: torch.Tensor | None, factor: int) -> None:
+        if weight is not None:
+            self._compute(weight)
+        super().advance(step, weight, factor)
+
+    def _compute(self, weight: torch.Tensor) -> None:
+        require_finite(weight, self.layer)
+        self._fixed().copy_(masks.top_mask(self.scores_of(weight), self.keep))
+
+    def finish(self, weight: torch.Tensor) -> bool:
+        if self._pending():
+            self._compute(weight)
+        return super().finish(weight)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dense_ratio={self.ratio}, {'learnable' if self.learnable else 'fixed'}"
+
+
+class SparseMask(Mask):
+    """Keeps single weights: the largest |w| when it is switched on, or the top of learnable scores."""
+
+    def scores_of(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.detach().abs()
+
+
+class OutputMask(Mask):
+    """Keeps outputs: rows of a linear layer, channels of a convolution. `dim` is where they lie in the weight."""
+
+    def __init__(self, *args: Any, dim: int = 0, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.dim = dim
+
+    def spread(self, mask: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        shape = [1] * weight.dim()
+        shape[self.dim] = -1
+        return mask.view(shape)
+
+    def scores_of(self, weight: torch.Tensor) -> torch.Tensor:
+        return masks.row_norms(weight, self.dim).view(self._fixed().shape)
+
+
+class HeadMask(Mask):
+    """Keeps heads: blocks of inputs of an attention's output matrix. Always learnable."""
+
+    def __init__(self, *args: Any, dim: int = 1, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.dim = dim
+
+    @property
+    def heads(self) -> int:
+        """Number of heads before pruning."""
+        return self.scores.numel()
+
+    def spread(self, mask: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        inputs = mask.view(-1).repeat_interleave(weight.shape[self.dim] // mask.numel())
+        return inputs.view([-1 if d == self.dim else 1 for d in range(weight.dim())])
+
+
+class SharedMask(Technique):
+    """Applies the mask of a layer's outputs to a vector: its bias, or weight and bias of the batch norm that follows."""
+
+    def __init__(self, owner: OutputMask) -> None:
+        super().__init__(owner.method, owner.group, owner.layer, owner.offset)
+        self._owner = (owner,)  # in a tuple, so that it is no child: its scores belong to the weight
+
+    @property
+    def owner(self) -> OutputMask:
+        """The technique of the weight."""
+        return self._owner[0]
+
+    def forward(self, vector: torch.Tensor) -> torch.Tensor:
+        owner = self.owner
+        return vector * owner.current().view(-1).to(vector.dtype) if owner.enabled else vector
+
+
+class SnipMask(Technique):
+    """Prunes blocks step by step, those of the smallest momentum of |weight x gradient| (SNIP, Lee et al. 2019).
+
+    While it is switched on, every backward adds |w dL/dw| of the weight that the layer used: with `momentum` 0.9 the
+    score becomes 0.9 score + |w g| in every step. From `offset` to `end` the mask is recomputed every `stride` steps
+    with the sparsity of `masks.sparsity_at`; then it stays.
+
+    Args:
+        pattern: `4x1` (rows x columns) or `2:4` (kept of consecutive inputs).
+        ratio: fraction that is kept in the end.
+    """
+
+    momentum = 0.9
+
+    def __init__(
+        self, group: str, layer: str, offset: int, end: int, stride: int, pattern: str, ratio: float, like: torch.Tensor
+    ) -> None:
+        super().__init__("sparse_pruning", group, layer, offset)
+        self.end, self.stride, self.pattern = end, stride, pattern
+        self.n_of_m = tuple(map(int, pattern.split(":"))) if ":" in pattern else None
+        self.ratio = self.n_of_m[0] / self.n_of_m[1] if self.n_of_m else ratio
+        self.block = masks.block_shape(pattern, like.shape, layer)
+        self.register_buffer("mask", torch.ones(like.shape, dtype=torch.bool, device=like.device))
+        self.register_buffer("score", torch.zeros(like.shape, dtype=torch.float32, device=like.device))
+        self.observed = 0
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        if not self.enabled:
+            return weight
+        masked = weight * self.get_buffer("mask")
+        if self.training and masked.requires_grad:
+            used = weight.detach()
+            masked.register_hook(lambda gradient: self._observe(used, gradient))
+        return masked
+
+    def _observe(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        size = (weight * gradient.detach()).abs().to(torch.float32)
+        # A step whose gradients overflowed is skipped by the optimizer; it must not spoil the scores either.
+        self.get_buffer("score").add_(torch.where(torch.isfinite(size), size, 0.0))
+        self.observed += 1
+
+    def pending_score(self) -> torch.Tensor:
+        """The scores, to be averaged over the ranks before a mask is made of them."""
+        return self.get_buffer("score")
+
+    def due(self, step: int) -> bool:
+        """Whether the mask is recomputed when `step` steps are done."""
+        inside = self.offset < step <= max(self.end, self.offset + 1)
+        return inside and (step == max(self.end, self.offset + 1) or (step - self.offset) % self.stride == 0)
+
+    def advance(self, step: int, weight: torch.Tensor | None, factor: int) -> None:
+        super().advance(step, weight, factor)
+        if self.due(step):
+            self._prune(masks.sparsity_at(step, self.offset, self.end, 1.0 - self.ratio))
+        if self.enabled:
+            self.get_buffer("score").mul_(self.momentum)
+
+    def _prune(self, sparsity: float) -> None:
+        score = self.get_buffer("score")
+        require_finite(score, f"{self.layer}: scores of snip_momentum")
+        if not self.observed:
+            raise CompressionError(
+                f"{self.layer}: snip_momentum has seen no gradient since it was switched on; it needs training steps "
+                "with backward passes through this layer before the mask can be made"
+            )
+        if self.n_of_m:
+            keep, of = self.n_of_m
+            now = max(keep, of - math.floor(of * sparsity + 1e-9))
+            mask = masks.n_of_m_mask(score, now, of)
+        else:
+            mask = masks.block_mask(score, self.block, 1.0 - sparsity)
+        self.get_buffer("mask").copy_(mask)
+
+    def kept(self) -> torch.Tensor:
+        """The mask."""
+        return self.get_buffer("mask")
+
+    def finish(self, weight: torch.Tensor) -> bool:
+        if bool(self.kept().all()) and self.ratio < 1:
+            self._prune(1.0 - self.ratio)
+        return super().finish(weight)
+
+    def progress(self) -> dict[str, Any]:
+        return {"observed": self.observed}
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        self.observed = int(progress["observed"])
+
+
+class ActivationQuantizer(Technique):
+    """Fake quantisation of a layer's input, applied by a forward pre-hook.
+
+    Dynamic: each token (the last dimension) or each image has a scale of its own. Static: one range for all, the
+    running minimum and maximum of training (momentum 0.95, the first batch sets it), in the buffer `range`.
+    """
+
+    momentum = 0.95
+
+    def __init__(
+        self,
+        group: str,
+        layer: str,
+        offset: int,
+        bits: int,
+        kind: Kind,
+        like: torch.Tensor,
+        *,
+        static: bool,
+        images: bool,
+    ) -> None:
+        super().__init__("activation_quantization", group, layer, offset)
+        self.bits, self.static, self.images = bits, static, images
+        self.kind: Kind = kind
+        if static:
+            self.register_buffer("range", torch.zeros(2, dtype=torch.float32, device=like.device))
+        self.calibrating = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point():
+            return x
+        if self.static and (self.training or self.calibrating):
+            self._observe(x.detach())
+        if not self.enabled:
+            return x
+        if self.static:
+            return _QuantizeInRange.apply(x, self.bits, self.kind, self.get_buffer("range"))  # pyright: ignore
+        groups = len(x) if self.images and x.dim() == 4 else x.numel() // x.shape[-1]
+        return fake_quantize(x, self.bits, max(1, groups), self.kind) if x.numel() else x
+
+    def _observe(self, x: torch.Tensor) -> None:
+        if not x.numel():
+            return
+        found = torch.stack(torch.aminmax(x)).float()
+        known = self.get_buffer("range")
+        unset = known[0] == known[1]
+        known.copy_(torch.where(unset, found, torch.lerp(found, known, self.momentum)))
+
+    def extra_repr(self) -> str:
+        how = "static" if self.static else "dynamic"
+        return f"{super().extra_repr()}, bits={self.bits}, {self.kind}, {how}"
+
+
+class _QuantizeInRange(torch.autograd.Function):
+    """Quantises with a given range; the gradient passes straight through."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, bits: int, kind: Kind, known: torch.Tensor) -> torch.Tensor:
+        low, high = known.to(torch.float64 if x.dtype == torch.float64 else torch.float32).unbind()
+        wide = x.to(low.dtype)
+        if kind == "symmetric":
+            scale = 2.0 * torch.maximum(low.abs(), high.abs()) / 2**bits
+            codes = torch.round(wide / torch.where(scale == 0, 1.0, scale))
+            return (codes.clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale).to(x.dtype)
+        scale = (high - low) / 2**bits
+        divisor = torch.where(scale == 0, 1.0, scale)
+        zero = torch.where(scale == 0, low, torch.round(low / divisor) * scale)
+        return (torch.round((wide - zero) / divisor).clamp_(0, 2**bits - 1) * scale + zero).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return gradients[0], None, None, None
