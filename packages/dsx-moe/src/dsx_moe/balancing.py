@@ -1,0 +1,40 @@
+"""Balance without a loss: a bias of the choice, moved against the load once per optimizer step.
+
+Every router with `bias_update_rate` u has a bias b[e] that is added to its scores where experts are chosen and nowhere
+else. With c[e] requests of expert e since the last update, over all data-parallel ranks and micro-batches:
+
+    b[e] += u * sign(mean(c) - c[e])
+
+Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). A sign does not change when every count is doubled, so
+activation checkpointing, which runs forwards twice, changes nothing.
+"""
+
+from __future__ import annotations
+
+import dsx_comm
+import torch
+from dsx_comm import parallel_groups
+from torch import nn
+
+from .gate import TopKGate
+
+
+def update_router_bias(model: nn.Module) -> int:
+    """Move the biases of all routers of a model, in one all-reduce (collective over the data-parallel ranks).
+
+    Call it once per optimizer step, on every rank. Returns the number of routers that have a bias.
+    """
+    gates = [m for m in model.modules() if isinstance(m, TopKGate) and m.expert_bias is not None]
+    if not gates:
+        return 0
+    with torch.no_grad():
+        counts = torch.cat([gate.assigned for gate in gates if gate.assigned is not None])
+        if dsx_comm.is_initialized():
+            where = parallel_groups.current().axis("sequence_data")
+            if where.size > 1:
+                dsx_comm.all_reduce(counts, group=where.group)
+        for gate, asked in zip(gates, counts.split([gate.num_experts for gate in gates])):
+            if gate.expert_bias is not None and gate.assigned is not None:
+                gate.expert_bias += gate.bias_update_rate * torch.sign(asked.mean() - asked)
+                gate.assigned.zero_()
+    return len(gates)

@@ -1,0 +1,282 @@
+"""The experts that one rank holds: copies of a module, or packed weights that one grouped GEMM multiplies.
+
+* `Experts`: one child module per expert, named by its global number, so that the names of all ranks together are those
+  of a model on one rank, and a state dict of one rank loads under any expert-parallel size.
+* `PackedExperts`: feed-forward experts as three-dimensional tensors [experts, out, in], the layout of Hugging Face's
+  models. A rank holds a slice along the first dimension; a tensor-parallel group may slice the inner size too.
+
+Both compute *segments*: rows sorted by expert with a count for each. A segment without rows is computed as well, on no
+rows, so that every parameter has its zero gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dsx_comm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .errors import ExpertStateError, MoEConfigError
+from .marks import mark_expert_parameters
+from .segments import repeat_per_segment, segment_matmul
+from .tensor_parallel import copy_to_group, sum_over_group
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+class _ExpertShard(nn.Module):
+    """Experts first ... first + count - 1 of `num_experts`. The marks of their parameters survive copies."""
+
+    def __init__(self, num_experts: int, first: int, count: int, group_name: str) -> None:
+        super().__init__()
+        self.num_experts, self.first, self.count, self.group_name = num_experts, first, count, group_name
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        mark_expert_parameters(self, self.group_name)  # copying a parameter drops its attributes
+
+    def extra_repr(self) -> str:
+        return f"experts {self.first} to {self.first + self.count - 1} of {self.num_experts}"
+
+
+class Experts(_ExpertShard):
+    """Modules of any kind that map [n, h] to [n, h] row by row, n = 0 included.
+
+    Args:
+        expert: the module that every expert is a copy of, or a function that builds the expert of a global number.
+            It is called for all experts on every rank, so that the random numbers it draws do not depend on how many
+            ranks share them.
+        num_experts: of all ranks together.
+        first, count: which of them this rank holds.
+        group_name: of the expert-parallel groups; it marks the parameters.
+
+    Raises:
+        MoEConfigError: `expert` is neither.
+    """
+
+    def __init__(
+        self,
+        expert: nn.Module | Callable[[int], nn.Module],
+        num_experts: int,
+        *,
+        first: int = 0,
+        count: int | None = None,
+        group_name: str = "ep_size_1",
+    ) -> None:
+        super().__init__(num_experts, first, num_experts if count is None else count, group_name)
+        for number in range(num_experts):
+            if isinstance(expert, nn.Module):
+                made = copy.deepcopy(expert) if self._is_local(number) else None
+            else:
+                made = expert(number)
+                if not isinstance(made, nn.Module):
+                    raise MoEConfigError(f"expert: the function returned {type(made).__name__}, expected a module")
+            if made is not None and self._is_local(number):
+                self.add_module(str(number), made)
+        mark_expert_parameters(self, group_name)
+
+    def _is_local(self, number: int) -> bool:
+        return self.first <= number < self.first + self.count
+
+    def __getitem__(self, number: int) -> nn.Module:
+        """The expert of a global number. Raises IndexError where another rank holds it."""
+        if not self._is_local(number):
+            raise IndexError(f"expert {number} is on another rank; this one holds {self.extra_repr()}")
+        return self._modules[str(number)]  # type: ignore[return-value]
+
+    def forward(self, rows: torch.Tensor, counts: Sequence[int], first: int = 0) -> torch.Tensor:
+        """See `dsx_moe.dispatch.LocalExperts`."""
+        done = []
+        for i, segment in enumerate(rows.split(list(counts))):
+            out = self[self.first + first + i](segment)
+            out = out[0] if isinstance(out, tuple) else out  # Megatron's return (output, bias)
+            if not isinstance(out, torch.Tensor) or out.shape != segment.shape:
+                got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+                raise MoEConfigError(
+                    f"expert {self.first + first + i} returned {got}, expected the shape {tuple(segment.shape)}"
+                )
+            done.append(out)
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """A state dict of more ranks than this one has experts of other ranks: they are passed over."""
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            number = key[len(prefix) :].split(".", 1)[0]
+            if number.isdigit() and int(number) < self.num_experts and not self._is_local(int(number)):
+                del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _SharedGroup:
+    """A process group that copies of a module share: it cannot be copied itself."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> _SharedGroup:
+        return self
+
+
+class PackedExperts(_ExpertShard):
+    """Feed-forward experts in packed weights: down(act(up(x))), or down(act(gate(x)) * up(x)) where gated.
+
+    Made for all experts by its user; `MoE` keeps the slice of its rank (`shard`).
+
+    Args:
+        num_experts: experts.
+        hidden_size: h, of rows in and out.
+        ffn_size: inner size.
+        activation: "gelu", "gelu_tanh", "relu" or "silu".
+        gated: with a gate (SwiGLU with "silu").
+        bias: with biases.
+        tensor_group: a process group whose ranks hold slices of the inner size; each rank makes its slice of random
+            numbers of its own.
+        device, dtype: of the weights.
+
+    Attributes:
+        up_proj: [E, ffn, h], or with a gate `gate_up_proj`: [E, 2 * ffn, h], the gate first.
+        down_proj: [E, h, ffn].
+        up_bias, down_bias: [E, ffn] (gated: [E, 2 * ffn]) and [E, h], or None.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        activation: str = "gelu",
+        gated: bool = False,
+        bias: bool = True,
+        tensor_group: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_experts, 0, num_experts, "ep_size_1")
+        if activation not in ACTIVATIONS:
+            raise MoEConfigError(f"activation: got {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+        slices = 1 if tensor_group is None else dsx_comm.get_world_size(tensor_group)
+        if ffn_size % slices:
+            raise MoEConfigError(f"ffn_size: got {ffn_size}, expected a multiple of {slices} (tensor-parallel ranks)")
+        self.hidden_size, self.ffn_size, self.activation, self.gated = hidden_size, ffn_size, activation, gated
+        self._tensor_group, self._slices = _SharedGroup(tensor_group), slices
+        inner = ffn_size // slices
+        made = {"device": device, "dtype": dtype}
+        up = nn.Parameter(torch.empty(num_experts, inner * (2 if gated else 1), hidden_size, **made))
+        self.register_parameter("gate_up_proj" if gated else "up_proj", up)
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, inner, **made))
+        self.up_bias = nn.Parameter(torch.empty(num_experts, up.shape[1], **made)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size, **made)) if bias else None
+        self.reset_parameters()
+        mark_expert_parameters(self, self.group_name)
+
+    @property
+    def tensor_group(self) -> Any:
+        """The group over which the inner size is sliced, or None."""
+        return self._tensor_group.group
+
+    @property
+    def up(self) -> nn.Parameter:
+        """The first weight, whatever its name."""
+        return self.get_parameter("gate_up_proj" if self.gated else "up_proj")
+
+    def reset_parameters(self) -> None:
+        """Every expert as `nn.Linear` would be initialised: uniform within 1 / sqrt(inputs)."""
+        with torch.no_grad():
+            for weight, bias in ((self.up, self.up_bias), (self.down_proj, self.down_bias)):
+                fan_in = weight.shape[2] * (self._slices if weight is self.down_proj else 1)
+                weight.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+                if bias is not None:
+                    bias.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+
+    def shard(self, first: int, count: int, group_name: str) -> PackedExperts:
+        """Keep experts first ... first + count - 1 of those held now; returns itself."""
+        keep_expert_slices(self, self.count, first, count)
+        self.first, self.count, self.group_name = self.first + first, count, group_name
+        mark_expert_parameters(self, group_name)
+        return self
+
+    def forward(self, rows: torch.Tensor, counts: Sequence[int], first: int = 0) -> torch.Tensor:
+        """See `dsx_moe.dispatch.LocalExperts`."""
+        counts, span = list(counts), slice(first, first + len(counts))
+        if self.tensor_group is not None:
+            rows = copy_to_group(rows, self.tensor_group)
+        rows, up, up_bias, down, down_bias = _autocast(
+            rows, self.up, self.up_bias, self.down_proj, self.down_bias, span=span
+        )
+        inner = segment_matmul(rows, up.transpose(1, 2), counts)
+        if up_bias is not None:
+            inner = inner + repeat_per_segment(up_bias, counts)
+        act = ACTIVATIONS[self.activation]
+        if self.gated:
+            gate, value = inner.chunk(2, dim=-1)
+            inner = act(gate) * value
+        else:
+            inner = act(inner)
+        out = segment_matmul(inner, down.transpose(1, 2), counts)
+        if self.tensor_group is not None:
+            out = sum_over_group(out, self.tensor_group)
+        return out if down_bias is None else out + repeat_per_segment(down_bias, counts)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name, _ in self.named_parameters(recurse=False):
+            cut_to_shard(state_dict, prefix + name, self)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def keep_expert_slices(module: nn.Module, total: int, first: int, count: int) -> None:
+    """Replace every direct parameter and buffer of `total` rows by its rows first ... first + count - 1.
+
+    Raises:
+        MoEConfigError: a parameter's first dimension is not the experts'.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.dim() == 0 or parameter.shape[0] != total:
+            raise MoEConfigError(
+                f"{name}: got the shape {tuple(parameter.shape)}, expected {total} experts in the first dimension"
+            )
+    if count == total:
+        return
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        part = parameter.detach()[first : first + count].clone()
+        module.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if buffer.dim() and buffer.shape[0] == total:
+            module.register_buffer(name, buffer[first : first + count].clone())
+
+
+def cut_to_shard(state_dict: Any, key: str, shard: _ExpertShard) -> None:
+    """Cut a tensor of all experts in a state dict to this rank's; one that has this rank's size is left alone.
+
+    Raises:
+        ExpertStateError: it has neither size.
+    """
+    value = state_dict.get(key)
+    if value is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return
+    if value.shape[0] == shard.num_experts:
+        state_dict[key] = value[shard.first : shard.first + shard.count]
+    elif value.shape[0] != shard.count:
+        raise ExpertStateError(
+            f"{key}: got {value.shape[0]} experts, expected {shard.num_experts} (all) or {shard.count} (this rank's)"
+        )
+
+
+def _autocast(rows: torch.Tensor, *weights: torch.Tensor | None, span: slice) -> tuple[Any, ...]:
+    """The rows, and the slices `span` of weights; under autocast both in its data type, as linear layers have it."""
+    kind = rows.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    sliced = [w if w is None or (span.start == 0 and span.stop == w.shape[0]) else w[span] for w in weights]
+    if dtype is None:
+        return rows, *sliced
+    return rows.to(dtype), *(w if w is None else w.to(dtype) for w in sliced)

@@ -1,0 +1,147 @@
+"""The groups of one expert-parallel layout: who shares the experts out, and who holds the same ones.
+
+They come from the topology in use (`dsx_comm.parallel_groups`), under DeepSpeed's names ("ep_size_4"), so that every
+layer of one size shares them. Without an initialised process group there is one rank and no group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import dsx_comm
+from dsx_comm import AxisGroup, Hierarchy, parallel_groups
+
+from .errors import MoEConfigError
+from .exchange import DirectExchange, Exchange, HierarchicalExchange
+
+_ALONE = AxisGroup(None, (0,), 0)
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """This rank's groups for experts over `expert.size` ranks.
+
+    Attributes:
+        name: "ep_size_{n}", which expert parameters carry as `group_name`.
+        expert: the ranks that share the experts out.
+        expert_data: the ranks that hold the same experts as this one.
+        data: the ranks over which a loss is averaged; tokens of all of them reach the experts.
+        data_before_expert: whether neighbours hold the same experts, instead of sharing them out.
+    """
+
+    name: str
+    expert: AxisGroup
+    expert_data: AxisGroup
+    data: AxisGroup
+    data_before_expert: bool = False
+
+    def __deepcopy__(self, memo: Any) -> ExpertGroups:
+        return self  # copies of a layer communicate over the same groups
+
+    def __reduce__(self) -> Any:
+        return _groups_again, (self.expert.size, self.data_before_expert)  # a process group cannot be pickled
+
+
+def expert_group_name(ep_size: int) -> str:
+    """The name of the groups of experts over `ep_size` ranks."""
+    return f"ep_size_{ep_size}"
+
+
+def expert_groups_of(ep_size: int, *, data_before_expert: bool = False) -> ExpertGroups:
+    """The groups for experts over `ep_size` ranks; they are made by the first call (collective over all ranks).
+
+    Raises:
+        MoEConfigError: no process group is initialised, `ep_size` does not divide the ranks, or groups of this size
+            exist in the other order.
+    """
+    name = expert_group_name(ep_size)
+    if not dsx_comm.is_initialized():
+        if ep_size != 1:
+            raise MoEConfigError(
+                f"ep_size: got {ep_size}, but there is one rank without a process group; call "
+                "dsx_comm.init_distributed() first, or use ep_size=1"
+            )
+        return ExpertGroups(name, _ALONE, _ALONE, _ALONE)
+    current = parallel_groups.current()
+    topology = current.registry.topology
+    stage_ranks = dsx_comm.get_world_size() // topology.get_dim("pipe") // topology.get_dim("model")
+    if ep_size < 1 or stage_ranks % ep_size:
+        raise MoEConfigError(f"ep_size: got {ep_size}, expected a divisor of {stage_ranks} (data-parallel ranks)")
+    current.create_experts(ep_size, data_before_expert=data_before_expert)
+    made = ExpertGroups(
+        name,
+        current.expert(name),
+        current.expert_data(name),
+        current.axis("sequence_data"),
+        data_before_expert,
+    )
+    _check_order(made)
+    return made
+
+
+def _groups_again(ep_size: int, data_before_expert: bool) -> ExpertGroups:
+    return expert_groups_of(ep_size, data_before_expert=data_before_expert)
+
+
+def make_exchange(groups: ExpertGroups, devices_per_node: int | None = None) -> Exchange | None:
+    """The exchange of an expert-parallel group; None where it has one rank.
+
+    Args:
+        groups: from `expert_groups_of`.
+        devices_per_node: send in two hops, where `devices_per_node` consecutive ranks of the group stand on one node
+            (collective over all ranks); None: send directly.
+
+    Raises:
+        MoEConfigError: `devices_per_node` does not divide the group.
+    """
+    size = groups.expert.size
+    if size == 1:
+        return None
+    if devices_per_node is None:
+        return DirectExchange(groups.expert.group)
+    if devices_per_node < 1 or size % devices_per_node:
+        raise MoEConfigError(
+            f"devices_per_node: got {devices_per_node}, expected a divisor of {size} (ranks of the expert group)"
+        )
+    return HierarchicalExchange(_hierarchy(groups, devices_per_node))
+
+
+def _hierarchy(groups: ExpertGroups, devices: int) -> Hierarchy:
+    """Nodes of `devices` ranks in every expert group. Every rank makes the groups of all, as torch wants it."""
+    nodes, (node, device) = groups.expert.size // devices, divmod(groups.expert.rank, devices)
+    intra: Any = None
+    inter: Any = None
+    me = dsx_comm.get_rank()
+    for ranks in _all_expert_groups(groups):
+        rows = [ranks[i * devices : (i + 1) * devices] for i in range(nodes)]
+        columns = [ranks[i::devices] for i in range(devices)]
+        for row in rows if devices > 1 else ():
+            made = dsx_comm.new_group(row, description="expert_intra")
+            intra = made if me in row else intra
+        for column in columns if nodes > 1 else ():
+            made = dsx_comm.new_group(column, description="expert_inter")
+            inter = made if me in column else inter
+    return Hierarchy(groups.expert.group, intra, inter, nodes, devices, node, device)
+
+
+def _all_expert_groups(groups: ExpertGroups) -> list[list[int]]:
+    topology = parallel_groups.current().registry.topology
+    expert, _ = dsx_comm.expert_groups(
+        topology.world_size(),
+        groups.expert.size,
+        model_size=topology.get_dim("model"),
+        pipe_size=topology.get_dim("pipe"),
+        data_before_expert=groups.data_before_expert,
+    )
+    return expert
+
+
+def _check_order(groups: ExpertGroups) -> None:
+    """`create_experts` gives what was made first under the name, whatever the order asked for now."""
+    expected = next(ranks for ranks in _all_expert_groups(groups) if dsx_comm.get_rank() in ranks)
+    if list(groups.expert.ranks) != expected:
+        raise MoEConfigError(
+            f"the groups {groups.name!r} exist already with the ranks {list(groups.expert.ranks)}, expected {expected}: "
+            "use one value of use_data_before_expert_parallelism for all layers of a size"
+        )

@@ -1,0 +1,117 @@
+"""How expert parameters are told from dense ones: the attributes that DeepSpeed's carry, and who reads them.
+
+`allreduce = False` says that a parameter's gradient is not averaged over all data-parallel ranks, `group_name` which
+expert groups it belongs to. They are the public convention of the field, which optimizers, clipping and checkpoints of
+other packages read; this package keeps nothing else on tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import MoEConfigError
+
+
+def mark_expert_parameters(module: nn.Module, group_name: str) -> None:
+    """Mark all parameters of a module as those of experts of the groups `group_name`."""
+    for parameter in module.parameters():
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        parameter.group_name = group_name  # type: ignore[attr-defined]
+
+
+def is_moe_param(param: torch.Tensor) -> bool:
+    """Whether a parameter belongs to an expert."""
+    return getattr(param, "allreduce", True) is False
+
+
+def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's parameter group is of expert parameters."""
+    return bool(param_group.get("moe", False))
+
+
+def split_params_into_shared_and_expert_params(
+    params: Iterable[nn.Parameter],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(dense parameters, expert parameters), each in order."""
+    found = list(params)
+    return [p for p in found if not is_moe_param(p)], [p for p in found if is_moe_param(p)]
+
+
+def split_params_grads_into_shared_and_expert_params(
+    group: Iterable[nn.Parameter],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(gradients of dense parameters, of expert parameters), each in its parameter's dtype; without those of None."""
+    shared, expert = split_params_into_shared_and_expert_params(p for p in group if p.grad is not None)
+    return _grads(shared), _grads(expert)
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float | None = 178956971
+) -> list[dict[str, Any]]:
+    """Parameter groups in which dense and expert parameters are apart.
+
+    Nothing here needs it: marks are enough. It is there for scripts that call it, and for optimizers with settings of
+    their own for experts.
+
+    Args:
+        param_groups: a group, or groups, each with "params" and, where it holds experts, a "name". They are not
+            changed.
+        max_group_size: elements above which the experts of one group are divided; None: never.
+
+    Returns:
+        The groups without experts' parameters, then for each of them one or more groups per expert group name, with
+        the other settings of the group, `name` the expert group's, and `moe=True`.
+
+    Raises:
+        MoEConfigError: no groups, or experts in a group without a name.
+    """
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    dense, moe = [], []
+    for i, group in enumerate(groups):
+        if not isinstance(group, dict) or "params" not in group:
+            raise MoEConfigError(f"param_groups[{i}]: got {type(group).__name__}, expected a dict with 'params'")
+        params: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        shared, expert = split_params_into_shared_and_expert_params(params)
+        if expert and "name" not in group:
+            raise MoEConfigError(f"param_groups[{i}]: it holds expert parameters, so it needs a 'name'")
+        dense.append({**group, "params": shared})
+        by_name: dict[str, list[nn.Parameter]] = defaultdict(list)
+        for parameter in expert:
+            by_name[parameter.group_name].append(parameter)  # type: ignore[index]
+        for name in sorted(by_name):
+            for part in _parts(by_name[name], max_group_size):
+                moe.append({**group, "name": name, "moe": True, "params": part})
+    return dense + moe
+
+
+def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:
+    """As `split_params_into_different_moe_groups_for_optimizer`, for parameters or for groups; groups that are
+    divided already come back as they are.
+    """
+    given = list(model_parameters)
+    if given and isinstance(given[0], dict):
+        if any("moe" in group for group in given):
+            return given
+        return split_params_into_different_moe_groups_for_optimizer(given)
+    return split_params_into_different_moe_groups_for_optimizer({"params": given, "name": "dense-params"})
+
+
+def _grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [p.grad.to(p.dtype) for p in params if p.grad is not None]
+
+
+def _parts(params: list[nn.Parameter], limit: float | None) -> list[list[nn.Parameter]]:
+    parts: list[list[nn.Parameter]] = [[]]
+    size = 0
+    for parameter in params:
+        if limit is not None and parts[-1] and size + parameter.numel() > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(parameter)
+        size += parameter.numel()
+    return parts

@@ -1,0 +1,91 @@
+"""Who sends how many rows to whom: arithmetic of expert parallelism over integers, without communication.
+
+Of P ranks, rank r holds experts r * L ... (r + 1) * L - 1. All ranks know the matrix `counts[s][e]`: rows that rank s
+routes to expert e. From it follow the exact splits of every all-to-all, in any number of chunks, and the order in which
+received rows lie. A chunk is a part of the rows that travels and is computed by itself, so that the transfer of one
+hides behind the experts' work on another: whole experts where a rank holds enough of them, else parts of segments.
+Everything here is on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk, as one rank sees it.
+
+    Attributes:
+        traffic: int64 [P, P], rows that travel from rank s to rank d.
+        first: the first local expert of this chunk.
+        arrivals: int64 [P, experts of the chunk], rows received from each rank for each local expert.
+    """
+
+    traffic: torch.Tensor
+    first: int
+    arrivals: torch.Tensor
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows per local expert of the chunk, from all ranks."""
+        return self.arrivals.sum(0).tolist()
+
+    def order_by_expert(self) -> torch.Tensor | None:
+        """int64: where the received rows (by rank, then by expert) lie, in the order of experts; None: they lie so."""
+        if 1 in self.arrivals.shape:
+            return None
+        ranks, experts = self.arrivals.shape
+        expert_of_row = torch.arange(experts).repeat(ranks).repeat_interleave(self.arrivals.reshape(-1))
+        return expert_of_row.sort(stable=True).indices
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """All chunks of one rank.
+
+    Attributes:
+        chunks: in the order in which they travel.
+        sizes: rows that this rank sends per chunk.
+        order: int64 [R], where this rank's rows (by expert) lie, in the order of chunks; None: they lie so.
+    """
+
+    chunks: tuple[Chunk, ...]
+    sizes: tuple[int, ...]
+    order: torch.Tensor | None
+
+
+def plan_experts(counts: torch.Tensor, rank: int, chunks: int = 1) -> ExpertPlan:
+    """The plan of one rank.
+
+    Args:
+        counts: int64 [P, E] on the host, rows that rank s routes to expert e; P divides E.
+        rank: which of the P.
+        chunks: at least 1.
+    """
+    ranks, experts = counts.shape
+    local = experts // ranks
+    by_rank = counts.view(ranks, ranks, local)  # [from, to, expert of the receiver]
+    starts = (counts[rank].cumsum(0) - counts[rank]).view(ranks, local)
+    made, sizes, places = [], [], []
+    for c in range(chunks):
+        if 1 < chunks <= local:
+            low, high = local * c // chunks, local * (c + 1) // chunks
+            rows, begin = by_rank[:, :, low:high], starts[:, low:high]
+        else:
+            low = 0
+            rows = by_rank * (c + 1) // chunks - by_rank * c // chunks
+            begin = starts + by_rank[rank] * c // chunks
+        made.append(Chunk(rows.sum(2), low, rows[:, rank]))
+        sizes.append(int(rows[rank].sum()))
+        if chunks > 1:
+            places.append(_ranges(begin.reshape(-1), rows[rank].reshape(-1)))
+    return ExpertPlan(tuple(made), tuple(sizes), torch.cat(places) if places else None)
+
+
+def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The numbers starts[i] ... starts[i] + lengths[i] - 1 of all i, one after the other."""
+    offsets = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    return offsets + torch.arange(offsets.numel())

@@ -1,0 +1,131 @@
+"""A routing: which tokens go to which experts with which weights, after the tokens above capacity were dropped.
+
+The idea: a *route* is one (token, expert, weight). Routes are kept as flat arrays sorted by expert, so that the rows of
+one expert are neighbours: a segment. No buffer of [experts, capacity] is ever made, so nothing is padded, and the
+same arrays serve the dropping and the dropless case. Left out: how routes are chosen (`gating`) and how rows travel
+(`dispatch`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of one rank go. R routes, T tokens, E experts, at most K routes per token.
+
+    Attributes:
+        token: int64 [R], the token of each route; sorted by expert, then by the order of preference within the expert.
+        expert: int64 [R], the expert of each route, ascending.
+        weight: [R], floating point; the factor of the expert's output, differentiable.
+        slot: int64 [T, K], the place in the arrays above of each token's routes; R where a route was dropped.
+        counts: int64 [E], routes per expert (the sizes of the segments).
+        requested: int64 [E], routes per expert before dropping.
+        capacity: most routes that an expert takes; None: no limit.
+    """
+
+    token: torch.Tensor
+    expert: torch.Tensor
+    weight: torch.Tensor
+    slot: torch.Tensor
+    counts: torch.Tensor
+    requested: torch.Tensor
+    capacity: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of tokens that were routed."""
+        return self.slot.shape[0]
+
+    def dropped_share(self) -> torch.Tensor:
+        """The share of the requested routes that were dropped (0-D float32; 0 where nothing was requested)."""
+        asked = self.requested.sum()
+        return (asked - self.counts.sum()).float() / asked.clamp(min=1).float()
+
+    def combine_weights(self, capacity: int | None = None) -> torch.Tensor:
+        """The dense form [T, E, C] of published formulas: the weight of token t at place c of expert e, else 0.
+
+        Args:
+            capacity: C; None: the capacity of this routing, else the largest segment.
+        """
+        limit = capacity or self.capacity or max(int(self.counts.max()), 1)
+        starts = self.counts.cumsum(0) - self.counts
+        place = torch.arange(self.token.numel(), device=self.token.device) - starts[self.expert]
+        dense = self.weight.new_zeros(self.num_tokens, self.counts.numel(), limit)
+        return dense.index_put((self.token, self.expert, place), self.weight)
+
+
+def build_routing(
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    *,
+    wanted: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
+    capacity: int | None = None,
+) -> Routing:
+    """Sort the choices of all tokens by expert.
+
+    Args:
+        experts: int64 [T, K], the chosen experts of each token, distinct within a row.
+        weights: [T, K], the factor of each choice.
+        num_experts: E.
+        wanted: bool [T, K], the routes that were asked for; None: all. What it leaves out counts nowhere.
+        kept: bool [T, K], the routes that the capacity leaves; None: all that are wanted.
+        capacity: what is recorded as such.
+    """
+    choices = experts.shape[1]
+    flat = experts.reshape(-1)
+    wanted_flat = _flat_or_all(wanted, flat)
+    kept_flat = wanted_flat if kept is None else kept.reshape(-1) & wanted_flat
+    order = torch.where(kept_flat, flat, num_experts).sort(stable=True).indices
+    requested = torch.bincount(flat[wanted_flat], minlength=num_experts)
+    counts = torch.bincount(flat[kept_flat], minlength=num_experts)
+    routes = order[: int(counts.sum())]
+    slot = torch.full_like(flat, routes.numel())
+    slot[routes] = torch.arange(routes.numel(), device=flat.device)
+    return Routing(
+        token=routes.div(choices, rounding_mode="floor"),
+        expert=flat[routes],
+        weight=weights.reshape(-1)[routes],
+        slot=slot.view(experts.shape),
+        counts=counts,
+        requested=requested,
+        capacity=capacity,
+    )
+
+
+def keep_most_preferred(
+    experts: torch.Tensor, wanted: torch.Tensor, preference: torch.Tensor | None, num_experts: int, capacity: int
+) -> torch.Tensor:
+    """For each expert the `capacity` routes with the largest preference; among equals the earlier route.
+
+    Args:
+        experts: int64 [R], the expert of each route, in the order in which routes queue.
+        wanted: bool [R]; the others take no place.
+        preference: [R]; None: all equal, so the earliest are kept.
+        num_experts: E.
+        capacity: most routes per expert.
+
+    Returns:
+        bool [R], the routes that are kept.
+    """
+    order = torch.arange(experts.numel(), device=experts.device)
+    if preference is not None:
+        order = preference.sort(descending=True, stable=True).indices
+    key = torch.where(wanted, experts, num_experts)[order]
+    by_expert = key.sort(stable=True)
+    order = order[by_expert.indices]
+    sizes = torch.bincount(by_expert.values, minlength=num_experts + 1)
+    starts = sizes.cumsum(0) - sizes
+    place = torch.arange(order.numel(), device=order.device) - starts[by_expert.values]
+    kept = torch.zeros_like(wanted)
+    kept[order] = (place < capacity) & (by_expert.values < num_experts)
+    return kept
+
+
+def _flat_or_all(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask.reshape(-1)

@@ -1,0 +1,123 @@
+"""Matrix products of segments: consecutive rows, each segment with a matrix of its own (a grouped GEMM).
+
+    segment_matmul(rows [R, n], weights [L, n, m], counts)   ->  [R, m]
+    segment_outer(left [R, n], right [R, m], counts)         ->  [L, n, m]
+
+Segment i are `counts[i]` rows behind those of segment i - 1; empty segments give no rows and zero matrices. Each
+product's derivative is made of the other, so gradients of any order exist. On a CUDA device with 16-bit floats all
+segments are one kernel (`torch.nn.functional.grouped_mm`) where torch has it and the sizes suit it; elsewhere each
+segment is one GEMM, written in place. Left out: transposed outputs, and data types below 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def segment_matmul(rows: torch.Tensor, weights: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """[R, m]: every segment of `rows` times its matrix."""
+    return _Matmul.apply(rows, weights, tuple(counts))  # type: ignore[no-any-return]
+
+
+def segment_outer(left: torch.Tensor, right: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """[L, n, m]: for every segment, the transpose of its rows in `left` times its rows in `right`."""
+    return _Outer.apply(left, right, tuple(counts))  # type: ignore[no-any-return]
+
+
+def repeat_per_segment(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """[R, m]: row i of `values` [L, m], repeated `counts[i]` times."""
+    return _Repeat.apply(values, tuple(counts))  # type: ignore[no-any-return]
+
+
+def segment_sum(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """[L, m]: the sum of the rows of every segment."""
+    return _Sum.apply(rows, tuple(counts))  # type: ignore[no-any-return]
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.counts = counts
+        if _one_kernel(rows, weights.shape[1], weights.shape[2]):
+            return F.grouped_mm(rows.contiguous(), _unit_stride(weights), offs=_ends(counts, rows.device))
+        out = rows.new_empty(rows.shape[0], weights.shape[2])
+        for i, (start, end) in enumerate(_bounds(counts)):
+            torch.mm(rows[start:end], weights[i], out=out[start:end])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, Any, None]:  # type: ignore[override]
+        rows, weights = ctx.saved_tensors
+        to_rows = segment_matmul(grad, weights.transpose(1, 2), ctx.counts) if ctx.needs_input_grad[0] else None
+        to_weights = segment_outer(rows, grad, ctx.counts) if ctx.needs_input_grad[1] else None
+        return to_rows, to_weights, None
+
+
+class _Outer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        ctx.save_for_backward(left, right)
+        ctx.counts = counts
+        if _one_kernel(left, left.shape[1], right.shape[1]):
+            return F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=_ends(counts, left.device))
+        # [m, n] and a transposed view: the weights of linear layers lie so, and their gradient then needs no copy
+        out = left.new_empty(len(counts), right.shape[1], left.shape[1])
+        for i, (start, end) in enumerate(_bounds(counts)):
+            torch.mm(right[start:end].t(), left[start:end], out=out[i])
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, Any, None]:  # type: ignore[override]
+        left, right = ctx.saved_tensors
+        to_left = segment_matmul(right, grad.transpose(1, 2), ctx.counts) if ctx.needs_input_grad[0] else None
+        to_right = segment_matmul(left, grad, ctx.counts) if ctx.needs_input_grad[1] else None
+        return to_left, to_right, None
+
+
+class _Repeat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        ctx.counts = counts
+        return values.repeat_interleave(torch.tensor(counts, device=values.device), dim=0, output_size=sum(counts))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:  # type: ignore[override]
+        return segment_sum(grad, ctx.counts), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        ctx.counts = counts
+        return torch.stack([part.sum(0) for part in rows.split(counts)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:  # type: ignore[override]
+        return repeat_per_segment(grad, ctx.counts), None
+
+
+def _bounds(counts: Sequence[int]) -> list[tuple[int, int]]:
+    ends = list(accumulate(counts))
+    return [(end - count, end) for end, count in zip(ends, counts)]
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
+
+
+def _one_kernel(rows: torch.Tensor, inner: int, outer: int) -> bool:
+    """Whether torch's grouped kernel takes these sizes: rows of a multiple of 16 bytes, on CUDA, bfloat16."""
+    if rows.device.type != "cuda" or rows.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
+        return False
+    return rows.shape[0] > 0 and inner % 8 == 0 and outer % 8 == 0
+
+
+def _unit_stride(weights: torch.Tensor) -> torch.Tensor:
+    """The kernel takes matrices that are row-major or column-major."""
+    return weights if 1 in weights.stride()[1:] else weights.contiguous()
