@@ -1,4 +1,7 @@
 // Bias + GELU and residual + dropout(x + bias), forward and backward: elementwise, with the sums over rows that a bias needs.
+//
+// Every element crosses memory once. Backward walks down the columns of a tile (column_sums in rows.cuh), so that the bias's
+// gradient costs no further pass; without a bias the same walk sums nothing.
 #include "rows.cuh"
 
 namespace dsx {
@@ -24,14 +27,13 @@ __device__ __forceinline__ float dropped(const Drop& d, float value, int64_t ele
     return Noise(d.seed, d.offset + element).first >> 8 >= d.threshold ? value * d.scale : 0.0f;
 }
 
-__device__ __forceinline__ int64_t column_of(int64_t element, int64_t cols) {
-    if (element <= 0x7fffffff) return (uint32_t)element % (uint32_t)cols;  // 64-bit division is slow
-    return element % cols;
-}
-// Four elements of a vector along the columns; they may begin again at column 0.
-__device__ __forceinline__ Float4 along(const Vector& v, int64_t column, int64_t cols, int n) {
-    Float4 f = {};
-    for (int k = 0; k < 4; ++k) {
+// WIDTH elements of a vector along the columns; they may begin again at column 0. `whole`: they do not, and are aligned.
+template <int WIDTH>
+__device__ __forceinline__ Floats<WIDTH> along(const Vector& v, int64_t column, int64_t cols, int n, bool whole) {
+    if (whole) return load<WIDTH>(v.dtype, v.at, column, n, true);
+    Floats<WIDTH> f = {};
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) {
         if (k >= n) continue;
         f.x[k] = load1(v.dtype, v.at, column);
         if (++column == cols) column = 0;
@@ -49,100 +51,143 @@ struct DropForward {
     const char* x;
     Drop drop;
     static constexpr bool RESIDUAL = true;
-    __device__ __forceinline__ float operator()(float u, int64_t element, float residual) const { return residual + dropped(drop, u, element); }
+    __device__ __forceinline__ float operator()(float u, int64_t element, float residual) const {
+        return residual + dropped(drop, u, element);
+    }
 };
 
-// y = op(x + bias, element, residual), four elements per thread.
-template <class Op>
-__global__ void __launch_bounds__(THREADS) forward(const Rows r, const Op op, const Vector bias, const char* residual, char* y, bool whole_words) {
-    const int64_t i = 4 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x), numel = r.rows * r.cols;
-    if (i >= numel) return;
-    const int n = left_in(numel, i);
-    const bool whole = n == 4 && whole_words;
-    Float4 v = load4(r.dtype, op.x, i, n, whole);
-    const bool add = Op::RESIDUAL && residual != nullptr;
-    Float4 other = {};
-    if (add) other = load4(r.dtype, residual, i, n, whole);
+struct Shape {
+    DType dtype;
+    int64_t numel;
+    Divisor cols;
+    bool whole, whole_bias;
+};
+constexpr int FORWARD_THREADS = 256;
+
+// y = op(x + bias, element, residual), 16 bytes of each stream per thread.
+template <int WIDTH, class Op>
+__global__ void __launch_bounds__(FORWARD_THREADS)
+    forward(const Shape s, const Op op, const Vector bias, const char* residual, char* y) {
+    const DType dtype = narrowed<WIDTH>(s.dtype);
+    const int64_t i = WIDTH * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x);
+    if (i >= s.numel) return;
+    const int n = count_of<WIDTH>(s.numel, i);
+    const bool whole = n == WIDTH && s.whole, add = Op::RESIDUAL && residual != nullptr;
+    const Raw<WIDTH> raw = load_raw<WIDTH>(dtype, op.x, i, n, whole);
+    Raw<WIDTH> other = {};
+    if (add) other = load_raw<WIDTH>(dtype, residual, i, n, whole);
+    Floats<WIDTH> v = decode(dtype, raw);
+    const Floats<WIDTH> added = decode(dtype, other);
     if (bias.at != nullptr) {
-        const Float4 b = along(bias, column_of(i, r.cols), r.cols, n);
-        for (int k = 0; k < 4; ++k) v.x[k] = v.x[k] + b.x[k];
+        const int64_t column = i - s.cols.quotient(i) * s.cols.by;
+        const Floats<WIDTH> b = along<WIDTH>(bias, column, s.cols.by, n, s.whole_bias);
+        for (int k = 0; k < WIDTH; ++k) v.x[k] = v.x[k] + b.x[k];
     }
     // Without a residual nothing is added, so that -0 stays -0.
-    for (int k = 0; k < 4; ++k) v.x[k] = add ? op(v.x[k], i + k, other.x[k]) : op(v.x[k], i + k, -0.0f);
-    store4(r.dtype, y, i, n, whole, v);
+    for (int k = 0; k < WIDTH; ++k) v.x[k] = op(v.x[k], i + k, add ? added.x[k] : -0.0f);
+    store(dtype, y, i, n, whole, v);
 }
 
-struct GeluBackward {
+struct Streams {
+    const Rows r;
+    const char* grad;
+    char* dx;
+    bool whole_rows, whole_bias;
+};
+
+// What backward does with the gradient of WIDTH elements; `other` is what else it reads of them.
+template <int WIDTH> struct GeluBackward {
     const char* x;
     Vector bias;
     bool tanh_form;
-    __device__ __forceinline__ Float4 operator()(const Rows& r, const Float4& g, int64_t element, int64_t column, int n, bool whole) const {
-        Float4 u = load4(r.dtype, x, element, n, whole), out;
+    __device__ __forceinline__ Raw<WIDTH> load_other(DType dtype, int64_t i, int n, bool whole) const {
+        return load_raw<WIDTH>(dtype, x, i, n, whole);
+    }
+    __device__ __forceinline__ void apply(const Streams& s, DType dtype, Floats<WIDTH>& g, const Raw<WIDTH>& other, int64_t,
+                                          int64_t c, int n) const {
+        Floats<WIDTH> u = decode(dtype, other);
         if (bias.at != nullptr) {
-            const Float4 b = along(bias, column, r.cols, n);
-            for (int k = 0; k < 4; ++k) u.x[k] = u.x[k] + b.x[k];
+            const Floats<WIDTH> b = load<WIDTH>(bias.dtype, bias.at, c, n, n == WIDTH && s.whole_bias);
+            for (int k = 0; k < WIDTH; ++k) u.x[k] = u.x[k] + b.x[k];
         }
-        for (int k = 0; k < 4; ++k) out.x[k] = g.x[k] * gelu_slope(u.x[k], tanh_form);
-        return out;
+        for (int k = 0; k < WIDTH; ++k) g.x[k] = g.x[k] * gelu_slope(u.x[k], tanh_form);
     }
 };
-struct DropBackward {
+template <int WIDTH> struct DropBackward {
     Drop drop;
-    __device__ __forceinline__ Float4 operator()(const Rows&, const Float4& g, int64_t element, int64_t, int, bool) const {
-        Float4 out;
-        for (int k = 0; k < 4; ++k) out.x[k] = dropped(drop, g.x[k], element + k);
-        return out;
+    __device__ __forceinline__ Raw<WIDTH> load_other(DType, int64_t, int, bool) const { return {}; }
+    __device__ __forceinline__ void apply(const Streams&, DType, Floats<WIDTH>& g, const Raw<WIDTH>&, int64_t i, int64_t,
+                                          int) const {
+        for (int k = 0; k < WIDTH; ++k) g.x[k] = dropped(drop, g.x[k], i + k);
     }
 };
 
-constexpr int COLUMN_THREADS = 128;
-constexpr int64_t TILE = 4 * COLUMN_THREADS;  // columns of a block
-
-// dx = op(grad), and per slab of rows the sums of dx down the columns. A thread has four columns and walks down the rows.
-template <class Op>
-__global__ void __launch_bounds__(COLUMN_THREADS)
-    backward(const Rows r, const Op op, const char* grad, char* dx, float* partials, int64_t slabs, int64_t tiles, bool whole_rows) {
-    const int64_t slab_index = blockIdx.x / tiles, c = blockIdx.x % tiles * TILE + 4 * threadIdx.x;
-    if (c >= r.cols) return;
-    const int n = left_in(r.cols, c);
-    const bool whole = n == 4 && whole_rows;
-    const Slab slab = slab_of(slab_index, slabs, r.rows);
-    Float4 sum = {};
-    for (int64_t row = slab.begin; row < slab.end; ++row) {
-        const int64_t i = row * r.cols + c;
-        const Float4 out = op(r, load4(r.dtype, grad, i, n, whole), i, c, n, whole);
-        store4(r.dtype, dx, i, n, whole, out);
-        for (int k = 0; k < 4; ++k) sum.x[k] = sum.x[k] + out.x[k];
+// A walk of column_sums: dx = op(grad), which is summed down the columns.
+template <int WIDTH, class Op> struct GradientWalk {
+    struct Loaded {
+        Raw<WIDTH> grad, other;
+    };
+    const Streams& s;
+    const Op& op;
+    DType dtype;
+    __device__ __forceinline__ Loaded load(int64_t row, int64_t c, int n) const {
+        const int64_t i = row * s.r.cols + c;
+        const bool whole = n == WIDTH && s.whole_rows;
+        return {load_raw<WIDTH>(dtype, s.grad, i, n, whole), op.load_other(dtype, i, n, whole)};
     }
-    if (partials != nullptr) store4(F32, reinterpret_cast<char*>(partials), slab_index * r.cols + c, n, false, sum);
-}
-
-template <class Op> void start_forward(const Where& where, const Rows& r, const Op& op, const Vector& bias, const char* residual, char* y) {
-    const int width = r.dtype == F32 ? 16 : 8;
-    const bool whole = fits(op.x, width) && fits(residual, width) && fits(y, width);
-    const int64_t per_block = 4 * THREADS;
-    launch(where, forward<Op>, (r.rows * r.cols + per_block - 1) / per_block, THREADS, r, op, bias, residual, y, whole);
+    __device__ __forceinline__ void use(const Loaded& loaded, int64_t row, int64_t c, int n, Floats<WIDTH>* sums) const {
+        const int64_t i = row * s.r.cols + c;
+        Floats<WIDTH> g = decode(dtype, loaded.grad);
+        op.apply(s, dtype, g, loaded.other, i, c, n);
+        store(dtype, s.dx, i, n, n == WIDTH && s.whole_rows, g);
+        for (int k = 0; k < WIDTH; ++k) sums[0].x[k] = sums[0].x[k] + g.x[k];
+    }
+};
+template <int WIDTH, class Op>
+__global__ void __launch_bounds__(COLUMN_THREADS, WIDTH == 4 ? 4 : 3)
+    backward(const Streams s, const Op op, const Tiling tiling, float* partials) {
+    const GradientWalk<WIDTH, Op> walk{s, op, narrowed<WIDTH>(s.r.dtype)};
+    column_sums<WIDTH, 1>(s.r, tiling, walk, partials);
 }
 
 template <class Op>
-void start_backward(const Where& where, const Rows& r, const Op& op, const char* grad, const void* other, char* dx, Vector dbias, float* partials) {
-    const int64_t slabs = slabs_of(r.rows), tiles = (r.cols + TILE - 1) / TILE;
+void start_forward(const Where& where, const Rows& r, const Op& op, const Vector& bias, const char* residual, char* y) {
+    by_width(r.dtype, [&](auto width) {
+        constexpr int WIDTH = decltype(width)::value;
+        const bool whole = fits_words<WIDTH>(op.x, r.dtype) && fits_words<WIDTH>(residual, r.dtype) &&
+                           fits_words<WIDTH>(y, r.dtype);
+        const bool whole_bias = r.cols % WIDTH == 0 && whole_vector<WIDTH>(bias);
+        const int64_t numel = r.rows * r.cols, per_block = WIDTH * FORWARD_THREADS;
+        const Shape s{r.dtype, numel, Divisor(r.cols), whole, whole_bias};
+        launch(where, forward<WIDTH, Op>, (numel + per_block - 1) / per_block, FORWARD_THREADS, s, op, bias, residual, y);
+    });
+}
+
+template <int WIDTH, class Op>
+void start_backward(const Where& where, const Streams& s, const Op& op, Vector dbias, float* partials) {
+    const Tiling tiling = tiling_of(s.r);
     float* sums = dbias.at == nullptr ? nullptr : partials;
-    launch(where, backward<Op>, slabs * tiles, COLUMN_THREADS, r, op, grad, dx, sums, slabs, tiles, whole_rows(r, {grad, other, dx}));
-    if (sums != nullptr) start_add_slabs(where, partials, r, const_cast<char*>(dbias.at), dbias.dtype);
+    launch(where, backward<WIDTH, Op>, tiling.tiles * tiling.slabs, COLUMN_THREADS, s, op, tiling, sums);
+    if (sums != nullptr) start_add_slabs(where, partials, tiling.slabs, s.r.cols, 1, Targets{dbias, {}});
 }
 
 }  // namespace
+
+int64_t column_slabs(const Rows& r) { return tiling_of(r).slabs; }
 
 void bias_gelu(const Where& where, const Rows& r, const char* x, Vector bias, bool tanh, char* y) {
     OnDevice on(where);
     start_forward(where, r, GeluForward{x, tanh}, bias, nullptr, y);
 }
 
-void bias_gelu_backward(const Where& where, const Rows& r, const char* grad, const char* x, Vector bias, bool tanh, char* dx, char* dbias,
-                        float* partials) {
+void bias_gelu_backward(const Where& where, const Rows& r, const char* grad, const char* x, Vector bias, bool tanh, char* dx,
+                        char* dbias, float* partials) {
     OnDevice on(where);
-    start_backward(where, r, GeluBackward{x, bias, tanh}, grad, x, dx, Vector{dbias, bias.dtype}, partials);
+    by_width(r.dtype, [&](auto width) {
+        constexpr int WIDTH = decltype(width)::value;
+        const Streams s{r, grad, dx, whole_rows<WIDTH>(r, {grad, x, dx}), whole_vector<WIDTH>(bias)};
+        start_backward<WIDTH>(where, s, GeluBackward<WIDTH>{x, bias, tanh}, Vector{dbias, bias.dtype}, partials);
+    });
 }
 
 void dropout(const Where& where, const Rows& r, const char* x, Vector bias, const char* residual, const Drop& drop, char* y) {
@@ -150,9 +195,14 @@ void dropout(const Where& where, const Rows& r, const char* x, Vector bias, cons
     start_forward(where, r, DropForward{x, drop}, bias, residual, y);
 }
 
-void bias_grad(const Where& where, const Rows& r, const char* grad, const Drop& drop, char* dx, Vector dbias, float* partials) {
+void bias_grad(const Where& where, const Rows& r, const char* grad, const Drop& drop, char* dx, Vector dbias,
+               float* partials) {
     OnDevice on(where);
-    start_backward(where, r, DropBackward{drop}, grad, nullptr, dx, dbias, partials);
+    by_width(r.dtype, [&](auto width) {
+        constexpr int WIDTH = decltype(width)::value;
+        const Streams s{r, grad, dx, whole_rows<WIDTH>(r, {grad, dx}), false};
+        start_backward<WIDTH>(where, s, DropBackward<WIDTH>{drop}, dbias, partials);
+    });
 }
 
 }  // namespace cuda

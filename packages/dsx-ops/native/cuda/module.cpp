@@ -11,7 +11,7 @@
 #include "context.h"
 #include "dsx_ops/cuda.h"
 #ifdef DSX_CUDA_EMULATED
-#include "emulator/cuda_emu.h"
+#include "memory.cuh"
 #endif
 
 namespace py = pybind11;
@@ -26,12 +26,12 @@ using Place = std::pair<int, uint64_t>;  // device, stream
 Where where_of(const Place& place) { return {place.first, static_cast<uintptr_t>(place.second)}; }
 
 // A table of int64 numbers, `columns` per row, as array('q').
-struct Numbers {
+struct Int64Table {
     py::buffer_info info;
     const int64_t* data;
     size_t rows;
 
-    Numbers(const py::buffer& buffer, size_t columns) : info(buffer.request()) {
+    Int64Table(const py::buffer& buffer, size_t columns) : info(buffer.request()) {
         if (info.itemsize != 8 || info.ndim != 1 || info.size % static_cast<py::ssize_t>(columns) != 0)
             throw std::invalid_argument("expected a table of int64 with " + std::to_string(columns) + " numbers per row");
         data = static_cast<const int64_t*>(info.ptr);
@@ -42,7 +42,7 @@ struct Numbers {
 // As in native/bind/module.cpp: param, grad, state0, state1, low_bits, copy, scale0, scale1, numel, offset.
 constexpr size_t STEP_COLUMNS = 10;
 std::vector<Row> step_rows(const py::buffer& buffer) {
-    const Numbers table(buffer, STEP_COLUMNS);
+    const Int64Table table(buffer, STEP_COLUMNS);
     std::vector<Row> rows(table.rows);
     for (size_t i = 0; i < table.rows; ++i) {
         const int64_t* c = table.data + i * STEP_COLUMNS;
@@ -54,7 +54,7 @@ std::vector<Row> step_rows(const py::buffer& buffer) {
 }
 
 std::vector<Flat> flat_rows(const py::buffer& buffer) {
-    const Numbers table(buffer, 3);
+    const Int64Table table(buffer, 3);
     std::vector<Flat> rows(table.rows);
     for (size_t i = 0; i < table.rows; ++i)
         rows[i] = Flat{pointer<char>(table.data[3 * i]), table.data[3 * i + 1], static_cast<DType>(table.data[3 * i + 2])};
@@ -213,6 +213,8 @@ MaskView mask_of(const MaskArgument& a) {
 }
 
 void define_rows(py::module_& m) {
+    m.def("norm_slabs", [](const RowsArgument& r) { return norm_slabs(rows_of(r)); });
+    m.def("column_slabs", [](const RowsArgument& r) { return column_slabs(rows_of(r)); });
     // a: full, part, indices. n: batch, kept, sequence, bytes of a row.
     m.def("move_rows", [](const Place& place, bool gather, const Addresses& a, const std::vector<int64_t>& n, bool batch_first) {
         check_count(n.size(), 4, "sizes");
@@ -308,9 +310,7 @@ std::pair<std::vector<std::string>, std::vector<int>> guarded_calls(const std::v
 PYBIND11_MODULE(_cuda, m) {
     using namespace dsx::cuda;
     m.doc() = "CUDA kernels of dsx-ops. Takes device addresses and a stream; dsx_ops.cuda checks tensors before calling.";
-    m.attr("ABI") = 3;
-    m.attr("SLABS") = SLABS;
-    m.attr("MAX_COLUMNS") = MAX_COLUMNS;
+    m.attr("ABI") = 4;
     m.attr("MASK_DIMS") = MASK_DIMS;
     m.attr("HYPER_BYTES") = sizeof(dsx::Hyper);
     m.def("check_driver", &check_driver);
@@ -330,6 +330,17 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("guarded_calls", &guarded_calls);
     m.def("set_order", [](unsigned order) { emu::Machine::get().order = order; });
     m.def("launches", [] { return emu::Machine::get().launches; });
+    m.def("quotient", [](int64_t n, int64_t by) { return Divisor(by).quotient(n); });
+    m.def("start_trace", [] { emu::Machine::get().start_trace(); });
+    // Per direction (read, written): accesses, bytes, sectors asked for by warps, distinct sectors.
+    m.def("stop_trace", [] {
+        emu::Machine& machine = emu::Machine::get();
+        machine.stop_trace();
+        std::vector<std::vector<uint64_t>> found;
+        for (const auto* t : {&machine.reads, &machine.writes})
+            found.push_back({t->accesses, t->bytes, t->requested, (uint64_t)t->sectors.size()});
+        return found;
+    });
 #else
     m.attr("EMULATED") = false;
 #endif

@@ -1,8 +1,9 @@
 // One pass over parameter, gradient and states per optimizer; the arithmetic of native/cpu/optimizers.cpp, operation by operation,
 // so that both give the same bits (compiled without contraction).
 //
-// Bound by memory: a thread takes four neighbours of every stream, all loads before the first use. The dtypes are a type argument for the
-// common combinations and numbers at run time for the rest; the branches are the same for a whole block.
+// Bound by memory: a thread takes four neighbours of every stream (eight where all streams have 16 bits), all loads before the
+// first use. The dtypes are a type argument for the common combinations and numbers at run time for the rest; the branches are
+// the same for a whole block.
 #include "memory.cuh"
 #include "reduce.cuh"
 
@@ -69,57 +70,62 @@ __device__ __forceinline__ float lamb_direction(const Hyper& h, float p, float m
 
 struct AnyTypes {
     DType param, grad, state, copy;
+    static constexpr int WIDTH = 4;  // elements that a thread takes at a time
 };
 template <DType P, DType G, DType S, DType C> struct Types {
     static constexpr DType param = P, grad = G, state = S, copy = C;
+    static constexpr int WIDTH = P != F32 && G != F32 && S != F32 && C != F32 ? 8 : 4;
     static bool match(const Step& s) { return s.param == P && s.grad == G && s.state == S && s.copy == C; }
 };
 
-struct Numbers {
+// The factors of an update: on the host, or where `prepare` has computed them on the device.
+struct HyperSource {
     Hyper host;
     const Hyper* device;
     __device__ __forceinline__ Hyper get() const { return device ? *device : host; }
 };
 
-template <class T> __device__ __forceinline__ Float4 param_of(const T& t, const Raw& raw, const Raw& low) {
+template <int N, class T>
+__device__ __forceinline__ Floats<N> param_of(const T& t, const Raw<N>& raw, const Raw<N>& low) {
     return t.param == SPLIT ? join(raw, low) : decode(t.param, raw);
 }
-template <class T>
-__device__ __forceinline__ void store_param(const T& t, const Row& row, int64_t i, int n, bool whole, const Float4& p) {
+template <int N, class T>
+__device__ __forceinline__ void store_param(const T& t, const Row& row, int64_t i, int n, bool whole, const Floats<N>& p) {
     if (t.param == SPLIT) {
-        Raw weight, low;
+        Raw<N> weight, low;
         split(p, weight, low);
         store_raw(BF16, row.param, i, n, whole, weight);
         store_raw(BF16, row.low_bits, i, n, whole, low);
     } else {
-        store4(t.param, row.param, i, n, whole, p);
+        store(t.param, row.param, i, n, whole, p);
     }
-    if (t.copy != NONE) store4(t.copy, row.copy, i, n, whole, p);
+    if (t.copy != NONE) store(t.copy, row.copy, i, n, whole, p);
 }
-__device__ __forceinline__ int left_of(int64_t end, int64_t i) { return end - i < 4 ? (int)(end - i) : 4; }
 
 // ---- elementwise ----------------------------------------------------------------------------------------------------------
 
 template <class Rule, class T>
-__global__ void __launch_bounds__(THREADS) elementwise(const __grid_constant__ Table<Row> table, const T t, const Numbers numbers) {
+__global__ void __launch_bounds__(THREADS) elementwise(const __grid_constant__ Table<Row> table, const T t, const HyperSource numbers) {
     const Hyper h = numbers.get();
     if (h.flags & SKIP) return;
     const Piece piece = piece_of(table, (int32_t)blockIdx.x);
     const Row& row = table.rows[piece.row];
     const bool stateful = Rule::STATES > 1 || row.state0 != nullptr;
-    for (int64_t i = piece.begin + 4 * threadIdx.x; i < piece.end; i += 4 * blockDim.x) {
-        const int n = left_of(piece.end, i);
-        const bool whole = n == 4 && table.aligned[piece.row];
-        const Raw raw_p = load_raw(t.param, row.param, i, n, whole), raw_g = load_raw(t.grad, row.grad, i, n, whole);
-        Raw low = {}, raw_a = {}, raw_b = {};
-        if (t.param == SPLIT) low = load_raw(BF16, row.low_bits, i, n, whole);
-        if (stateful) raw_a = load_raw(t.state, row.state0, i, n, whole);
-        if (Rule::STATES > 1) raw_b = load_raw(t.state, row.state1, i, n, whole);
-        Float4 p = param_of(t, raw_p, low), g = decode(t.grad, raw_g), a = decode(t.state, raw_a), b = decode(t.state, raw_b);
-        for (int k = 0; k < 4; ++k) Rule::apply(h, p.x[k], gradient(h, g.x[k]), a.x[k], b.x[k]);
+    constexpr int N = T::WIDTH;
+    for (int64_t i = piece.begin + N * threadIdx.x; i < piece.end; i += N * blockDim.x) {
+        const int n = count_of<N>(piece.end, i);
+        const bool whole = n == N && table.aligned[piece.row];
+        const Raw<N> raw_p = load_raw<N>(t.param, row.param, i, n, whole), raw_g = load_raw<N>(t.grad, row.grad, i, n, whole);
+        Raw<N> low = {}, raw_a = {}, raw_b = {};
+        if (t.param == SPLIT) low = load_raw<N>(BF16, row.low_bits, i, n, whole);
+        if (stateful) raw_a = load_raw<N>(t.state, row.state0, i, n, whole);
+        if (Rule::STATES > 1) raw_b = load_raw<N>(t.state, row.state1, i, n, whole);
+        Floats<N> p = param_of(t, raw_p, low), g = decode(t.grad, raw_g), a = decode(t.state, raw_a);
+        Floats<N> b = decode(t.state, raw_b);
+        for (int k = 0; k < N; ++k) Rule::apply(h, p.x[k], gradient(h, g.x[k]), a.x[k], b.x[k]);
         store_param(t, row, i, n, whole, p);
-        if (stateful) store4(t.state, row.state0, i, n, whole, a);
-        if (Rule::STATES > 1) store4(t.state, row.state1, i, n, whole, b);
+        if (stateful) store(t.state, row.state0, i, n, whole, a);
+        if (Rule::STATES > 1) store(t.state, row.state1, i, n, whole, b);
     }
 }
 
@@ -127,7 +133,7 @@ __global__ void __launch_bounds__(THREADS) elementwise(const __grid_constant__ T
 
 // Phase 1: moments, and per chunk the squared norms of parameter and direction.
 __global__ void __launch_bounds__(THREADS)
-    lamb_update(const __grid_constant__ Table<Row> table, const AnyTypes t, const Numbers numbers, double* partials) {
+    lamb_update(const __grid_constant__ Table<Row> table, const AnyTypes t, const HyperSource numbers, double* partials) {
     __shared__ double scratch[THREADS / WARP];
     const Hyper h = numbers.get();
     const bool skip = h.flags & SKIP;
@@ -135,14 +141,14 @@ __global__ void __launch_bounds__(THREADS)
     const Row& row = table.rows[piece.row];
     double p_sum = 0, u_sum = 0;
     for (int64_t i = piece.begin + 4 * threadIdx.x; i < piece.end && !skip; i += 4 * blockDim.x) {
-        const int n = left_of(piece.end, i);
+        const int n = count_of<4>(piece.end, i);
         const bool whole = n == 4 && table.aligned[piece.row];
-        Raw low = {};
-        const Raw raw_p = load_raw(t.param, row.param, i, n, whole), raw_g = load_raw(t.grad, row.grad, i, n, whole);
-        const Raw raw_m = load_raw(t.state, row.state0, i, n, whole), raw_v = load_raw(t.state, row.state1, i, n, whole);
-        if (t.param == SPLIT) low = load_raw(BF16, row.low_bits, i, n, whole);
-        const Float4 p = param_of(t, raw_p, low), g = decode(t.grad, raw_g);
-        Float4 m = decode(t.state, raw_m), v = decode(t.state, raw_v);
+        Raw<4> low = {};
+        const Raw<4> raw_p = load_raw<4>(t.param, row.param, i, n, whole), raw_g = load_raw<4>(t.grad, row.grad, i, n, whole);
+        const Raw<4> raw_m = load_raw<4>(t.state, row.state0, i, n, whole), raw_v = load_raw<4>(t.state, row.state1, i, n, whole);
+        if (t.param == SPLIT) low = load_raw<4>(BF16, row.low_bits, i, n, whole);
+        const Floats<4> p = param_of(t, raw_p, low), g = decode(t.grad, raw_g);
+        Floats<4> m = decode(t.state, raw_m), v = decode(t.state, raw_v);
         for (int k = 0; k < 4; ++k) {
             if (k >= n) continue;  // what is missing would be 0/0 when eps is 0
             moments(h, gradient(h, g.x[k]), m.x[k], v.x[k]);
@@ -150,8 +156,8 @@ __global__ void __launch_bounds__(THREADS)
             p_sum = p_sum + x * x;
             u_sum = u_sum + u * u;
         }
-        store4(t.state, row.state0, i, n, whole, m);
-        store4(t.state, row.state1, i, n, whole, v);
+        store(t.state, row.state0, i, n, whole, m);
+        store(t.state, row.state1, i, n, whole, v);
     }
     p_sum = over_block(p_sum, Sum(), scratch);
     u_sum = over_block(u_sum, Sum(), scratch);
@@ -180,21 +186,21 @@ __global__ void __launch_bounds__(THREADS) lamb_norms(const __grid_constant__ Ta
 
 // Phase 2: the direction again from the moments just written, times the row's coefficient.
 __global__ void __launch_bounds__(THREADS)
-    lamb_apply(const __grid_constant__ Table<Row> table, const AnyTypes t, const Numbers numbers, const float* coefficients) {
+    lamb_apply(const __grid_constant__ Table<Row> table, const AnyTypes t, const HyperSource numbers, const float* coefficients) {
     const Hyper h = numbers.get();
     if (h.flags & SKIP) return;
     const Piece piece = piece_of(table, (int32_t)blockIdx.x);
     const Row& row = table.rows[piece.row];
     const float coefficient = coefficients[table.index[piece.row]];
     for (int64_t i = piece.begin + 4 * threadIdx.x; i < piece.end; i += 4 * blockDim.x) {
-        const int n = left_of(piece.end, i);
+        const int n = count_of<4>(piece.end, i);
         const bool whole = n == 4 && table.aligned[piece.row];
-        Raw low = {};
-        const Raw raw_p = load_raw(t.param, row.param, i, n, whole);
-        const Raw raw_m = load_raw(t.state, row.state0, i, n, whole), raw_v = load_raw(t.state, row.state1, i, n, whole);
-        if (t.param == SPLIT) low = load_raw(BF16, row.low_bits, i, n, whole);
-        Float4 p = param_of(t, raw_p, low);
-        const Float4 m = decode(t.state, raw_m), v = decode(t.state, raw_v);
+        Raw<4> low = {};
+        const Raw<4> raw_p = load_raw<4>(t.param, row.param, i, n, whole);
+        const Raw<4> raw_m = load_raw<4>(t.state, row.state0, i, n, whole), raw_v = load_raw<4>(t.state, row.state1, i, n, whole);
+        if (t.param == SPLIT) low = load_raw<4>(BF16, row.low_bits, i, n, whole);
+        Floats<4> p = param_of(t, raw_p, low);
+        const Floats<4> m = decode(t.state, raw_m), v = decode(t.state, raw_v);
         for (int k = 0; k < 4; ++k) p.x[k] = p.x[k] - coefficient * lamb_direction(h, p.x[k], m.x[k], v.x[k]);
         store_param(t, row, i, n, whole, p);
     }
@@ -257,7 +263,7 @@ __device__ __forceinline__ uint32_t pair_noise(uint32_t seed, int64_t i) {
 
 constexpr int PER_LANE = BLOCK8 / WARP / 4;  // groups of four
 
-__global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<Row> table, const AnyTypes t, const Numbers numbers) {
+__global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<Row> table, const AnyTypes t, const HyperSource numbers) {
     const Hyper hyper = numbers.get();
     if (hyper.flags & SKIP) return;
     const Numbers8 h(hyper);
@@ -265,20 +271,20 @@ __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<R
     const Row& row = table.rows[piece.row];
     const int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, warps = (int)blockDim.x / WARP;
     for (int64_t first = piece.begin + warp * BLOCK8; first < piece.end; first += warps * BLOCK8) {
-        const float scale0 = row.scale0[first / BLOCK8], scale1 = row.scale1[first / BLOCK8];
-        Float4 p[PER_LANE], g[PER_LANE];
+        const float scale0 = fetch(row.scale0 + first / BLOCK8), scale1 = fetch(row.scale1 + first / BLOCK8);
+        Floats<4> p[PER_LANE], g[PER_LANE];
         uint32_t c0[PER_LANE], c1[PER_LANE];
         float most = 0;
 #pragma unroll
         for (int part = 0; part < PER_LANE; ++part) {
             const int64_t i = first + 4 * (part * WARP + lane);
-            const int n = i < piece.end ? left_of(piece.end, i) : 0;
+            const int n = count_of<4>(piece.end, i);
             const bool whole = n == 4 && table.aligned[piece.row];
-            Raw low = {};
-            const Raw raw_p = load_raw(t.param, row.param, i, n, whole), raw_g = load_raw(t.grad, row.grad, i, n, whole);
+            Raw<4> low = {};
+            const Raw<4> raw_p = load_raw<4>(t.param, row.param, i, n, whole), raw_g = load_raw<4>(t.grad, row.grad, i, n, whole);
             c0[part] = load_bytes(row.state0, i, n, whole);
             c1[part] = load_bytes(row.state1, i, n, whole);
-            if (t.param == SPLIT) low = load_raw(BF16, row.low_bits, i, n, whole);
+            if (t.param == SPLIT) low = load_raw<4>(BF16, row.low_bits, i, n, whole);
             p[part] = param_of(t, raw_p, low);
             g[part] = decode(t.grad, raw_g);
             for (int k = 0; k < 4; ++k) {
@@ -296,16 +302,16 @@ __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<R
         const bool careful = !(by0 <= First::LIMIT && new0 <= First::LIMIT && by1 <= Second::LIMIT && new1 <= Second::LIMIT);
         const Encoding encode0(new0, First::INVERSE, careful), encode1(new1, Second::INVERSE, careful);
         if (lane == 0) {
-            row.scale0[first / BLOCK8] = finite ? new0 : nanf("");
-            row.scale1[first / BLOCK8] = finite ? new1 * h.from_units : nanf("");
+            put(row.scale0 + first / BLOCK8, finite ? new0 : nanf(""));
+            put(row.scale1 + first / BLOCK8, finite ? new1 * h.from_units : nanf(""));
         }
 #pragma unroll
         for (int part = 0; part < PER_LANE; ++part) {
             const int64_t i = first + 4 * (part * WARP + lane);
-            const int n = i < piece.end ? left_of(piece.end, i) : 0;
+            const int n = count_of<4>(piece.end, i);
             const bool whole = n == 4 && table.aligned[piece.row];
             uint32_t new_c0 = 0, new_c1 = 0;
-            Raw rounded = {};
+            Raw<4> rounded = {};
             for (int k = 0; k < 4; ++k) {
                 if (k >= n) continue;
                 const uint32_t random = pair_noise(hyper.seed, row.offset + i + k), noise = k % 2 ? random & 0xfffffu : random >> 12;
@@ -327,7 +333,7 @@ __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<R
             store_bytes(row.state1, i, n, whole, new_c1);
             if (t.param == BF16) {
                 store_raw(BF16, row.param, i, n, whole, rounded);
-                if (t.copy != NONE) store4(t.copy, row.copy, i, n, whole, p[part]);
+                if (t.copy != NONE) store(t.copy, row.copy, i, n, whole, p[part]);
             } else {
                 store_param(t, row, i, n, whole, p[part]);
             }
@@ -374,22 +380,23 @@ __global__ void lower(const Recipe r, Hyper* out) {
 
 // ---- start ----------------------------------------------------------------------------------------------------------------
 
+// Every stream may be read in words: of 16 bytes, or of four codes.
 bool aligned(const Step& s, const Row& r) {
-    const int param = s.param == F32 ? 16 : 8, grad = s.grad == F32 ? 16 : 8, copy = s.copy == F32 ? 16 : 8;
-    const int state = s.algorithm == ADAM8 ? 4 : s.state == F32 ? 16 : 8;
-    return fits(r.param, param) && fits(r.grad, grad) && fits(r.state0, state) && fits(r.state1, state) && fits(r.low_bits, 8) && fits(r.copy, copy);
+    const int state = s.algorithm == ADAM8 ? 4 : 16;
+    return fits(r.param, 16) && fits(r.grad, 16) && fits(r.state0, state) && fits(r.state1, state) && fits(r.low_bits, 16) &&
+           fits(r.copy, 16);
 }
 
 template <class Rule, class T>
-void start_as(const Where& where, const Table<Row>& table, const T& t, const Numbers& numbers) {
+void start_as(const Where& where, const Table<Row>& table, const T& t, const HyperSource& numbers) {
     launch(where, elementwise<Rule, T>, table.chunks(), THREADS, table, t, numbers);
 }
-template <class Rule> void start(const Where& where, const Table<Row>& table, const Step& s, const Numbers& numbers) {
+template <class Rule> void start(const Where& where, const Table<Row>& table, const Step& s, const HyperSource& numbers) {
     if (Types<F32, F32, F32, NONE>::match(s)) return start_as<Rule>(where, table, Types<F32, F32, F32, NONE>(), numbers);
     start_as<Rule>(where, table, AnyTypes{s.param, s.grad, s.state, s.copy}, numbers);
 }
 // Adam is where the time goes in practice.
-template <> void start<Adam>(const Where& where, const Table<Row>& table, const Step& s, const Numbers& numbers) {
+template <> void start<Adam>(const Where& where, const Table<Row>& table, const Step& s, const HyperSource& numbers) {
     if (Types<F32, F32, F32, NONE>::match(s)) return start_as<Adam>(where, table, Types<F32, F32, F32, NONE>(), numbers);
     if (Types<F32, F32, F32, BF16>::match(s)) return start_as<Adam>(where, table, Types<F32, F32, F32, BF16>(), numbers);
     if (Types<F32, BF16, F32, BF16>::match(s)) return start_as<Adam>(where, table, Types<F32, BF16, F32, BF16>(), numbers);
@@ -399,7 +406,7 @@ template <> void start<Adam>(const Where& where, const Table<Row>& table, const 
     start_as<Adam>(where, table, AnyTypes{s.param, s.grad, s.state, s.copy}, numbers);
 }
 
-void start_table(const Where& where, const Table<Row>& table, const Step& s, const Numbers& numbers, double* squares, double* partials,
+void start_table(const Where& where, const Table<Row>& table, const Step& s, const HyperSource& numbers, double* squares, double* partials,
                  const float* coefficients) {
     const AnyTypes any{s.param, s.grad, s.state, s.copy};
     switch (s.algorithm) {
@@ -426,7 +433,7 @@ void prepare(const Where& where, const Recipe& recipe, Hyper* out) {
 void step(const Where& where, const Step& s, const Row* rows, size_t count, const Hyper* hyper_at, double* squares, double* partials,
           const float* coefficients) {
     OnDevice on(where);
-    const Numbers numbers{s.hyper, hyper_at};
+    const HyperSource numbers{s.hyper, hyper_at};
     for_tables(rows, count, [&](const Row& r) { return aligned(s, r); },
                [&](const Table<Row>& table) {
                    start_table(where, table, s, numbers, squares, partials, coefficients);

@@ -1,115 +1,80 @@
-// One bit per element, with error feedback (what the arithmetic is: native/cpu/signs.cpp). A warp's vote is the packing: 32 votes of 32
-// lanes make 1024 bits, which the 32 lanes write side by side.
-#include "memory.cuh"
-#include "reduce.cuh"
+// One bit per element of a tensor; see signs.cuh.
+#include "signs.cuh"
 
 namespace dsx {
 namespace cuda {
 namespace {
 
-constexpr int64_t STRETCH = WARP * WARP;  // elements of a warp
+static_assert(SIGN_PIECE == CUDA_CHUNK, "the caller makes room for chunks_of(numel) partial sums");
 
-// Packs make(element) >= 0 for the warp's stretch; make is called for every element of it that there is.
-template <class Make> __device__ __forceinline__ void pack_stretch(int64_t first, int64_t numel, char* bits, const Make& make) {
-    const int lane = (int)threadIdx.x % WARP;
-    uint32_t mine = 0;
-    for (int turn = 0; turn < WARP; ++turn) {
-        const int64_t i = first + turn * WARP + lane;
-        const uint32_t word = __ballot_sync(ALL, i < numel && make(i) >= 0.0f);  // NaN: no
-        if (turn == lane) mine = word;
-    }
-    const int64_t byte = (first + lane * WARP) / 8, bytes = (numel + 7) / 8;
-    const bool whole = byte + 4 <= bytes && ((reinterpret_cast<uintptr_t>(bits) + byte) & 3) == 0;
-    if (byte < bytes) store_bytes(bits, byte, bytes - byte < 4 ? (int)(bytes - byte) : 4, whole, mine);
-}
-__device__ __forceinline__ int64_t first_of_warp() {
-    return ((int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP) * STRETCH;
-}
-
-__global__ void __launch_bounds__(THREADS) pack(DType dtype, const char* x, char* bits, int64_t numel) {
-    const int64_t first = first_of_warp();
-    if (first < numel) pack_stretch(first, numel, bits, [&](int64_t i) { return load1(dtype, x, i); });
-}
-
-__global__ void __launch_bounds__(THREADS) compress(DType dtype, const char* x, float* error, const float* scale, char* bits, int64_t numel) {
-    const int64_t first = first_of_warp();
-    const float magnitude = *scale;
-    if (first >= numel) return;
-    pack_stretch(first, numel, bits, [&](int64_t i) {
-        const float t = load1(dtype, x, i) + error[i];
-        error[i] = t - (t >= 0.0f ? magnitude : -magnitude);
-        return t;
+__global__ void __launch_bounds__(SIGN_THREADS) pack(const WholeTensor tensor, const Values x, char* bits) {
+    const auto read = [&](int64_t i, int n) { return x.read(i, n); };
+    octets(tensor.piece(blockIdx.x), read, [&](int64_t, int n, int64_t byte, const Raw<OCTET>& loaded) {
+        const Floats<OCTET> v = decode(x.dtype, loaded);
+        uint32_t signs = 0;
+        for (int k = 0; k < OCTET; ++k)
+            if (v.x[k] >= 0.0f && k < n) signs |= 1u << k;  // NaN: no
+        put(bits + byte, (char)(uint8_t)signs);
     });
 }
 
-__global__ void __launch_bounds__(THREADS) square_chunks(DType dtype, const char* x, const float* error, int64_t numel, double* partials) {
-    __shared__ double scratch[THREADS / WARP];
-    const int64_t begin = blockIdx.x * CUDA_CHUNK, end = numel - begin < CUDA_CHUNK ? numel : begin + CUDA_CHUNK;
-    double sum = 0;
-    for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
-        const double t = load1(dtype, x, i) + error[i];
-        sum = sum + t * t;
-    }
-    sum = over_block(sum, Sum(), scratch);
-    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
-}
-__global__ void __launch_bounds__(THREADS) root_mean(const double* partials, int64_t chunks, int64_t numel, float* scale) {
+__global__ void __launch_bounds__(THREADS) root_mean(const double* partials, int64_t count, int64_t numel, float* scale) {
     __shared__ double scratch[THREADS / WARP];
     double sum = 0;
-    for (int64_t c = threadIdx.x; c < chunks; c += blockDim.x) sum = sum + partials[c];
+    for (int64_t p = threadIdx.x; p < count; p += blockDim.x) sum = sum + fetch(partials + p);
     sum = over_block(sum, Sum(), scratch);
-    if (threadIdx.x == 0) *scale = (float)sqrt(sum / (double)(numel > 0 ? numel : 1));
+    if (threadIdx.x == 0) put(scale, (float)sqrt(sum / (double)(numel > 0 ? numel : 1)));
 }
 
-// Rows of bits, each with its scale; eight elements (one byte) per thread.
-__global__ void __launch_bounds__(THREADS) unpack(const char* bits, const float* scale, DType dtype, char* out, int64_t rows, int64_t numel) {
-    const int64_t bytes = (numel + 7) / 8, at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (at >= rows * bytes) return;
-    const int64_t row = at / bytes, first = at % bytes * 8;
-    const uint32_t byte = (uint8_t)bits[at];
-    const float magnitude = scale[row];
-    for (int k = 0; k < 8; ++k)
-        if (first + k < numel) store1(dtype, out, row * numel + first + k, byte >> k & 1 ? magnitude : -magnitude);
+// Rows of bits, each with its scale. `pieces`: of a row.
+__global__ void __launch_bounds__(SIGN_THREADS)
+    unpack(const WholeTensor row, int64_t pieces, const char* bits, const float* scale, DType dtype, char* out, bool whole) {
+    const int64_t number = blockIdx.x / pieces, bytes = (row.numel + OCTET - 1) / OCTET, first = number * row.numel;
+    const float magnitude = fetch(scale + number);
+    const auto read = [&](int64_t i, int n) -> uint32_t {
+        return n > 0 ? (uint8_t)fetch(bits + number * bytes + i / OCTET) : 0;
+    };
+    octets(row.piece(blockIdx.x % pieces), read, [&](int64_t i, int n, int64_t, uint32_t signs) {
+        store(dtype, out, first + i, n, whole && n == OCTET, signed_values(signs, magnitude));
+    });
 }
 
-__global__ void __launch_bounds__(THREADS)
-    mean(const char* bits, const float* scales, int64_t ranks, float factor, float* out, int64_t numel) {
-    const int64_t bytes = (numel + 7) / 8, i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= numel) return;
-    float sum = 0;
-    for (int64_t r = 0; r < ranks; ++r) {
-        const float magnitude = scales[r];
-        sum = sum + ((uint8_t)bits[r * bytes + i / 8] >> i % 8 & 1 ? magnitude : -magnitude);
-    }
-    out[i] = sum * factor;
+Values values(DType dtype, const void* at) {
+    return {dtype, static_cast<const char*>(at), fits_words<OCTET>(at, dtype)};
 }
-
-int64_t blocks_of(int64_t work, int64_t per_block) { return (work + per_block - 1) / per_block; }
-constexpr int64_t PER_BLOCK = THREADS / WARP * STRETCH;
 
 }  // namespace
 
 void pack_signs(const Where& where, DType dtype, const char* x, char* bits, int64_t numel) {
     OnDevice on(where);
-    launch(where, pack, blocks_of(numel, PER_BLOCK), THREADS, dtype, x, bits, numel);
+    const WholeTensor tensor{numel};
+    launch(where, pack, tensor.count(), SIGN_THREADS, tensor, values(dtype, x), bits);
 }
 
-void compress_signs(const Where& where, DType dtype, const char* x, float* error, char* bits, float* scale, double* partials, int64_t numel) {
+void compress_signs(const Where& where, DType dtype, const char* x, float* error, char* bits, float* scale, double* partials,
+                    int64_t numel) {
     OnDevice on(where);
-    const int64_t chunks = chunks_of(numel);
-    launch(where, square_chunks, chunks, THREADS, dtype, x, (const float*)error, numel, partials);
-    launch(where, root_mean, 1, THREADS, (const double*)partials, chunks, numel, scale);
-    launch(where, compress, blocks_of(numel, PER_BLOCK), THREADS, dtype, x, error, (const float*)scale, bits, numel);
+    const WholeTensor tensor{numel};
+    const Values v = values(dtype, x), e = values(F32, error);
+    launch(where, square_pieces<WholeTensor>, tensor.count(), SIGN_THREADS, tensor, v, e, partials);
+    launch(where, root_mean, 1, THREADS, (const double*)partials, tensor.count(), numel, scale);
+    launch(where, compress_pieces<WholeTensor>, tensor.count(), SIGN_THREADS, tensor, v, e, (const float*)scale, bits);
 }
 
-void unpack_signs(const Where& where, const char* bits, const float* scale, DType dtype, char* out, int64_t rows, int64_t numel) {
+void unpack_signs(const Where& where, const char* bits, const float* scale, DType dtype, char* out, int64_t rows,
+                  int64_t numel) {
     OnDevice on(where);
-    launch(where, unpack, blocks_of(rows * ((numel + 7) / 8), THREADS), THREADS, bits, scale, dtype, out, rows, numel);
+    const WholeTensor row{numel};
+    const bool whole = fits_words<OCTET>(out, dtype) && (rows == 1 || numel % OCTET == 0);
+    launch(where, unpack, rows * row.count(), SIGN_THREADS, row, row.count(), bits, scale, dtype, out, whole);
 }
 
 void mean_of_signs(const Where& where, const char* bits, const float* scales, int64_t ranks, float* out, int64_t numel) {
     OnDevice on(where);
-    launch(where, mean, blocks_of(numel, THREADS), THREADS, bits, scales, ranks, (float)(1.0 / (double)ranks), out, numel);
+    const WholeTensor tensor{numel};
+    const int64_t bytes = (numel + OCTET - 1) / OCTET;
+    launch(where, mean_pieces<WholeTensor>, tensor.count(), SIGN_THREADS, tensor, bits, bytes, scales, (int64_t)1, ranks,
+           (float)(1.0 / (double)ranks), fits(out, 16), out);
 }
 
 }  // namespace cuda

@@ -17,8 +17,10 @@
 #include <functional>
 #include <mutex>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #define __global__
@@ -73,9 +75,30 @@ public:
         blockDim.x = threads;
         while (fibers.size() < threads) create(fibers.emplace_back());
         snapshots.resize(threads);
+        trace.resize(std::max<size_t>(trace.size(), threads));
         random.seed(order);
         std::vector<unsigned> sequence = permuted((unsigned)blocks);
-        for (unsigned block : sequence) run_block(block, threads);
+        for (unsigned block : sequence) {
+            run_block(block, threads);
+            if (tracing) add_trace(threads);
+        }
+    }
+
+    // What the launches since start_trace() did to device memory. `sectors`: distinct pieces of 32 bytes, which is what must
+    // cross the memory bus at least. `requested`: sectors that the warps' accesses asked for, one access of all lanes at a
+    // time; 32 * requested is larger than `bytes` where lanes are apart.
+    struct Traffic {
+        uint64_t accesses = 0, bytes = 0, requested = 0;
+        std::unordered_set<uintptr_t> sectors;
+    };
+    Traffic reads, writes;
+    void start_trace() {
+        reads = writes = Traffic();
+        tracing = true;
+    }
+    void stop_trace() { tracing = false; }
+    void note_access(const void* at, size_t size, bool write) {
+        if (tracing) trace[threadIdx.x].push_back({reinterpret_cast<uintptr_t>(at), (uint32_t)size, write});
     }
 
     void barrier() { wait(Fiber::AT_BARRIER, 0, 0); }
@@ -89,6 +112,13 @@ public:
     }
 
 private:
+    struct Access {
+        uintptr_t at;
+        uint32_t size;
+        bool write;
+    };
+    bool tracing = false;
+    std::vector<std::vector<Access>> trace;  // per thread of the block, in its own order
     std::mutex mutex;
     std::deque<Fiber> fibers;  // their addresses stay
     std::vector<uint64_t> snapshots;
@@ -187,6 +217,30 @@ private:
         if (at_barrier != threads) give_up("divergence: some threads wait at a barrier that others never reach");
         for (unsigned t = 0; t < threads; ++t) fibers[t].state = Fiber::READY;
         return true;
+    }
+
+    // The n-th access of every lane counts as one request of the warp: right as long as lanes take the same path, which is
+    // all but the end of a tensor.
+    void add_trace(unsigned threads) {
+        for (unsigned first = 0; first < threads; first += WARP) {
+            for (size_t n = 0;; ++n) {
+                std::set<std::pair<uintptr_t, bool>> sectors;
+                for (unsigned t = first; t < first + WARP; ++t) {
+                    if (n >= trace[t].size()) continue;
+                    const Access& a = trace[t][n];
+                    Traffic& to = a.write ? writes : reads;
+                    ++to.accesses;
+                    to.bytes += a.size;
+                    for (uintptr_t s = a.at / 32; s <= (a.at + a.size - 1) / 32; ++s) {
+                        sectors.insert({s, a.write});
+                        to.sectors.insert(s);
+                    }
+                }
+                if (sectors.empty()) break;
+                for (const auto& s : sectors) ++(s.second ? writes : reads).requested;
+            }
+        }
+        for (unsigned t = 0; t < threads; ++t) trace[t].clear();
     }
 
     bool release_warp(unsigned first) {

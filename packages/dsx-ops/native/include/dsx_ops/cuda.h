@@ -92,9 +92,6 @@ void mean_of_sign_runs(const Where& where, const SignPieces& p, const char* bits
 
 // ---- rows: a tensor seen as [rows, cols], cols being the last dimension -------------------------------------------------
 
-constexpr int64_t SLABS = 256;         // column sums go over this many groups of rows, then over the groups
-constexpr int64_t MAX_COLUMNS = 16384; // of layer norm's backward
-
 struct Rows {
     DType dtype;
     int64_t rows, cols;
@@ -125,11 +122,14 @@ struct MaskView {
 // residual, total: null without a residual. The sum is rounded to the dtype before it is normed.
 void layer_norm(const Where& where, const Rows& r, const char* x, const char* residual, char* total, Vector weight, Vector bias, float eps,
                 char* y, float* mean, float* rstd);
-// partials: fp32 [2, SLABS, cols].
+// Sums down the columns are taken over this many groups of rows (slabs), and then over the slabs.
+int64_t norm_slabs(const Rows& r);    // of layer_norm_backward
+int64_t column_slabs(const Rows& r);  // of bias_gelu_backward and bias_grad
+// partials: fp32 [2, norm_slabs, cols].
 void layer_norm_backward(const Where& where, const Rows& r, const char* grad, const char* saved, const float* mean, const float* rstd,
                          Vector weight, Vector bias, const char* extra, bool from_output, char* dx, char* dweight, char* dbias, float* partials);
 void bias_gelu(const Where& where, const Rows& r, const char* x, Vector bias, bool tanh, char* y);
-// partials: fp32 [SLABS, cols]; dbias null without a bias.
+// partials: fp32 [column_slabs, cols]; dbias null without a bias.
 void bias_gelu_backward(const Where& where, const Rows& r, const char* grad, const char* x, Vector bias, bool tanh, char* dx, char* dbias,
                         float* partials);
 // residual + dropout(x + bias); bias and residual may be null.

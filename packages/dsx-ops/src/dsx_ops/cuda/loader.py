@@ -14,7 +14,7 @@ import torch
 
 from .. import native
 
-ABI = 3
+ABI = 4
 HINT = (
     "install the CUDA toolkit (nvcc) and reinstall: DSX_BUILD_CUDA=1 pip install --no-cache-dir --force-reinstall"
     " dsx-ops"

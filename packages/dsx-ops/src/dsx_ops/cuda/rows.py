@@ -26,10 +26,10 @@ def _rows(x: Tensor) -> Rows:
     return (DTYPE_CODES[x.dtype], x.numel() // cols if cols else 0, cols)
 
 
-def _partials(module: Any, x: Tensor, vectors: int = 1) -> Tensor:
-    """Room for the column sums of up to SLABS groups of rows."""
+def _partials(slabs: int, x: Tensor, vectors: int = 1) -> Tensor:
+    """Room for the column sums of so many groups of rows."""
     cols = x.shape[-1] if x.dim() else 1
-    return torch.empty(vectors * module.SLABS * cols, dtype=torch.float32, device=x.device)
+    return torch.empty(vectors * slabs * cols, dtype=torch.float32, device=x.device)
 
 
 # ---- layer norm ------------------------------------------------------------------------------------------------------
@@ -65,12 +65,10 @@ def run_layer_norm_backward(
     bias: Tensor,
     extra: Tensor | None,
     from_output: bool,
-) -> tuple[Tensor, ...] | None:
-    """`layer_norm_backward`; not for rows longer than 16384."""
-    if saved.dim() and saved.shape[-1] > module.MAX_COLUMNS:
-        return None
+) -> tuple[Tensor, ...]:
+    """`layer_norm_backward`."""
     dx, dweight, dbias = layer_norm._fake_backward(grad, saved, mean, rstd, weight, bias, extra, from_output)
-    partials = _partials(module, saved, 2)
+    partials = _partials(module.norm_slabs(_rows(saved)), saved, 2)
     given = addresses(grad, saved, mean, rstd, extra, dx, dweight, dbias, partials)
     vectors = launch.vector(weight), launch.vector(bias)
     module.layer_norm_backward(launch.place(saved), _rows(saved), given, *vectors, from_output)
@@ -92,7 +90,7 @@ def run_bias_gelu_backward(
 ) -> tuple[Tensor, Tensor]:
     """`bias_gelu_backward`."""
     dx, dbias = gelu._fake_backward(grad, x, bias, tanh)
-    sums, partials = (None, None) if bias is None else (dbias, _partials(module, x))
+    sums, partials = (None, None) if bias is None else (dbias, _partials(module.column_slabs(_rows(x)), x))
     module.bias_gelu_backward(
         launch.place(x), _rows(x), addresses(grad, x, dx, sums, partials), launch.vector(bias), tanh
     )
@@ -130,7 +128,7 @@ def run_bias_grad(
     """`bias_grad`."""
     drop._check(grad, None, None, p, seed, offset)
     dx, dbias = drop._fake_bias_grad(grad, dtype, p, seed, offset)
-    partials, numbers = _partials(module, grad), _mask_numbers(p, seed, offset)
+    partials, numbers = _partials(module.column_slabs(_rows(grad)), grad), _mask_numbers(p, seed, offset)
     module.bias_grad(launch.place(grad), _rows(grad), addresses(grad, dx, partials), launch.vector(dbias), numbers)
     return dx, dbias
 
