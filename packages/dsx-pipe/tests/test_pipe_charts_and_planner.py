@@ -4,10 +4,9 @@ import itertools
 import xml.etree.ElementTree as ET
 
 import pytest
+from dsx_pipe import LayerCost, PipelineError, ScheduleError, candidates, plan, save_costs, stage_times
 from dsx_pipe.cli import main
 from dsx_pipe.schedule import build, load_timeline, save_chart, save_timeline, simulate, svg, uniform_times
-
-from dsx_pipe import LayerCost, PipelineError, ScheduleError, candidates, plan, save_costs, stage_times
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
@@ -83,7 +82,10 @@ def test_the_memory_cap_holds_and_an_impossible_one_is_named():
 def test_plan_command(tmp_path, capsys):
     costs, chosen = tmp_path / "costs.json", tmp_path / "plan.txt"
     save_costs(LAYERS, costs)
-    assert main(["plan", "--costs", str(costs), "--ranks", "3", "--batch", "12", "--memory", "1M", "--save", str(chosen)]) == 0
+    assert (
+        main(["plan", "--costs", str(costs), "--ranks", "3", "--batch", "12", "--memory", "1M", "--save", str(chosen)])
+        == 0
+    )
     assert "schedule" in capsys.readouterr().out
     assert main(["show", "--file", str(chosen)]) == 0
     costs.write_text('[{"forwards": 1}]')

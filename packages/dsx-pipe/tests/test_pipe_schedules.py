@@ -1,6 +1,7 @@
 """Known schedules: complete, free of deadlock, as fast and as small as their formulas say; text form and validation."""
 
 import pytest
+from dsx_pipe import ScheduleError
 from dsx_pipe.schedule import (
     BUILDERS,
     Action,
@@ -22,8 +23,6 @@ from dsx_pipe.schedule import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-
-from dsx_pipe import ScheduleError
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 16)]
 

@@ -1,7 +1,91 @@
-"""Pipeline parallelism with schedules as data, and tensor slicing, for PyTorch."""
+"""Pipeline parallelism with schedules as data, and tensor slicing, for PyTorch.
+
+    plan = dsx_pipe.build("zb-h1", ranks=2, micro_batches=8)
+    pipe = dsx_pipe.Pipeline(stage_module, plan, loss_fn=loss_fn)
+    loss = pipe.step(inputs, labels)
+
+`schedule/` makes, checks, simulates and draws schedules; `runtime/` carries them out; `module.py` and `models/` cut
+models into stages; `planner.py` chooses; `tensor/` slices layers over ranks. Nothing here knows ZeRO or an engine.
+"""
 
 from ._version import __version__
 from .errors import PartitionError, PipelineError, ScheduleError, StageError, TensorSliceError
 from .planner import Candidate, LayerCost, candidates, load_costs, plan, save_costs, stage_times
+from .runtime import Pipeline, StageCallbacks, StepReport
+from .schedule import (
+    Action,
+    DataParallelSchedule,
+    InferenceSchedule,
+    Kind,
+    PipeSchedule,
+    Schedule,
+    Span,
+    StageTimes,
+    Timeline,
+    TrainSchedule,
+    build,
+    check,
+    gpipe,
+    inference,
+    interleaved,
+    live_activations,
+    load_timeline,
+    one_f_one_b,
+    problems,
+    save_chart,
+    save_timeline,
+    schedule_of,
+    simulate,
+    svg,
+    uniform_times,
+    with_communication,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
 
-__all__ = ["__version__"]
+__all__ = [
+    "Action",
+    "Candidate",
+    "DataParallelSchedule",
+    "InferenceSchedule",
+    "Kind",
+    "LayerCost",
+    "PartitionError",
+    "PipeSchedule",
+    "Pipeline",
+    "PipelineError",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "StageCallbacks",
+    "StageError",
+    "StageTimes",
+    "StepReport",
+    "TensorSliceError",
+    "Timeline",
+    "TrainSchedule",
+    "__version__",
+    "build",
+    "candidates",
+    "check",
+    "gpipe",
+    "inference",
+    "interleaved",
+    "live_activations",
+    "load_costs",
+    "load_timeline",
+    "one_f_one_b",
+    "plan",
+    "problems",
+    "save_chart",
+    "save_costs",
+    "save_timeline",
+    "schedule_of",
+    "simulate",
+    "stage_times",
+    "svg",
+    "uniform_times",
+    "with_communication",
+    "zero_bubble_h1",
+    "zero_bubble_v",
+]

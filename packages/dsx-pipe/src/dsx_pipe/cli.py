@@ -1,9 +1,9 @@
 """`dsx-pipe show` prints, checks and draws schedules; `dsx-pipe plan` chooses one from measured layer costs.
 
-    dsx-pipe show zb-h1 --ranks 4 --micro-batches 8 --out zb.svg
-    dsx-pipe show --file own.txt --text
-    dsx-pipe show --timeline measured.json --out measured.svg
-    dsx-pipe plan --costs layers.json --ranks 4 --batch 64 --memory 16G
+dsx-pipe show zb-h1 --ranks 4 --micro-batches 8 --out zb.svg
+dsx-pipe show --file own.txt --text
+dsx-pipe show --timeline measured.json --out measured.svg
+dsx-pipe plan --costs layers.json --ranks 4 --batch 64 --memory 16G
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 
 from .errors import PartitionError
 
@@ -80,7 +80,7 @@ def split_by_weights(weights: Sequence[float], num_parts: int) -> list[int]:
     for weight in weights:
         sums.append(sums[-1] + weight)
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(start: int, parts: int) -> tuple[tuple[float, float], int]:
         """((largest part, sum of squares), end of the first part) for the items from `start`; squares break ties."""
         if parts == 1:
@@ -154,7 +154,9 @@ def _matches(pattern: str, names: Sequence[str]) -> list[int]:
         raise PartitionError(f"partition_method: {pattern!r} is no regular expression ({error})") from None
     weights = [1 if regex.search(name) else 0 for name in names]
     if not any(weights):
-        raise PartitionError(f"partition_method: no layer's class matches {pattern!r}; classes are {sorted(set(names))}")
+        raise PartitionError(
+            f"partition_method: no layer's class matches {pattern!r}; classes are {sorted(set(names))}"
+        )
     return weights
 
 

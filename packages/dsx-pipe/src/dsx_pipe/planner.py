@@ -154,7 +154,9 @@ def _cost(
     parts = split_by_weights(weights, schedule.stages)
     samples = batch / m
     timeline = simulate(schedule, stage_times(layers, parts, samples), latency=latency)
-    kept = _kept_bytes(schedule, [samples * sum(c.activation_bytes for c in layers[a:b]) for a, b in zip(parts, parts[1:])])
+    kept = _kept_bytes(
+        schedule, [samples * sum(c.activation_bytes for c in layers[a:b]) for a, b in zip(parts, parts[1:])]
+    )
     states = [
         sum(c.parameter_bytes for s in schedule.stages_of(r) for c in layers[parts[s] : parts[s + 1]])
         for r in range(ranks)

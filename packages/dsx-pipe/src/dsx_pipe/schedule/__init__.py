@@ -1,8 +1,8 @@
 """Pipeline schedules as data: build, print, parse, validate, simulate, draw.
 
-    plan = build("zb-h1", ranks=4, micro_batches=8)
-    check(plan)
-    print(simulate(plan, uniform_times(4)).bubble_share)
+plan = build("zb-h1", ranks=4, micro_batches=8)
+check(plan)
+print(simulate(plan, uniform_times(4)).bubble_share)
 """
 
 from .action import Action, Kind

@@ -66,7 +66,9 @@ class Action:
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             kinds = ", ".join(kind.value for kind in Kind)
-            raise ScheduleError(f"action: got {text!r}, expected <stage><kind><micro-batch> like 2F0; kinds are {kinds}")
+            raise ScheduleError(
+                f"action: got {text!r}, expected <stage><kind><micro-batch> like 2F0; kinds are {kinds}"
+            )
         return Action(int(match[1]), Kind(match[2]), int(match[3]))
 
     def peer_stage(self) -> int:

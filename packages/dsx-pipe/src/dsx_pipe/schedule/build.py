@@ -83,7 +83,9 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
                 row.append(nth(r, k + ahead, _F))
             row.append(nth(r, k, _B))
         rows.append(tuple(row))
-    return Schedule(f"interleaved-{chunks}", micro_batches, tuple(s % ranks for s in range(ranks * chunks)), tuple(rows))
+    return Schedule(
+        f"interleaved-{chunks}", micro_batches, tuple(s % ranks for s in range(ranks * chunks)), tuple(rows)
+    )
 
 
 def zero_bubble_h1(ranks: int, micro_batches: int) -> Schedule:

@@ -15,7 +15,12 @@ from .simulate import Span, Timeline
 
 # colours that differ in brightness too, so that they can be told apart without colour vision
 _COLOURS = {Kind.FORWARD: "#4c78c8", Kind.BACKWARD: "#e8a33d", Kind.INPUT: "#5fb8a6", Kind.WEIGHT: "#d9d0b4"}
-_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input backward", Kind.WEIGHT: "weight backward"}
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input backward",
+    Kind.WEIGHT: "weight backward",
+}
 _LEFT, _TOP, _ROW, _GAP = 64, 34, 30, 6
 
 

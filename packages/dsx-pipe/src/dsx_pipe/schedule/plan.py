@@ -38,7 +38,9 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     @staticmethod
-    def of(name: str, micro_batches: int, stage_ranks: Sequence[int], actions: Iterable[Iterable[Action | str]]) -> Schedule:
+    def of(
+        name: str, micro_batches: int, stage_ranks: Sequence[int], actions: Iterable[Iterable[Action | str]]
+    ) -> Schedule:
         """A schedule from ordinary lists; an action may be text like "0F1"."""
         rows = tuple(tuple(a if isinstance(a, Action) else Action.parse(a) for a in row) for row in actions)
         return Schedule(name, micro_batches, tuple(stage_ranks), rows)

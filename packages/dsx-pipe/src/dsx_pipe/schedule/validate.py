@@ -86,7 +86,9 @@ def _shape(schedule: Schedule) -> list[str]:
             if not 0 <= action.stage < schedule.stages:
                 found.append(f"rank {rank}: {action}: the stages are 0..{schedule.stages - 1}")
             elif schedule.stage_ranks[action.stage] != rank:
-                found.append(f"rank {rank}: {action}: stage {action.stage} is on rank {schedule.stage_ranks[action.stage]}")
+                found.append(
+                    f"rank {rank}: {action}: stage {action.stage} is on rank {schedule.stage_ranks[action.stage]}"
+                )
             elif not 0 <= action.micro_batch < schedule.micro_batches:
                 found.append(f"rank {rank}: {action}: the micro-batches are 0..{schedule.micro_batches - 1}")
     return found
@@ -152,7 +154,9 @@ def _matched(schedule: Schedule) -> list[str]:
             found.append(f"{action}: stages {action.stage} and {peer} are on one rank and need no message")
         elif action.counterpart() not in present:
             other = "receive" if action.kind.sends else "send"
-            found.append(f"{action} has no {other}: {action.counterpart()} is missing on rank {schedule.stage_ranks[peer]}")
+            found.append(
+                f"{action} has no {other}: {action.counterpart()} is missing on rank {schedule.stage_ranks[peer]}"
+            )
     for stage in range(schedule.stages):
         for m in range(schedule.micro_batches):
             for receive in _needed_receives(schedule, stage):

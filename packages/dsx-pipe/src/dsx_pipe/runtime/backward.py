@@ -1,0 +1,172 @@
+"""Backward of one stage, whole or in two parts: gradient of the input first, gradients of the parameters later.
+
+The parts of zero-bubble schedules are found in autograd's graph, so any module can be split. A *junction* is a node on
+a way from the output to the stage's input that also has an edge into a *branch* which leads to parameters only (the
+weight of a linear layer, the scale of a norm). The input part runs autograd towards the input and records the gradients
+that reach each junction. The weight part starts at the junctions with those gradients and computes their branches. What
+the input part has done is not done again, since a node computes only the gradients that are asked for. (A node of a
+user's own `autograd.Function` with parameters among its arguments computes all of them, so twice.)
+
+The graph and what it saved live until the weight part is done; schedules count it so.
+
+Not split, and done whole in the input part: stages whose input needs no gradient, and graphs with a reentrant
+checkpoint, which cannot be asked for single gradients. A parameter that several junctions use belongs to the input part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+Grads = Sequence["torch.Tensor | None"]
+
+
+class DeferredWeights:
+    """What the weight part needs: per junction the gradients that reached it and the edges into its branches."""
+
+    def __init__(self) -> None:
+        self.junctions: list[tuple[Any, list[torch.Tensor | None], list[GradientEdge]]] = []
+
+    def run(self) -> None:
+        """Compute the gradients and add them to the parameters' `.grad`; frees the graph."""
+        ends: list[GradientEdge] = []
+        grads: list[torch.Tensor] = []
+        while self.junctions:
+            node, incoming, branches = self.junctions.pop()
+            known = [(GradientEdge(node, i), g) for i, g in enumerate(incoming) if g is not None]
+            if not known:
+                continue
+            found = torch.autograd.grad(
+                [edge for edge, _ in known], branches, [g for _, g in known], allow_unused=True
+            )  # fmt: skip  # pyright: ignore[reportArgumentType, reportCallIssue]
+            for edge, gradient in zip(branches, found):
+                if gradient is not None:
+                    ends.append(edge)
+                    grads.append(gradient)
+        if ends:
+            torch.autograd.backward(ends, grads)  # pyright: ignore[reportArgumentType]
+
+
+def whole_backward(outputs: Sequence[torch.Tensor], grads: Grads) -> None:
+    """Gradients of everything, added to `.grad` of inputs and parameters."""
+    used, filled = _used(outputs, grads)
+    if used:
+        torch.autograd.backward(used, filled)
+
+
+def input_backward(outputs: Sequence[torch.Tensor], grads: Grads, inputs: Sequence[torch.Tensor]) -> DeferredWeights:
+    """Gradients of the inputs, added to their `.grad`; what is left for the parameters is returned.
+
+    Args:
+        outputs: outputs of the stage.
+        grads: their gradients; None for an output that nobody used, or for a scalar loss (then 1).
+        inputs: leaves that need a gradient.
+    """
+    deferred = DeferredWeights()
+    used, filled = _used(outputs, grads)
+    if not used:
+        return deferred
+    graph = _Graph([get_gradient_edge(o).node for o in used], [get_gradient_edge(i).node for i in inputs])
+    if graph.reentrant or not graph.on_path:
+        torch.autograd.backward(used, filled)
+        return deferred
+    branches, early = graph.branches()
+    recorded: dict[Any, list[torch.Tensor | None]] = {}
+    handles = [node.register_prehook(_note(recorded, node)) for node in branches]
+    # outputs that do not depend on the input have nothing to wait for
+    toward = [get_gradient_edge(o).node in graph.on_path for o in used]
+    try:
+        found = torch.autograd.grad(
+            [o for o, way in zip(used, toward) if way], [*inputs, *early], [g for g, way in zip(filled, toward) if way],
+            retain_graph=True, allow_unused=True,
+        )  # fmt: skip  # pyright: ignore[reportArgumentType, reportCallIssue]
+    finally:
+        for handle in handles:
+            handle.remove()
+    for leaf, gradient in zip(inputs, found):
+        if gradient is not None:
+            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+    now = [(e, g) for e, g in zip(early, found[len(inputs) :]) if g is not None]
+    now += [(get_gradient_edge(o), g) for o, g, way in zip(used, filled, toward) if not way]
+    if now:
+        torch.autograd.backward([e for e, _ in now], [g for _, g in now], retain_graph=True)  # pyright: ignore[reportArgumentType]
+    deferred.junctions = [
+        (node, recorded[node], edges) for node, edges in branches.items() if node in recorded and edges
+    ]
+    return deferred
+
+
+def _used(outputs: Sequence[torch.Tensor], grads: Grads) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The outputs that need a backward, with their gradients written out."""
+    used, filled = [], []
+    for output, gradient in zip(outputs, grads):
+        if not output.requires_grad or (gradient is None and output.numel() != 1):
+            continue
+        used.append(output)
+        filled.append(torch.ones_like(output) if gradient is None else gradient)
+    return used, filled
+
+
+def _note(recorded: dict[Any, list[torch.Tensor | None]], node: Any) -> Any:
+    def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        recorded[node] = list(gradients)
+
+    return hook
+
+
+class _Graph:
+    """Autograd's graph behind some outputs, seen from the stage's inputs."""
+
+    def __init__(self, roots: list[Any], ends: list[Any]) -> None:
+        self.order = _post_order(roots)
+        self.reentrant = any("CheckpointFunctionBackward" in node.name() for node in self.order)
+        targets = set(ends)
+        self.on_path: set[Any] = set()
+        for node in self.order:  # children come before their parents
+            if node in targets or any(child in self.on_path for child, _ in node.next_functions):
+                self.on_path.add(node)
+
+    def branches(self) -> tuple[dict[Any, list[GradientEdge]], list[GradientEdge]]:
+        """Per junction the edges into branches of its own, and the parameters that several junctions lead to."""
+        leaves: dict[tuple[Any, int], set[Any]] = {}
+        owned: dict[Any, list[tuple[Any, int]]] = {}
+        count: Counter[Any] = Counter()
+        for node in self.order:
+            if node not in self.on_path:
+                continue
+            edges = {(c, i) for c, i in node.next_functions if c is not None and c not in self.on_path}
+            for edge in edges:
+                if edge not in leaves:
+                    leaves[edge] = {n for n in _post_order([edge[0]]) if hasattr(n, "variable")}
+            owned[node] = [edge for edge in edges if leaves[edge]]
+            count.update(set().union(*(leaves[edge] for edge in edges)))
+        several = {leaf for leaf, n in count.items() if n > 1}
+        while True:  # a branch with one such parameter is taken whole
+            more = set().union(*(found for found in leaves.values() if found & several)) - several
+            if not more:
+                break
+            several |= more
+        own = {
+            node: [GradientEdge(c, i) for c, i in edges if not leaves[c, i] & several] for node, edges in owned.items()
+        }
+        return {node: edges for node, edges in own.items() if edges}, [GradientEdge(leaf, 0) for leaf in several]
+
+
+def _post_order(roots: list[Any]) -> list[Any]:
+    """All nodes behind the roots, children before parents."""
+    seen: set[Any] = set()
+    found: list[Any] = []
+    stack: list[tuple[Any, bool]] = [(root, False) for root in roots if root is not None]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            found.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((child, False) for child, _ in node.next_functions if child is not None)
+    return found

@@ -1,0 +1,80 @@
+"""Micro-batches for the first and the last stage: read from an iterator, or split from one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..errors import PipelineError
+from .structure import describe, flatten, unflatten
+
+
+class MicroBatches:
+    """The micro-batches of one step, read in order and on demand.
+
+    Args:
+        source: iterator over (inputs, labels); None on ranks that need no data.
+        count: number of micro-batches of the step.
+        device: where tensors go.
+        batch_fn: applied to every item first.
+    """
+
+    def __init__(
+        self, source: Iterator[Any] | None, count: int, device: torch.device, batch_fn: Callable[[Any], Any] | None
+    ) -> None:
+        self._source, self._count, self._device, self._batch_fn = source, count, device, batch_fn
+        self._read: list[tuple[Any, Any]] = []
+
+    def get(self, micro_batch: int) -> tuple[Any, Any]:
+        """(inputs, labels) of a micro-batch, on the device.
+
+        Raises:
+            PipelineError: there is no iterator, it has ended, or an item is no pair.
+        """
+        while len(self._read) <= micro_batch:
+            self._read.append(self._next(len(self._read)))
+        return self._read[micro_batch]
+
+    def _next(self, index: int) -> tuple[Any, Any]:
+        if self._source is None:
+            raise PipelineError("this rank holds the first or the last stage and has no data iterator")
+        try:
+            item = next(self._source)
+        except StopIteration:
+            raise PipelineError(
+                f"the data iterator ended: got {index} micro-batches, expected {self._count} for a step; drop the "
+                "incomplete step, or wrap the loader in dsx.RepeatingLoader"
+            ) from None
+        if self._batch_fn is not None:
+            item = self._batch_fn(item)
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise PipelineError(f"the data iterator gave {describe(item)}, expected (inputs, labels); use batch_fn")
+        inputs, labels = (self._placed(part) for part in item)
+        return inputs, labels
+
+    def _placed(self, value: Any) -> Any:
+        structure, tensors, others = flatten(value)
+        return unflatten(structure, [t.to(self._device) for t in tensors], others)
+
+
+def split_batch(inputs: Any, labels: Any, count: int) -> Iterator[tuple[Any, Any]]:
+    """Split a batch along the first dimension of all its tensors; sizes differ by one at most.
+
+    Raises:
+        PipelineError: fewer rows than micro-batches.
+    """
+    pieces = [_split(part, count) for part in (inputs, labels)]
+    yield from zip(*pieces)
+
+
+def _split(value: Any, count: int) -> list[Any]:
+    structure, tensors, others = flatten(value)
+    for tensor in tensors:
+        if tensor.dim() == 0 or tensor.shape[0] < count:
+            raise PipelineError(
+                f"a batch of shape {list(tensor.shape)} cannot be split into {count} micro-batches along its first dimension"
+            )
+    rows = [torch.tensor_split(t, count) for t in tensors]
+    return [unflatten(structure, [row[i] for row in rows], others) for i in range(count)]

@@ -1,0 +1,377 @@
+"""`Pipeline`: a schedule carried out over the ranks of a group, with any module as a stage.
+
+    plan = dsx_pipe.build("zb-h1", ranks=2, micro_batches=8)
+    pipe = dsx_pipe.Pipeline(my_stage, plan, loss_fn=torch.nn.functional.cross_entropy)
+    loss = pipe.step(inputs, labels)         # forward and backward of all micro-batches; gradients are in .grad
+    optimizer.step(); optimizer.zero_grad()
+
+A stage takes one argument, the output of the stage before it (the data's inputs on the first stage), and returns one
+value: a tensor, or tuples, lists, dicts and dataclasses of tensors and other values. What carries a gradient on one side
+carries one on the other.
+
+The optimizer, data-parallel reduction and precision are not part of it: an engine adds them through `StageCallbacks`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from ..errors import PipelineError, ScheduleError, StageError
+from ..schedule import Action, Schedule, Span, build, check, inference_over
+from .data import MicroBatches, split_batch
+from .failure import Failure, first_of
+from .messages import LOST, Groups, Mailbox, Spec
+from .report import StepReport, make_report
+from .stage import Stage, StageCallbacks
+from .step import Mode, Step
+
+_TRAIN, _EVAL = 1, 2
+
+
+class Pipeline:
+    """One rank of a pipeline.
+
+    Args:
+        stage_module: this rank's stage; a list of them, in the order of the stages, where the schedule gives a rank
+            several; or a `PipelineModule`.
+        schedule: a `Schedule`, or the name of one (then with `micro_batches`).
+        group: process group of the pipeline; its ranks are the schedule's. Default: the world, or the pipe axis of a
+            `PipelineModule`.
+        micro_batches: number of micro-batches, for a schedule given by name.
+        loss_fn: (output, labels) -> scalar on the last stage; None: the output is the loss. Default: the module's.
+        device: where tensors arrive; default: that of the module's parameters, else the CPU.
+        dynamic_shape: shapes may differ between micro-batches and steps. Else a change is an error.
+        nonfinite: "raise" ends a training step whose loss is not finite with an error on every rank that names where it
+            began; "ignore" goes on (mixed precision that skips such steps).
+        split_backward: False does the whole backward where a zero-bubble schedule has its input part.
+        callbacks: of an engine.
+        batch_fn: applied to every item of a data iterator.
+
+    All ranks of the group construct it together.
+
+    Raises:
+        ScheduleError: the schedule is not valid, or does not fit the group.
+        PipelineError: the number of modules is not the number of this rank's stages.
+    """
+
+    def __init__(
+        self,
+        stage_module: Any,
+        schedule: Schedule | str,
+        group: Any = None,
+        *,
+        micro_batches: int | None = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        device: torch.device | str | None = None,
+        dynamic_shape: bool | None = None,
+        nonfinite: str = "raise",
+        split_backward: bool = True,
+        callbacks: StageCallbacks | None = None,
+        batch_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if nonfinite not in ("raise", "ignore"):
+            raise PipelineError(f"nonfinite: got {nonfinite!r}, expected 'raise' or 'ignore'")
+        self.module = stage_module
+        parts = _parts_of(stage_module)
+        if group is None:
+            group = getattr(stage_module, "pipe_group", None)
+        self.groups = Groups(group, _device_of(parts, device))
+        self.schedule = _schedule_of(schedule, micro_batches, stage_module, self.groups.size)
+        self.rank = self.groups.rank
+        self.dynamic_shape = (
+            bool(getattr(stage_module, "dynamic_shape", False)) if dynamic_shape is None else dynamic_shape
+        )
+        self._batch_fn = batch_fn
+        loss_fn = loss_fn if loss_fn is not None else getattr(stage_module, "loss_fn", None)
+        mine = self.schedule.stages_of(self.rank)
+        if len(mine) != len(parts):
+            raise PipelineError(
+                f"rank {self.rank}: got {len(parts)} modules, expected {len(mine)}: schedule {self.schedule.name!r} gives "
+                f"this rank the stages {list(mine)}"
+            )
+        self.stages = {
+            index: Stage(
+                index, module, index == self.schedule.stages - 1, loss_fn, callbacks or StageCallbacks(),
+                nonfinite == "raise", split_backward,
+            )
+            for index, module in zip(mine, parts)
+        }  # fmt: skip
+        self._mailbox = Mailbox(self.groups, self._name_of)
+        self._agreed: dict[tuple[int, int], Spec] = {}
+        self._iterator: Iterator[Any] | None = None
+        self._last_step: Step | None = None
+        self._last_schedule = self.schedule
+
+    # - what a user calls
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True on the rank that holds stage 0."""
+        return 0 in self.stages
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True on the rank that holds the last stage."""
+        return self.schedule.stages - 1 in self.stages
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches of a training step."""
+        return self.schedule.micro_batches
+
+    def step(self, inputs: Any = None, labels: Any = None) -> torch.Tensor:
+        """Forward and backward of one batch, split along the first dimension into the schedule's micro-batches.
+
+        Args:
+            inputs: of the first stage; other ranks may leave it out.
+            labels: for the loss; only the rank of the last stage needs them.
+
+        Returns:
+            The mean of the micro-batches' losses, on every rank, as a float32 tensor.
+
+        Raises:
+            StageError: a stage failed; every rank raises it with the same text.
+        """
+        return self.train_batch(split_batch(inputs, labels, self.micro_batches))
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """The same with an iterator over micro-batches, each (inputs, labels); see `set_dataiterator`.
+
+        Only ranks with the first or the last stage read from it, one item per micro-batch.
+        """
+        losses, _ = self._run(self.schedule, Mode(train=True), data_iter, _TRAIN)
+        return _mean(losses, self.groups.device)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Forward only, in evaluation mode and without gradients.
+
+        Args:
+            data_iter: over micro-batches, as for `train_batch`.
+            return_logits: return (loss, outputs) instead of the loss; outputs are None except on the last stage.
+            compute_loss: False returns the outputs alone.
+            reduce_output: "avg" for the mean loss, None for a list with one loss per micro-batch.
+            bcast_loss: give the loss to every rank; else it is None except on the last stage.
+            num_micro_batches: default: as many as in training.
+        """
+        if reduce_output not in ("avg", None):
+            raise PipelineError(f"reduce_output: got {reduce_output!r}, expected 'avg' or None")
+        count = self.micro_batches if num_micro_batches is None else num_micro_batches
+        plan = inference_over(self.schedule.stage_ranks, count)
+        mode = Mode(train=False, loss=compute_loss, keep_outputs=return_logits or not compute_loss)
+        modules = [s.module for s in self.stages.values() if isinstance(s.module, nn.Module)]
+        training = [m for module in modules for m in module.modules() if m.training]
+        for module in modules:
+            module.eval()
+        try:
+            losses, outputs = self._run(plan, mode, data_iter, _EVAL)
+        finally:
+            for module in training:
+                module.training = True
+        if not compute_loss:
+            return outputs
+        loss: Any = None
+        if bcast_loss or self.is_last_stage:
+            device = self.groups.device
+            loss = _mean(losses, device) if reduce_output == "avg" else [torch.tensor(x, device=device) for x in losses]
+        return (loss, outputs) if return_logits else loss
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """The iterator that steps read from when they are given none."""
+        self._iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Read micro-batches from this loader, one pass over it."""
+        self._iterator = iter(loader) if loader is not None else None
+
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Apply `fn` to every item of the data iterator before it is used."""
+        self._batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Negotiate shapes again with the next micro-batch. All ranks call it, between two steps."""
+        self._agreed.clear()
+        self._mailbox.forget_shapes()
+
+    def most_kept(self) -> dict[int, int]:
+        """For each stage of this rank, the most micro-batches whose activations the last step kept at one time."""
+        return {index: stage.most_kept for index, stage in self.stages.items()}
+
+    def report(self) -> StepReport:
+        """What the last step took, measured against its ideal. All ranks call it and get the same."""
+        if self._last_step is None:
+            raise PipelineError("there is no step to report: call train_batch or eval_batch first")
+        rows: list[Any] = [None] * self.groups.size
+        mine = [(s.rank, str(s.action), s.start, s.end) for s in self._last_step.spans]
+        dsx_comm.all_gather_object(rows, (mine, self.most_kept()), group=self.groups.host)
+        spans = [Span(rank, Action.parse(action), start, end) for row, _ in rows for rank, action, start, end in row]
+        kept = {stage: n for _, row in rows for stage, n in row.items()}
+        return make_report(self._last_schedule, spans, [kept.get(s, 0) for s in range(self.schedule.stages)])
+
+    # - a step
+
+    def _run(self, plan: Schedule, mode: Mode, data_iter: Iterator[Any] | None, kind: int) -> tuple[list[float], Any]:
+        self._mailbox.begin_run()
+        self._agree(plan, kind)
+        source = data_iter if data_iter is not None else self._iterator
+        data = MicroBatches(source, plan.micro_batches, self.groups.device, self._batch_fn)
+        agreed = self._agreed if mode.train and not self.dynamic_shape else None
+        step = Step(plan, self.rank, self.stages, self._mailbox, data, mode, agreed)
+        step.run()
+        self._last_step, self._last_schedule = step, plan
+        if mode.train and not step.poison and hasattr(self.module, "allreduce_tied_weight_gradients"):
+            self.module.allreduce_tied_weight_gradients()
+        losses = self._finish(step, plan, mode)
+        outputs = None
+        if mode.keep_outputs and self.is_last_stage:
+            kept = self.stages[self.schedule.stages - 1].outputs
+            outputs = _joined([kept[m] for m in range(plan.micro_batches)])
+        return losses, outputs
+
+    def _agree(self, plan: Schedule, kind: int) -> None:
+        """All ranks must be about to do the same."""
+        digest = int.from_bytes(hashlib.sha256(str(plan).encode()).digest()[:7], "big")
+        mine = torch.tensor([digest, kind, int(self.dynamic_shape), self._mailbox.run], dtype=torch.int64)
+        rows = self._gathered(mine)
+        if all(row == rows[0] for row in rows):
+            return
+        texts: list[Any] = [None] * self.groups.size
+        call = {_TRAIN: "train_batch", _EVAL: "eval_batch"}[kind]
+        said = (
+            f"{call}, {plan.name} with {plan.micro_batches} micro-batches over {plan.stages} stages, step {self._mailbox.run}"
+            f"{', dynamic shapes' if self.dynamic_shape else ''}"
+        )
+        dsx_comm.all_gather_object(texts, said, group=self.groups.host)
+        listed = "\n  ".join(f"{self._name_of(r)}: {text}" for r, text in enumerate(texts))
+        raise PipelineError(f"the ranks of the pipeline are not about to do the same:\n  {listed}")
+
+    def _finish(self, step: Step, plan: Schedule, mode: Mode) -> list[float]:
+        """Tell every rank the losses, or raise on every rank what failed."""
+        if step.lost or (step.poison and step.poison[0] == LOST):
+            raise self._error_of([Failure.unpack(step.poison[1])] if step.poison else step.failures)
+        row = torch.zeros(1 + plan.micro_batches, dtype=torch.float64)
+        row[0] = float(step.poison is not None)
+        has_loss = self.is_last_stage and mode.loss
+        if has_loss and step.poison is None:
+            losses = self.stages[self.schedule.stages - 1].losses
+            row[1:] = torch.stack([losses[m].reshape(()).double().cpu() for m in range(plan.micro_batches)])
+        rows = self._gathered(row)
+        if not any(r[0] for r in rows):
+            return rows[self.schedule.stage_ranks[-1]][1:]
+        gathered: list[Any] = [None] * self.groups.size
+        packed = [f.pack().decode() for f in step.failures]
+        dsx_comm.all_gather_object(gathered, json.dumps(packed), group=self.groups.host)
+        failures = [Failure.unpack(text.encode()) for entry in gathered for text in json.loads(entry)]
+        failure = first_of(failures)
+        raise self._error_of([self._located(failure) if failure.nonfinite else failure])
+
+    def _located(self, failure: Failure) -> Failure:
+        """Where a loss that is not finite began: the first stage that makes such values from finite ones."""
+        found = None
+        for index, stage in sorted(self.stages.items()):
+            if failure.micro_batch is None or found is not None:
+                break
+            try:
+                place = stage.where_nonfinite(failure.micro_batch)
+            except Exception:  # noqa: BLE001  (the search must not hide the failure that it explains)
+                continue
+            if place is not None:
+                found = (index, self.rank, *place)
+        answers: list[Any] = [None] * self.groups.size
+        dsx_comm.all_gather_object(answers, json.dumps(found), group=self.groups.host)
+        known = sorted(tuple(a) for a in map(json.loads, answers) if a is not None)
+        if not known:
+            return failure
+        index, rank, what, layer = known[0]
+        reason = f"{failure.reason}; this is the first stage where {what} are not finite"
+        return Failure(index, rank, failure.micro_batch, layer, "forward", reason, nonfinite=True)
+
+    def _gathered(self, row: torch.Tensor) -> list[list[Any]]:
+        """Everybody's row."""
+        table = torch.empty((self.groups.size, row.numel()), dtype=row.dtype)
+        try:
+            dsx_comm.all_gather_into_tensor(table.view(-1), row, group=self.groups.host)
+        except RuntimeError as error:
+            raise PipelineError(f"a rank of the pipeline is gone: {type(error).__name__}: {error}") from error
+        return table.tolist()
+
+    def _error_of(self, failures: list[Failure]) -> StageError:
+        for stage in self.stages.values():
+            stage.begin()  # nothing of a failed step is kept
+        return first_of(failures).error()
+
+    def _name_of(self, rank: int) -> str:
+        stages = ", ".join(map(str, self.schedule.stages_of(rank)))
+        return f"stage {stages} (rank {rank})"
+
+
+def _parts_of(stage_module: Any) -> list[Any]:
+    chunks = getattr(stage_module, "stage_modules", None)
+    if chunks is not None:
+        return list(chunks)
+    if isinstance(stage_module, Sequence) and not isinstance(stage_module, nn.Module):
+        return list(stage_module)
+    return [stage_module]
+
+
+def _device_of(parts: list[Any], device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    for part in parts:
+        if isinstance(part, nn.Module):
+            for parameter in part.parameters():
+                return parameter.device
+    return torch.device("cpu")
+
+
+def _schedule_of(schedule: Schedule | str, micro_batches: int | None, module: Any, ranks: int) -> Schedule:
+    if isinstance(schedule, str):
+        if micro_batches is None:
+            raise ScheduleError(f"schedule {schedule!r}: pass micro_batches=... with the name of a schedule")
+        chunks = len(getattr(module, "stage_modules", ())) or (
+            len(module) if isinstance(module, (list, tuple)) else None
+        )
+        schedule = build(schedule, ranks, micro_batches, chunks if schedule in ("interleaved", "inference") else None)
+    elif micro_batches not in (None, schedule.micro_batches):
+        raise ScheduleError(f"micro_batches: got {micro_batches}, the schedule has {schedule.micro_batches}")
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"schedule: got {type(schedule).__name__}, expected a Schedule or a name like '1f1b'")
+    check(schedule)
+    if schedule.ranks != ranks:
+        raise ScheduleError(f"schedule {schedule.name!r} has {schedule.ranks} ranks, the group has {ranks}")
+    placed = getattr(module, "stage_ranks", None)
+    if placed is not None and tuple(placed) != schedule.stage_ranks:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} puts the stages on the ranks {list(schedule.stage_ranks)}, the module has them on "
+            f"{list(placed)}; build the PipelineModule with schedule={schedule.name!r}"
+        )
+    return schedule
+
+
+def _mean(losses: list[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(sum(losses) / max(len(losses), 1), dtype=torch.float32, device=device)
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """Outputs of all micro-batches: one tensor where they are tensors that fit together, else a list."""
+    tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
+    fits = (
+        len(tensors) == len(outputs)
+        and len({(t.shape[1:], t.dim() > 0) for t in tensors}) == 1
+        and tensors[0].dim() > 0
+    )
+    return torch.cat(tensors) if fits else outputs

@@ -1,0 +1,128 @@
+"""Values that travel between stages: tensors inside tuples, lists, dicts, named tuples and dataclasses.
+
+`flatten` takes a value apart into its structure (which is small, picklable and comparable), its tensors and its other
+values; `unflatten` puts it together again. `describe` says in words what a value is, for errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ..errors import PipelineError
+
+# a structure is nested tuples: ("tensor",), ("value",) or (container, details, (children...))
+Structure = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """What a receiver must know of a tensor before it comes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        """The spec of a tensor; only floating and complex tensors carry gradients."""
+        differentiable = tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, differentiable)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def flatten(value: Any) -> tuple[Structure, list[torch.Tensor], list[Any]]:
+    """Take a value apart: (structure, tensors, other values), each in order of appearance.
+
+    Raises:
+        PipelineError: a dataclass with fields that its constructor does not take.
+    """
+    tensors: list[torch.Tensor] = []
+    others: list[Any] = []
+
+    def visit(item: Any) -> Structure:
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+            return ("tensor",)
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            return ("dataclass", type(item), _visit_fields(item, visit))
+        if isinstance(item, tuple) and hasattr(item, "_fields"):
+            return ("namedtuple", type(item), tuple(map(visit, item)))
+        if type(item) in (tuple, list):
+            return (type(item).__name__, None, tuple(map(visit, item)))
+        if isinstance(item, dict):
+            return ("dict", (type(item), tuple(item)), tuple(map(visit, item.values())))
+        others.append(item)
+        return ("value",)
+
+    return visit(value), tensors, others
+
+
+def _visit_fields(item: Any, visit: Any) -> tuple[tuple[str, Structure], ...]:
+    hidden = [f.name for f in dataclasses.fields(item) if not f.init]
+    if hidden:
+        raise PipelineError(
+            f"{type(item).__name__} travels between stages, but its constructor does not take {hidden[0]!r}; "
+            "make it an ordinary field, or send a dict"
+        )
+    return tuple((f.name, visit(getattr(item, f.name))) for f in dataclasses.fields(item))
+
+
+def unflatten(structure: Structure, tensors: list[torch.Tensor], others: list[Any]) -> Any:
+    """Put a value together again from what `flatten` returned."""
+    rest_tensors, rest_others = iter(tensors), iter(others)
+
+    def build(part: Structure) -> Any:
+        kind = part[0]
+        if kind == "tensor":
+            return next(rest_tensors)
+        if kind == "value":
+            return next(rest_others)
+        if kind == "dataclass":
+            return part[1](**{name: build(child) for name, child in part[2]})
+        children = [build(child) for child in part[2]]
+        if kind == "namedtuple":
+            return part[1](*children)
+        if kind == "dict":
+            cls, keys = part[1]
+            items = dict(zip(keys, children))
+            return items if cls is dict else cls(items)
+        return tuple(children) if kind == "tuple" else children
+
+    return build(structure)
+
+
+def describe(value: Any) -> str:
+    """A value in words: "float32[4, 16]", "(float32[4, 16], None)", "{'x': int64[4]}"."""
+    structure, tensors, others = flatten(value)
+    named = [str(TensorSpec.of(t)) for t in tensors]
+    return describe_parts(structure, named, [_short(v) for v in others])
+
+
+def describe_parts(structure: Structure, tensors: list[str], others: list[str]) -> str:
+    """The same from a structure and texts for its leaves."""
+    texts, values = iter(tensors), iter(others)
+
+    def say(part: Structure) -> str:
+        kind = part[0]
+        if kind == "tensor":
+            return next(texts)
+        if kind == "value":
+            return next(values, "a value")
+        if kind == "dataclass":
+            return f"{part[1].__name__}({', '.join(f'{n}={say(c)}' for n, c in part[2])})"
+        children = [say(child) for child in part[2]]
+        if kind == "dict":
+            return "{" + ", ".join(f"{k!r}: {c}" for k, c in zip(part[1][1], children)) + "}"
+        return f"[{', '.join(children)}]" if kind == "list" else f"({', '.join(children)})"
+
+    return say(structure)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"a {type(value).__name__}"

@@ -1,0 +1,238 @@
+"""A stage that fails ends the step on every rank, with stage, layer and micro-batch named; nothing hangs."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import dsx_comm  # noqa: F401
+import pytest
+import torch
+from dsx_pipe import Pipeline, PipelineError, ScheduleError, StageError, build
+from dsx_testkit import RankError, run_ranks
+from torch import nn
+
+WIDTH = 4
+
+
+class Layer(nn.Module):
+    """A linear layer that can fail at one micro-batch."""
+
+    def __init__(self, how=None, at=2):
+        super().__init__()
+        self.linear, self.how, self.at, self.seen = nn.Linear(WIDTH, WIDTH), how, at, 0
+
+    def forward(self, x):
+        self.seen += 1
+        now = self.seen == self.at + 1
+        if now and self.how == "raise":
+            raise KeyError("planted")
+        if now and self.how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if now and self.how == "shape":
+            x = x[:, :3]
+        x = self.linear(x)
+        if self.seen > self.at and self.how == "nan":
+            x = x / 0 * 0
+        if now and self.how == "backward":
+            x.register_hook(_fail)
+        return x
+
+
+def _fail(_gradient):
+    raise ArithmeticError("planted in backward")
+
+
+def stage_with(how):
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(how))
+
+
+def run(rank, world, name, how, bad_stage, again=True):
+    torch.manual_seed(0)
+    plan = build(name, world, 4)
+    mods = [stage_with(how if s == bad_stage else None) for s in plan.stages_of(rank)]
+    pipe = Pipeline(mods, plan, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(8, WIDTH)
+    try:
+        pipe.step(x, x)
+    except StageError as error:
+        found = (str(error), error.stage, error.rank, error.micro_batch, error.layer)
+    else:
+        found = None
+    if again:
+        for m in mods:
+            m[1].how = None
+        pipe.step(x, x)
+    return found
+
+
+CASES = [
+    ("1f1b", "raise", 1, "1 (Layer)", "forward failed: KeyError: 'planted' (the stage's input is float32[2, 4])"),
+    ("gpipe", "raise", 0, "1 (Layer)", "forward failed: KeyError"),
+    ("zb-h1", "raise", 2, "1 (Layer)", "forward failed: KeyError"),
+    ("zbv", "raise", 4, "1 (Layer)", "forward failed: KeyError"),
+    ("1f1b", "shape", 1, "1.linear (Linear)", "forward failed: RuntimeError: mat1 and mat2"),
+    ("1f1b", "nan", 1, "1 (Layer)", "forward failed: the loss is nan"),
+    ("gpipe", "nan", 0, "1 (Layer)", "forward failed: the loss is nan"),
+    ("1f1b", "backward", 1, None, "backward failed: ArithmeticError: planted in backward"),
+    ("zb-h1", "backward", 1, None, "backward failed: ArithmeticError"),
+]
+
+
+@pytest.mark.parametrize("name, how, stage, layer, says", CASES)
+def test_every_rank_raises_the_same_error(name, how, stage, layer, says):
+    results = run_ranks(run, 3, name, how, stage, backend="dsx")
+    assert len(set(results)) == 1, results
+    text, at, _, micro_batch, found = results[0]
+    assert (at, micro_batch) == (stage, 2) and says in text
+    assert f"stage {stage} (rank" in text and "micro-batch 2" in text
+    if layer is not None and how != "nan":
+        assert found == layer
+    if how == "nan":
+        assert "first stage where its values are not finite" in text
+
+
+def test_on_gloo_too():
+    results = run_ranks(run, 3, "1f1b", "raise", 1)
+    assert len(set(results)) == 1 and results[0][1] == 1
+
+
+@pytest.mark.parametrize("backend", ("gloo", "dsx"))
+def test_a_killed_stage_ends_the_others(backend):
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(killed, 3, backend=backend)
+    assert time.monotonic() - start < 45
+    assert caught.value.failures[0].rank == 1 and "SIGKILL" in str(caught.value)
+
+
+def killed(rank, world):
+    run(rank, world, "1f1b", "die", 1, again=False)
+
+
+KILLED = """
+import os, signal, sys
+import torch
+import dsx_comm
+import dsx_pipe
+dsx_comm.init_distributed(sys.argv[1])
+rank = dsx_comm.get_rank()
+class Stage(torch.nn.Linear):
+    seen = 0
+    def forward(self, x):
+        Stage.seen += 1
+        if rank == 1 and Stage.seen == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+pipe = dsx_pipe.Pipeline(Stage(4, 4), "1f1b", micro_batches=8, loss_fn=torch.nn.functional.mse_loss)
+x = torch.randn(16, 4)
+pipe.step(x, x)
+"""
+
+
+@pytest.mark.parametrize("backend", ("gloo", "dsx"))
+def test_the_others_name_the_stage_that_was_killed(tmp_path, backend):
+    (tmp_path / "train.py").write_text(KILLED)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    places = [
+        {"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for r in range(3)
+    ]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "train.py", backend],
+            env={**os.environ, **place, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in places
+    ]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[1].returncode == -signal.SIGKILL
+    for r in (0, 2):
+        assert ranks[r].returncode == 1 and re.search(r"Error: (stage 1 \(rank 1\)|.*rank 1)", errors[r]), errors[r]
+
+
+def ends(rank, world, items):
+    pipe = Pipeline(stage_with(None), "1f1b", micro_batches=4, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(2, WIDTH)
+    with pytest.raises(
+        StageError, match=r"stage 0 .*micro-batch 2: loading data failed: the data iterator ended: got 2"
+    ):
+        pipe.train_batch(iter([(x, x)] * items))
+    with pytest.raises(StageError, match="no data iterator"):
+        pipe.train_batch()
+    with pytest.raises(StageError, match=r"expected \(inputs, labels\)"):
+        pipe.train_batch(iter([x] * 4))
+    with pytest.raises(StageError, match="cannot be split into 4"):
+        pipe.step(x, x)
+    return float(pipe.train_batch(iter([(x, x)] * 4)))
+
+
+def test_data_that_ends_in_the_middle():
+    assert len(run_ranks(ends, 2, 2, backend="dsx")) == 2
+
+
+def no_scalar(rank, world):
+    pipe = Pipeline(stage_with(None), "1f1b", micro_batches=2)
+    with pytest.raises(
+        StageError, match=r"the loss is float32\[2, 4\], expected a tensor with one element; pass loss_fn"
+    ):
+        pipe.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+
+
+def test_a_loss_that_is_no_scalar():
+    run_ranks(no_scalar, 2, backend="dsx")
+
+
+def input_nan(rank, world):
+    pipe = Pipeline(stage_with(None), "1f1b", micro_batches=2, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(4, WIDTH)
+    x[3] = float("inf")
+    with pytest.raises(
+        StageError, match=r"stage 0 \(rank 0\), micro-batch 1: .*its input, from the data, are not finite"
+    ):
+        pipe.step(x, torch.zeros(4, WIDTH))
+    ignoring = Pipeline(stage_with(None), "1f1b", micro_batches=2, loss_fn=nn.functional.mse_loss, nonfinite="ignore")
+    assert not torch.isfinite(ignoring.step(x, x))
+
+
+def test_data_that_is_not_finite():
+    run_ranks(input_nan, 2, backend="dsx")
+
+
+def differ(rank, world, how):
+    loss = nn.functional.mse_loss
+    x = torch.randn(8, WIDTH)
+    if how == "schedule":
+        pipe = Pipeline(stage_with(None), ("1f1b", "gpipe")[rank], micro_batches=4, loss_fn=loss)
+        with pytest.raises(
+            PipelineError,
+            match=r"stage 0 \(rank 0\): train_batch, 1f1b with 4[^\n]*\n  stage 1 \(rank 1\): train_batch, gpipe",
+        ):
+            pipe.step(x, x)
+    if how == "call":
+        pipe = Pipeline(stage_with(None), "1f1b", micro_batches=4, loss_fn=loss)
+        with pytest.raises(PipelineError, match=r"not about to do the same"):
+            pipe.step(x, x) if rank else pipe.eval_batch(iter([(x, x)] * 4))
+    if how == "arguments":
+        with pytest.raises(ScheduleError, match="has 4 ranks, the group has 2"):
+            Pipeline(stage_with(None), build("1f1b", 4, 4))
+        with pytest.raises(PipelineError, match=r"got 1 modules, expected 2: schedule 'zbv'"):
+            Pipeline(stage_with(None), build("zbv", 2, 4))
+        with pytest.raises(ScheduleError, match="pass micro_batches"):
+            Pipeline(stage_with(None), "1f1b")
+
+
+@pytest.mark.parametrize("how", ("schedule", "call", "arguments"))
+def test_different_code_on_different_stages(how):
+    run_ranks(differ, 2, how, backend="dsx")
