@@ -230,3 +230,28 @@ def test_arguments_can_be_given_by_the_names_that_scripts_use():
     safe_set_full_optimizer_state(param=p, value=state, optim_state_key="momentum_buffer")
     state = safe_get_local_optimizer_state(param=p, optim_state_key="momentum_buffer")
     safe_set_local_optimizer_state(param=p, value=state, optim_state_key="momentum_buffer")
+
+
+def after_a_step_without_gradients(rank, world):
+    """The ranks have agreed on a step without reductions then, and what is read needs them all the same."""
+    for stage in range(4):
+        reference, model, optimizer = start(rank, world, stage)
+        optimizer.step()
+        torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9).step()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.zero_grad()
+        optimizer.step()
+        x, y = reference.example(2 * world)
+        rows = slice(2 * rank, 2 * rank + 2)
+        for _ in range(2):
+            reference.zero_grad()
+            reference.loss(x, y).backward()
+            model.loss(x[rows], y[rows]).backward()
+            got = {n: safe_get_full_grad(p) for n, p in named(model).items()}
+            assert_close_named(got, {n: p.grad for n, p in named(reference).items()}, rtol=1e-5, atol=1e-7)
+            optimizer.zero_grad()
+
+
+def test_gradients_are_averaged_after_a_step_without_gradients():
+    run_ranks(after_a_step_without_gradients, 2)

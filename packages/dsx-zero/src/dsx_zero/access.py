@@ -96,6 +96,10 @@ class _View:
         dtype = self.group.key.dtype if self.group.master is None else self.group.master.dtype
         return self.empty(dtype) if self.master is None else self.master.tensor.detach().reshape(-1)
 
+    def complete_gradients(self) -> None:
+        """Reduce what the last backward should have reduced (collective)."""
+        self.runtime.gradients.complete_due()
+
     def grad_slice(self) -> torch.Tensor | None:
         """This rank's reduced gradient, a view; None when there is none."""
         return self.runtime.gradients.view(self.group, self.index, self.part)
@@ -213,6 +217,7 @@ def safe_get_full_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = No
     if _is_frozen(param, optimizer):
         return None
     view = _View(param, optimizer)
+    view.complete_gradients()
     reduced = view.whole(view.grad_slice() if view.part.numel else None)
     return _sum(reduced, view.unreduced())
 
@@ -221,6 +226,7 @@ def safe_set_full_grad(param: Parameter, value: torch.Tensor, *, optimizer: Zero
     """Set the whole reduced gradient."""
     view = _View(param, optimizer)
     part = view.cut(value)
+    view.complete_gradients()
     _write_grad(view, part)
 
 

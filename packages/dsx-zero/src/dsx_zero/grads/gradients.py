@@ -104,6 +104,12 @@ class Gradients(Protocol):
         """
         ...
 
+    def complete_due(self) -> None:
+        """`complete` if the last backward was one that reduces, and the ranks' agreement left reductions of it for the
+        step (after a step without gradients, for instance). Collective, as `complete`.
+        """
+        ...
+
     def watch_edits(self, watch: EditWatch) -> None:
         """At each step compare over the ranks what users wrote into parameters."""
         ...
@@ -202,7 +208,7 @@ class ReducedGradients:
         self._sync, self._task = True, None
         self._watch: BackwardWatch | None = None
         self._factor: float | None = None
-        self._completed = True
+        self._completed, self._due, self._stage = True, False, stage
         self._handles = list(self._register(model, units))
 
     def _register(self, model: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
@@ -260,7 +266,7 @@ class ReducedGradients:
         if task == -1 or task == self._task:
             return
         # Another task that never ended was stopped by an error; what it left is kept, as autograd keeps it in `.grad`.
-        self._task, self._factor, self._completed = task, None, False
+        self._task, self._factor, self._completed, self._due = task, None, False, False
         self._arrived = dict.fromkeys(self._arrived, 0)
         scaled = self._watch is None or self._watch.factor() == 1.0
         for buffers in self._of.values():
@@ -305,6 +311,7 @@ class ReducedGradients:
             buffers.show_views()
         if not self._reduces():
             return
+        self._due = True
         for unit in self._dirty():
             self._offer(unit)
         self._order.end_backward()
@@ -381,6 +388,12 @@ class ReducedGradients:
         self._completed = True
         self._pool.drop()
 
+    def complete_due(self) -> None:
+        """See `Gradients.complete_due`."""
+        # At stage 0 a gradient may be read by one rank alone; only what is really missing makes that a collective.
+        if self._due and (self._stage > 0 or self._dirty()):
+            self.complete()
+
     def _finish_alone(self) -> None:
         """Nothing is exchanged, so there is nothing to agree on."""
         for buffers in self._of.values():
@@ -422,6 +435,7 @@ class ReducedGradients:
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self._due = False
         self._wait()
         for buffers in self._of.values():
             buffers.clear()
@@ -507,6 +521,9 @@ class LocalGradients:
         """Nothing is kept that could be stale."""
 
     def complete(self) -> None:
+        """They are complete."""
+
+    def complete_due(self) -> None:
         """They are complete."""
 
     def watch_edits(self, watch: EditWatch) -> None:
