@@ -1,5 +1,100 @@
-"""Data loading that resumes exactly, curricula, random-LTD, layer dropping and token-budget batches for PyTorch."""
+"""Data loading that resumes exactly, curricula, random-LTD, layer dropping and token-budget batches for PyTorch.
+
+    from dsx_data import LoaderOptions, TrainingLoader
+
+    loader = TrainingLoader(dataset, LoaderOptions(micro_batch_size=8, rank=rank, world_size=world_size))
+    for batch in loader:
+        ...
+    state = loader.state_dict()        # resumes to the sample, with any number of ranks
+
+Folders: `index` (files of rows of numbers), `analysis` (metrics of a dataset), `curriculum` (difficulty by step, samples by
+difficulty), `batching` (token budgets, packing), `loader` (all of this as batches), `routing` (random-LTD and layer
+dropping). `dsx_data.config` has the sections of a configuration file; `dsx-data` is the command line.
+"""
 
 from ._version import __version__
+from .analysis import (
+    DataAnalyzer,
+    DistributedDataAnalyzer,
+    SequenceLength,
+    VocabularyCounts,
+    VocabularyRarity,
+    difficulty_picture,
+)
+from .batching import BatchPlan, PackingCollator, TokenBudget, block_diagonal_mask, lr_factor, pack_lengths
+from .batching.plan import lengths_from
+from .curriculum import CurriculumSampler, CurriculumScheduler, Draw
+from .errors import AnalysisError, DataArgumentError, DataError, DataStateError, IndexFileError
+from .index import IndexFile, IndexWriter, MMapIndexedDataset, MMapIndexedDatasetBuilder, open_index
+from .loader import (
+    LoaderOptions,
+    RepeatingLoader,
+    ShardedSampler,
+    SharedStream,
+    TrainingLoader,
+    epoch_order,
+    rank_share,
+)
+from .progress import Progress
+from .routing import (
+    LayerDrop,
+    ProgressiveLayerDrop,
+    RandomLTDScheduler,
+    TokenDrop,
+    bind_token_drop,
+    convert_to_layer_drop,
+    convert_to_random_ltd,
+    find_layers,
+    remove_layer_drop,
+    remove_random_ltd,
+    save_without_random_ltd,
+)
 
-__all__ = ["__version__"]
+__all__ = [
+    "AnalysisError",
+    "BatchPlan",
+    "CurriculumSampler",
+    "CurriculumScheduler",
+    "DataAnalyzer",
+    "DataArgumentError",
+    "DataError",
+    "DataStateError",
+    "DistributedDataAnalyzer",
+    "Draw",
+    "IndexFile",
+    "IndexFileError",
+    "IndexWriter",
+    "LayerDrop",
+    "LoaderOptions",
+    "MMapIndexedDataset",
+    "MMapIndexedDatasetBuilder",
+    "PackingCollator",
+    "Progress",
+    "ProgressiveLayerDrop",
+    "RandomLTDScheduler",
+    "RepeatingLoader",
+    "SequenceLength",
+    "SharedStream",
+    "ShardedSampler",
+    "TokenBudget",
+    "TokenDrop",
+    "TrainingLoader",
+    "VocabularyCounts",
+    "VocabularyRarity",
+    "__version__",
+    "bind_token_drop",
+    "block_diagonal_mask",
+    "convert_to_layer_drop",
+    "convert_to_random_ltd",
+    "difficulty_picture",
+    "epoch_order",
+    "find_layers",
+    "lengths_from",
+    "lr_factor",
+    "open_index",
+    "pack_lengths",
+    "rank_share",
+    "remove_layer_drop",
+    "remove_random_ltd",
+    "save_without_random_ltd",
+]

@@ -1,0 +1,75 @@
+"""An analysis by the ranks of a process group: every rank maps a share, rank 0 reduces.
+
+The ranks share a file system: `save_path` is the same folder for all. A failure on one rank ends the call on every rank
+with its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .analyzer import DataAnalyzer
+from .sharing import together
+
+__all__ = ["DistributedDataAnalyzer"]
+
+
+class DistributedDataAnalyzer:
+    """As `DataAnalyzer`, with the ranks of a process group as workers.
+
+    Args:
+        num_workers, worker_id: number of ranks and this one's number; None: as the process group says.
+        num_threads: processes per rank.
+        device: accepted because scripts pass it: metrics are computed where the metric functions put them.
+        comm_group: the process group; None: all ranks. Without one this process works alone.
+
+    The other arguments are those of `DataAnalyzer`. The dtypes of the metrics default to int64.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_workers: int | None = None,
+        num_threads: int = 1,
+        worker_id: int | None = None,
+        batch_size: int = 1,
+        metric_names: Sequence[str] = (),
+        metric_functions: Sequence[Callable[[Any], Any]] = (),
+        metric_types: Sequence[str] = (),
+        save_path: str = "./",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        device: Any = "cpu",
+        comm_group: Any = None,
+        sample_indices: Sequence[int] | None = None,
+        *,
+        metric_dtypes: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        import dsx_comm  # late: an analysis by one process needs no communication
+
+        alive = dsx_comm.is_initialized()
+        self.device, self.comm_group = device, comm_group
+        self.analyzer = DataAnalyzer(
+            dataset,
+            num_workers=num_workers or (dsx_comm.get_world_size(comm_group) if alive else 1),
+            worker_id=worker_id if worker_id is not None else (dsx_comm.get_rank(comm_group) if alive else 0),
+            num_threads=num_threads,
+            batch_size=batch_size,
+            metric_names=metric_names,
+            metric_functions=metric_functions,
+            metric_types=metric_types,
+            metric_dtypes=["int64"] * len(metric_names) if metric_dtypes is None else metric_dtypes,
+            save_path=save_path,
+            collate_fn=collate_fn,
+            sample_indices=sample_indices,
+            **options,
+        )
+
+    def run_map_reduce(self) -> None:
+        """Analyse. Collective.
+
+        Raises:
+            AnalysisError: a rank failed; the same text on every rank.
+        """
+        together(self.analyzer.run_map, self.analyzer.run_reduce, self.comm_group)

@@ -1,0 +1,29 @@
+"""Learning rate for a batch of another size than the one it was chosen for."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from ..errors import DataArgumentError
+
+__all__ = ["lr_factor"]
+
+
+def lr_factor(batch_size: int, base_batch_size: int, method: Literal["linear", "sqrt", "none"]) -> float:
+    """Factor on the learning rate of an update of `batch_size` samples.
+
+    "linear" is the linear scaling rule (Goyal et al. 2017), "sqrt" the square root rule (Krizhevsky 2014).
+    """
+    if batch_size < 1 or base_batch_size < 1:
+        raise DataArgumentError(
+            f"lr_factor: got batches of {batch_size} and {base_batch_size} samples, expected at least 1"
+        )
+    if method == "none":
+        return 1.0
+    share = batch_size / base_batch_size
+    if method == "linear":
+        return share
+    if method == "sqrt":
+        return math.sqrt(share)
+    raise DataArgumentError(f"lr_scaling_method: got {method!r}, expected 'linear', 'sqrt' or 'none'")

@@ -1,0 +1,7 @@
+"""Curricula: difficulty as a function of the step (`schedule`), and samples drawn by difficulty (`sampler`)."""
+
+from .metrics import MetricOrder
+from .sampler import CurriculumSampler, Draw
+from .schedule import CurriculumScheduler
+
+__all__ = ["CurriculumSampler", "CurriculumScheduler", "Draw", "MetricOrder"]

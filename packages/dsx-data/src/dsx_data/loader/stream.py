@@ -1,0 +1,95 @@
+"""Iterable datasets that every rank reads alike, shared out so that a run resumes at any number of ranks.
+
+torch leaves it to an iterable dataset to give each rank and each worker process something else. `SharedStream` turns this
+round: every reader sees the same stream, and takes its share of each global micro-batch by counting. So the samples of
+each global batch are those of the stream in order, whatever the number of ranks and workers, and a position in the
+stream is one number. The price: every reader produces, or skips, every sample. Where the dataset has a method `skip(n)`,
+as those of Hugging Face `datasets` have, a resumed run skips with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ..errors import DataArgumentError
+from ..randomness import generator
+from .order import rank_share
+
+__all__ = ["SharedStream", "StreamReader", "StreamShare"]
+
+
+class SharedStream:
+    """Says of an iterable dataset that it yields the same samples in the same order to whoever iterates over it.
+
+    Args:
+        dataset: any iterable that can be iterated over again. If it has `set_epoch(epoch)`, that is called first.
+        shuffle_window: shuffle within consecutive windows of so many samples, another order each epoch; 0: keep the
+            order. A window is held in memory, and a resumed run reads its window again from the start.
+
+    Raises:
+        DataArgumentError: the window is negative, or the dataset cannot be iterated over.
+    """
+
+    def __init__(self, dataset: Iterable[Any], *, shuffle_window: int = 0) -> None:
+        if shuffle_window < 0:
+            raise DataArgumentError(f"SharedStream(shuffle_window=...): got {shuffle_window}, expected 0 or more")
+        if not hasattr(dataset, "__iter__"):
+            raise DataArgumentError(f"SharedStream: got {type(dataset).__name__}, expected an iterable dataset")
+        self.dataset, self.shuffle_window = dataset, shuffle_window
+
+    def read(self, *, seed: int, epoch: int, position: int) -> Iterator[Any]:
+        """The samples of an epoch from `position` on."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
+        if not self.shuffle_window:
+            yield from self._skipped(position)
+            return
+        block = position // self.shuffle_window
+        left_over = position - block * self.shuffle_window
+        source = iter(self._skipped(block * self.shuffle_window))
+        while window := list(islice(source, self.shuffle_window)):
+            order = torch.randperm(len(window), generator=generator(seed, epoch, block)).tolist()
+            yield from (window[i] for i in order[left_over:])
+            block, left_over = block + 1, 0
+
+    def _skipped(self, count: int) -> Iterable[Any]:
+        if count and hasattr(self.dataset, "skip"):
+            return self.dataset.skip(count)  # type: ignore[attr-defined]
+        return islice(iter(self.dataset), count, None)
+
+
+@dataclass(frozen=True)
+class StreamShare:
+    """Which part of each global micro-batch of a stream a rank takes."""
+
+    rank: int
+    world_size: int
+    micro_batch_size: int
+    drop_last: bool
+
+
+class StreamReader(IterableDataset):
+    """One rank's samples of a `SharedStream`; of a worker process, those of its micro-batches."""
+
+    def __init__(self, stream: SharedStream, share: StreamShare) -> None:
+        self.stream, self.share = stream, share
+        self.seed = self.epoch = self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        share, worker = self.share, get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        source = self.stream.read(seed=self.seed, epoch=self.epoch, position=self.position)
+        size = share.micro_batch_size * share.world_size
+        index = 0
+        while group := list(islice(source, size)):
+            # torch asks its workers in turn, so worker k of K makes micro-batches k, k + K, ... An incomplete group is
+            # the last one: ranks take equally many of it, or none with drop_last.
+            if index % workers == number and (len(group) == size or not share.drop_last):
+                yield from rank_share(group, rank=share.rank, world_size=share.world_size, drop_last=share.drop_last)
+            index += 1

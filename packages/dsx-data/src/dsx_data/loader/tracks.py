@@ -1,0 +1,387 @@
+"""Epoch and position of a loader, for each kind of order it may have.
+
+A track counts batches as they leave the loader, not as the order is read: with worker processes the order runs ahead of
+the training. `state_dict()` then names the next batch that was not handed out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..batching.plan import TokenBudget
+from ..curriculum import CurriculumSampler
+from ..errors import DataStateError
+from .order import ShardedSampler, rank_share
+from .stream import StreamReader
+
+__all__ = [
+    "CurriculumTrack",
+    "ForeignTrack",
+    "PlannedTrack",
+    "PositionTrack",
+    "SharedStreamTrack",
+    "StreamTrack",
+    "Track",
+]
+
+logger = logging.getLogger("dsx_data")
+
+
+class Track(Protocol):
+    """What a loader asks of the order it reads.
+
+    Attributes:
+        epoch: of the loop that runs, or of the next one.
+        to_skip: batches that the loader must read and throw away at the start of the next loop.
+        group_samples: samples of all ranks together in the micro-batch handed out last; 0 where it is not known.
+        empty_means_next: an epoch without any batch was already used up when the state was saved.
+    """
+
+    epoch: int
+    to_skip: int
+    group_samples: int
+    empty_means_next: bool
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def advance(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class _Epochs:
+    """What all tracks do alike: a loop is an epoch, and one that was left early is over."""
+
+    to_skip = 0
+    group_samples = 0
+    empty_means_next = False
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._under_way = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._under_way = False
+        self._restart()
+
+    def begin(self) -> None:
+        if self._under_way:
+            self.set_epoch(self.epoch + 1)
+        self._under_way = True
+
+    def finish(self) -> None:
+        self.set_epoch(self.epoch + 1)
+
+    def _restart(self) -> None:
+        """Put the order at the start of `self.epoch`."""
+
+
+class PositionTrack(_Epochs):
+    """Over a `ShardedSampler`: the position is a count of global samples."""
+
+    def __init__(self, sampler: ShardedSampler, micro_batch_size: int) -> None:
+        super().__init__()
+        self._sampler = sampler
+        self._stride = micro_batch_size * sampler.world_size
+        self._used = 0
+
+    def _restart(self) -> None:
+        self._sampler.set_epoch(self.epoch)
+        self._used = 0
+
+    def advance(self) -> None:
+        self.group_samples = min(self._stride, self._sampler.length - self._used)
+        self._used += self.group_samples
+
+    def state_dict(self) -> dict[str, Any]:
+        sampler = self._sampler
+        return {"seed": sampler.seed, "epoch": self.epoch, "position": self._used, "length": sampler.length}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sampler.seed = int(state["seed"])
+        _warn_of_other_length(state, self._sampler.length)
+        position = int(state["position"])
+        if position >= self._sampler.length:
+            self.set_epoch(int(state["epoch"]) + 1)
+            return
+        self.set_epoch(int(state["epoch"]))
+        self._sampler.position = self._used = position
+
+
+class PlannedTrack(_Epochs):
+    """Over batches that a token budget planned: the position is a count of micro-batches of all ranks.
+
+    It is also the batch sampler: iterating over it yields this rank's batches as lists of sample numbers.
+    """
+
+    def __init__(self, budget: TokenBudget, *, rank: int, world_size: int, seed: int, drop_last: bool) -> None:
+        super().__init__()
+        self._budget, self._rank, self._world_size = budget, rank, world_size
+        self._seed, self._drop_last = seed, drop_last
+        self._position = 0
+        self._plan_of: tuple[int, int] | None = None
+
+    def _plan(self) -> Any:
+        if self._plan_of != (self._seed, self.epoch):
+            self._made = self._budget.plan(seed=self._seed, epoch=self.epoch)
+            self._plan_of = (self._seed, self.epoch)
+        return self._made
+
+    def __len__(self) -> int:
+        remaining = len(self._plan()) - self._position
+        return remaining // self._world_size if self._drop_last else -(-remaining // self._world_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        plan = self._plan()
+        numbers = np.arange(self._position, len(plan))
+        for number in rank_share(
+            numbers, rank=self._rank, world_size=self._world_size, drop_last=self._drop_last
+        ).tolist():
+            yield plan[number].tolist()
+
+    def _restart(self) -> None:
+        self._position = 0
+
+    def advance(self) -> None:
+        plan = self._plan()
+        last = min(self._position + self._world_size, len(plan))
+        self.group_samples = sum(len(plan[i]) for i in range(self._position, last))
+        self._position = last
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seed": self._seed, "epoch": self.epoch, "batches": self._position, "length": self._budget.size,
+            "plan": self._plan().fingerprint(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "batches" not in state:
+            raise DataStateError("loader state: got a position in samples, expected one in batches of a token budget")
+        self._seed = int(state["seed"])
+        self.set_epoch(int(state["epoch"]))
+        plan = self._plan()
+        if plan.fingerprint() != state["plan"]:
+            raise DataStateError(
+                "loader state: the token budget, the lengths or the order of the batches are not those of the saved run,"
+                " so its position means nothing here; use the settings of that run"
+            )
+        if int(state["batches"]) >= len(plan):
+            self.set_epoch(self.epoch + 1)
+        else:
+            self._position = int(state["batches"])
+
+
+class CurriculumTrack(_Epochs):
+    """Over a `CurriculumSampler`: the draws are one long sequence of samples, of which each micro-batch takes the next.
+
+    It is also the batch sampler. Before each draw the sampler's state is noted, so that the state of the batch that was
+    handed out last is known although the draws ran ahead.
+    """
+
+    def __init__(self, sampler: CurriculumSampler, *, rank: int, world_size: int, micro_batch_size: int) -> None:
+        super().__init__()
+        self.sampler, self._rank, self._world_size = sampler, rank, world_size
+        self._stride = micro_batch_size * world_size
+        self._noted: deque[tuple[int, dict[str, Any], dict[str, int]]] = deque()
+        self._used = 0  # samples of the whole sequence that were handed out
+        self.difficulties = sampler.current_difficulties
+
+    def __len__(self) -> int:
+        return (self.sampler.total - self._used) // self._stride
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._noted:
+            self.sampler.load_state_dict(self._state_of_next())
+            self._noted.clear()
+        position, start, pending = self._used, self.sampler.drawn, np.zeros(0, np.int64)
+        while position + self._stride <= self.sampler.total:
+            while start + len(pending) < position + self._stride:
+                before, first = self.sampler.state_dict(), self.sampler.drawn
+                draw = self.sampler.draw()
+                self._noted.append((first, before, draw.difficulties))
+                pending = np.concatenate([pending, draw.samples])
+            offset = position - start
+            group = pending[offset : offset + self._stride]
+            pending, start = pending[offset + self._stride :], position + self._stride
+            position += self._stride
+            yield group[self._rank :: self._world_size].tolist()
+
+    def _drop_used_up(self) -> None:
+        """Forget the draws of which every sample was handed out, but keep the latest."""
+        while len(self._noted) > 1 and self._noted[1][0] <= self._used:
+            self._noted.popleft()
+
+    def _state_of_next(self) -> dict[str, Any]:
+        """The sampler's state before the draw that holds the next sample to hand out."""
+        self._drop_used_up()
+        if not self._noted or self._used >= self._noted[0][0] + self.sampler.batch_size:
+            return self.sampler.state_dict()  # everything that was drawn was handed out
+        return self._noted[0][1]
+
+    def begin(self) -> None:
+        """A curriculum has no epochs of its own: each loop goes on where the one before was left."""
+        self._under_way = True
+
+    def finish(self) -> None:
+        self._under_way = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def advance(self) -> None:
+        self._drop_used_up()
+        self.difficulties = self._noted[0][2]
+        self._used += self._stride
+        self.group_samples = self._stride
+        self.epoch = self._used // self.sampler.size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "samples": self._used,
+            "sampler": self._state_of_next(),
+            "current_difficulties": dict(self.difficulties),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "samples" not in state or "sampler" not in state:
+            raise DataStateError("loader state: got one of a loader without curriculum, expected one of a curriculum")
+        self.sampler.load_state_dict(state["sampler"])
+        self._noted.clear()
+        self._used = int(state["samples"])
+        self.epoch = self._used // self.sampler.size
+        self.difficulties = dict(state["current_difficulties"])
+
+
+class SharedStreamTrack(_Epochs):
+    """Over a `SharedStream`: the position is a count of samples of the stream."""
+
+    def __init__(self, reader: StreamReader, seed: int) -> None:
+        super().__init__()
+        self._reader = reader
+        reader.seed = seed
+        self._stride = reader.share.micro_batch_size * reader.share.world_size
+        self._used = 0
+
+    def _restart(self) -> None:
+        self._reader.epoch, self._reader.position, self._used = self.epoch, 0, 0
+        self.empty_means_next = False
+
+    def advance(self) -> None:
+        self._used += self._stride
+        self.group_samples = self._stride
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self._reader.seed, "epoch": self.epoch, "position": self._used}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._reader.seed = int(state["seed"])
+        self.set_epoch(int(state["epoch"]))
+        self._reader.position = self._used = int(state["position"])
+        self.empty_means_next = self._used > 0
+
+
+class StreamTrack(_Epochs):
+    """Over an iterable dataset that shares itself out: the position is a count of this rank's batches.
+
+    It means something only with the same number of ranks and workers.
+    """
+
+    def __init__(self, dataset: Any, world_size: int, num_workers: int) -> None:
+        super().__init__()
+        self._dataset, self._place = dataset, {"world_size": world_size, "num_workers": num_workers}
+        self._used = 0
+
+    def _restart(self) -> None:
+        self._used = self.to_skip = 0
+        self.empty_means_next = False
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(self.epoch)
+
+    def advance(self) -> None:
+        self._used += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "batches": self._used, **self._place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        used = int(state.get("batches", 0))
+        saved = {name: state.get(name, here) for name, here in self._place.items()}
+        if used and saved != self._place:
+            raise DataStateError(
+                f"loader state: got {used} batches of an iterable dataset read with {saved}, expected {self._place};"
+                " such a dataset shares itself out, so its position holds for one number of ranks and workers. Wrap it"
+                " in dsx_data.SharedStream, which resumes with any"
+            )
+        self.set_epoch(int(state.get("epoch", 0)))
+        self._used = self.to_skip = used
+        self.empty_means_next = used > 0
+
+
+class ForeignTrack(_Epochs):
+    """Over a sampler of the caller. Its own state is kept where it has one; else its indices are counted and skipped."""
+
+    def __init__(self, sampler: Any, micro_batch_size: int, world_size: int) -> None:
+        super().__init__()
+        self._sampler, self._micro, self._world_size = sampler, micro_batch_size, world_size
+        self._stateful = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+        self._used = self._skip = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = iter(self._sampler)
+        for _ in range(self._skip * self._micro):
+            next(indices, None)
+        yield from indices
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def _restart(self) -> None:
+        self._used = self._skip = 0
+        self.empty_means_next = False
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(self.epoch)
+
+    def advance(self) -> None:
+        self._used += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"epoch": self.epoch}
+        if self._stateful:
+            return {**state, "sampler": self._sampler.state_dict()}
+        return {**state, "batches": self._used, "batch_size": self._micro, "world_size": self._world_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        used = int(state.get("batches", 0))
+        saved = (state.get("batch_size", self._micro), state.get("world_size", self._world_size))
+        if used and saved != (self._micro, self._world_size):
+            raise DataStateError(
+                f"loader state: got {used} batches of {saved[0]} samples on {saved[1]} ranks, expected batches of"
+                f" {self._micro} on {self._world_size} ranks; the order is that of your sampler: give it state_dict() and"
+                " load_state_dict(), or leave data_sampler out"
+            )
+        self.set_epoch(int(state.get("epoch", 0)))
+        if self._stateful and "sampler" in state:
+            self._sampler.load_state_dict(state["sampler"])
+        self._used = self._skip = used
+        self.empty_means_next = used > 0
+
+
+def _warn_of_other_length(state: dict[str, Any], length: int) -> None:
+    saved = int(state.get("length", length))
+    if saved != length:
+        logger.warning(
+            "the data position was saved with a dataset of %d samples, this one has %d: the order of the samples is"
+            " another one, so some are used twice in this epoch and some not at all", saved, length,
+        )  # fmt: skip

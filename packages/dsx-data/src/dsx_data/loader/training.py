@@ -1,0 +1,279 @@
+"""The training loader over any dataset, and a loader that never ends.
+
+Datasets: map-style (`__len__` and `__getitem__`), iterable, and the objects of Hugging Face `datasets`, which are known by
+their methods. A map-style Hugging Face dataset without a format is read with format "torch": its samples are lists of
+numbers otherwise, which torch's collate function turns inside out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from ..batching.plan import TokenBudget
+from ..curriculum import CurriculumSampler
+from ..errors import DataArgumentError
+from .order import ShardedSampler
+from .stream import SharedStream, StreamReader, StreamShare
+from .tracks import CurriculumTrack, ForeignTrack, PlannedTrack, PositionTrack, SharedStreamTrack, StreamTrack, Track
+
+__all__ = ["LoaderOptions", "RepeatingLoader", "TrainingLoader"]
+
+logger = logging.getLogger("dsx_data")
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How a loader reads.
+
+    Attributes:
+        micro_batch_size: samples per rank and batch.
+        rank, world_size: place among the data-parallel ranks.
+        shuffle: another order of the samples each epoch; else dataset order.
+        seed: decides the orders; the same on all ranks.
+        drop_last: drop what does not fill a batch on every rank.
+        pin_memory: batches lie in page-locked memory, where there is a CUDA device to copy them to.
+        num_workers: processes that read; 0 reads in this process.
+        prefetch: batches that each worker reads ahead; None: torch's default, 2.
+        collate_fn: makes a batch from a list of samples.
+        sampler: an order of the caller's own (it is already this rank's share), or a `CurriculumSampler`.
+        budget: batches by number of tokens instead of samples; `micro_batch_size` is not used then.
+    """
+
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    shuffle: bool = True
+    seed: int = 0
+    drop_last: bool = False
+    pin_memory: bool = True
+    num_workers: int = 0
+    prefetch: int | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    sampler: Sampler | CurriculumSampler | Iterable[int] | None = None
+    budget: TokenBudget | None = None
+
+
+class TrainingLoader:
+    """An iterable over this rank's micro-batches that knows its epoch and position.
+
+    Each `for` loop over it is one epoch (with a curriculum: goes on with the draws). `state_dict()` names the next unused
+    sample independently of the number of ranks; after `load_state_dict()` the next loop goes on there.
+
+    Raises:
+        DataArgumentError: the options do not fit each other or the dataset.
+    """
+
+    def __init__(self, dataset: Dataset | Any, options: LoaderOptions) -> None:
+        _check_options(options)
+        self.options = options
+        self.dataset = _readable(dataset)
+        self.on_batch: Callable[[int], None] | None = None
+        """Called with the samples of all ranks together, before each batch is handed out."""
+        self._post_process: Callable[[Any, dict[str, Any]], Any] | None = None
+        arguments = self._arrange()
+        self._loader = DataLoader(
+            num_workers=options.num_workers,
+            prefetch_factor=options.prefetch,
+            collate_fn=options.collate_fn,
+            # Pinned memory only speeds copies to a CUDA device; without one torch would warn and ignore it.
+            pin_memory=options.pin_memory and torch.cuda.is_available(),
+            **arguments,
+        )
+
+    def _arrange(self) -> dict[str, Any]:
+        """Choose the track, and what the DataLoader reads."""
+        options, dataset = self.options, self.dataset
+        place = {"rank": options.rank, "world_size": options.world_size}
+        batches = {"batch_size": options.micro_batch_size, "drop_last": options.drop_last}
+        self.sampler: Any = None
+        self._track: Track
+        if isinstance(dataset, SharedStream):
+            share = StreamShare(**place, micro_batch_size=options.micro_batch_size, drop_last=options.drop_last)
+            reader = StreamReader(dataset, share)
+            self._track = SharedStreamTrack(reader, options.seed)
+            return {"dataset": reader, **batches}
+        if isinstance(dataset, IterableDataset):
+            self._track = StreamTrack(dataset, options.world_size, options.num_workers)
+            return {"dataset": dataset, **batches}
+        if options.budget is not None:
+            _check_lengths(options.budget, dataset)
+            track = PlannedTrack(options.budget, **place, seed=options.seed, drop_last=options.drop_last)
+        elif isinstance(options.sampler, CurriculumSampler):
+            self.sampler = options.sampler
+            track = CurriculumTrack(options.sampler, **place, micro_batch_size=options.micro_batch_size)
+        elif options.sampler is not None:
+            self.sampler = options.sampler
+            self._track = foreign = ForeignTrack(options.sampler, options.micro_batch_size, options.world_size)
+            return {"dataset": dataset, "sampler": foreign, **batches}
+        else:
+            self.sampler = ShardedSampler(
+                len(dataset), **place, shuffle=options.shuffle, seed=options.seed, drop_last=options.drop_last
+            )
+            self._track = PositionTrack(self.sampler, options.micro_batch_size)
+            return {"dataset": dataset, "sampler": self.sampler, **batches}
+        self._track = track
+        return {"dataset": dataset, "batch_sampler": track}
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per micro-batch on this rank."""
+        return self.options.micro_batch_size
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that the next loop (or the running one) reads."""
+        return self._track.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next loop read `epoch` from its start."""
+        self._track.set_epoch(epoch)
+
+    def set_post_process(self, function: Callable[[Any, dict[str, Any]], Any] | None) -> None:
+        """Let `function(batch, state)` change each batch before it is handed out.
+
+        `state` is this loader's `state_dict()`; with a curriculum its key `current_difficulties` holds the difficulty
+        of each metric at which the batch was drawn.
+        """
+        if function is not None and not callable(function):
+            raise DataArgumentError(f"set_post_process: got {function!r}, expected a function of batch and state")
+        self._post_process = function
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        track = self._track
+        track.begin()
+        handed_out = 0
+        for batch in self._read():
+            # Before the yield: a checkpoint written in the loop body counts this batch as used.
+            track.advance()
+            handed_out += 1
+            if self.on_batch is not None:
+                self.on_batch(track.group_samples)
+            yield batch if self._post_process is None else self._post_process(batch, self.state_dict())
+        used_up = track.empty_means_next and not handed_out
+        track.finish()
+        if used_up:  # the state was saved in the last batch of an order whose length nobody knows beforehand
+            yield from self
+
+    def _read(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        for _ in range(self._track.to_skip):
+            if next(batches, None) is None:
+                return
+        yield from batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, epoch and position in global samples; no trace of ranks."""
+        return self._track.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, with this loader's own number of ranks and batch size.
+
+        Raises:
+            DataStateError: the state belongs to another kind of order, or means nothing with this number of ranks.
+        """
+        self._track.load_state_dict(state)
+
+
+class RepeatingLoader:
+    """Restarts a loader whenever it ends, so that `next()` never stops; each restart is a new epoch.
+
+    Raises:
+        DataArgumentError: the loader yields nothing at all.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._iterator: Iterator[Any] | None = None
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(self.loader)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self.loader)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise DataArgumentError("RepeatingLoader: got an empty loader, expected at least one batch") from None
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the loader inside."""
+        return self.loader.state_dict()  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load into the loader inside; a loop that is under way is left and begun anew from there."""
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+        self._iterator = None
+
+
+def _check_options(options: LoaderOptions) -> None:
+    if options.micro_batch_size <= 0 and options.budget is None:
+        raise DataArgumentError(
+            f"micro_batch_size: got {options.micro_batch_size}, expected a positive number of samples; "
+            "pass batch_size=... or set train_micro_batch_size_per_gpu in the config"
+        )
+    if not 0 <= options.rank < options.world_size:
+        raise DataArgumentError(f"rank: got {options.rank} of {options.world_size} ranks, expected 0 or more and less")
+    if options.budget is not None and options.sampler is not None:
+        raise DataArgumentError("got both a token budget and a sampler, expected one of them: each decides the batches")
+    if options.prefetch is not None and not options.num_workers:
+        raise DataArgumentError(f"prefetch: got {options.prefetch} without workers; set num_workers to 1 or more")
+
+
+def _readable(dataset: Any) -> Any:
+    """The dataset as torch's DataLoader reads it."""
+    if isinstance(dataset, (SharedStream, IterableDataset)):
+        return dataset
+    if hasattr(dataset, "column_names") and isinstance(dataset, dict):
+        raise DataArgumentError(
+            f"the dataset is a dictionary of splits ({', '.join(map(str, dataset))}); pass one of them, for example"
+            f" dataset[{next(iter(dataset), 'train')!r}]"
+        )
+    has_length = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not has_length and hasattr(dataset, "__iter__"):
+        return _Iterable(dataset)
+    if not has_length:
+        raise DataArgumentError(
+            f"the dataset is a {type(dataset).__name__}, expected one with __len__ and __getitem__, or an iterable"
+        )
+    if hasattr(dataset, "with_format") and (getattr(dataset, "format", None) or {}).get("type", "") is None:
+        return dataset.with_format("torch")
+    return dataset
+
+
+def _check_lengths(budget: TokenBudget, dataset: Any) -> None:
+    if budget.size != len(dataset):
+        raise DataArgumentError(
+            f"token budget: got {budget.size} lengths, expected {len(dataset)}, one per sample; analyse this dataset again"
+        )
+
+
+class _Iterable(IterableDataset):
+    """Makes torch treat any iterable as an iterable dataset."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the source, if it listens."""
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(epoch)

@@ -1,0 +1,175 @@
+"""Progressive layer dropping (Zhang and He 2020): layers are skipped at random, deep ones more often, more as training
+goes on.
+
+    theta(t) = (1 - theta_bar) * exp(-gamma * t) + theta_bar          t: optimizer steps so far
+    p_i      = 1 - (i / L) * (1 - theta(t))                           keep probability of layer i of L, from 1
+
+A layer that is kept adds its change divided by p_i, so that expected activations are those of evaluation, where every
+layer runs: h + (layer(h) - h) / p_i.
+
+Whether a layer is kept is a function of (seed, step, layer) alone. So all ranks skip the same layers and no collective is
+left waiting, micro-batches of one optimizer step agree, and a recomputation during backward decides as the forward did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import DataArgumentError
+from ..randomness import uniform
+from .calls import LayerCall, Signature
+from .rules import find_layers
+from .swap import Behaviour, give_behaviour, take_behaviour
+
+__all__ = ["LayerDrop", "ProgressiveLayerDrop", "convert_to_layer_drop", "remove_layer_drop"]
+
+
+class ProgressiveLayerDrop:
+    """The schedule theta(t).
+
+    Args:
+        theta: limit of theta(t), 0 to 1; 1 drops nothing.
+        gamma: speed of the approach, 0 or more.
+    """
+
+    def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
+        if not 0.0 <= theta <= 1.0 or gamma < 0.0:
+            raise DataArgumentError(
+                f"ProgressiveLayerDrop: got theta {theta} and gamma {gamma}, expected 0 <= theta <= 1 and gamma >= 0"
+            )
+        self.theta, self.gamma = theta, gamma
+        self.current_theta = 1.0
+
+    def theta_at(self, global_step: int) -> float:
+        """theta after so many optimizer steps."""
+        return (1.0 - self.theta) * math.exp(-self.gamma * global_step) + self.theta
+
+    def get_theta(self) -> float:
+        """theta of the coming step."""
+        return self.current_theta
+
+    def get_state(self) -> dict[str, Any]:
+        """The keyword arguments that a model with layer dropping of its own takes."""
+        return {"progressive_layer_drop": True, "pld_theta": self.current_theta}
+
+    def update_state(self, global_step: int) -> None:
+        """Set theta for the step after `global_step` steps."""
+        self.current_theta = self.theta_at(global_step)
+
+
+class LayerDrop:
+    """Which layers of one model are kept at the current step; what its converted layers share.
+
+    Args:
+        schedule: theta(t).
+        layers: number of layers.
+        seed: with step and layer, decides; the same on all ranks.
+        rescale: divide the change of a kept layer by its keep probability.
+    """
+
+    def __init__(self, schedule: ProgressiveLayerDrop, layers: int, *, seed: int = 1234, rescale: bool = True) -> None:
+        self.schedule, self.layers, self.seed, self.rescale = schedule, layers, seed, rescale
+        self.step = 0
+
+    def keep_probability(self, layer: int) -> float:
+        """p of layer 0, 1, ... at the current step."""
+        return 1.0 - (layer + 1) / self.layers * (1.0 - self.schedule.get_theta())
+
+    def keeps(self, layer: int) -> bool:
+        """Whether the layer runs at the current step."""
+        return uniform(self.seed, self.step, layer) < self.keep_probability(layer)
+
+    def update_state(self, global_step: int) -> None:
+        """Go to the step after `global_step` optimizer steps; call it after each of them."""
+        self.step = global_step
+        self.schedule.update_state(global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed and step."""
+        return {"seed": self.seed, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.seed = int(state["seed"])
+        self.update_state(int(state["step"]))
+
+
+class _DropsLayers(Behaviour):
+    """Behaviour of a converted layer."""
+
+    _layer_drop: LayerDrop
+    _drop_number: int
+    _drop_signature: Signature
+    _drop_outputs: int | None
+    """Length of the tuple that the layer returns; 0: it returns a tensor; None: not known yet."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        drop = self._layer_drop
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        hidden = LayerCall(self._drop_signature, args, kwargs).hidden
+        if not drop.keeps(self._drop_number):
+            if self._drop_outputs is None:  # once: how the result looks is known only from a run
+                with torch.no_grad():
+                    self._note_outputs(super().forward(*args, **kwargs))
+            # A view: hooks that watch inputs and outputs must not meet the same tensor twice.
+            same = hidden.view_as(hidden)
+            return (same, *(None for _ in range(self._drop_outputs - 1))) if self._drop_outputs else same
+        result = super().forward(*args, **kwargs)
+        self._note_outputs(result)
+        p = drop.keep_probability(self._drop_number)
+        if not drop.rescale or p >= 1.0:
+            return result
+        if isinstance(result, tuple):
+            return (torch.lerp(hidden.to(result[0].dtype), result[0], 1.0 / p), *result[1:])
+        return torch.lerp(hidden.to(result.dtype), result, 1.0 / p)
+
+    def _note_outputs(self, result: Any) -> None:
+        self.__dict__["_drop_outputs"] = len(result) if isinstance(result, tuple) else 0
+
+
+def convert_to_layer_drop(
+    model: nn.Module,
+    layers: Sequence[nn.Module] | type[nn.Module] | None = None,
+    *,
+    schedule: ProgressiveLayerDrop,
+    seed: int = 1234,
+    rescale: bool = True,
+) -> LayerDrop:
+    """Make the layers of a model skippable, in place.
+
+    Args:
+        layers: the layers in order, or their class; None: found by rule in Hugging Face models. A layer maps hidden
+            states to hidden states of the same shape (or to a tuple that begins with them), with a residual path of its
+            own.
+        schedule, seed, rescale: see `LayerDrop`.
+
+    Returns:
+        What the layers share; call its `update_state(steps)` after each optimizer step. An engine does that itself.
+    """
+    if isinstance(layers, type) or layers is None:
+        found: Sequence[nn.Module] = find_layers(model, layers)
+    else:
+        found = list(layers)
+    if not found:
+        raise DataArgumentError("convert_to_layer_drop: got no layers, expected at least one")
+    drop = LayerDrop(schedule, len(found), seed=seed, rescale=rescale)
+    for number, layer in enumerate(found):
+        give_behaviour(
+            layer, _DropsLayers, _layer_drop=drop, _drop_number=number, _drop_signature=Signature(layer),
+            _drop_outputs=None,
+        )  # fmt: skip
+    return drop
+
+
+def remove_layer_drop(model: nn.Module) -> nn.Module:
+    """Give all converted layers their own behaviour back; returns `model`."""
+    for layer in model.modules():
+        if isinstance(layer, _DropsLayers):
+            take_behaviour(layer, _DropsLayers, "_layer_drop", "_drop_number", "_drop_signature", "_drop_outputs")
+    return model

@@ -1,0 +1,112 @@
+"""How many tokens pass the layers that drop tokens, step by step, and how many layer tokens were used.
+
+    kept(t) = floor(min + (max - min) * t / require_steps), rounded down to a multiple of seq_per_step,
+              at least min and at most max
+    layer tokens of a step = batch * (kept * dropping layers + max * other layers)
+
+The formulas are those of DeepSpeed's random-LTD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import DataArgumentError
+
+__all__ = ["RandomLTDScheduler"]
+
+
+class RandomLTDScheduler:
+    """The schedule of kept tokens.
+
+    Args:
+        config: the `random_ltd` section: a mapping, or an object with attributes.
+        global_batch_size: samples per optimizer step; None: the section's `global_batch_size`, or 1.
+
+    Raises:
+        DataArgumentError: a number is missing, or they contradict each other.
+    """
+
+    def __init__(self, config: Any, *, global_batch_size: int | None = None) -> None:
+        schedule = _get(config, "random_ltd_schedule")
+        steps = _get(schedule, "schedule_config")
+        kind = _get(schedule, "schedule_type") or "fixed_linear"
+        if kind != "fixed_linear":
+            raise DataArgumentError(f"random_ltd_schedule.schedule_type: got {kind!r}, expected 'fixed_linear'")
+        self.min_value = _number(schedule, "min_value", "random_ltd_schedule.min_value")
+        self.max_value = _number(schedule, "max_value", "random_ltd_schedule.max_value")
+        self.require_steps = _number(steps, "require_steps", "random_ltd_schedule.schedule_config.require_steps")
+        self.seq_per_step = _number(steps, "seq_per_step", "random_ltd_schedule.schedule_config.seq_per_step")
+        self.total_layers = _number(config, "total_layer_num", "random_ltd.total_layer_num")
+        self.layer_ids = list(_get(config, "random_ltd_layer_id") or ())
+        self._check(_get(config, "random_ltd_layer_num"))
+        self.batch_size = global_batch_size or _get(config, "global_batch_size") or 1
+        self.current_seq = self.min_value
+        self.consumed_layer_tokens = 0
+
+    def _check(self, count: int | None) -> None:
+        if self.min_value > self.max_value:
+            raise DataArgumentError(
+                f"random_ltd_schedule: got min_value {self.min_value}, expected at most max_value, {self.max_value}"
+            )
+        wrong = [number for number in self.layer_ids if not 0 <= number < self.total_layers]
+        if wrong or not self.layer_ids or len(set(self.layer_ids)) != len(self.layer_ids):
+            raise DataArgumentError(
+                f"random_ltd.random_ltd_layer_id: got {self.layer_ids}, expected different numbers from 0 to"
+                f" {self.total_layers - 1}"
+            )
+        if count is not None and count != len(self.layer_ids):
+            raise DataArgumentError(
+                f"random_ltd.random_ltd_layer_num: got {count}, expected {len(self.layer_ids)}, the count of"
+                " random_ltd_layer_id"
+            )
+
+    def get_seq(self, global_steps: int) -> int:
+        """Tokens that are kept at a step."""
+        span = self.max_value - self.min_value
+        kept = self.min_value + span * global_steps // self.require_steps
+        return max(self.min_value, min(kept - kept % self.seq_per_step, self.max_value))
+
+    def get_current_seq(self) -> int:
+        """Tokens that are kept now."""
+        return self.current_seq
+
+    def get_random_ltd_layer_num(self) -> int:
+        """Number of layers that drop tokens."""
+        return len(self.layer_ids)
+
+    def update_seq(self, global_steps: int) -> int:
+        """End a step: count its layer tokens and set the kept tokens of the next one, number `global_steps`."""
+        self.consumed_layer_tokens += self.layer_tokens(self.current_seq)
+        self.current_seq = self.get_seq(global_steps)
+        return self.current_seq
+
+    def layer_tokens(self, kept: int) -> int:
+        """Layer tokens of one optimizer step over all ranks."""
+        dropping = len(self.layer_ids)
+        return self.batch_size * (kept * dropping + self.max_value * (self.total_layers - dropping))
+
+    def get_total_layer_tokens(self, train_iters: int) -> int:
+        """Layer tokens of the first `train_iters` steps."""
+        return sum(self.layer_tokens(self.get_seq(step)) for step in range(train_iters))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Kept tokens and used layer tokens."""
+        return {"current_seq": self.current_seq, "consumed_layer_tokens": self.consumed_layer_tokens}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.current_seq = int(state["current_seq"])
+        self.consumed_layer_tokens = int(state["consumed_layer_tokens"])
+
+
+def _get(config: Any, key: str) -> Any:
+    return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+
+
+def _number(config: Any, key: str, path: str) -> int:
+    value = _get(config, key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DataArgumentError(f"{path}: got {value!r}, expected a whole number of at least 1")
+    return value

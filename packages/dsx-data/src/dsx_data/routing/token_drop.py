@@ -1,0 +1,159 @@
+"""Random layerwise token dropping (random-LTD, Yao et al. 2022): some layers see a random subset of the tokens.
+
+Each dropping layer draws for every sample `kept` positions, passes these through the layer, and puts the results back
+in their places; the other tokens skip the layer. Positions are increasing, so causal attention stays causal. Masks and
+rotary or position arguments are gathered along. In evaluation mode, and where the sequence is no longer than `kept`,
+nothing is dropped.
+
+Every layer draws positions of its own from torch's random generator, as dropout does: ranks and micro-batches differ,
+and activation checkpointing that keeps the generator's state (torch's default) draws the same again.
+
+Left out: key-value caches (a dropping layer gets none: they belong to generation), and cross-attention layers whose
+other side is dropped too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import DataArgumentError
+from .calls import LayerCall, Signature
+from .ltd_schedule import RandomLTDScheduler
+from .rules import find_layers
+from .swap import Behaviour, give_behaviour, take_behaviour
+from .tokens import draw_indices, gather_entries, gather_mask, gather_tokens, scatter_tokens
+
+__all__ = ["TokenDrop", "bind_token_drop", "convert_to_random_ltd", "remove_random_ltd", "save_without_random_ltd"]
+
+_PER_TOKEN = ("position_ids", "position_embeddings")
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class TokenDrop:
+    """What the dropping layers of one model share.
+
+    Args:
+        schedule: says how many tokens are kept.
+        mask_name: argument of the layers that holds the attention mask.
+        batch_first: hidden states are [batch, tokens, hidden]; else [tokens, batch, hidden].
+    """
+
+    def __init__(
+        self, schedule: RandomLTDScheduler, *, mask_name: str = "attention_mask", batch_first: bool = True
+    ) -> None:
+        self.schedule, self.mask_name, self.batch_first = schedule, mask_name, batch_first
+
+    @staticmethod
+    def from_config(config: Any, schedule: RandomLTDScheduler | None = None) -> TokenDrop:
+        """From a `random_ltd` section: a mapping, or an object with attributes."""
+
+        def get(key: str, default: Any) -> Any:
+            return config.get(key, default) if isinstance(config, dict) else getattr(config, key, default)
+
+        order = get("hidden_state_order", "batch_seq_dim")
+        if order not in ("batch_seq_dim", "seq_batch_dim"):
+            raise DataArgumentError(f"hidden_state_order: got {order!r}, expected 'batch_seq_dim' or 'seq_batch_dim'")
+        return TokenDrop(
+            RandomLTDScheduler(config) if schedule is None else schedule,
+            mask_name=get("model_mask_name", "attention_mask"),
+            batch_first=order == "batch_seq_dim",
+        )
+
+
+class _DropsTokens(Behaviour):
+    """Behaviour of a converted layer; without `_token_drop` it was converted and waits for its schedule."""
+
+    _token_drop: TokenDrop | None
+    _ltd_number: int
+    _ltd_signature: Signature
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        drop = self._token_drop
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        if drop is None:
+            raise DataArgumentError(
+                "random-LTD: this layer has no schedule; pass config=... to convert_to_random_ltd, or train it with an"
+                " engine whose data_efficiency.data_routing.random_ltd is enabled"
+            )
+        if self._ltd_number not in drop.schedule.layer_ids:
+            return super().forward(*args, **kwargs)
+        call = LayerCall(self._ltd_signature, args, kwargs)
+        whole, kept, axis = call.hidden, drop.schedule.current_seq, 1 if drop.batch_first else 0
+        tokens, batch = whole.shape[axis], whole.shape[1 - axis]
+        if kept >= tokens:
+            return super().forward(*args, **kwargs)
+        indices = draw_indices(batch, tokens, kept, whole.device)
+        call.set_hidden(gather_tokens(whole, indices, drop.batch_first))
+        call.set(drop.mask_name, gather_mask(call.get(drop.mask_name), indices, tokens))
+        for name in _PER_TOKEN:
+            call.set(name, gather_entries(call.get(name), indices, tokens))
+        for name in _CACHES:
+            call.set(name, None)
+        result = super().forward(*call.args, **call.kwargs)
+        if isinstance(result, tuple):
+            return (scatter_tokens(whole, result[0].to(whole.dtype), indices, drop.batch_first), *result[1:])
+        return scatter_tokens(whole, result.to(whole.dtype), indices, drop.batch_first)
+
+
+def convert_to_random_ltd(model: Any, layer_class: type[nn.Module] | None = None, *, config: Any = None) -> Any:
+    """Make the layers of a model able to drop tokens, in place; returns `model`.
+
+    Args:
+        model: a module, or an engine of `dsx.initialize` whose configuration switches random-LTD on.
+        layer_class: class of the layers; None: found by rule in Hugging Face models.
+        config: the `random_ltd` section or a `TokenDrop`; None: the engine's, which is bound at its next forward pass.
+
+    Raises:
+        DataArgumentError: the layers are not found, or not as many as `total_layer_num`.
+    """
+    engine_drop = getattr(model, "random_ltd", None)
+    module = model.module if engine_drop is not None else model
+    layers = find_layers(module, layer_class)
+    drop = config if isinstance(config, TokenDrop) or config is None else TokenDrop.from_config(config)
+    if drop is None and isinstance(engine_drop, TokenDrop):
+        drop = engine_drop
+    if drop is not None:
+        _check_count(layers, drop)
+    fresh = [(number, layer) for number, layer in enumerate(layers) if not isinstance(layer, _DropsTokens)]
+    for number, layer in fresh:
+        give_behaviour(layer, _DropsTokens, _token_drop=None, _ltd_number=number, _ltd_signature=Signature(layer))
+    if drop is not None:
+        for layer in layers:
+            layer.__dict__["_token_drop"] = drop
+    return model
+
+
+def bind_token_drop(model: nn.Module, drop: TokenDrop) -> int:
+    """Give a schedule to all converted layers of a model that have none; returns the number of converted layers."""
+    layers = [module for module in model.modules() if isinstance(module, _DropsTokens)]
+    if any(layer._token_drop is None for layer in layers):
+        _check_count(layers, drop)
+        for layer in layers:
+            layer.__dict__["_token_drop"] = drop
+    return len(layers)
+
+
+def remove_random_ltd(model: nn.Module) -> nn.Module:
+    """Give all converted layers their own behaviour back; returns `model`."""
+    for layer in model.modules():
+        if isinstance(layer, _DropsTokens):
+            take_behaviour(layer, _DropsTokens, "_token_drop", "_ltd_number", "_ltd_signature")
+    return model
+
+
+def save_without_random_ltd(model: Any) -> dict[str, torch.Tensor]:
+    """The state dict of the plain model. Names are those of the plain model anyway; an engine gathers its shards."""
+    gather: Any = getattr(model, "module_state_dict", None)
+    found: dict[str, torch.Tensor] = gather() if callable(gather) else model.state_dict()  # type: ignore[assignment]
+    return found
+
+
+def _check_count(layers: Any, drop: TokenDrop) -> None:
+    if len(layers) != drop.schedule.total_layers:
+        raise DataArgumentError(
+            f"random_ltd.total_layer_num: got {drop.schedule.total_layers}, expected {len(layers)}, the layers of the model"
+        )
