@@ -136,7 +136,7 @@ def no_gather_after_step() -> Any:
 
 
 def stale_low_precision_copy() -> Any:
-    return patch("dsx_zero.optimizer.write_parameters", lambda group, whole: None)
+    return patch("dsx_zero.optimizer.write_parameters", lambda group: None)
 
 
 def no_broadcast_at_start() -> Any:
@@ -296,7 +296,7 @@ def frozen_parameters_decay() -> Any:
         for unit in self._runtime.units:
             for group in unit.groups:
                 if not group.trainable:
-                    group.full.mul_(0.9)
+                    group.visible.mul_(0.9)
 
     return patch.object(optimizer, "_step_inner", step_inner)
 

@@ -65,7 +65,7 @@ def test_gradients_and_memory_on_a_side_stream(reentrant):
             torch.testing.assert_close(plain[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
         with torch.no_grad():
             for group in (g for u in units for g in u.groups):
-                group.shard.mul_(0.9)
+                group.shard.view().mul_(0.9)
             for parameter in oracle.parameters():
                 parameter.mul_(0.9)
         lifetime.parameters_changed()

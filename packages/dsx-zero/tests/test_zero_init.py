@@ -53,7 +53,7 @@ def test_values_training_and_memory():
         assert isinstance(model.blocks[0][0].weight, dsx_zero.PartitionedParameter)
         assert model.head.weight is model.embedding.weight
         assert model.scale.shape == (6,)
-        held = sum(p.source.shard.numel() for p in model.parameters() if isinstance(p, dsx_zero.PartitionedParameter))
+        held = sum(p.source.shard.numel for p in model.parameters() if isinstance(p, dsx_zero.PartitionedParameter))
         assert held <= sum(p.numel() for p in plain.parameters()) / world + 4 * 16
         want = {n: p.detach() for n, p in plain.named_parameters()}
         assert_close_named({n: p.full_tensor() if p.numel() else p.detach() for n, p in model.named_parameters()}, want)

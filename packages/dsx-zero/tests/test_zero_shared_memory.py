@@ -60,7 +60,7 @@ def shared_shards(optimizer):
     import torch.distributed as dist
 
     groups = [g for g in dist.distributed_c10d._world.pg_map if isinstance(g, dsx_comm.ShmProcessGroup)]
-    shards = [g.shard for unit in optimizer.runtime.units for g in unit.groups if g.layout.numel]
+    shards = [g.shard.view() for unit in optimizer.runtime.units for g in unit.groups if g.layout.numel]
     return [any(dsx_comm.is_symmetric(shard, group) for group in groups) for shard in shards]
 
 

@@ -20,6 +20,7 @@ import dsx_comm
 import torch
 
 from .errors import ZeroStateError
+from .homes.home import read, write
 from .params.restored import current_parameter
 from .plan.layout import LocalSlice
 
@@ -85,7 +86,7 @@ class _View:
         self.index = self.group.layout.index(self.name)
         self.shape = self.group.layout.shapes[self.index]
         if self.runtime.whole:
-            self.part = LocalSlice(0, self.group.layout.sizes[self.index], self.group.layout.offsets[self.index])
+            self.part = self.group.whole_slice(self.index)
         else:
             self.part = self.group.layout.local_slice(self.name, self.group.rank) or LocalSlice(0, 0, 0)
 
@@ -93,16 +94,21 @@ class _View:
         return torch.empty(0, dtype=dtype, device=self.group.key.device)
 
     def master_slice(self) -> torch.Tensor:
-        dtype = self.group.key.dtype if self.group.master is None else self.group.master.dtype
-        return self.empty(dtype) if self.master is None else self.master.tensor.detach().reshape(-1)
+        if self.master is None or self.group.master is None:
+            return self.empty(self.group.master_dtype)
+        return read(self.group.master, self.part.offset, self.part.offset + self.part.numel).detach()
+
+    def set_master_slice(self, values: torch.Tensor) -> None:
+        if self.master is not None and self.group.master is not None:
+            write(self.group.master, values, self.part.offset)
 
     def complete_gradients(self) -> None:
         """Reduce what the last backward should have reduced (collective)."""
         self.runtime.gradients.complete_due()
 
     def grad_slice(self) -> torch.Tensor | None:
-        """This rank's reduced gradient, a view; None when there is none."""
-        return self.runtime.gradients.view(self.group, self.index, self.part)
+        """This rank's reduced gradient, to be read; None when there is none."""
+        return self.runtime.gradients.read(self.group, self.index, self.part)
 
     def unreduced(self) -> torch.Tensor | None:
         """This rank's own gradient that no reduction has taken, in the parameter's shape."""
@@ -185,7 +191,7 @@ def safe_get_full_fp32_param(param: Parameter, *, optimizer: ZeroOptimizer | Non
 def safe_set_full_fp32_param(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
     """Set the whole master value and the parameter with it."""
     view = _View(param, optimizer)
-    view.master_slice().copy_(view.cut(value))
+    view.set_master_slice(view.cut(value))
     view.optimizer.refresh(view.name, value)
 
 
@@ -260,7 +266,7 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor, *, optimize
     values).
     """
     view = _View(param, optimizer)
-    view.master_slice().copy_(view.check_local(value))
+    view.set_master_slice(view.check_local(value))
     whole = view.whole(view.master_slice() if view.master is not None else None)
     if whole is not None:
         view.optimizer.refresh(view.name, whole)
@@ -322,8 +328,8 @@ def _write_grad(view: _View, part: torch.Tensor) -> None:
             f"{view.name}: has no reduced gradient now; write between the backward of an update's last micro-batch and"
             " the step"
         )
-    if (grad := view.grad_slice()) is not None and view.part.numel:
-        grad.copy_(part)
+    if view.part.numel:
+        view.runtime.gradients.write(view.group, view.index, view.part, part)
     view.runtime.gradients.changed()
 
 

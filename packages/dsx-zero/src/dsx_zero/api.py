@@ -334,7 +334,7 @@ class _Build:
             )
             for plan in self.plans
         )
-        self._broadcast([group.full for unit in units for group in unit.groups])
+        self._broadcast([g.visible for unit in units for g in unit.groups if g.visible is not None])
         alone = self.world_size == 1
         publisher: Publisher = Replicated()
         if self.settings.stage > 0 and not alone:

@@ -1,4 +1,4 @@
-"""Where gathers run beside the computation: one interface, three kinds of lane.
+"""Where gathers, reductions and copies run beside the computation: one interface, three kinds of lane.
 
 A lane runs the jobs submitted to it one after the other, in order. ``submit`` starts (or only queues) a job and gives a
 ticket; ``Ticket.wait`` makes what follows on the caller's side see the job's results. ``retire`` says that the caller's
@@ -39,6 +39,22 @@ class Buffer(Protocol):
         ...
 
 
+class TensorBuffer:
+    """A tensor as a lane frees it: staging memory of copies and reductions."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor
+
+    def free(self) -> None:
+        """Let the tensor go."""
+        self._tensor = None
+
+    def poison(self) -> None:
+        """Fill it with NaN, if it is there and can hold them."""
+        if self._tensor is not None and self._tensor.is_floating_point():
+            self._tensor.fill_(float("nan"))
+
+
 Job = Callable[[], "Pending | None"]
 
 
@@ -47,6 +63,10 @@ class Ticket(Protocol):
 
     def wait(self) -> None:
         """Let the caller's side go on only with the job's results in place. Waiting twice is harmless."""
+        ...
+
+    def synchronize(self) -> None:
+        """As `wait`, and the host goes on only then: for results that the host reads, or that go back to an allocator."""
         ...
 
 
@@ -75,6 +95,10 @@ class _HostTicket:
         if pending is not None:
             pending.wait()
 
+    def synchronize(self) -> None:
+        """The same: what runs on the host is finished when it was waited for."""
+        self.wait()
+
 
 class HostLane:
     """Jobs start at once in the calling thread."""
@@ -101,6 +125,10 @@ class _CudaTicket:
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
+        self._pending = None
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
         self._pending = None
 
 
@@ -146,6 +174,9 @@ class _DeferredTicket:
         self._lane, self.job = lane, job
 
     def wait(self) -> None:
+        self._lane.run_through(self)
+
+    def synchronize(self) -> None:
         self._lane.run_through(self)
 
 

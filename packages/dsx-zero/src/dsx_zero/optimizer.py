@@ -95,10 +95,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._takes_copies = "copy_out" in parameters
         devices = {unit.groups[0].key.device for unit in runtime.trainable_units()}
         self._device = next(iter(devices), torch.device("cpu"))
-        self._copies = copy_targets(masters, whole=runtime.whole) if self._takes_copies else {}
+        self._copies = copy_targets(masters) if self._takes_copies else {}
         flat = [group for unit in runtime.units for group in unit.groups]
         self._frozen = Frozen(flat, masters)
-        self._edits = Edits(flat, whole=runtime.whole)
+        self._edits = Edits(flat)
         self._edit_agreement = EditAgreement(flat, runtime.process_group, runtime.rank)
         runtime.gradients.watch_edits(self._edit_agreement)
         self._stepped_in_place = [p for g in flat if g.trainable and not is_partitioned(g) for p in g.parameters]
@@ -290,7 +290,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit in run.trainable_units():
             for group in unit.trainable:
                 if not self._takes_copies:
-                    write_parameters(group, whole=run.whole)
+                    write_parameters(group)
             run.publisher.publish(unit)
         run.publisher.finish()
         self._parameters_written()
@@ -327,7 +327,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         for unit in run.trainable_units():
             for group in unit.trainable:
-                write_parameters(group, whole=run.whole)
+                write_parameters(group)
         self._parameters_written()
 
     def _note(self, outcome: StepOutcome) -> StepOutcome:
@@ -393,7 +393,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         for unit in self._runtime.trainable_units():
             for group in unit.trainable:
-                refresh_master(group, whole=self._runtime.whole)
+                refresh_master(group)
         self._edits.settle()
 
     # State ------------------------------------------------------------------------------------------------------------
@@ -526,7 +526,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         grads: list[torch.Tensor] = []
         for unit in run.trainable_units():
             for group in unit.trainable:
-                grads.extend(run.gradients.parts(group, whole=run.whole))
+                grads.extend(run.gradients.parts(group, group.parts))
         grads = [grad.view(master.tensor.shape) for master, grad in zip(self._masters, grads, strict=True)]
         stepped = self._frozen.stepped(grads)
         for master, grad in zip(self._masters, stepped):

@@ -11,8 +11,10 @@ from typing import Any
 import dsx_comm
 import torch
 
+from ..homes.home import fetched
 from ..lanes import Lane, Ticket
 from ..order.reduce_executor import ReduceExecutor
+from ..params.flat import FlatGroup
 from ..params.partitioned_unit import PartitionedUnit, UnitState
 
 __all__ = ["GatherExecutor", "GatherLimits"]
@@ -64,14 +66,18 @@ class GatherExecutor(ReduceExecutor):
         self._under_way += target.numel
         target.state = UnitState.GATHERING
         self._tickets[unit] = [
-            self._lane.submit(self._job(target.name, store, group.shard))
+            self._lane.submit(self._job(target.name, store, group))
             for store, group in zip(target.storages, target.groups)
             if store.numel
         ]
 
-    def _job(self, name: str, store: Any, shard: torch.Tensor) -> Callable[[], Any]:
+    def _job(self, name: str, store: Any, group: FlatGroup) -> Callable[[], Any]:
+        shard, arrival = fetched(group.shard, group.key.device, self._lane)
+
         def gather() -> Any:
             store.allocate()
+            if arrival is not None:
+                arrival.wait()
             with dsx_comm.unit(name):
                 return self._all_gather(store.fill, shard)
 
@@ -83,8 +89,11 @@ class GatherExecutor(ReduceExecutor):
             if not group.layout.numel:
                 continue
             scratch = torch.empty(group.layout.numel, dtype=group.key.dtype, device=group.key.device)
+            shard, arrival = fetched(group.shard, group.key.device, self._lane)
 
-            def gather(out: torch.Tensor = scratch, shard: torch.Tensor = group.shard) -> Any:
+            def gather(out: torch.Tensor = scratch, shard: torch.Tensor = shard, arrival: Ticket | None = arrival) -> Any:
+                if arrival is not None:
+                    arrival.wait()
                 with dsx_comm.unit(f"{target.name}, past its users"):
                     return self._all_gather(out, shard)
 

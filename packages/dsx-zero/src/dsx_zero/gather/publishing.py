@@ -52,11 +52,14 @@ class Gathering(Replicated):
 
     def _start(self, unit: Unit) -> None:
         for group in unit.trainable:
+            if group.visible is None:
+                continue  # gathered at its next use
             if group.layout.numel <= self._bucket_size:
-                work = dsx_comm.all_gather_into_tensor(group.full, group.shard, group=self._group, async_op=True)
+                shard = group.shard_of(group.visible)
+                work = dsx_comm.all_gather_into_tensor(group.visible, shard, group=self._group, async_op=True)
                 self._works.append(work)
             else:
-                self._in_pieces(group)
+                self._in_pieces(group.visible, group.shard_of(group.visible))
 
     def finish(self) -> None:
         """Wait for all of them."""
@@ -65,10 +68,10 @@ class Gathering(Replicated):
             if work is not None:
                 work.wait()
 
-    def _in_pieces(self, group: FlatGroup) -> None:
+    def _in_pieces(self, buffer: torch.Tensor, shard: torch.Tensor) -> None:
         """Gather columns of the (rank, element) matrix through a message buffer of constant size."""
-        rows = group.full.view(self._world_size, -1)
+        rows = buffer.view(self._world_size, -1)
         for start, stop in pieces(rows.shape[1], self._bucket_size // self._world_size):
-            message = group.full.new_empty(self._world_size * (stop - start))
-            dsx_comm.all_gather_into_tensor(message, group.shard[start:stop].clone(), group=self._group)
+            message = buffer.new_empty(self._world_size * (stop - start))
+            dsx_comm.all_gather_into_tensor(message, shard[start:stop].clone(), group=self._group)
             rows[:, start:stop].copy_(message.view(self._world_size, -1))

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..groups import LentGroups
+from ..homes.home import write
 from ..lanes import Lane, make_lane
 from ..order.agreed import AgreedOrder, Order, ReuseLimits
 from ..order.channel import ControlChannel
@@ -106,8 +107,9 @@ class Stage3:
         if unit.index in self._resident:
             self._gathering.publish(unit)
             for group in unit.groups:
-                if not group.trainable and group.layout.numel:  # only after loading: steps do not publish frozen units
-                    dsx_comm.all_gather_into_tensor(group.full, group.shard, group=self._group)
+                if not group.trainable and group.visible is not None and group.layout.numel:
+                    # only after loading: steps do not publish frozen units
+                    dsx_comm.all_gather_into_tensor(group.visible, group.shard_of(group.visible), group=self._group)
 
     def finish(self) -> None:
         """See ``runtime.Publisher``."""
@@ -120,8 +122,7 @@ class Stage3:
         part = group.layout.local_slice(name, group.rank)
         with torch.no_grad():
             if part is not None:
-                values = whole.reshape(-1)[part.start : part.stop]
-                group.shard.narrow(0, part.offset, part.numel).copy_(values)
+                write(group.shard, whole.reshape(-1)[part.start : part.stop], part.offset)
             unit = next((u for u in self._units.values() if group in u.groups), None)
             if unit is None or unit.state is UnitState.GATHERED:
                 group.parameters[index].detach().copy_(whole)
@@ -263,9 +264,9 @@ def _resident(
                 replaced[id(parameter)] = parameter = whole
             own.append(parameter)
         flat = FlatGroup.resident(group, own, rank=ranks.rank, memory=memory_of(ranks.process_group))
-        if flat.full.numel():
+        if flat.visible is not None and flat.layout.numel:
             source = dsx_comm.get_global_rank(ranks.process_group, 0)
-            dsx_comm.broadcast(flat.full, source, group=ranks.process_group)
+            dsx_comm.broadcast(flat.visible, source, group=ranks.process_group)
         groups.append(flat)
     return Unit(plan, tuple(groups)), replaced
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import dsx_comm
 import torch
 
+from ..homes.home import Home
 from ..params.flat import FlatGroup
 from ..params.whole import read_whole, write_whole
 from ..plan.layout import FlatLayout
@@ -43,12 +45,16 @@ class ReducedGroup(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def values(self) -> torch.Tensor:
+    def values(self) -> Home:
         """This rank's reduced gradients (the whole ones at stage 0)."""
         ...
 
     def piece(self, index: int) -> torch.Tensor:
-        """Of `values`, the part of parameter `index`, 1-D."""
+        """Of `values`, the part of parameter `index`, 1-D, to be read."""
+        ...
+
+    def opened(self, index: int) -> AbstractContextManager[torch.Tensor]:
+        """`piece`, to be written."""
         ...
 
     def zero(self, index: int) -> None: ...
@@ -59,9 +65,9 @@ class _Shards:
     """A gradient's shard in the form that `write_whole` takes."""
 
     layout: FlatLayout
-    shard: torch.Tensor
+    shard: Home
     rank: int
-    master: torch.Tensor | None = None
+    master: Home | None = None
 
 
 class GradientAccess:
@@ -114,7 +120,8 @@ class GradientAccess:
     def edit_shard(self, group: ReducedGroup, index: int, edit: Callable[[torch.Tensor], object]) -> None:
         """Apply an element-wise edit to this rank's part (collective if something is still to be reduced)."""
         self._complete()
-        edit(group.piece(index))
+        with group.opened(index) as piece:
+            edit(piece)
         self._edited(group, index)
 
     def edit_whole(self, group: ReducedGroup, index: int, edit: Callable[[torch.Tensor], object]) -> None:
@@ -122,10 +129,11 @@ class GradientAccess:
         self._complete()
         layout = group.group.layout
         if self._world_size == 1:
-            edit(group.piece(index).view(layout.shapes[index]))
+            with group.opened(index) as piece:
+                edit(piece.view(layout.shapes[index]))
         else:
             shards = _Shards(layout, group.values(), self._rank)
-            whole = read_whole(layout, layout.names[index], shards.shard, self._process_group)
+            whole = read_whole(layout, layout.names[index], shards.shard, self._process_group, device=group.device)
             edit(whole)
             write_whole(shards, layout.names[index], whole, self._process_group)
         self._edited(group, index)
@@ -135,7 +143,8 @@ class GradientAccess:
         if self._world_size > 1:
             return None
         self._complete()
-        return group.piece(index).view(group.group.layout.shapes[index]).to(group.group.key.dtype, copy=True)
+        piece, key = group.piece(index).view(group.group.layout.shapes[index]), group.group.key
+        return piece.to(device=key.device, dtype=key.dtype, copy=True)
 
     def unscale(
         self, places: Sequence[tuple[ReducedGroup, int]], found_inf: torch.Tensor, inv_scale: torch.Tensor
@@ -144,9 +153,17 @@ class GradientAccess:
         (collective).
         """
         self._complete()
-        pieces = [piece for group, index in places if (piece := group.piece(index)).numel()]
-        if pieces:
-            torch._amp_foreach_non_finite_check_and_unscale_(pieces, found_inf, inv_scale)  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            pieces = [stack.enter_context(group.opened(index)) for group, index in places]
+            by_device: dict[torch.device, list[torch.Tensor]] = {}
+            for piece in pieces:
+                if piece.numel():
+                    by_device.setdefault(piece.device, []).append(piece)
+            for device, members in by_device.items():
+                found, scale = found_inf.to(device), inv_scale.to(device)
+                torch._amp_foreach_non_finite_check_and_unscale_(members, found, scale)  # type: ignore[attr-defined]
+                if found is not found_inf:
+                    found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
         if self._world_size > 1:
             dsx_comm.all_reduce(found_inf, op=dsx_comm.ReduceOp.MAX, group=self._process_group)
         self.changed()

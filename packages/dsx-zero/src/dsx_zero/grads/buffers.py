@@ -4,9 +4,10 @@ States of a group within one optimizer step::
 
     empty ──arrival──► filling ──launch──► in flight ──finish──► reduced ──arrival──► filling (late, or the next micro-batch)
 
-Held memory: stages 0-1 keep the whole buffer (the reduced values lie in it); stages 2-3 hold the shard, and a whole
-buffer only from the first arrival until the reduction is finished (`BufferPool` says what of its memory stays). A
-parameter without an arrival counts as zeros.
+Held memory: stages 0-1 keep the whole buffer (the reduced values lie in it); stages 2-3 hold the shard, in its home,
+and a whole buffer only from the first arrival until the reduction is finished (`BufferPool` says what of its memory
+stays). A home on the device is reduced into; to another one the reduced values leave on a lane. A parameter without an
+arrival counts as zeros.
 
 `.grad` of a parameter with a gradient holds its *face*: at stage 0 a view of the averaged buffer, else a
 `ShardedGradient`. A parameter whose `.grad` is no longer its face has been given another gradient by its user, or none
@@ -15,11 +16,17 @@ parameter without an arrival counts as zeros.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from ..errors import ZeroModelError, ZeroStateError
+from ..homes.home import DeviceHome, Home, accumulate, opened, read, write
+from ..homes.tiers import DeviceTier, Tier
+from ..lanes import HostLane, Lane, TensorBuffer, Ticket
 from ..params.flat import FlatGroup
-from ..params.memory import BufferPool
+from ..params.memory import BufferPool, OrdinaryMemory
 from .access import GradientAccess, GradientPlace
 from .reduction import Pending, ReductionEngine
 from .sharded import ShardedGradient
@@ -43,6 +50,7 @@ class GroupGradients:
         expose: `.grad` of the parameters are views of the reduced buffer (stage 0); otherwise they are
             `ShardedGradient`s.
         access: serves what users do with those.
+        tier, lane: from stage 2 on, where the reduced values live, and the lane on which they go there.
     """
 
     def __init__(
@@ -56,6 +64,8 @@ class GroupGradients:
         pool: BufferPool,
         expose: bool,
         access: GradientAccess,
+        tier: Tier | None = None,
+        lane: Lane | None = None,
     ) -> None:
         self.group = group
         self.dtype, self.wire, self.stage = dtype, wire, stage
@@ -66,9 +76,12 @@ class GroupGradients:
         self._filled = bytearray(len(group.parameters))
         self._faces: list[torch.Tensor | None] = [None] * len(group.parameters)
         self._stand_ins: list[ShardedGradient | None] = [None] * len(group.parameters)
-        self._shard: torch.Tensor | None = None
-        self.result: torch.Tensor | None = None
+        self._tier, self._lane = tier or DeviceTier(), lane or HostLane()
+        self._shard: Home | None = None
+        self.result: Home | None = None
         self._pending: Pending | None = None
+        self._staged: tuple[Home, torch.Tensor, bool] | None = None
+        self._leaving: tuple[Ticket, torch.Tensor] | None = None
         self.dirty = False
         for parameter in group.parameters:
             if isinstance(parameter.grad, ShardedGradient):
@@ -135,17 +148,27 @@ class GroupGradients:
         """The gradient of one parameter is zeros from now on, and its `.grad` is None."""
         self.finish()
         if self.result is not None:
-            self.piece(index).zero_()
+            with self.opened(index) as piece:
+                piece.zero_()
         self._filled[index] = 0
         self._detach(index)
 
     def piece(self, index: int) -> torch.Tensor:
-        """This rank's part of a parameter's reduced gradient, 1-D and writable (the whole at stage 0)."""
+        """This rank's part of a parameter's reduced gradient, 1-D, to be read (the whole at stage 0)."""
+        return read(self.values(), *self._range(index))
+
+    @contextmanager
+    def opened(self, index: int) -> Iterator[torch.Tensor]:
+        """`piece`, to be written."""
+        with opened(self.values(), *self._range(index)) as piece:
+            yield piece
+
+    def _range(self, index: int) -> tuple[int, int]:
         layout = self.group.layout
         if self.stage == 0:
-            return self.values().narrow(0, layout.offsets[index], layout.sizes[index])
+            return layout.offsets[index], layout.offsets[index] + layout.sizes[index]
         part = layout.local_slice(layout.names[index], self.group.rank)
-        return self.values()[:0] if part is None else self.values().narrow(0, part.offset, part.numel)
+        return (0, 0) if part is None else (part.offset, part.offset + part.numel)
 
     def hide_views(self) -> None:
         """Let the coming arrivals not be added to the exposed views by autograd itself."""
@@ -225,7 +248,7 @@ class GroupGradients:
         if self.stage == 0:
             self.buffer, self._views = None, ()
         else:
-            self.result = self.result.clone()
+            self.result = DeviceHome(read(self.result).clone())
 
     def _whole(self) -> torch.Tensor:
         """The whole buffer, made now if need be. Contents are arbitrary, the padding is zero."""
@@ -260,24 +283,55 @@ class GroupGradients:
         if self.stage == 0:
             self._pending = self._launch_whole(buffer, reducer)
         else:
-            out = self._target(buffer) if self.result is None else self.result
-            self._pending = reducer.reduce_scatter(buffer, out, self.wire, add=add)
-            self.result = out
+            home = self._target(buffer) if self.result is None else self.result
+            self._pending = self._launch_shard(buffer, home, reducer, add=add)
+            self.result = home
         self._access.changed()
 
-    def _target(self, buffer: torch.Tensor) -> torch.Tensor:
+    def _target(self, buffer: torch.Tensor) -> Home:
         """Where the reduced values go when there are none yet (at stages 0-1 into the whole buffer)."""
         if self.stage == 0:
-            return buffer
+            return DeviceHome(buffer)
         if self.stage == 1:
-            return self.group.shard_of(buffer)
+            return DeviceHome(self.group.shard_of(buffer))
         if self._shard is None:
-            self._shard = torch.empty(self.group.layout.shard_numel, dtype=self.dtype, device=buffer.device)
+            layout, memory = self.group.layout, OrdinaryMemory()
+            name = f"gradient.{layout.names[0]}"
+            self._shard = self._tier.home(name, layout.shard_numel, self.dtype, buffer.device, memory)
         return self._shard
+
+    def _launch_shard(self, buffer: torch.Tensor, home: Home, reducer: ReductionEngine, *, add: bool) -> Pending:
+        """Reduce into the home where it is on the buffer's device, else beside it: `finish` sends it off."""
+        out = home.view()
+        if out is not None and out.device == buffer.device:
+            return reducer.reduce_scatter(buffer, out, self.wire, add=add)
+        self.arrive()
+        staging = torch.empty(self.group.layout.shard_numel, dtype=self.dtype, device=buffer.device)
+        self._staged = (home, staging, add)
+        return reducer.reduce_scatter(buffer, staging, self.wire, add=False)
+
+    def _send_off(self) -> None:
+        """The staged values are reduced: start their way to their home."""
+        if self._staged is not None:
+            (home, staging, add), self._staged = self._staged, None
+            ticket = accumulate(home, staging, self._lane) if add else home.store(staging, self._lane)
+            self._leaving = (ticket, staging)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Are reduced values on their way to their home?"""
+        return self._leaving is not None
+
+    def arrive(self) -> None:
+        """Wait for what is on its way, and free its staging memory."""
+        if self._leaving is not None:
+            (ticket, staging), self._leaving = self._leaving, None
+            ticket.synchronize()
+            self._lane.retire(TensorBuffer(staging))
 
     def _launch_whole(self, buffer: torch.Tensor, reducer: ReductionEngine) -> Pending:
         pending = reducer.all_reduce(buffer, self.wire)
-        earlier = None if self.result is buffer else self.result
+        earlier = None if self.result is None or self._in_buffer() else read(self.result)
         if earlier is not None:
             scale = pending.complete
 
@@ -287,8 +341,12 @@ class GroupGradients:
                 self._pool.give(earlier)
 
             pending = Pending(pending.work, complete)
-        self.result = buffer
+        self.result = DeviceHome(buffer)
         return pending
+
+    def _in_buffer(self) -> bool:
+        """Are the reduced values all of the buffer (stage 0)?"""
+        return self.stage == 0 and self.result is not None and read(self.result).data_ptr() == _address(self.buffer)
 
     def is_done(self) -> bool:
         """No reduction is under way, or it has ended."""
@@ -300,6 +358,7 @@ class GroupGradients:
             return
         pending, self._pending = self._pending, None
         pending.finish()
+        self._send_off()
         if self._expose:
             self._filled = bytearray(b"\x01") * len(self._filled)
         elif self.stage >= 2:
@@ -311,19 +370,19 @@ class GroupGradients:
             if face is None and parameter.grad is None:
                 self._attach(index, self._face(index))
 
-    def values(self) -> torch.Tensor:
+    def values(self) -> Home:
         """The reduced values; zeros where no rank had any."""
+        self.arrive()
         if self.result is None:
-            out = self._target(self._whole())
-            out.zero_()
-            self.result = out
+            self.result = self._target(self._whole())
+            write(self.result, torch.zeros(self.result.numel, dtype=self.dtype))
         return self.result
 
     def unreduced(self, index: int) -> torch.Tensor | None:
         """This rank's own sum of what no reduction of parameter `index` has taken, in the parameter's shape; None
         where there is nothing.
         """
-        if not self.dirty or not self._filled[index] or self.result is self.buffer:
+        if not self.dirty or not self._filled[index] or self._in_buffer():
             return None  # exposed gradients accumulate on top of the reduced ones
         return self._views[index]
 
@@ -332,8 +391,9 @@ class GroupGradients:
         self.finish()
         for index in range(len(self._faces)):
             self._detach(index)
-        if self.stage == 0 and self.result is not None and self.result is not self.buffer:
-            self._pool.give(self.result)  # set aside for late gradients
+        self.arrive()
+        if self.stage == 0 and self.result is not None and not self._in_buffer():
+            self._pool.give(read(self.result))  # set aside for late gradients
         self.result, self.dirty = None, False
         self._filled = bytearray(len(self._filled))
         if self.stage >= 2 and self.buffer is not None:
@@ -342,6 +402,13 @@ class GroupGradients:
         self._access.changed()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Everything held."""
-        held = (self.buffer, self._shard, self.result)
-        return [tensor for tensor in held if tensor is not None]
+        """Everything held beside the homes."""
+        return [] if self.buffer is None else [self.buffer]
+
+    def homes(self) -> list[Home]:
+        """The homes of reduced values."""
+        return [home for home in (self._shard, self.result) if home is not None]
+
+
+def _address(buffer: torch.Tensor | None) -> int:
+    return -1 if buffer is None else buffer.data_ptr()

@@ -30,9 +30,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ZeroStateError
+from ..homes.home import Home, read, write
+from ..homes.tiers import Tier
+from ..lanes import Lane
 from ..module_hooks import ModuleHook
 from ..order.agreed import EditWatch
-from ..params.flat import FlatGroup, Unit
+from ..params.flat import FlatGroup, Part, Unit
 from ..params.memory import Memory, OrdinaryMemory
 from ..plan.layout import LocalSlice
 from ..precision import Precision
@@ -114,18 +117,22 @@ class Gradients(Protocol):
         """At each step compare over the ranks what users wrote into parameters."""
         ...
 
-    def parts(self, group: FlatGroup, *, whole: bool) -> tuple[torch.Tensor, ...]:
-        """Gradients of the group's masters, in the order of its masters and in their shapes."""
+    def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
+        """Gradients of these parts of the group's parameters (in order of their offsets), 1-D, in the dtype and on the
+        device of its masters.
+        """
         ...
 
-    def blocks(self) -> list[torch.Tensor]:
+    def blocks(self) -> Iterator[torch.Tensor]:
         """Tensors that together hold every gradient this rank steps with, once each, for norms."""
         ...
 
-    def view(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
-        """The reduced gradient of what this rank steps of a parameter (`part`), 1-D, writable; None when there is
-        none.
-        """
+    def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
+        """The reduced gradient of what this rank steps of a parameter (`part`), 1-D; None when there is none."""
+        ...
+
+    def write(self, group: FlatGroup, index: int, part: LocalSlice, values: torch.Tensor) -> None:
+        """Set what `read` gives, where there is something."""
         ...
 
     def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
@@ -137,7 +144,7 @@ class Gradients(Protocol):
     def clear(self) -> None: ...
 
     def changed(self) -> None:
-        """Somebody has written to what `view` gave."""
+        """Gradients were written."""
         ...
 
     def follow(self, watch: BackwardWatch) -> None:
@@ -149,6 +156,10 @@ class Gradients(Protocol):
     def remove_hooks(self) -> None: ...
 
     def tensors(self) -> list[torch.Tensor]: ...
+
+    def homes(self) -> list[Home]:
+        """Where reduced gradients live."""
+        ...
 
     def idle_bytes(self) -> int: ...
 
@@ -173,6 +184,8 @@ class ReducedGradients:
         overlap: bool = True,
         keeps_local: Callable[[], bool] = lambda: False,
         memory: Memory | None = None,
+        tier: Tier | None = None,
+        lane: Lane | None = None,
     ) -> None:
         self._overlap, self._keeps_local = overlap, keeps_local
         kinds = [
@@ -199,12 +212,15 @@ class ReducedGradients:
                     pool=pool,
                     expose=expose,
                     access=self._access,
+                    tier=tier,
+                    lane=lane,
                 )
                 self._of[group] = buffers
                 self._by_unit.setdefault(unit.index, []).append(buffers)
         self._expected = dict.fromkeys(self._by_unit, 0)
         self._arrived = dict.fromkeys(self._by_unit, 0)
         self._in_flight: list[int] = []
+        self._leaving: list[int] = []
         self._sync, self._task = True, None
         self._watch: BackwardWatch | None = None
         self._factor: float | None = None
@@ -350,8 +366,14 @@ class ReducedGradients:
         return all(buffers.is_done() for buffers in self._by_unit[unit])
 
     def _finish_unit(self, unit: int) -> None:
+        """The reduction is complete; where its result goes to another tier, that copy begins."""
         for buffers in self._by_unit[unit]:
             buffers.finish()
+        if any(buffers.is_leaving for buffers in self._by_unit[unit]):
+            self._leaving.append(unit)
+        while len(self._leaving) > IN_FLIGHT:
+            for buffers in self._by_unit[self._leaving.pop(0)]:
+                buffers.arrive()
 
     def _wait(self) -> None:
         while self._in_flight:
@@ -402,27 +424,32 @@ class ReducedGradients:
 
     # What the optimizer reads -----------------------------------------------------------------------------------------
 
-    def _result(self, group: FlatGroup) -> torch.Tensor:
-        return self._of[group].values()
+    def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
+        """See `Gradients.parts`."""
+        if not parts:
+            return ()
+        first, last = parts[0].slice.offset, parts[-1].slice.offset + parts[-1].slice.numel
+        block = read(self._of[group].values(), first, last)
+        master = group.master
+        if master is not None:
+            block = block.to(device=master.device, dtype=master.dtype)
+        return tuple(block.narrow(0, part.slice.offset - first, part.slice.numel) for part in parts)
 
-    def parts(self, group: FlatGroup, *, whole: bool) -> tuple[torch.Tensor, ...]:
-        """See `Gradients.parts`; converted to the master's dtype where it differs."""
-        result = self._result(group)
-        if group.master is not None and result.dtype != group.master.dtype:
-            result = result.to(group.master.dtype)
-        if whole:
-            return group.views(result)
-        return tuple(result.narrow(0, part.slice.offset, part.slice.numel) for part in group.parts)
-
-    def blocks(self) -> list[torch.Tensor]:
+    def blocks(self) -> Iterator[torch.Tensor]:
         """The reduced buffers."""
-        return [self._result(group) for group in self._of]
+        return (read(buffers.values()) for buffers in self._of.values())
 
-    def view(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
-        """See `Gradients.view`."""
+    def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
+        """See `Gradients.read`."""
         self._of[group].notice()
-        result = self._of[group].result
-        return None if result is None else result.narrow(0, part.offset, part.numel)
+        if self._of[group].result is None:
+            return None
+        return read(self._of[group].values(), part.offset, part.offset + part.numel)
+
+    def write(self, group: FlatGroup, index: int, part: LocalSlice, values: torch.Tensor) -> None:
+        """See `Gradients.write`."""
+        if self._of[group].result is not None:
+            write(self._of[group].values(), values, part.offset)
 
     def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
         """See `Gradients.unreduced`."""
@@ -444,6 +471,10 @@ class ReducedGradients:
     def tensors(self) -> list[torch.Tensor]:
         """Everything held for gradients."""
         return [tensor for buffers in self._of.values() for tensor in buffers.tensors()]
+
+    def homes(self) -> list[Home]:
+        """See `Gradients.homes`."""
+        return [home for buffers in self._of.values() for home in buffers.homes()]
 
     def idle_bytes(self) -> int:
         """Memory kept for the buffers of backwards to come."""
@@ -543,21 +574,26 @@ class LocalGradients:
                     parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
                 refuse_sparse(parameter.grad, name)
 
-    def parts(self, group: FlatGroup, *, whole: bool) -> tuple[torch.Tensor, ...]:
+    def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
         """See `Gradients.parts`."""
-        grads = [_grad(parameter) for parameter in group.parameters]
-        if group.master is not None:
-            grads = [grad.to(group.master.dtype) for grad in grads]
-        return tuple(grads) if whole else tuple(grad.reshape(-1) for grad in grads if grad.numel())
+        grads = [_grad(group.parameters[group.layout.index(part.name)]) for part in parts]
+        if (master := group.master) is not None:
+            grads = [grad.to(device=master.device, dtype=master.dtype) for grad in grads]
+        return tuple(grad.reshape(-1)[part.slice.start : part.slice.stop] for grad, part in zip(grads, parts))
 
-    def blocks(self) -> list[torch.Tensor]:
+    def blocks(self) -> Iterator[torch.Tensor]:
         """Every `.grad`."""
-        return [_grad(parameter) for group in self._groups for parameter in group.parameters if parameter.numel()]
+        return (_grad(parameter) for group in self._groups for parameter in group.parameters if parameter.numel())
 
-    def view(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
-        """See `Gradients.view`."""
+    def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
+        """See `Gradients.read`."""
         grad = group.parameters[index].grad
-        return None if grad is None else grad.view(-1)
+        return None if grad is None else grad.view(-1)[part.start : part.stop]
+
+    def write(self, group: FlatGroup, index: int, part: LocalSlice, values: torch.Tensor) -> None:
+        """See `Gradients.write`."""
+        if (grad := self.read(group, index, part)) is not None:
+            grad.copy_(values)
 
     def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
         """See `Gradients.unreduced`: with one rank there is nothing to reduce."""
@@ -572,6 +608,10 @@ class LocalGradients:
     def tensors(self) -> list[torch.Tensor]:
         """Every `.grad` there is."""
         return [p.grad for group in self._groups for p in group.parameters if p.grad is not None]
+
+    def homes(self) -> list[Home]:
+        """They are autograd's."""
+        return []
 
     def idle_bytes(self) -> int:
         """Nothing is kept."""

@@ -1,11 +1,12 @@
 """One flat buffer at run time: the parameters of a unit that share a dtype, this rank's shard of them, and its masters.
 
-At stages 0-2 `full` holds the values all the time, the parameters are views into it and `shard` is this rank's part of
-it. So it is with the small parameters of stage 3. The others' groups have no `full`: their parameters are views of a
-storage that has memory only around a use (`GatheredStorage`), and `shard` is memory of its own.
+At stages 0-2 the parameters are views into one buffer, `visible`, which holds the values all the time; `shard` is this
+rank's part of it. So it is with the small parameters of stage 3. The other groups of stage 3 have nothing visible: their
+parameters are views of a storage that has memory only around a use (`GatheredStorage`), and `shard` has a home of its
+own, on the device or elsewhere.
 
-Masters are what the optimizer updates. Where the parameter's dtype is already the master's (fp32 training), the master
-is the parameter's own memory and nothing is copied in either direction.
+Masters are what the optimizer updates. Where the parameter's dtype is already the master's (fp32 training) and both
+have the same tier, the master is the parameter's own home and nothing is copied in either direction.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..homes.home import DeviceHome, Home, read, write
+from ..homes.tiers import DeviceTier, Tier
 from ..plan.layout import FlatLayout, LocalSlice
 from ..plan.units import GroupKey, GroupPlan, UnitPlan
-from .memory import Memory
+from .memory import Memory, OrdinaryMemory
 
 __all__ = ["UNFREEZE", "FlatGroup", "Unit", "local_parts"]
 
@@ -31,7 +34,7 @@ UNFREEZE = (
 
 @dataclass(frozen=True)
 class Part:
-    """The local part of one parameter: where it lies in the parameter and in this rank's shard."""
+    """The local part of one parameter: where it lies in the parameter and in what this rank steps."""
 
     name: str
     slice: LocalSlice
@@ -44,36 +47,49 @@ def local_parts(layout: FlatLayout, rank: int) -> tuple[Part, ...]:
 
 
 class FlatGroup:
-    """A flat buffer: its layout, its `nn.Parameter`s (in layout order), the whole (`full`) and this rank's shard.
+    """A flat buffer: its layout, its `nn.Parameter`s (in layout order), and where its values are.
 
-    `full` has `layout.numel` elements, in a partitioned group (`PartitionedGroup`) always none. `shard` has
-    `layout.shard_numel`.
+    Attributes:
+        visible: the buffer of `layout.numel` elements that the parameters are views of; None in a partitioned group
+            (`PartitionedGroup`).
+        shard: the `layout.shard_numel` elements that this rank owns.
+        stepped: the elements that this rank's optimizer updates: the shard, at stage 0 all of them.
+        parts: where the parameters lie in `stepped`, in layout order, those of which this rank steps nothing left out.
+        master: the values that the optimizer updates, laid out as `stepped`; `stepped` itself where there are no others.
     """
 
     def __init__(
-        self, plan: GroupPlan, parameters: Sequence[nn.Parameter], *, rank: int, full: torch.Tensor, shard: torch.Tensor
+        self,
+        plan: GroupPlan,
+        parameters: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        visible: torch.Tensor | None,
+        shard: Home,
+        tier: Tier | None = None,
     ) -> None:
         self.key: GroupKey = plan.key
         self.layout: FlatLayout = plan.layout
         self.parameters = tuple(parameters)
         self.rank = rank
-        self.full = full
-        self.shard = shard
+        self.visible = visible
+        self.shard = self.stepped = shard
+        self._tier = tier or DeviceTier()
         self.parts = local_parts(plan.layout, rank)
-        self.master: torch.Tensor | None = None
+        self.master: Home | None = None
 
     @classmethod
     def resident(cls, plan: GroupPlan, parameters: Sequence[nn.Parameter], *, rank: int, memory: Memory) -> FlatGroup:
         """Move the parameters' values into one new buffer in `memory` and make the parameters views of it
         (collective).
         """
-        full = memory.empty(plan.layout.numel, plan.key.dtype, plan.key.device)
+        buffer = memory.empty(plan.layout.numel, plan.key.dtype, plan.key.device)
         start, stop = plan.layout.shard_range(rank)
-        group = cls(plan, parameters, rank=rank, full=full, shard=full[start:stop])
+        group = cls(plan, parameters, rank=rank, visible=buffer, shard=DeviceHome(buffer[start:stop]))
         with torch.no_grad():
             for begin, end in plan.layout.gaps:
-                full[begin:end].zero_()
-            for parameter, view in zip(group.parameters, group.views(full)):
+                buffer[begin:end].zero_()
+            for parameter, view in zip(group.parameters, group.views(buffer)):
                 view.copy_(parameter)
                 parameter.data = view
         return group
@@ -86,24 +102,41 @@ class FlatGroup:
             for offset, size, shape in zip(layout.offsets, layout.sizes, layout.shapes)
         )
 
-    def make_master(self, dtype: torch.dtype, *, whole: bool) -> None:
+    def make_master(self, dtype: torch.dtype, *, whole: bool, tier: Tier | None = None) -> None:
         """Create the master values of the shard (or of everything, `whole`, where every rank steps everything).
 
-        Parameters whose dtype is at least as wide as `dtype` are their own masters.
+        Parameters whose dtype is at least as wide as `dtype` are their own masters, if they live in `tier` already.
         """
-        source = self.full if whole else self.shard
-        self.master = source if self.master_is_parameter(dtype) else source.to(dtype)
+        if whole and self.visible is not None:
+            self.stepped = DeviceHome(self.visible)
+            self.parts = tuple(Part(name, self.whole_slice(i)) for i, name in enumerate(self.layout.names))
+        tier = tier or DeviceTier()
+        wide_enough = self.key.dtype.itemsize >= dtype.itemsize
+        if wide_enough and tier == self._tier:
+            self.master = self.stepped
+            return
+        dtype = self.key.dtype if wide_enough else dtype
+        name = f"master.{self.layout.names[0] if self.layout.names else ''}"
+        self.master = tier.home(name, self.stepped.numel, dtype, self.key.device, OrdinaryMemory())
+        write(self.master, read(self.stepped))
 
-    def master_is_parameter(self, dtype: torch.dtype) -> bool:
-        """Would a master of this dtype be the parameter's own memory?"""
-        return self.key.dtype.itemsize >= dtype.itemsize
+    @property
+    def own_master(self) -> Home | None:
+        """The master, if it is not the parameters' own home."""
+        return None if self.master is self.stepped else self.master
 
-    def own_master(self, visible: torch.Tensor) -> torch.Tensor | None:
-        """The master, if it is memory of its own and not that of `visible` (the buffer the parameters show)."""
-        master = self.master
-        if master is None or master.untyped_storage().data_ptr() == visible.untyped_storage().data_ptr():
-            return None
-        return master
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype that the optimizer works in; the parameters' own before there are masters."""
+        return self.key.dtype if self.master is None else self.master.dtype
+
+    def whole_slice(self, index: int) -> LocalSlice:
+        """Parameter `index` in a buffer of `layout.numel` elements, all of it."""
+        return LocalSlice(0, self.layout.sizes[index], self.layout.offsets[index])
+
+    def all_visible(self) -> Home:
+        """The home of the whole parameters, where every rank has them."""
+        return self.shard if self.visible is None else DeviceHome(self.visible)
 
     @property
     def trainable(self) -> bool:

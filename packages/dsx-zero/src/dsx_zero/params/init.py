@@ -28,6 +28,7 @@ from torch.nn.modules import module as registration
 
 from ..errors import ZeroConfigError
 from ..groups import join_launched_ranks
+from ..homes.home import DeviceHome, Home
 from ..plan.layout import FlatLayout
 from .partitioned import PartitionedParameter
 from .whole import read_whole, write_whole
@@ -38,10 +39,11 @@ __all__ = ["Init", "InitParameter"]
 class InitParameter:
     """The ``ParameterSource`` of a parameter that is partitioned but not yet in a unit."""
 
-    def __init__(self, name: str, layout: FlatLayout, shard: torch.Tensor, *, rank: int, process_group: Any) -> None:
+    def __init__(self, name: str, layout: FlatLayout, values: torch.Tensor, *, rank: int, process_group: Any) -> None:
         self.name, self.rank, self._process_group = name, rank, process_group
-        self.layout, self.shard = layout, shard
-        self.master: torch.Tensor | None = None
+        self.layout, self._values = layout, values
+        self.shard: Home = DeviceHome(values)
+        self.master: Home | None = None
         self._opened: torch.Tensor | None = None
 
     @classmethod
@@ -55,10 +57,10 @@ class InitParameter:
 
     def local_shard(self) -> torch.Tensor:
         part = self.layout.local_slice(self.name, self.rank)
-        return self.shard[:0] if part is None else self.shard.narrow(0, part.offset, part.numel)
+        return self._values[:0] if part is None else self._values.narrow(0, part.offset, part.numel)
 
     def full_tensor(self) -> torch.Tensor:
-        return read_whole(self.layout, self.name, self.shard, self._process_group)
+        return read_whole(self.layout, self.name, self.shard, self._process_group, device=self.shard.device)
 
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:
         if self._opened is not None:
@@ -92,8 +94,8 @@ class InitParameter:
     def converted(self, dtype: torch.dtype, device: torch.device) -> InitParameter | None:
         if self._opened is not None:
             return None  # what is gathered for editing must not lose its shard
-        shard = self.shard.to(device=device, dtype=dtype)
-        return InitParameter(self.name, self.layout, shard, rank=self.rank, process_group=self._process_group)
+        values = self._values.to(device=device, dtype=dtype)
+        return InitParameter(self.name, self.layout, values, rank=self.rank, process_group=self._process_group)
 
     def open(self) -> torch.Tensor:
         """Gather the whole parameter for reading and writing (collective)."""

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..homes.home import read, write
+from ..homes.tiers import DeviceTier, Tier
 from ..plan.units import GroupPlan, ParameterInfo, UnitPlan
 from .flat import UNFREEZE, FlatGroup, Unit
 from .memory import Memory, OrdinaryMemory
@@ -55,10 +57,11 @@ class UnitParameter:
 
     def local_shard(self) -> torch.Tensor:
         part = self.group.layout.local_slice(self.name, self.group.rank)
-        return self.group.shard[:0] if part is None else self.group.shard.narrow(0, part.offset, part.numel)
+        return read(self.group.shard, *((0, 0) if part is None else (part.offset, part.offset + part.numel)))
 
     def full_tensor(self) -> torch.Tensor:
-        return read_whole(self.group.layout, self.name, self.group.shard, self.unit.process_group)
+        group = self.group
+        return read_whole(group.layout, self.name, group.shard, self.unit.process_group, device=group.key.device)
 
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:
         if self._opened:
@@ -160,8 +163,8 @@ def is_partitioned(group: FlatGroup) -> bool:
 
 
 class PartitionedUnit:
-    """See the module's text. ``lender`` serves operations on its parameters from outside its modules, shards lie in
-    ``memory``.
+    """See the module's text. ``lender`` serves operations on its parameters from outside its modules; shards live in
+    ``tier``, on the device in ``memory``.
     """
 
     def __init__(
@@ -172,15 +175,16 @@ class PartitionedUnit:
         process_group: Any,
         lender: Lender | None = None,
         memory: Memory | None = None,
+        tier: Tier | None = None,
     ) -> None:
-        memory = memory or OrdinaryMemory()
+        memory, tier = memory or OrdinaryMemory(), tier or DeviceTier()
         self.plan, self.process_group = plan, process_group
         self.state = UnitState.PARTITIONED
         self.storages = tuple(
             GatheredStorage(group.layout.numel, dtype=group.key.dtype, device=group.key.device) for group in plan.groups
         )
         self.groups = tuple(
-            _partitioned_group(group, store, rank, memory) for group, store in zip(plan.groups, self.storages)
+            _partitioned_group(group, store, rank, memory, tier) for group, store in zip(plan.groups, self.storages)
         )
         self.numel = sum(store.numel for store in self.storages)
         """Elements of the gathered parameters, padding included."""
@@ -273,12 +277,14 @@ class PartitionedUnit:
         return {place.partitioned.source.name: place.partitioned for place in self._places}
 
 
-def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, rank: int, memory: Memory) -> FlatGroup:
+def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, rank: int, memory: Memory, tier: Tier) -> FlatGroup:
     layout = plan.layout
     parameters = [
         nn.Parameter(storage.view(offset, shape), requires_grad=plan.key.trainable)
         for offset, shape in zip(layout.offsets, layout.shapes)
     ]
     storage.free()
-    shard = memory.empty(layout.shard_numel, plan.key.dtype, plan.key.device).zero_()
-    return PartitionedGroup(plan, parameters, rank=rank, full=shard[:0], shard=shard)
+    name = f"shard.{layout.names[0] if layout.names else ''}"
+    shard = tier.home(name, layout.shard_numel, plan.key.dtype, plan.key.device, memory)
+    write(shard, torch.zeros(layout.shard_numel, dtype=plan.key.dtype))  # the padding, too
+    return PartitionedGroup(plan, parameters, rank=rank, visible=None, shard=shard, tier=tier)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import dsx_comm
 import torch
 
+from ..homes.home import Home, opened, read, write
 from ..plan.layout import FlatLayout, LocalSlice
 
 __all__ = ["Shards", "read_whole", "write_whole"]
@@ -19,22 +20,25 @@ def _slices(layout: FlatLayout, name: str) -> list[LocalSlice | None]:
     return [layout.local_slice(name, rank) for rank in range(layout.world_size)]
 
 
-def read_whole(layout: FlatLayout, name: str, shard: torch.Tensor, process_group: Any) -> torch.Tensor:
-    """The parameter ``name`` as a new tensor of its logical shape, from every rank's ``shard`` (bit for bit)."""
+def read_whole(layout: FlatLayout, name: str, shard: Home, process_group: Any, *, device: torch.device) -> torch.Tensor:
+    """The parameter ``name`` as a new tensor of its logical shape on ``device``, from every rank's ``shard`` (bit for
+    bit).
+    """
     index = layout.index(name)
-    whole = torch.empty(layout.shapes[index], dtype=shard.dtype, device=shard.device)
+    whole = torch.empty(layout.shapes[index], dtype=shard.dtype, device=device)
     slices = _slices(layout, name)
     longest = max((part.numel for part in slices if part is not None), default=0)
     if not longest:
         return whole
     flat = whole.view(-1)
     if layout.world_size == 1:
-        return whole.copy_(shard.narrow(0, slices[0].offset, slices[0].numel).view(whole.shape))  # type: ignore[union-attr]
+        flat[:] = _elements(shard, slices[0])
+        return whole
     mine = slices[dsx_comm.get_rank(process_group)]
-    piece = shard.new_zeros(longest)
+    piece = whole.new_zeros(longest)
     if mine is not None:
-        piece[: mine.numel] = shard[mine.offset : mine.offset + mine.numel]
-    pieces = shard.new_empty(longest * layout.world_size)
+        piece[: mine.numel] = _elements(shard, mine)
+    pieces = whole.new_empty(longest * layout.world_size)
     with dsx_comm.unit(name):
         dsx_comm.all_gather_into_tensor(pieces, piece, group=process_group)
     for rank, part in enumerate(slices):
@@ -43,13 +47,17 @@ def read_whole(layout: FlatLayout, name: str, shard: torch.Tensor, process_group
     return whole
 
 
+def _elements(home: Home, part: LocalSlice | None) -> torch.Tensor:
+    return read(home, 0, 0) if part is None else read(home, part.offset, part.offset + part.numel)
+
+
 class Shards(Protocol):
     """What holds a rank's shard of a flat layout (a ``FlatGroup``, or a parameter of ``Init``)."""
 
     layout: FlatLayout
-    shard: torch.Tensor
+    shard: Home
     rank: int
-    master: torch.Tensor | None
+    master: Home | None
 
 
 def write_whole(
@@ -71,11 +79,11 @@ def write_whole(
     if part is None:
         return whole
     values = whole.reshape(-1)[part.start : part.stop]
-    shard = group.shard[part.offset : part.offset + part.numel]
-    if group.master is not None and group.master.data_ptr() != group.shard.data_ptr():
-        # Where the value is what the master rounds to already, the master keeps the digits that the parameter does not
-        # have.
-        master = group.master[part.offset : part.offset + part.numel]
-        torch.where(shard == values, master, values.to(master.dtype), out=master)
-    shard.copy_(values)
+    if group.master is not None and group.master is not group.shard:
+        with opened(group.master, part.offset, part.offset + part.numel) as master:
+            # Where the value is what the master rounds to already, the master keeps the digits that the parameter does
+            # not have.
+            new, old = values.to(master.device), _elements(group.shard, part).to(master.device)
+            torch.where(old == new, master, new.to(master.dtype), out=master)
+    write(group.shard, values, part.offset)
     return whole

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ZeroStateError
+from ..homes.home import Home, write
+from ..plan.layout import LocalSlice
 from ..step.masters import Master, write_parameters
 from .slices import Place, Reader, State, places_of
 from .templates import StateTemplates, is_single
@@ -51,7 +53,7 @@ class SliceLoad:
                 inner.states_loaded()  # type: ignore[attr-defined]
             for unit in run.units:
                 for group in unit.trainable:
-                    write_parameters(group, whole=run.whole)
+                    write_parameters(group)
                 run.publisher.publish(unit)
             run.publisher.finish()
         self._installed()
@@ -84,33 +86,28 @@ def _read_master(load: SliceLoad, reader: Reader, master: Master, from_masters: 
     value = reader.master(master.name, start, stop) if from_masters else None
     if value is None:
         value = reader.param(master.name, start, stop)
-    if value is not None:
-        load.add(_copy(master.name, master.tensor.detach(), value))
+    if value is not None and master.group.master is not None:
+        load.add(_copy(master.name, master.group.master, master.slice, value))
 
 
 def _read_frozen(load: SliceLoad, runtime: Runtime, reader: Reader, name: str, place: Place) -> None:
     group = place.group
     if runtime.holds_whole_parameters:
-        start, stop, target = 0, group.layout.sizes[place.index], group.views(group.full)[place.index]
+        part, home = group.whole_slice(place.index), group.all_visible()
     else:
-        part = group.layout.local_slice(name, group.rank)
-        if part is None:
-            return
-        start, stop, target = part.start, part.stop, group.shard.narrow(0, part.offset, part.numel)
-    value = reader.param(name, start, stop)
+        part, home = group.layout.local_slice(name, group.rank), group.shard
+    if part is None:
+        return
+    value = reader.param(name, part.start, part.stop)
     if value is not None:
-        load.add(_copy(name, target, value))
+        load.add(_copy(name, home, part, value))
 
 
-def _copy(name: str, target: torch.Tensor, value: Any) -> Callable[[], None]:
-    if not isinstance(value, torch.Tensor) or value.numel() != target.numel():
+def _copy(name: str, home: Home, part: LocalSlice, value: Any) -> Callable[[], None]:
+    if not isinstance(value, torch.Tensor) or value.numel() != part.numel:
         got = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ZeroStateError(f"{name}: the reader gave {got}, expected a tensor of {target.numel()} elements")
-
-    def write() -> None:
-        target.copy_(value.reshape(target.shape))
-
-    return write
+        raise ZeroStateError(f"{name}: the reader gave {got}, expected a tensor of {part.numel} elements")
+    return lambda: write(home, value, part.offset)
 
 
 def _read_states(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import ZeroStateError
+from ..homes.home import Home
 from ..runtime import Runtime
 from ..step.masters import Master
 from .loading import SliceLoad
@@ -114,6 +115,12 @@ def unique_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[torch.device, 
     return total
 
 
+def _home_bytes(homes: Sequence[Home], seen: set[tuple[torch.device, int]]) -> int:
+    """Bytes of homes, those in memory by their storages."""
+    views = [(home, home.view()) for home in homes]
+    return unique_bytes([v for _, v in views if v is not None], seen) + sum(h.nbytes for h, v in views if v is None)
+
+
 def count_bytes(runtime: Runtime, masters: Sequence[Master], inner: torch.optim.Optimizer) -> dict[str, int]:
     """See `ZeroOptimizer.state_bytes`."""
     groups = [group for unit in runtime.units for group in unit.groups]
@@ -122,9 +129,10 @@ def count_bytes(runtime: Runtime, masters: Sequence[Master], inner: torch.optim.
     if hasattr(inner, "communication_tensors"):  # what an optimizer that communicates by itself keeps for that
         states.extend(inner.communication_tensors())  # type: ignore[attr-defined]
     return {
-        "params": unique_bytes([t for group in groups for t in (group.full, group.shard)], seen),
-        "master": unique_bytes([group.master for group in groups if group.master is not None], seen),
-        "grads": unique_bytes(runtime.gradients.tensors(), seen),
+        "params": unique_bytes([g.visible for g in groups if g.visible is not None], seen)
+        + _home_bytes([group.shard for group in groups], seen),
+        "master": _home_bytes([group.master for group in groups if group.master is not None], seen),
+        "grads": unique_bytes(runtime.gradients.tensors(), seen) + _home_bytes(runtime.gradients.homes(), seen),
         "optimizer": unique_bytes(states, seen),
         "buffers": runtime.gradients.idle_bytes() + unique_bytes(runtime.publisher.tensors(), seen),
     }

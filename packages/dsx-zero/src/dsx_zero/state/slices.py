@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..errors import ZeroStateError
+from ..homes.home import read
 from ..params.flat import FlatGroup
 from ..plan.layout import LocalSlice
 from ..step.masters import Master
@@ -92,11 +93,10 @@ def iter_slices(
     for info in runtime.infos:
         group, index = places[info.name].group, places[info.name].index
         if held and (runtime.whole or (runtime.holds_whole_parameters and not info.trainable)):
-            part = LocalSlice(0, info.numel, group.layout.offsets[index])
-            param = group.full.narrow(0, part.offset, part.numel).detach()
+            part, home = group.whole_slice(index), group.all_visible()
         else:
-            part = group.layout.local_slice(info.name, group.rank) or LocalSlice(0, 0, 0)
-            param = group.shard.narrow(0, part.offset, part.numel).detach()
+            part, home = group.layout.local_slice(info.name, group.rank) or LocalSlice(0, 0, 0), group.shard
+        param = read(home, part.offset, part.offset + part.numel).detach()
         master = masters.get(info.name)
         trainable = info.trainable
         yield ParamSlice(
@@ -120,11 +120,12 @@ def _own_ranges(inner: Any, master: Master | None) -> tuple[tuple[str, int, torc
 
 
 def _own_master(group: FlatGroup, master: Master | None, part: LocalSlice, param: torch.Tensor) -> torch.Tensor:
-    if master is None or group.master is None:
-        return param if group.master is None else group.master[:0]
-    if group.master.untyped_storage().data_ptr() == group.shard.untyped_storage().data_ptr():
+    if group.own_master is None:
         return param
-    return _cut(master, master.tensor, part)
+    if master is None:
+        return read(group.own_master, 0, 0)
+    start = master.slice.offset + part.start - master.slice.start
+    return read(group.own_master, start, start + part.numel)
 
 
 def _cut(master: Master, tensor: torch.Tensor, part: LocalSlice) -> torch.Tensor:

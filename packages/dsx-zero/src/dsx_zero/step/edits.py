@@ -23,6 +23,7 @@ import dsx_comm
 import torch
 
 from ..errors import ZeroStateError
+from ..homes.home import opened, read
 from ..params.flat import FlatGroup
 from ..params.partitioned_unit import is_partitioned
 
@@ -74,17 +75,13 @@ class MemorySums:
 class Edits:
     """Watches the parameters of resident groups whose masters are memory of their own."""
 
-    def __init__(self, groups: Iterable[FlatGroup], *, whole: bool) -> None:
-        self._whole = whole
+    def __init__(self, groups: Iterable[FlatGroup]) -> None:
         self._groups = [group for group in groups if self._has_own_master(group)]
         self._seen = {group: _versions(group.parameters) for group in self._groups}
-        self._sums = {group: MemorySums(self._visible(group)) for group in self._groups if group.shard.numel()}
-
-    def _visible(self, group: FlatGroup) -> torch.Tensor:
-        return group.full if self._whole else group.shard
+        self._sums = {group: MemorySums(read(group.stepped)) for group in self._groups if group.layout.numel}
 
     def _has_own_master(self, group: FlatGroup) -> bool:
-        return group.trainable and not is_partitioned(group) and group.own_master(group.full) is not None
+        return group.trainable and not is_partitioned(group) and group.own_master is not None
 
     def take_over(self) -> None:
         """Bring edits since the last call into the masters."""
@@ -113,11 +110,12 @@ class Edits:
             self._sums[group].note()
 
     def _compare(self, group: FlatGroup) -> None:
-        visible, master = self._visible(group), group.master
-        if master is None:
+        if group.own_master is None:
             return
-        edited = visible != master.to(visible.dtype)
-        torch.where(edited, visible.to(master.dtype), master, out=master)
+        with opened(group.own_master) as master:
+            visible = read(group.stepped, device=master.device)
+            edited = visible != master.to(visible.dtype)
+            torch.where(edited, visible.to(master.dtype), master, out=master)
 
 
 class EditAgreement:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ZeroOptimizerError
+from ..homes.home import read, write
 from ..params.flat import FlatGroup, Unit
 from ..plan.layout import LocalSlice
 
@@ -71,22 +72,18 @@ def make_masters(units: Sequence[Unit], *, whole: bool) -> list[tuple[nn.Paramet
 
 
 def _of_group(group: FlatGroup, *, whole: bool) -> Iterator[tuple[nn.Parameter, Master | None]]:
-    master = group.master
-    if master is None:
+    if group.master is None:
         raise ZeroOptimizerError("masters were asked for before they were made")
-    layout = group.layout
-    for index, (name, parameter) in enumerate(zip(layout.names, group.parameters)):
-        if whole:
-            place = LocalSlice(0, layout.sizes[index], layout.offsets[index])
-            view = group.views(master)[index]
-            # A 0-dim parameter gets a 1-D master: its states must differ in shape from single values such as `step`.
-            view = view if view.dim() else view.view(1)
-        else:
-            place = layout.local_slice(name, group.rank)
-            if place is None:
-                yield parameter, None
-                continue
-            view = master.narrow(0, place.offset, place.numel)
+    layout, master = group.layout, read(group.master)
+    places = {part.name: part.slice for part in group.parts}
+    for name, shape, parameter in zip(layout.names, layout.shapes, group.parameters):
+        place = places.get(name)
+        if place is None:
+            yield parameter, None
+            continue
+        view = master.narrow(0, place.offset, place.numel)
+        # A 0-dim parameter gets a 1-D master: its states must differ in shape from single values such as `step`.
+        view = view.view(shape) if whole and shape else view
         yield parameter, Master(name, group, place, nn.Parameter(view.detach(), requires_grad=view.is_floating_point()))
 
 
@@ -131,27 +128,26 @@ def _cut(key: str, value: Any, parameter: torch.Tensor, master: Master) -> Any:
     return value.reshape(-1)[master.slice.start : master.slice.stop].clone().view(master.tensor.shape)
 
 
-def write_parameters(group: FlatGroup, *, whole: bool) -> None:
+def write_parameters(group: FlatGroup) -> None:
     """Write the low-precision copy of the masters; nothing to do where the master is the parameter's memory."""
-    target = group.full if whole else group.shard
-    if (master := group.own_master(target)) is not None:
-        target.copy_(master)
+    if (master := group.own_master) is not None:
+        write(group.stepped, read(master))
 
 
-def refresh_master(group: FlatGroup, *, whole: bool) -> None:
+def refresh_master(group: FlatGroup) -> None:
     """The reverse of `write_parameters`: the masters take the parameters' values."""
-    source = group.full if whole else group.shard
-    if (master := group.own_master(source)) is not None:
-        master.copy_(source)
+    if (master := group.own_master) is not None:
+        write(master, read(group.stepped))
 
 
-def copy_targets(masters: Sequence[Master], *, whole: bool) -> dict[torch.Tensor, torch.Tensor]:
+def copy_targets(masters: Sequence[Master]) -> dict[torch.Tensor, torch.Tensor]:
     """Where an optimizer that can write low-precision copies itself has to put them, by master tensor."""
     found: dict[torch.Tensor, torch.Tensor] = {}
     for master in masters:
-        group = master.group
-        buffer = group.full if whole else group.shard
-        if group.own_master(buffer) is None:
+        group, place = master.group, master.slice
+        if group.own_master is None:
             continue
-        found[master.tensor] = buffer.narrow(0, master.slice.offset, master.slice.numel).view(master.tensor.shape)
+        shown = group.stepped.view()
+        if shown is not None and shown.device == master.tensor.device:
+            found[master.tensor] = shown.narrow(0, place.offset, place.numel).view(master.tensor.shape)
     return found

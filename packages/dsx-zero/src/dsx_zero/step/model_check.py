@@ -16,7 +16,6 @@ from torch import nn
 
 from ..errors import ZeroStateError
 from ..params.flat import FlatGroup
-from ..params.partitioned_unit import is_partitioned
 
 __all__ = ["ModelCheck"]
 
@@ -55,15 +54,15 @@ class ModelCheck:
             self._names_of.update(
                 (id(parameter), name) for name, parameter in zip(group.layout.names, group.parameters)
             )
-            if is_partitioned(group):
+            if group.visible is None:
                 self._gathered.extend((parameter, _storage(parameter)) for parameter in group.parameters)
             else:
                 # Relative to the buffer: `model.share_memory()` moves it with everything in it.
-                start = group.full.data_ptr()
+                start = group.visible.data_ptr()
                 places: list[tuple[torch.Tensor, int, torch.Size]] = [
                     (p, p.data_ptr() - start, p.shape) for p in group.parameters if p.numel()
                 ]
-                self._resident.append((group.full, places))
+                self._resident.append((group.visible, places))
         self._parameters = dict(self._named())
         self._modules = list(model.modules())  # also so that no other object gets the identity of one of them
         self._snapshot = self._take_snapshot()
@@ -92,8 +91,8 @@ class ModelCheck:
         problems = [
             f"'{self._names_of[id(parameter)]}' has other memory now ({parameter.dtype}, shape"
             f" {tuple(parameter.shape)}, {parameter.device})"
-            for full, places in self._resident
-            for start in (full.data_ptr(),)
+            for buffer, places in self._resident
+            for start in (buffer.data_ptr(),)
             for parameter, offset, shape in places
             if (parameter.data_ptr() - start != offset or parameter.shape != shape or not parameter.is_contiguous())
             and not self._moved(parameter)

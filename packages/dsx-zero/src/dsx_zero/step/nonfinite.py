@@ -78,7 +78,6 @@ class NonFiniteWarning:
         found = []
         for unit in run.trainable_units():
             for group in unit.trainable:
-                names = group.layout.names if run.whole else [part.name for part in group.parts]
-                pieces = run.gradients.parts(group, whole=run.whole)
-                found += [name for name, piece in zip(names, pieces) if not torch.isfinite(piece).all().item()]
+                pieces = run.gradients.parts(group, group.parts)
+                found += [p.name for p, piece in zip(group.parts, pieces) if not torch.isfinite(piece).all().item()]
         return found

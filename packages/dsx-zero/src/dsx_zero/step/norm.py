@@ -9,7 +9,7 @@ must not decide that.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import dsx_comm
@@ -23,22 +23,25 @@ CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
-def global_norm(blocks: Sequence[torch.Tensor], *, device: torch.device, group: Any, shared: bool) -> torch.Tensor:
+def global_norm(blocks: Iterable[torch.Tensor], *, device: torch.device, group: Any, shared: bool) -> torch.Tensor:
     """L2 norm over all gradients, a 0-dim fp64 tensor on `device` (fp32 where fp64 is missing).
 
     Args:
-        blocks: this rank's gradients.
+        blocks: this rank's gradients, wherever they lie; each is let go before the next one is taken.
         group: process group over which squares are summed.
         shared: False when every rank holds all gradients and nothing is to be summed.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=dtype, device=device)
-    if blocks:
-        norms = [_norm(block) for block in blocks]
+    norms, all_double = [], True
+    for block in blocks:
+        norms.append(_norm(block))
+        all_double = all_double and block.dtype == torch.float64
+    if norms:
         total += torch.stack([n.to(device=device, dtype=dtype) for n in norms]).square().sum()
     if shared:
         dsx_comm.all_reduce(total, op=dsx_comm.ReduceOp.SUM, group=group)
-    if all(block.dtype == torch.float64 for block in blocks):
+    if all_double:
         return total.sqrt()
     return torch.where(total > _LARGEST, math.inf, total).sqrt()
 

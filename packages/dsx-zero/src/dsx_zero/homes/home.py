@@ -1,0 +1,192 @@
+"""`Home`: how shards, masters, gradient shards and optimizer states are reached, wherever they live.
+
+A home holds the elements of one flat tensor. Memory of this process shows them as a `view`, and nothing is copied. Other places have
+no view: their elements come with `fetch` and go with `store`, which are jobs of a lane, so that they run beside computation. No code
+outside asks for the place: it calls `read`, `write`, `opened` or `accumulate`, which use the view where there is one and copy where
+there is none.
+
+It leaves out when elements come and go: that is for the plan of the step, and for the order of the gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from ..lanes import HostLane, Lane, Ticket
+
+__all__ = ["DeviceHome", "Home", "HostHome", "accumulate", "fetched", "opened", "read", "write"]
+
+
+class Home(Protocol):
+    """The place of a flat tensor of `numel` elements."""
+
+    @property
+    def numel(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where buffers for `fetch` and `store` are to lie; copies from and to other devices work too."""
+        ...
+
+    @property
+    def tier(self) -> str:
+        """The name under which its bytes are counted."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it holds now."""
+        ...
+
+    def view(self) -> torch.Tensor | None:
+        """The elements themselves (1-D), to be read and written in place, with every `store` arrived; None where they are not in the
+        memory of this process.
+        """
+        ...
+
+    def fetch(self, out: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
+        """Copy the elements from `start` on into `out` (1-D, contiguous), as a job of `lane`. Elements that were never stored are
+        zeros, or arbitrary where there is a view.
+        """
+        ...
+
+    def store(self, values: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
+        """Copy `values` (1-D, contiguous) to the elements from `start` on, as a job of `lane`. `values` must not be written to before
+        the ticket is waited for.
+        """
+        ...
+
+
+class _InMemory:
+    """Common to the homes that have a view."""
+
+    tier = ""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def numel(self) -> int:
+        return self._tensor.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.nbytes
+
+    def view(self) -> torch.Tensor:
+        return self._tensor
+
+    def fetch(self, out: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
+        lane.follow()
+        return lane.submit(lambda: _copy(out, self.view()[start : start + out.numel()]))
+
+    def store(self, values: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
+        lane.follow()
+        return lane.submit(lambda: _copy(self._tensor[start : start + values.numel()], values))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+class DeviceHome(_InMemory):
+    """Memory on the device that the parameters compute on: the tensor itself, at no cost."""
+
+    tier = "device"
+
+
+class HostHome(_InMemory):
+    """Host memory for a tensor whose parameters compute on `device`; page-locked where that is a CUDA device.
+
+    Raises:
+        RuntimeError: torch's, where page-locked memory is refused.
+    """
+
+    tier = "host"
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool = True) -> None:
+        super().__init__(torch.empty(numel, dtype=dtype, pin_memory=pin and device.type == "cuda"))
+        self._arriving: list[Ticket] = []
+
+    def view(self) -> torch.Tensor:
+        """The elements. The host waits for stores under way: it reads them itself, and a stream's wait does not hold it up."""
+        arriving, self._arriving = self._arriving, []
+        for ticket in arriving:
+            ticket.synchronize()
+        return self._tensor
+
+    def store(self, values: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
+        ticket = super().store(values, lane, start=start)
+        self._arriving.append(ticket)
+        return ticket
+
+
+_HERE = HostLane()
+"""For readers and writers that wait at once."""
+
+
+def read(home: Home, start: int = 0, stop: int | None = None, *, device: torch.device | None = None) -> torch.Tensor:
+    """Elements [start, stop) for reading, on `device` (default: where they are): a view where they are there, else a copy."""
+    stop = home.numel if stop is None else stop
+    view = home.view()
+    if view is not None:
+        found = view[start:stop]
+    else:
+        found = torch.empty(stop - start, dtype=home.dtype, device=home.device)
+        home.fetch(found, _HERE, start=start).synchronize()
+    return found if device is None else found.to(device)
+
+
+def write(home: Home, values: torch.Tensor, start: int = 0) -> None:
+    """Set the elements from `start` on to `values`, of any shape, dtype and device."""
+    view, flat = home.view(), values.detach().reshape(-1)
+    if view is not None:
+        view[start : start + flat.numel()].copy_(flat)
+    elif flat.numel():
+        home.store(flat.to(device=home.device, dtype=home.dtype), _HERE, start=start).synchronize()
+
+
+@contextmanager
+def opened(home: Home, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+    """Elements [start, stop) to be changed in place; where there is no view, changes are kept when the context ends without an error."""
+    values = read(home, start, stop)
+    yield values
+    if home.view() is None:
+        write(home, values, start)
+
+
+def fetched(home: Home, device: torch.device, lane: Lane) -> tuple[torch.Tensor, Ticket | None]:
+    """All elements on `device`: the view where it lies there, else a new buffer that a job of `lane` fills, with the ticket to wait
+    for.
+    """
+    view = home.view()
+    if view is not None and view.device == device:
+        return view, None
+    out = torch.empty(home.numel, dtype=home.dtype, device=device)
+    return out, home.fetch(out, lane)
+
+
+def accumulate(home: Home, values: torch.Tensor, lane: Lane) -> Ticket:
+    """Add `values` to all elements, as a job of `lane`. `values` must not be written to before the ticket is waited for."""
+    lane.follow()
+
+    def add() -> None:
+        with opened(home) as total:
+            total.add_(values.to(total.device))
+
+    return lane.submit(add)
