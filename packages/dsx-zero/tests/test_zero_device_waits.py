@@ -53,7 +53,7 @@ def waits(rank, n):
             reducer.reduce_scatter(buffer, torch.ones(4, device="meta"), torch.float32, add=False).finish()
             reducer.reduce_scatter(buffer, torch.ones(4, device="meta"), torch.bfloat16, add=True).finish()
             gathering = dsx_zero.gather.publishing.Gathering(group, 2, bucket)
-            flat = SimpleNamespace(full=buffer, shard=buffer[:4], layout=SimpleNamespace(numel=8))
+            flat = SimpleNamespace(visible=buffer, shard_of=lambda whole: whole[:4], layout=SimpleNamespace(numel=8))
             gathering.publish(SimpleNamespace(plan="unit 0", trainable=[flat]))
             gathering.finish()
     assert len(works) >= 10 and all(work.waits == [()] for work in works), [work.waits for work in works]

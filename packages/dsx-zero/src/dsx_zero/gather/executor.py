@@ -91,7 +91,9 @@ class GatherExecutor(ReduceExecutor):
             scratch = torch.empty(group.layout.numel, dtype=group.key.dtype, device=group.key.device)
             shard, arrival = fetched(group.shard, group.key.device, self._lane)
 
-            def gather(out: torch.Tensor = scratch, shard: torch.Tensor = shard, arrival: Ticket | None = arrival) -> Any:
+            def gather(
+                out: torch.Tensor = scratch, shard: torch.Tensor = shard, arrival: Ticket | None = arrival
+            ) -> Any:
                 if arrival is not None:
                     arrival.wait()
                 with dsx_comm.unit(f"{target.name}, past its users"):
