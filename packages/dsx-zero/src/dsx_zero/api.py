@@ -106,7 +106,7 @@ def shard(
     rank, world_size = _place(process_group)
     agree(_CALL, {**_setting_facts(settings, precision, reduction), **dict(model_facts(model))}, process_group)
     release_model(model)
-    if settings.stage < 3 or world_size == 1:
+    if settings.stage < 3:
         restore_model(model)
     with telling(process_group):
         inner: Any = _NoOptimizer() if optimizer is None else _inner(model, optimizer, stage=settings.stage)
@@ -128,7 +128,7 @@ def shard(
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     agree(_CALL, {**dict(optimizer_facts(inner, names)), **_plan_facts(plans)}, process_group)
     build = _Build(model, settings, precision, reduction, process_group, rank, world_size, infos, plans, averaging)
-    runtime = build.partitioned(inner) if settings.stage == 3 and world_size > 1 else build.resident()
+    runtime = build.partitioned(inner) if settings.stage == 3 else build.resident()
     for notice in settings.notices():
         if rank == 0:
             _log.warning(notice)
@@ -396,7 +396,7 @@ class _Build:
     ) -> LocalGradients | ReducedGradients:
         precision = self.precision
         dtypes = {group.key.dtype for unit in units for group in unit.trainable}
-        if self.world_size == 1 and all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes):
+        if stage == 0 and self.world_size == 1 and all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes):
             return LocalGradients(units)
         alone = self.world_size == 1
         bucket = self.settings.size("reduce_bucket_size")

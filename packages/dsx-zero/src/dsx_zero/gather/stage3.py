@@ -18,10 +18,10 @@ from torch import nn
 from ..groups import LentGroups
 from ..homes.home import write
 from ..lanes import Lane, make_lane
-from ..order.agreed import AgreedOrder, Order, ReuseLimits
+from ..order.agreed import AgreedOrder, NullOrder, Order, ReuseLimits
 from ..order.channel import ControlChannel
 from ..params.flat import FlatGroup, Unit
-from ..params.memory import memory_of
+from ..params.memory import Memory, OrdinaryMemory, memory_of
 from ..params.partitioned import PartitionedParameter
 from ..params.partitioned_unit import PartitionedUnit, UnitState
 from ..params.restored import restore_parameter
@@ -29,7 +29,7 @@ from ..plan.units import ParameterInfo, UnitPlan
 from .external import take_pending, unit_index
 from .hooks import UnitHooks
 from .lifetime import GatherExecutor, GatherLifetime, GatherLimits
-from .publishing import Gathering
+from .publishing import Gathering, Replicated
 from .registry import remember
 
 __all__ = ["Ranks", "Stage3", "Stage3Limits", "build_stage3"]
@@ -47,9 +47,22 @@ class Ranks:
 
     @classmethod
     def of(cls, process_group: Any, rank: int, world_size: int, groups: LentGroups) -> Ranks:
-        """Take the group for gathers and the one for words in host memory (collective)."""
+        """Take the group for gathers and the one for words in host memory (collective); one rank needs none."""
+        if world_size == 1:
+            return cls(rank, world_size, process_group, None, None)
         gathers = groups.take(dsx_comm.get_backend(process_group))
         return cls(rank, world_size, process_group, gathers, groups.take_control())
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Any:
+        """Start gathering the ranks' shards; what to wait for, or None when it is done."""
+        if self.world_size == 1:
+            out.copy_(shard)
+            return None
+        return dsx_comm.all_gather_into_tensor(out, shard, group=self.gathers, async_op=True)
+
+    def memory(self, group: Any) -> Memory:
+        """For buffers that these ranks communicate over `group`."""
+        return memory_of(group) if self.world_size > 1 else OrdinaryMemory()
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ class Stage3:
         self,
         resident: Sequence[Unit],
         partitioned: Sequence[PartitionedUnit],
-        gathering: Gathering,
+        gathering: Replicated,
         process_group: Any,
     ) -> None:
         self._resident = {unit.index: unit for unit in resident}
@@ -107,7 +120,12 @@ class Stage3:
         if unit.index in self._resident:
             self._gathering.publish(unit)
             for group in unit.groups:
-                if not group.trainable and group.visible is not None and group.layout.numel:
+                if (
+                    group.layout.world_size > 1
+                    and not group.trainable
+                    and group.visible is not None
+                    and group.layout.numel
+                ):
                     # only after loading: steps do not publish frozen units
                     dsx_comm.all_gather_into_tensor(group.visible, group.shard_of(group.visible), group=self._group)
 
@@ -221,27 +239,33 @@ def build_stage3(
             resident.append(unit)
             continue
         unit = PartitionedUnit(
-            plan, rank=ranks.rank, process_group=ranks.process_group, memory=memory_of(ranks.gathers)
+            plan, rank=ranks.rank, process_group=ranks.process_group, memory=ranks.memory(ranks.gathers)
         )
         originals = unit.adopt(model, by_name)
         plain_of.update(originals)
         unit_of_original.update(dict.fromkeys(originals, plan.index))
         partitioned.append(unit)
-    gathering = Gathering(ranks.process_group, ranks.world_size, limits.allgather_bucket_size)
+    gathering = (
+        Gathering(ranks.process_group, ranks.world_size, limits.allgather_bucket_size)
+        if ranks.world_size > 1
+        else Replicated()
+    )
     stage = Stage3(resident, partitioned, gathering, ranks.process_group)
     stage.pending, stage.unit_of_original = pending, unit_of_original
     stage.executor = GatherExecutor(
         partitioned,
-        all_gather=lambda out, piece: dsx_comm.all_gather_into_tensor(out, piece, group=ranks.gathers, async_op=True),
+        all_gather=ranks.all_gather,
         lane=lane or make_lane(infos[0].device if infos else torch.device("cpu")),
         limits=GatherLimits(limits.prefetch_bucket_size, limits.max_live_parameters),
     )
-    stage.order = AgreedOrder(
-        stage.executor,
-        ControlChannel(ranks.control, ranks.rank, ranks.world_size),
-        limits=_reuse(partitioned, limits),
-        strict=limits.strict_order,
-    )
+    stage.order = NullOrder(stage.executor)
+    if ranks.world_size > 1:
+        stage.order = AgreedOrder(
+            stage.executor,
+            ControlChannel(ranks.control, ranks.rank, ranks.world_size),
+            limits=_reuse(partitioned, limits),
+            strict=limits.strict_order,
+        )
     stage.lifetime = GatherLifetime(partitioned, executor=stage.executor, order=stage.order)
     for unit in partitioned:
         unit.lender = stage.lifetime
@@ -263,8 +287,8 @@ def _resident(
                 whole = restore_parameter(model, (name, *infos[name].aliases), parameter)
                 replaced[id(parameter)] = parameter = whole
             own.append(parameter)
-        flat = FlatGroup.resident(group, own, rank=ranks.rank, memory=memory_of(ranks.process_group))
-        if flat.visible is not None and flat.layout.numel:
+        flat = FlatGroup.resident(group, own, rank=ranks.rank, memory=ranks.memory(ranks.process_group))
+        if ranks.world_size > 1 and flat.visible is not None and flat.layout.numel:
             source = dsx_comm.get_global_rank(ranks.process_group, 0)
             dsx_comm.broadcast(flat.visible, source, group=ranks.process_group)
         groups.append(flat)

@@ -203,7 +203,7 @@ class Init:
         value = parameter.detach()
         if self._dtype is not None and value.is_floating_point():
             value = value.to(self._dtype)
-        if self._world_size == 1 or value.numel() == 0:
+        if value.numel() == 0:
             parameter.data = value
             return
         source = InitParameter.divide(
