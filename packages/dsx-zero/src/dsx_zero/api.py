@@ -428,7 +428,8 @@ class _Build:
         """Stages 0-2: the ranks agree on reductions alone."""
         if self.world_size == 1:
             return NullOrder(executor)
-        return AgreedOrder(executor, ControlChannel(self._control_group(), self.rank, self.world_size))
+        names = {plan.index: str(plan) for plan in self.plans}
+        return AgreedOrder(executor, ControlChannel(self._control_group(), self.rank, self.world_size), names=names)
 
     def _control_group(self) -> Any:
         """A group for words of a few bytes in host memory."""

@@ -108,6 +108,8 @@ class UnitHooks:
         self._lifetime.leave_forward(failed=failed)
         if not uses or not torch.is_grad_enabled():
             return None
+        if isinstance(output, torch.Tensor):
+            return None
         watched = watch_iterators(output, partial(self._lifetime.watch_item, uses))
         return None if watched is output else watched
 

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import dsx_comm
 import torch
 
 from ..errors import ZeroStateError
@@ -35,10 +34,7 @@ __all__ = ["GatherExecutor", "GatherLimits", "GatherLifetime", "Use"]
 class Use:
     """One forward of a unit's module; identity is all there is to it."""
 
-    __slots__ = ("first_input_hooked",)
-
-    def __init__(self) -> None:
-        self.first_input_hooked = False
+    first_input_hooked = False
 
 
 class GatherLifetime(Lender):
@@ -128,14 +124,13 @@ class GatherLifetime(Lender):
             self._executor.free(unit)
 
     def _take(self, unit: int, *, training: bool) -> None:
-        executor = self._executor
-        if self._units[unit].state is UnitState.GATHERED:
+        executor, target = self._executor, self._units[unit]
+        if target.state is UnitState.GATHERED:
             if not executor.held(unit):
                 self._order.use(unit)
-            self._units[unit].swap_in()
+            target.swap_in()
             return
-        with dsx_comm.unit(self._units[unit].name):  # the ranks may have to agree on what comes next
-            self._order.gather(unit, training=training)
+        self._order.gather(unit, training=training)
         if training:
             self._order.run_ahead(executor.may_run_ahead)
         executor.arrive(unit)

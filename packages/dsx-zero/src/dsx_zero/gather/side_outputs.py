@@ -36,11 +36,14 @@ def attribute_tensors(module: nn.Module, stop: Container[nn.Module]) -> list[tor
     left = [module]
     while left:
         attributes = left.pop().__dict__
-        left += [child for child in attributes["_modules"].values() if child is not None and child not in stop]
+        for child in attributes["_modules"].values():
+            if child is not None and child not in stop:
+                left.append(child)
         for value in attributes.values():
             if type(value) not in _PLAIN and isinstance(value, (torch.Tensor, list, tuple)):
-                items = (value,) if isinstance(value, torch.Tensor) else value
-                found += [item for item in items if isinstance(item, torch.Tensor) and item.grad_fn is not None]
+                for item in (value,) if isinstance(value, torch.Tensor) else value:
+                    if isinstance(item, torch.Tensor) and item.grad_fn is not None:
+                        found.append(item)
     return found
 
 

@@ -265,6 +265,7 @@ def build_stage3(
             ControlChannel(ranks.control, ranks.rank, ranks.world_size),
             limits=_reuse(partitioned, limits),
             strict=limits.strict_order,
+            names={plan.index: str(plan) for plan in plans},
         )
     stage.lifetime = GatherLifetime(partitioned, executor=stage.executor, order=stage.order)
     for unit in partitioned:

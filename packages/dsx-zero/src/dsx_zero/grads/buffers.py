@@ -196,7 +196,9 @@ class GroupGradients:
 
     def absorb(self, index: int, factor: float = 1.0) -> None:
         """Take over the gradient that autograd has just put into parameter `index`, times `factor`."""
-        grad, face = self.group.parameters[index].grad, self._faces[index]
+        # One function, because it runs for every parameter of every backward (test_python_calls.py).
+        parameter, face = self.group.parameters[index], self._faces[index]
+        grad = parameter.grad
         if isinstance(grad, ShardedGradient):
             grad = grad.take_arrived()
         elif face is not None and grad is not face:
@@ -205,17 +207,30 @@ class GroupGradients:
             return
         if self._pending is not None:
             self.finish()
-        view = self._open(index)
+        if not self.dirty or self.buffer is None:
+            self._open()
+        view = self._views[index]
         if grad is not view:
-            refuse_sparse(grad, self.group.layout.names[index])
-            # With `create_graph=True` it has a graph, which ends here.
-            self._add(index, view, grad.detach() if grad.requires_grad else grad, factor)
+            if grad.is_sparse:
+                refuse_sparse(grad, self.group.layout.names[index])
+            if grad.requires_grad:  # with `create_graph=True` it has a graph, which ends here
+                grad = grad.detach()
+            if self._filled[index]:
+                view.add_(grad, alpha=factor)
+            else:
+                view.copy_(grad)
+                if factor != 1.0:
+                    view.mul_(factor)
         elif factor != 1.0:
             raise ZeroStateError(
                 f"{self.group.layout.names[index]}: the gradient of an unscaled loss was added to what was there"
                 " before; use engine.backward(loss), or a loss that comes from the model's own outputs"
             )
-        self._attach(index, self._face(index))
+        face = view if self._expose else self._stand_ins[index]
+        try:
+            parameter.grad = self._faces[index] = self._stand_in(index) if face is None else face
+        except RuntimeError:  # the user has converted the model: `_attach` says so
+            self._attach(index, self._face(index))
         self._filled[index] = 1
         self.dirty = True
 
@@ -227,19 +242,10 @@ class GroupGradients:
         else:
             self._detach(index)
 
-    def _add(self, index: int, view: torch.Tensor, grad: torch.Tensor, factor: float) -> None:
-        if self._filled[index]:
-            view.add_(grad, alpha=factor)
-        else:
-            view.copy_(grad)
-            if factor != 1.0:
-                view.mul_(factor)
-
-    def _open(self, index: int) -> torch.Tensor:
-        """The place for a gradient; sets reduced values aside that later arrivals must not touch."""
+    def _open(self) -> None:
+        """Make the place for gradients; sets reduced values aside that later arrivals must not touch."""
         self._set_aside_if_reduced()
         self._whole()
-        return self._views[index]
 
     def _set_aside_if_reduced(self) -> None:
         if self.result is None or self.buffer is None or self._expose or self.dirty:

@@ -304,7 +304,7 @@ class ReducedGradients:
             if self._on_complete is not None:
                 self._on_complete(unit)
             if self._reduces():
-                self._offer(unit)
+                self._order.reduce(unit)
 
     def _first_arrival(self, buffers: GroupGradients, index: int) -> float:
         """What the running backward's gradients are multiplied with."""
@@ -329,7 +329,7 @@ class ReducedGradients:
             return
         self._due = True
         for unit in self._dirty():
-            self._offer(unit)
+            self._order.reduce(unit)
         self._order.end_backward()
         self._wait()
         for buffers in self._of.values():
@@ -346,10 +346,6 @@ class ReducedGradients:
         return sorted(units, reverse=True)
 
     # Reductions -------------------------------------------------------------------------------------------------------
-
-    def _offer(self, unit: int) -> None:
-        with dsx_comm.unit(self._names[unit]):  # the ranks may have to agree on what comes next
-            self._order.reduce(unit)
 
     def run_reduce(self, unit: int) -> None:
         """Start the reduction of a unit with what has arrived. Called by the order, in the same order on every rank."""

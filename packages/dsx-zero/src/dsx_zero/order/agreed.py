@@ -21,8 +21,10 @@ It leaves out what the operations do (``Executor``) and how words travel (``Chan
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
+
+import dsx_comm
 
 from ..errors import ZeroStateError
 from .schedule import Decision, Kind, Operation, Post, Schedule, checksum, decide, elide_gathers
@@ -276,13 +278,19 @@ class _Replay:
 
 class AgreedOrder:
     """Several ranks: see the module's text. ``strict`` turns a deviation from the schedule into an error on all
-    ranks.
+    ranks. ``names``: of the units.
     """
 
     def __init__(
-        self, executor: Executor, channel: Channel, *, limits: ReuseLimits | None = None, strict: bool = False
+        self,
+        executor: Executor,
+        channel: Channel,
+        *,
+        limits: ReuseLimits | None = None,
+        strict: bool = False,
+        names: Mapping[int, str] | None = None,
     ) -> None:
-        self._executor, self._channel = executor, channel
+        self._executor, self._channel, self._names = executor, channel, names or {}
         self._limits = limits or ReuseLimits()
         self._strict = strict
         self._replay: _Replay | None = None
@@ -406,10 +414,12 @@ class AgreedOrder:
 
     def _rendezvous(self, wanted: Operation, training: bool, edits: int = 0) -> list[Post]:
         """Post ``wanted`` round by round, serving the others, until it is fulfilled."""
+        name = self._names.get(wanted.unit, str(wanted))  # where a hang is explained
         while True:
             position = 0 if self._replay is None else self._replay.position
             mine = Post(wanted, training, position, self._checksum(), self._deviation, edits)
-            posts = [Post.from_words(words) for words in self._channel.exchange(mine.to_words())]
+            with dsx_comm.unit(name):
+                posts = [Post.from_words(words) for words in self._channel.exchange(mine.to_words())]
             try:
                 decision = decide(posts)
             except ValueError as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -159,7 +160,7 @@ class Unit:
     def index(self) -> int:
         return self.plan.index
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[FlatGroup, ...]:
         """The groups that take part in reducing and stepping."""
         return tuple(group for group in self.groups if group.trainable and group.layout.numel)
