@@ -9,6 +9,7 @@ from .gate import TopKGate
 from .gating import Gating, expert_capacity, router_z_loss, top1_gating, top2_gating, topk_gating
 from .gradients import average_gradients, broadcast_parameters, clip_grad_norm_
 from .groups import ExpertGroups, expert_groups_of, make_exchange
+from .huggingface import ListedExpertBlock, PackedExpertShard, RouterRule, apply_expert_parallel, restore_experts
 from .layer import MoE, MoEOutput, has_moe_layers, name_layers
 from .marks import (
     configure_moe_param_groups,
@@ -21,7 +22,9 @@ from .marks import (
 )
 from .routing import Routing
 from .segments import segment_matmul
+from .state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict
 from .stats import LayerStats
+from .watching import LoadHistory, layer_stats, moe_events
 
 __all__ = [
     "ConversionError",
@@ -33,27 +36,38 @@ __all__ = [
     "Gating",
     "HierarchicalExchange",
     "LayerStats",
+    "ListedExpertBlock",
+    "LoadHistory",
     "MoE",
     "MoEConfigError",
     "MoEOutput",
+    "PackedExpertShard",
     "PackedExperts",
+    "RouterRule",
     "Routing",
     "RoutingError",
     "TopKGate",
     "Transfer",
     "__version__",
+    "apply_expert_parallel",
     "average_gradients",
     "broadcast_parameters",
     "clip_grad_norm_",
     "configure_moe_param_groups",
     "expert_capacity",
     "expert_groups_of",
+    "full_optimizer_state_dict",
+    "full_state_dict",
     "has_moe_layers",
     "is_moe_param",
     "is_moe_param_group",
+    "layer_stats",
+    "load_full_optimizer_state_dict",
     "make_exchange",
     "mark_expert_parameters",
+    "moe_events",
     "name_layers",
+    "restore_experts",
     "router_z_loss",
     "segment_matmul",
     "split_params_grads_into_shared_and_expert_params",

@@ -34,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class _ExpertShard(nn.Module):
+class ExpertShard(nn.Module):
     """Experts first ... first + count - 1 of `num_experts`. The marks of their parameters survive copies."""
 
     def __init__(self, num_experts: int, first: int, count: int, group_name: str) -> None:
@@ -49,7 +49,7 @@ class _ExpertShard(nn.Module):
         return f"experts {self.first} to {self.first + self.count - 1} of {self.num_experts}"
 
 
-class Experts(_ExpertShard):
+class Experts(ExpertShard):
     """Modules of any kind that map [n, h] to [n, h] row by row, n = 0 included.
 
     Args:
@@ -127,7 +127,7 @@ class _SharedGroup:
         return self
 
 
-class PackedExperts(_ExpertShard):
+class PackedExperts(ExpertShard):
     """Feed-forward experts in packed weights: down(act(up(x))), or down(act(gate(x)) * up(x)) where gated.
 
     Made for all experts by its user; `MoE` keeps the slice of its rank (`shard`).
@@ -255,7 +255,7 @@ def keep_expert_slices(module: nn.Module, total: int, first: int, count: int) ->
             module.register_buffer(name, buffer[first : first + count].clone())
 
 
-def cut_to_shard(state_dict: Any, key: str, shard: _ExpertShard) -> None:
+def cut_to_shard(state_dict: Any, key: str, shard: ExpertShard) -> None:
     """Cut a tensor of all experts in a state dict to this rank's; one that has this rank's size is left alone.
 
     Raises:

@@ -1,0 +1,152 @@
+"""The `expert_parallel` section of a training configuration, and how it is applied to a model.
+
+Only code that reads a configuration imports this module (pydantic). Keys and defaults are those of DeepSpeed's AutoEP.
+`unread` names keys that mean nothing here and were set, so that whoever applies a section can say so.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from torch import nn
+
+from .errors import MoEConfigError
+from .huggingface import RouterRule, apply_expert_parallel
+
+__all__ = ["ExpertParallelConfig", "apply_config"]
+
+
+def _without_fraction(value: Any) -> Any:
+    """Let 1e2 through as 100, as JSON written by hand has it; the strict check judges the rest."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_Count = Annotated[int, BeforeValidator(_without_fraction), Field(ge=1)]
+_Size = Annotated[int, BeforeValidator(_without_fraction), Field(ge=0)]
+_Name = Annotated[str, Field(min_length=1)]
+
+_READ_OFF = "it is read off the modules themselves"
+_KERNELS = "there is one grouped product, chosen by device and data type"
+_BACKEND = "tokens travel through dsx_comm"
+MEANINGLESS: dict[str, str] = {
+    "preset_model": "experts are found by their form, without presets",
+    "validate_folding_routing": "routing is the same on all ranks that hold the same tokens by construction",
+    "async_split_plan": "the splits come with the counts",
+    "use_grouped_mm": _KERNELS,
+    "disable_triton_grouped_mm": _KERNELS,
+    "combine_impl": _KERNELS,
+    "row_weighting_impl": _KERNELS,
+    "gate_up_impl": _KERNELS,
+    "comm_backend": _BACKEND,
+    "comm_num_sm": _BACKEND,
+    "comm_qp_margin": _BACKEND,
+    "comm_max_tokens_per_rank": _BACKEND,
+    "num_expert_groups": "the model's own router does it",
+    "num_limited_groups": "the model's own router does it",
+    "score_apply": "weights are applied to the experts' outputs",
+    "expert_w1": _READ_OFF,
+    "expert_w2": _READ_OFF,
+    "expert_w3": _READ_OFF,
+    "expert_activation": _READ_OFF,
+    "num_experts_attr": _READ_OFF,
+    "top_k_attr": _READ_OFF,
+}
+"""Keys that are accepted because published files carry them, and why they change nothing."""
+
+
+class ExpertParallelConfig(BaseModel):
+    """Mixture-of-experts models of Hugging Face in expert-parallel form."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    enabled: bool = Field(False, description="replace the model's experts by this rank's")
+    autoep_size: _Count = Field(1, description="ranks over which the experts of each layer are spread")
+    expert_tensor_parallel_size: _Count = Field(1, description="ranks over which one expert is sliced; 1 today")
+    moe_layer_pattern: _Name | None = Field(None, description="regular expression of modules; null: found by form")
+    expert_pattern: _Name | None = Field(None, description="name of a block's list of experts; null: found")
+    router_pattern: _Name | None = Field(None, description="name of a block's router; null: found")
+    has_shared_experts: bool | None = Field(None, description="whether a block has shared experts; null: found")
+    shared_experts_pattern: _Name | None = Field(None, description="name of a block's shared experts; null: found")
+    shared_experts_gate_pattern: _Name | None = Field(None, description="name of their gate; null: found")
+    top_k: _Count | Literal["auto"] = Field("auto", description="experts per token, of a list of experts")
+    score_func: Literal["auto", "softmax", "sigmoid"] = Field("auto", description="scores of a list of experts")
+    route_norm: bool | None = Field(None, description="divide weights by their sum; null: the block's own setting")
+    route_scale: float = Field(1.0, description="what weights are multiplied by")
+    routed_scaling_factor: float | Literal["auto"] = Field("auto", description="another name of route_scale")
+    load_balance_coeff: float | None = Field(None, description="balance by a bias; only null")
+    overlap_chunks: _Count = Field(1, description="parts in which tokens travel while experts compute (dsx)")
+    devices_per_node: _Count | None = Field(None, description="all-to-all in two hops over such nodes (dsx)")
+    # - accepted without meaning
+    preset_model: str | None = Field(None, description="family of models")
+    validate_folding_routing: bool = Field(False, description="check of routing under folding")
+    async_split_plan: bool = Field(False, description="splits computed beside the model")
+    use_grouped_mm: bool = Field(True, description="one kernel for all experts")
+    disable_triton_grouped_mm: bool = Field(False, description="without the kernel of Triton")
+    combine_impl: str = Field("auto", description="how outputs are combined")
+    row_weighting_impl: str = Field("auto", description="how outputs are weighted")
+    gate_up_impl: str = Field("separate", description="gate and up products together")
+    comm_backend: str = Field("comm", description="library of the all-to-all")
+    comm_num_sm: _Size = Field(12, description="multiprocessors of the all-to-all")
+    comm_qp_margin: _Size = Field(4, description="queue pairs of the all-to-all")
+    comm_max_tokens_per_rank: _Size = Field(0, description="buffer of the all-to-all")
+    num_expert_groups: _Count | None = Field(None, description="groups of experts in the router")
+    num_limited_groups: _Count | None = Field(None, description="groups a token may use")
+    score_apply: Literal["auto", "pre", "post"] = Field("auto", description="weights before or behind the experts")
+    expert_w1: str | None = Field(None, description="name of the gate weight")
+    expert_w2: str | None = Field(None, description="name of the down weight")
+    expert_w3: str | None = Field(None, description="name of the up weight")
+    expert_activation: str | None = Field(None, description="activation of the experts")
+    num_experts_attr: str | None = Field(None, description="attribute of the number of experts")
+    top_k_attr: str | None = Field(None, description="attribute of the experts per token")
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """{key: why it changes nothing} of the keys that were set and mean nothing here."""
+        return {name: MEANINGLESS[name] for name in sorted(self.model_fields_set) if name in MEANINGLESS}
+
+    def rule(self) -> RouterRule:
+        """What the section says of listed experts."""
+        scale = self.route_scale if self.routed_scaling_factor == "auto" else self.routed_scaling_factor
+        return RouterRule(
+            top_k=None if self.top_k == "auto" else self.top_k,
+            score_func="sigmoid" if self.score_func == "sigmoid" else "softmax",
+            route_norm=self.route_norm,
+            route_scale=scale,
+            router=self.router_pattern,
+            experts=self.expert_pattern,
+            shared_experts=self.shared_experts_pattern,
+            shared_experts_gate=self.shared_experts_gate_pattern,
+        )
+
+
+def apply_config(
+    model: nn.Module, config: ExpertParallelConfig, *, use_data_before_expert_parallelism: bool = False
+) -> list[str]:
+    """Replace the experts of a model as a section says (collective); returns the names of the replaced modules.
+
+    Raises:
+        MoEConfigError: a value that cannot be had.
+        ConversionError: see `apply_expert_parallel`.
+    """
+    if not config.enabled:
+        return []
+    if config.expert_tensor_parallel_size != 1:
+        raise MoEConfigError(
+            f"expert_parallel.expert_tensor_parallel_size: got {config.expert_tensor_parallel_size}, expected 1: "
+            "converted experts are not sliced; build the layer with PackedExperts(tensor_group=...)"
+        )
+    if config.load_balance_coeff is not None:
+        raise MoEConfigError(
+            f"expert_parallel.load_balance_coeff: got {config.load_balance_coeff}, expected null: the model keeps its "
+            "own router; build the layer with MoE(bias_update_rate=...)"
+        )
+    return apply_expert_parallel(
+        model,
+        config.autoep_size,
+        pattern=config.moe_layer_pattern,
+        rule=config.rule(),
+        overlap_chunks=config.overlap_chunks,
+        devices_per_node=config.devices_per_node,
+        use_data_before_expert_parallel=use_data_before_expert_parallelism,
+    )

@@ -1,0 +1,453 @@
+"""Mixture-of-experts models of Hugging Face in expert-parallel form, by rule, and back.
+
+    replaced = apply_expert_parallel(model, ep_size=4)       # after from_pretrained, on every rank
+    ...
+    restore_experts(model); model.save_pretrained(folder)    # the layout it came in
+
+The rule is the form of a module, not its class, so that a model nobody listed is found too:
+
+* packed: a module with a number `num_experts` whose parameters all have that many rows, and whose forward takes tokens,
+  chosen experts and weights. This is the form of Mixtral, Qwen-MoE, OLMoE, DeepSeek and others since transformers 5.
+  Only this module is replaced; the model's own router, shared experts and losses stay as they are.
+* listed: a module with a `ModuleList` of experts beside a linear router, as models had it before. The whole block is
+  replaced; how its router turns logits into weights is read from the block, or given (`RouterRule`).
+
+Before a module is replaced, a few random tokens are sent through it and through what replaces it; where the two differ
+the module is refused by name. So a router or expert of an unknown kind is never silently computed differently. Names of
+parameters stay, and each rank holds its slice of them. Left out: loading without all experts in memory once.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from .errors import ConversionError
+from .experts import Experts, ExpertShard, cut_to_shard, keep_expert_slices
+from .gating import largest_indices
+from .groups import expert_groups_of
+from .layer import ExpertDispatch
+from .marks import mark_expert_parameters
+from .routing import build_routing
+from .segments import segment_matmul
+from .state import gather_numbered, gather_rows_of_experts
+from .stats import LayerStats, stats_of
+
+_PROBE_TOKENS = 12
+_ROUTERS = ("gate", "router")
+
+
+@dataclass(frozen=True)
+class RouterRule:
+    """How a linear router's logits become experts and weights (listed experts only).
+
+    Attributes:
+        top_k: experts per token; None: the block's `top_k` or `num_experts_per_tok`.
+        score_func: "softmax" or "sigmoid".
+        route_norm: divide the weights by their sum; None: the block's `norm_topk_prob`, else True.
+        route_scale: what the weights are multiplied by.
+        router, experts, shared_experts, shared_experts_gate: names of the block's children; None: found, or none.
+    """
+
+    top_k: int | None = None
+    score_func: Literal["softmax", "sigmoid"] = "softmax"
+    route_norm: bool | None = None
+    route_scale: float = 1.0
+    router: str | None = None
+    experts: str | None = None
+    shared_experts: str | None = None
+    shared_experts_gate: str | None = None
+
+
+class PackedExpertShard(ExpertShard):
+    """This rank's slice of a packed experts module, called as the module was: (tokens, chosen experts, weights)."""
+
+    def __init__(self, module: nn.Module, dispatch: ExpertDispatch, name: str) -> None:
+        total = int(module.num_experts)  # type: ignore[arg-type]
+        groups = dispatch.groups
+        count = total // groups.expert.size
+        super().__init__(total, groups.expert.rank * count, count, groups.name)
+        self.dispatch, self.name = dispatch, name
+        self.stats: LayerStats | None = None
+        self.is_feed_forward = _is_feed_forward(module)
+        keep_expert_slices(module, total, self.first, count)
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            del module._parameters[key]
+            self.register_parameter(key, parameter)
+        module.num_experts = count  # type: ignore[assignment]
+        self._original = (module,)  # in a tuple: no child, so that names stay
+        mark_expert_parameters(self, groups.name)
+        self.train(module.training)
+
+    @property
+    def original(self) -> nn.Module:
+        """The replaced module, without its parameters."""
+        return self._original[0]
+
+    def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, h], int64 [T, K], [T, K] to [T, h]. A chosen expert of `num_experts` means none, as upstream has it."""
+        shape = hidden_states.shape
+        tokens, chosen = hidden_states.reshape(-1, shape[-1]), chosen.reshape(-1, chosen.shape[-1]).long()
+        routing = build_routing(
+            chosen.clamp(max=self.num_experts - 1),
+            weights.reshape(chosen.shape),
+            self.num_experts,
+            wanted=chosen < self.num_experts,
+        )
+        bad = torch.isfinite(weights.detach()).all().logical_not()
+        out = self.dispatch(tokens, routing, self.compute, bad, self.name)
+        self.stats = stats_of(routing, None)
+        return out.view(shape)
+
+    def compute(self, rows: torch.Tensor, counts: Sequence[int], first: int = 0) -> torch.Tensor:
+        """The segments of this rank's experts."""
+        if self.is_feed_forward:
+            return self._feed_forward(rows, list(counts), slice(first, first + len(counts)))
+        local = torch.arange(first, first + len(counts), device=rows.device)
+        index = local.repeat_interleave(torch.tensor(list(counts), device=rows.device)).unsqueeze(1)
+        held: dict[str, torch.Tensor] = dict(self.named_parameters(recurse=False))
+        out = functional_call(self.original, held, (rows, index, rows.new_ones(index.shape)))
+        if not rows.shape[0]:  # no loop over hit experts has run: tie the parameters in, for their zero gradients
+            for parameter in held.values():
+                out = out + parameter.reshape(-1)[:0].sum().to(out.dtype)
+        return out
+
+    def _feed_forward(self, rows: torch.Tensor, counts: list[int], span: slice) -> torch.Tensor:
+        gate, up = segment_matmul(rows, self.get_parameter("gate_up_proj")[span].transpose(1, 2), counts).chunk(2, -1)
+        inner = self.original.act_fn(gate) * up  # type: ignore[operator]
+        return segment_matmul(inner, self.get_parameter("down_proj")[span].transpose(1, 2), counts)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for key, _ in self.named_parameters(recurse=False):
+            cut_to_shard(state_dict, prefix + key, self)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def restored(self) -> nn.Module:
+        """The module as it was, with all experts (collective)."""
+        module = self.original
+        for key, parameter in self.named_parameters(recurse=False):
+            full = gather_rows_of_experts(parameter.detach(), self.dispatch.groups)
+            module.register_parameter(key, nn.Parameter(full, parameter.requires_grad))
+        module.num_experts = self.num_experts  # type: ignore[assignment]
+        return module.train(self.training)
+
+
+class ListedExpertBlock(nn.Module):
+    """A block with a linear router and a list of experts, with this rank's experts only."""
+
+    def __init__(self, block: nn.Module, rule: RouterRule, dispatch: ExpertDispatch, name: str) -> None:
+        super().__init__()
+        names = _children_of(block, rule, name)
+        experts = block.get_submodule(names["experts"])
+        groups = dispatch.groups
+        self.rule, self.dispatch, self.name, self.names = _complete(block, rule, name), dispatch, name, names
+        self.num_experts = len(list(experts.children()))
+        count = self.num_experts // groups.expert.size
+        listed = list(experts.children())
+        self.add_module(names["router"], block.get_submodule(names["router"]))
+        shard = Experts(
+            lambda number: listed[number],
+            self.num_experts,
+            first=groups.expert.rank * count,
+            count=count,
+            group_name=groups.name,
+        )
+        self.add_module(names["experts"], shard)
+        for kind in ("shared_experts", "shared_experts_gate"):
+            if names[kind]:
+                self.add_module(names[kind], block.get_submodule(names[kind]))
+        self.returns_logits = False
+        self.stats: LayerStats | None = None
+        self._original = (block,)
+        self.train(block.training)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """[..., h] to [..., h], and the router's logits behind it where the block returned them."""
+        if args or kwargs:
+            raise ConversionError(f"{self.name}: got more arguments than hidden states; this block takes only them")
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = self.get_submodule(self.names["router"])(tokens)
+        chosen, weights = self._route(logits.float())
+        routing = build_routing(chosen, weights, self.num_experts)
+        bad = torch.isfinite(logits.detach()).all().logical_not()
+        experts: Any = self.get_submodule(self.names["experts"])
+        out = self.dispatch(tokens, routing, experts, bad, self.name).view(hidden_states.shape)
+        self.stats = stats_of(routing, None)
+        if self.names["shared_experts"]:
+            shared = self.get_submodule(self.names["shared_experts"])(hidden_states)
+            if self.names["shared_experts_gate"]:
+                shared = torch.sigmoid(self.get_submodule(self.names["shared_experts_gate"])(hidden_states)) * shared
+            out = out + shared
+        return (out, logits) if self.returns_logits else out
+
+    def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = F.softmax(logits, dim=-1) if self.rule.score_func == "softmax" else torch.sigmoid(logits)
+        chosen = largest_indices(scores.detach(), self.rule.top_k or 1)
+        weights = scores.gather(1, chosen)
+        if self.rule.route_norm:
+            weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-20)
+        return chosen, weights * self.rule.route_scale
+
+    def restored(self) -> nn.Module:
+        """The block as it was, with all experts (collective)."""
+        block = self._original[0]
+        shard: Any = self.get_submodule(self.names["experts"])
+        states = gather_numbered(shard, self.dispatch.groups)
+        listed = []
+        for number in range(self.num_experts):
+            made = copy.deepcopy(shard[shard.first])
+            made.load_state_dict(states[number])
+            listed.append(made)
+        block.set_submodule(self.names["experts"], nn.ModuleList(listed))
+        return block.train(self.training)
+
+
+def apply_expert_parallel(
+    model: nn.Module,
+    ep_size: int,
+    *,
+    pattern: str | None = None,
+    rule: RouterRule | None = None,
+    overlap_chunks: int = 1,
+    devices_per_node: int | None = None,
+    tensor_group: Any = None,
+    use_data_before_expert_parallel: bool = False,
+    check: bool = True,
+) -> list[str]:
+    """Replace the experts of a model by this rank's, in place (collective over all ranks).
+
+    Args:
+        model: with the same weights on every rank.
+        ep_size: ranks over which the experts of each layer are spread.
+        pattern: a regular expression; only modules whose whole name it matches are replaced. None: all that the rule
+            finds.
+        rule: of listed experts; see `RouterRule`.
+        overlap_chunks, devices_per_node, tensor_group, use_data_before_expert_parallel: see `MoE`.
+        check: compare every module with what replaces it on a few random tokens. Weights on the meta device cannot be
+            compared.
+
+    Returns:
+        The names of the replaced modules.
+
+    Raises:
+        ConversionError: nothing was found, the experts of a layer do not divide, or a module computes something else
+            than what would replace it. The model is unchanged then.
+        MoEConfigError: `ep_size` does not fit the ranks.
+    """
+    rule = rule or RouterRule()
+    found = _find(model, pattern, rule)
+    if not found:
+        where = f"matches {pattern!r} and " if pattern else ""
+        raise ConversionError(
+            f"no module of the model {where}has the form of experts: parameters of `num_experts` rows and a forward of "
+            "tokens, experts and weights; or a ModuleList beside a linear router (give pattern and rule to name it)"
+        )
+    for name, module in found.items():
+        total = _number_of_experts(module, rule, name)
+        if total % ep_size:
+            raise ConversionError(f"{name}: got {total} experts, expected a multiple of ep_size = {ep_size}")
+        if check and not any(p.is_meta for p in module.parameters()):
+            _probe(module, rule, name)
+    groups = expert_groups_of(ep_size, data_before_expert=use_data_before_expert_parallel)
+    dispatch = ExpertDispatch(groups, overlap_chunks, devices_per_node, tensor_group)
+    for name, module in found.items():
+        if _is_packed(module):
+            made: nn.Module = PackedExpertShard(module, dispatch, name)
+        else:
+            made = ListedExpertBlock(module, rule, dispatch, name)
+            made.returns_logits = _returns_tuple(module, rule, name)
+        model.set_submodule(name, made)
+    return list(found)
+
+
+def restore_experts(model: nn.Module) -> list[str]:
+    """Undo `apply_expert_parallel`: every rank has all experts again (collective over the expert-parallel ranks).
+
+    Returns the names of the restored modules. Optimizers hold the slices' parameters; build them anew.
+    """
+    found = {name: m for name, m in model.named_modules() if isinstance(m, PackedExpertShard | ListedExpertBlock)}
+    for name, module in found.items():
+        model.set_submodule(name, module.restored())
+    return list(found)
+
+
+# - the rule
+
+
+def _find(model: nn.Module, pattern: str | None, rule: RouterRule) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        if not name or (pattern is not None and not re.fullmatch(pattern, name)):
+            continue
+        if _is_packed(module) or (pattern is not None and _looks_listed(module, rule)) or _is_listed(module):
+            found[name] = module
+    return found
+
+
+def _is_packed(module: nn.Module) -> bool:
+    total, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    if not isinstance(total, int) or not parameters or isinstance(module, ExpertShard):
+        return False
+    if any(p.dim() < 2 or p.shape[0] != total for p in parameters) or all(p.dim() < 3 for p in parameters):
+        return False
+    takes = [
+        p
+        for p in inspect.signature(type(module).forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "self"
+    ]
+    return len(takes) == 3
+
+
+def _is_listed(module: nn.Module) -> bool:
+    experts = getattr(module, "experts", None)
+    routers = [getattr(module, name, None) for name in _ROUTERS]
+    return isinstance(experts, nn.ModuleList) and any(
+        isinstance(router, nn.Linear) and router.out_features == len(experts) for router in routers
+    )
+
+
+def _looks_listed(module: nn.Module, rule: RouterRule) -> bool:
+    return isinstance(getattr(module, rule.experts or "experts", None), nn.ModuleList)
+
+
+def _children_of(block: nn.Module, rule: RouterRule, name: str) -> dict[str, str]:
+    experts = rule.experts or "experts"
+    router = rule.router or next((r for r in _ROUTERS if isinstance(getattr(block, r, None), nn.Module)), None)
+    if router is None or not isinstance(getattr(block, experts, None), nn.ModuleList):
+        raise ConversionError(
+            f"{name}: it has the children {', '.join(n for n, _ in block.named_children())}; say which are the router "
+            "and the list of experts (RouterRule(router=..., experts=...))"
+        )
+    shared = rule.shared_experts or next(
+        (s for s in ("shared_experts", "shared_expert") if isinstance(getattr(block, s, None), nn.Module)), ""
+    )
+    gate = rule.shared_experts_gate or ("shared_expert_gate" if getattr(block, "shared_expert_gate", None) else "")
+    return {"router": router, "experts": experts, "shared_experts": shared, "shared_experts_gate": gate}
+
+
+def _complete(block: nn.Module, rule: RouterRule, name: str) -> RouterRule:
+    top_k = rule.top_k or getattr(block, "top_k", None) or getattr(block, "num_experts_per_tok", None)
+    if not isinstance(top_k, int):
+        raise ConversionError(f"{name}: got no number of experts per token; give RouterRule(top_k=...)")
+    norm = getattr(block, "norm_topk_prob", True) if rule.route_norm is None else rule.route_norm
+    return RouterRule(top_k, rule.score_func, bool(norm), rule.route_scale)
+
+
+def _number_of_experts(module: nn.Module, rule: RouterRule, name: str) -> int:
+    if _is_packed(module):
+        return int(module.num_experts)  # type: ignore[arg-type]
+    return len(list(module.get_submodule(_children_of(module, rule, name)["experts"]).children()))
+
+
+def _is_feed_forward(module: nn.Module) -> bool:
+    """Whether a packed module is down(act(gate) * up) over `gate_up_proj` [E, 2n, h] and `down_proj` [E, h, n]."""
+    held = dict(module.named_parameters(recurse=False))
+    if set(held) != {"gate_up_proj", "down_proj"} or not callable(getattr(module, "act_fn", None)):
+        return False
+    up, down = held["gate_up_proj"], held["down_proj"]
+    if up.dim() != 3 or down.dim() != 3 or up.shape[1] != 2 * down.shape[2] or up.shape[2] != down.shape[1]:
+        return False
+    if up.is_meta:
+        return not getattr(module, "is_transposed", False)
+    inputs = _probe_inputs(module, int(module.num_experts))  # type: ignore[arg-type]
+    with torch.no_grad():
+        return _close(module(*inputs), _packed_reference(module, *inputs, feed_forward=True))
+
+
+# - the check
+
+
+def _probe(module: nn.Module, rule: RouterRule, name: str) -> None:
+    """Refuse a module that computes something else than what replaces it."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            if _is_packed(module):
+                inputs = _probe_inputs(module, int(module.num_experts))  # type: ignore[arg-type]
+                expected, got = module(*inputs), _packed_reference(module, *inputs, feed_forward=False)
+            else:
+                tokens = _tokens(module, _listed_size(module, rule, name))
+                found = module(tokens.unsqueeze(0))
+                expected = found[0] if isinstance(found, tuple) else found
+                alone = ExpertDispatch(expert_groups_of(1))
+                got = ListedExpertBlock(copy.deepcopy(module), rule, alone, name).eval()(tokens.unsqueeze(0))
+    except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+        raise ConversionError(f"{name}: a few tokens cannot be sent through it: {error}") from error
+    finally:
+        module.train(training)
+    if not _close(expected, got):
+        raise ConversionError(
+            f"{name}: ({type(module).__name__}) gives other outputs than its expert-parallel form, so it is left as it "
+            "is. Packed experts must be a weighted sum over the chosen experts; for listed experts give RouterRule "
+            "(top_k, score_func, route_norm, route_scale)"
+        )
+
+
+def _packed_reference(
+    module: nn.Module, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *, feed_forward: bool
+) -> torch.Tensor:
+    """The sum over routes of weight times the expert alone: what the expert-parallel form computes."""
+    out = torch.zeros_like(tokens, dtype=torch.float32)
+    for column in range(chosen.shape[1]):
+        index = chosen[:, column : column + 1]
+        if feed_forward:
+            rows = [_one_feed_forward(module, token, int(e)) for token, e in zip(tokens, index.view(-1), strict=True)]
+            part = torch.stack(rows)
+        else:
+            part = module(tokens, index, torch.ones_like(weights[:, :1]))
+        out += part.float() * weights[:, column : column + 1].float()
+    return out
+
+
+def _one_feed_forward(module: nn.Module, token: torch.Tensor, expert: int) -> torch.Tensor:
+    gate, up = (module.get_parameter("gate_up_proj")[expert] @ token).chunk(2)
+    return module.get_parameter("down_proj")[expert] @ (module.act_fn(gate) * up)  # type: ignore[operator]
+
+
+def _probe_inputs(module: nn.Module, total: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    size = next(
+        (int(s) for s in (getattr(module, n, None) for n in ("hidden_dim", "hidden_size")) if isinstance(s, int)),
+        next(module.parameters()).shape[-1],
+    )
+    tokens = _tokens(module, size)
+    chosen = torch.stack([torch.randperm(total)[: min(2, total)] for _ in range(_PROBE_TOKENS)]).to(tokens.device)
+    return tokens, chosen, torch.rand(chosen.shape, device=tokens.device).to(tokens.dtype)
+
+
+def _tokens(module: nn.Module, size: int) -> torch.Tensor:
+    like = next(module.parameters())
+    return torch.randn(_PROBE_TOKENS, size).to(like.device, like.dtype)
+
+
+def _listed_size(module: nn.Module, rule: RouterRule, name: str) -> int:
+    router = module.get_submodule(_children_of(module, rule, name)["router"])
+    return int(next(router.parameters()).shape[-1])
+
+
+def _returns_tuple(module: nn.Module, rule: RouterRule, name: str) -> bool:
+    if any(p.is_meta for p in module.parameters()):
+        return False
+    training = module.training
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        found = module.eval()(_tokens(module, _listed_size(module, rule, name)).unsqueeze(0))
+    module.train(training)
+    return isinstance(found, tuple)
+
+
+def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
+    coarse = 5e-2 if left.dtype in (torch.bfloat16, torch.float16) else 1e-4
+    scale = float(left.float().abs().max()) or 1.0
+    return bool(((left.float() - right.float()).abs().max() / scale) < coarse)

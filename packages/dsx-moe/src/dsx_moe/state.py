@@ -1,0 +1,188 @@
+"""Checkpoints without an engine: one state dict of all experts, whatever the number of ranks, and back.
+
+    full = full_state_dict(model)                            # on every rank; names and shapes of a model on one rank
+    optimizer_state = full_optimizer_state_dict(model, optimizer)
+    ...
+    model.load_state_dict(full)                              # any expert-parallel size: shards take their own experts
+    load_full_optimizer_state_dict(model, optimizer, optimizer_state)
+
+Tensors of experts are gathered over the ranks that share them out, on the device where they are, one at a time, and
+stay on the host. Left out: files (any format does), and shards of ZeRO, whose engine writes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import dsx_comm
+import torch
+from dsx_comm import AxisGroup, parallel_groups
+from torch import nn
+
+from .errors import ExpertStateError
+from .experts import Experts, ExpertShard
+from .groups import ExpertGroups
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of the model on one rank, on the host of every rank (collective)."""
+    return _gathered(model, {name: value for name, value in model.state_dict().items()})
+
+
+def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state by parameter name, of all experts (collective).
+
+    Returns:
+        {"state": {name: {key: value}}, "param_groups": [{..., "params": names}]}; the names of experts in
+        "param_groups" are those of all ranks.
+
+    Raises:
+        ExpertStateError: a parameter of the optimizer is not of this model, or a tensor of an expert's state is neither
+            shaped like the expert nor one number.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    by_key: dict[str, dict[str, torch.Tensor]] = {}
+    state: dict[str, dict[str, Any]] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        members = []
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ExpertStateError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks"
+                )
+            name = names[id(parameter)]
+            members.append(name)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
+                    by_key.setdefault(key, {})[name] = value
+                elif isinstance(value, torch.Tensor) and value.numel() != 1 and _shard_of(model, name) is not None:
+                    raise ExpertStateError(
+                        f"{name}: its optimizer state {key!r} has the shape {tuple(value.shape)}, expected "
+                        f"{tuple(parameter.shape)} or one number"
+                    )
+                else:
+                    for full_name in _names_on_all_ranks(model, name):
+                        state.setdefault(full_name, {})[key] = value
+        all_names = [full for name in members for full in _names_on_all_ranks(model, name)]
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": all_names})
+    for key in sorted(by_key):
+        for name, value in _gathered(model, by_key[key]).items():
+            state.setdefault(name, {})[key] = value
+    return {"state": state, "param_groups": groups}
+
+
+def load_full_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> None:
+    """Take what `full_optimizer_state_dict` gave, under this model's number of ranks.
+
+    The settings of parameter groups are taken by position.
+
+    Raises:
+        ExpertStateError: another number of groups, a name that is missing, or a shape that differs; nothing is changed
+            then.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = state_dict["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise ExpertStateError(f"got {len(groups)} parameter groups, expected {len(optimizer.param_groups)}")
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    listed = {name for group in groups for name in group["params"]}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None or name not in listed:
+                raise ExpertStateError(f"{name or 'a parameter'}: the optimizer state has no such name")
+            found[parameter] = {
+                key: _cut(model, name, key, parameter, value)
+                for key, value in state_dict["state"].get(name, {}).items()
+            }
+    for group, saved in zip(optimizer.param_groups, groups):
+        group.update({k: v for k, v in saved.items() if k != "params"})
+    for parameter, values in found.items():
+        if values:
+            optimizer.state[parameter] = values
+
+
+def gather_rows_of_experts(own: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
+    """[L, ...] of every expert-parallel rank, one after the other (collective)."""
+    return _gather(own, groups.expert)
+
+
+def gather_numbered(shard: Experts, groups: ExpertGroups) -> list[dict[str, torch.Tensor]]:
+    """The state dict of every expert, by number (collective)."""
+    states: list[dict[str, torch.Tensor]] = [{} for _ in range(shard.num_experts)]
+    for i in range(shard.count):
+        for key, value in shard[shard.first + i].state_dict().items():
+            rows = gather_rows_of_experts(value.detach().reshape(1, -1), groups)
+            for rank, row in enumerate(rows):
+                states[rank * shard.count + i][key] = row.view(value.shape)
+    return states
+
+
+def _gather(own: torch.Tensor, where: AxisGroup) -> torch.Tensor:
+    if where.size == 1:
+        return own.clone()
+    full = own.new_empty(where.size * own.shape[0], *own.shape[1:])
+    dsx_comm.all_gather_into_tensor(full, own.contiguous(), group=where.group)
+    return full
+
+
+def _shards(model: nn.Module) -> Iterator[tuple[str, ExpertShard]]:
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertShard):
+            yield f"{name}." if name else "", module
+
+
+def _shard_of(model: nn.Module, name: str) -> tuple[str, ExpertShard] | None:
+    return next(((prefix, shard) for prefix, shard in _shards(model) if name.startswith(prefix)), None)
+
+
+def _gathered(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by the names of this rank to tensors by the names of all ranks, on the host."""
+    shards = list(_shards(model))
+    full: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        at = next(((prefix, shard) for prefix, shard in shards if name.startswith(prefix)), None)
+        if at is None or at[1].count == at[1].num_experts:
+            full[name] = value.detach().to("cpu", copy=True)
+            continue
+        prefix, shard = at
+        where = parallel_groups.current().expert(shard.group_name)
+        if not isinstance(shard, Experts):
+            full[name] = _gather(value.detach(), where).cpu()
+            continue
+        number, _, rest = name[len(prefix) :].partition(".")
+        place = int(number) - shard.first
+        for rank, row in enumerate(_gather(value.detach().reshape(1, -1), where)):
+            full[f"{prefix}{rank * shard.count + place}.{rest}"] = row.view(value.shape).cpu()
+    return full
+
+
+def _names_on_all_ranks(model: nn.Module, name: str) -> list[str]:
+    at = _shard_of(model, name)
+    if at is None or not isinstance(at[1], Experts) or at[1].count == at[1].num_experts:
+        return [name]
+    prefix, shard = at
+    number, _, rest = name[len(prefix) :].partition(".")
+    place = int(number) - shard.first
+    ranks = shard.num_experts // shard.count
+    return [f"{prefix}{rank * shard.count + place}.{rest}" for rank in range(ranks)]
+
+
+def _cut(model: nn.Module, name: str, key: str, parameter: torch.Tensor, value: Any) -> Any:
+    """This rank's part of a value of the optimizer's state."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    at = _shard_of(model, name)
+    if at is not None and not isinstance(at[1], Experts) and value.dim() and value.shape[0] == at[1].num_experts:
+        value = value[at[1].first : at[1].first + at[1].count]
+    if value.numel() == 1 and parameter.numel() != 1:
+        return value.clone()
+    if value.shape != parameter.shape:
+        raise ExpertStateError(
+            f"{name}: got the state {key!r} of shape {tuple(value.shape)}, expected {tuple(parameter.shape)}"
+        )
+    return value.to(parameter.device, copy=True)
