@@ -10,6 +10,10 @@ models into stages; `planner.py` chooses; `tensor/` slices layers over ranks. No
 
 from ._version import __version__
 from .errors import PartitionError, PipelineError, ScheduleError, StageError, TensorSliceError
+from .grid import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
+from .layers import LayerSpec, TiedLayerSpec
+from .module import PipelineModule
+from .partition import partition_balanced, partition_uniform, split_by_weights
 from .planner import Candidate, LayerCost, candidates, load_costs, plan, save_costs, stage_times
 from .runtime import Pipeline, StageCallbacks, StepReport
 from .schedule import (
@@ -50,10 +54,16 @@ __all__ = [
     "InferenceSchedule",
     "Kind",
     "LayerCost",
+    "LayerSpec",
     "PartitionError",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
     "PipeSchedule",
     "Pipeline",
     "PipelineError",
+    "PipelineModule",
+    "PipelineParallelGrid",
+    "ProcessTopology",
     "Schedule",
     "ScheduleError",
     "Span",
@@ -62,6 +72,7 @@ __all__ = [
     "StageTimes",
     "StepReport",
     "TensorSliceError",
+    "TiedLayerSpec",
     "Timeline",
     "TrainSchedule",
     "__version__",
@@ -75,6 +86,8 @@ __all__ = [
     "load_costs",
     "load_timeline",
     "one_f_one_b",
+    "partition_balanced",
+    "partition_uniform",
     "plan",
     "problems",
     "save_chart",
@@ -82,6 +95,7 @@ __all__ = [
     "save_timeline",
     "schedule_of",
     "simulate",
+    "split_by_weights",
     "stage_times",
     "svg",
     "uniform_times",

@@ -1,0 +1,242 @@
+"""Hugging Face GPT-2, Llama and BERT-style models as pipelines, without rewriting them.
+
+A model is seen as a list of units: everything before the blocks (embeddings), one unit per block, everything behind
+(final norm and head). A stage keeps the model's own `forward`; units that lie elsewhere are replaced by modules that
+pass their input on, and later stages get the hidden state as `inputs_embeds`. So masks, rotary embeddings and all else
+that a model computes around its blocks is its own code, and parameter names stay the model's.
+
+What travels between stages: {"hidden": the hidden state, "extra": the other inputs, such as attention_mask}.
+
+Known by structure, not by class: GPT-2 (`transformer.h`), Llama, Mistral, Qwen2 and others of their layout
+(`model.layers`), BERT and RoBERTa (`<base>.encoder.layer`). Caches are switched off.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .chunk import Recomputation
+from .errors import PartitionError
+
+
+class Skipped(nn.Module):
+    """Stands for a block of another stage: gives the hidden state on."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.attention_type = getattr(block, "attention_type", None)  # some models choose a mask by it
+
+    def forward(self, hidden_states: Any, *_: Any, **__: Any) -> Any:
+        """The first argument."""
+        return hidden_states
+
+
+class NoPositions(nn.Module):
+    """Stands for position embeddings that an earlier stage has added: a zero."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """A zero without dimensions, which does not change dtypes."""
+        return torch.zeros(())
+
+
+class KeepEmbeds(nn.Module):
+    """Stands for BERT's embeddings: `inputs_embeds` are the hidden state already."""
+
+    def forward(self, *_: Any, inputs_embeds: Any = None, **__: Any) -> Any:
+        """The hidden state."""
+        return inputs_embeds
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Layout of a model family, relative to the base model (`model.base_model`).
+
+    Attributes:
+        blocks: path of the list of blocks.
+        before: path of each module in front of the blocks, and what stands for it on other stages.
+        after: path of each module behind the blocks, and the same.
+        only_first: inputs that the embeddings alone use.
+    """
+
+    blocks: str
+    before: dict[str, Callable[[], nn.Module | None]]
+    after: dict[str, Callable[[], nn.Module | None]]
+    only_first: tuple[str, ...] = ("input_ids", "inputs_embeds", "token_type_ids")
+
+
+RULES = (
+    Rule("h", {"wte": lambda: None, "wpe": NoPositions, "drop": nn.Identity}, {"ln_f": nn.Identity}),
+    Rule("layers", {"embed_tokens": lambda: None}, {"norm": nn.Identity}),
+    Rule("encoder.layer", {"embeddings": KeepEmbeds}, {"pooler": lambda: None}),
+)
+
+
+class _Unit(nn.Module):
+    """The modules of one unit, to count and to compare parameters."""
+
+    def __init__(self, name: str, modules: list[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+        self.__class__ = type(name, (_Unit,), {})  # partition methods look at class names
+
+
+class ModelParts:
+    """A model seen as units.
+
+    Attributes:
+        units: one module per unit; the first holds the embeddings, the last norm and head.
+        loss: cross-entropy of the model's task.
+    """
+
+    def __init__(self, model: nn.Module, rule: Rule) -> None:
+        self.model, self.rule = model, rule
+        self.base_name = str(getattr(model, "base_model_prefix", ""))
+        base = _at(model, self.base_name)
+        self.blocks = _at(base, rule.blocks)
+        before = [m for m in (_at(base, path) for path in rule.before) if m is not None]
+        after = [m for m in (_at(base, path) for path in rule.after) if m is not None]
+        self.heads = [name for name, _ in model.named_children() if name != self.base_name]
+        after += [_at(model, name) for name in self.heads]
+        self.units = [
+            _Unit("Embeddings", before),
+            *(_Unit(type(b).__name__, [b]) for b in self.blocks),
+            _Unit("Head", after),
+        ]
+        self.loss = _causal_loss if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) else _plain_loss
+
+    def keep(self, units: set[int]) -> nn.Module:
+        """A copy of the model's outline in which only these units remain; modules and parameters are the model's own."""
+        model = _outline(self.model)
+        base = self._outline_at(model, self.base_name)
+        if 0 not in units:
+            for path, stand_in in self.rule.before.items():
+                self._replace(base, path, stand_in())
+        blocks = self._outline_at(base, self.rule.blocks)
+        for i, (name, block) in enumerate(list(blocks._modules.items())):
+            if i + 1 not in units and block is not None:
+                blocks._modules[name] = Skipped(block)
+        if len(self.units) - 1 not in units:
+            for path, stand_in in self.rule.after.items():
+                self._replace(base, path, stand_in())
+            for name in self.heads:
+                model._modules[name] = None
+        return model
+
+    def stage(self, units: set[int], recomputation: Recomputation) -> nn.Module:
+        """The stage that runs these units."""
+        first, last = 0 in units, len(self.units) - 1 in units
+        model = self.keep(units)
+        if recomputation.interval:
+            blocks = _at(_at(model, self.base_name), self.rule.blocks)
+            for name, block in list(blocks._modules.items()):
+                if block is not None and not isinstance(block, Skipped):
+                    blocks._modules[name] = _RecomputedBlock(block, recomputation)
+        return ModelStage(model, self.base_name, self.rule.only_first, first, last)
+
+    def _outline_at(self, owner: nn.Module, path: str) -> nn.Module:
+        """Copy the outlines on the way to a module, and return the last."""
+        for name in path.split(".") if path else ():
+            owner._modules[name] = _outline(owner._modules[name])  # type: ignore[arg-type]
+            owner = owner._modules[name]  # type: ignore[assignment]
+        return owner
+
+    @staticmethod
+    def _replace(owner: nn.Module, path: str, module: nn.Module | None) -> None:
+        if path in owner._modules and owner._modules[path] is not None:
+            owner._modules[path] = module
+
+
+class _RecomputedBlock(nn.Module):
+    """A block whose activations are computed again in the backward."""
+
+    def __init__(self, block: nn.Module, recomputation: Recomputation) -> None:
+        super().__init__()
+        self.block, self._recomputation = block, recomputation
+        self.attention_type = getattr(block, "attention_type", None)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The block's output."""
+        if not torch.is_grad_enabled() or not hidden_states.requires_grad:
+            return self.block(hidden_states, *args, **kwargs)
+        return self._recomputation.function(lambda hidden: self.block(hidden, *args, **kwargs), hidden_states)
+
+
+class ModelStage(nn.Module):
+    """One stage of a Hugging Face model.
+
+    The first takes input ids, or a dict of the model's inputs; the last returns logits (or the last hidden state of a
+    model without head).
+    """
+
+    def __init__(self, model: nn.Module, base_name: str, only_first: tuple[str, ...], first: bool, last: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._base_name, self._only_first, self._first, self._last = base_name, only_first, first, last
+
+    def forward(self, value: Any) -> Any:
+        """Run this stage's units."""
+        if self._first:
+            inputs = dict(value) if isinstance(value, dict) else {"input_ids": value}
+            extra = {k: v for k, v in inputs.items() if k not in self._only_first and v is not None}
+        else:
+            extra = value["extra"]
+            inputs = {"inputs_embeds": value["hidden"], **extra}
+        if self._last:
+            out = self.model(**inputs, **self._switches(self.model))
+            return out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state
+        base = _at(self.model, self._base_name)
+        return {"hidden": base(**inputs, **self._switches(base)).last_hidden_state, "extra": extra}
+
+    @staticmethod
+    def _switches(model: nn.Module) -> dict[str, Any]:
+        decoder = hasattr(getattr(model, "config", None), "use_cache") and not hasattr(model, "encoder")
+        return {"use_cache": False, "return_dict": True} if decoder else {"return_dict": True}
+
+
+def parts_of_model(model: nn.Module) -> ModelParts:
+    """See a Hugging Face model as units.
+
+    Raises:
+        PartitionError: its layout is none of the known ones; the message says which are, and what to do.
+    """
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    base = _at(model, prefix)
+    for rule in RULES:
+        if isinstance(_at(base, rule.blocks), nn.ModuleList) and all(_at(base, p) is not None for p in rule.before):
+            if base is model:
+                raise PartitionError(f"{type(model).__name__} has no head; split the model with a head, or pass its layers")
+            return ModelParts(model, rule)
+    raise PartitionError(
+        f"{type(model).__name__}: its layers were not found. Known are GPT-2 (<base>.h), Llama-style (<base>.layers with "
+        "embed_tokens) and BERT-style (<base>.encoder.layer) models of Hugging Face, and nn.Sequential; for others pass a "
+        "list of layers"
+    )
+
+
+def _at(module: Any, path: str) -> Any:
+    for name in path.split(".") if path else ():
+        module = getattr(module, name, None)
+    return module
+
+
+def _outline(module: nn.Module) -> nn.Module:
+    """A shallow copy with a table of submodules of its own."""
+    found = copy.copy(module)
+    found.__dict__["_modules"] = dict(module._modules)
+    return found
+
+
+def _causal_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of each position's logits with the next label; labels of -100 do not count."""
+    return _plain_loss(logits[..., :-1, :], labels[..., 1:])
+
+
+def _plain_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy; labels of -100 do not count."""
+    return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1))

@@ -1,0 +1,278 @@
+"""`PipelineModule`: a model as a list of layers, of which each rank builds and runs its stages'.
+
+    model = PipelineModule([LayerSpec(Embedding, ...), *(LayerSpec(Block, ...) for _ in range(24)), LayerSpec(Head, ...)],
+                           num_stages=4, loss_fn=loss_fn)
+
+Also taken as they are: an `nn.Sequential`, and Hugging Face GPT-2, Llama and BERT-style models (`models.py`). Layers are
+named by their index in the whole list, so parameter names do not depend on the number of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .chunk import Chunk, Recomputation, recompute
+from .errors import PipelineError
+from .grid import PipelineParallelGrid, ProcessTopology, topology_for
+from .layers import LayerSpec, TiedLayerSpec, class_name, count_parameters, flatten_layers, parameter_at
+from .models import ModelParts, parts_of_model
+from .partition import bounds_of
+from .planner import LayerCost
+from .schedule import Schedule, build
+from .ties import Tie, Ties, make_groups
+
+
+class PipelineModule(nn.Module):
+    """This rank's part of a model that is divided into pipeline stages. All ranks of the world construct it together.
+
+    Args:
+        layers: modules, `LayerSpec`s, `TiedLayerSpec`s, functions, and nested sequences of them; or an `nn.Sequential`;
+            or a Hugging Face model. Each layer takes the output of the one before as its only argument.
+        num_stages: ranks of the pipeline; the rest of the world is data-parallel. Or give
+        topology: a grid with an axis "pipe".
+        loss_fn: (output, labels) -> scalar; None: the last layer's output is the loss.
+        seed_layers: build layer i under the seed `base_seed + i`, whichever rank builds it.
+        seed_fn: called with that seed in place of `torch.manual_seed`.
+        base_seed: see `seed_layers`.
+        partition_method: "uniform", "parameters" (or "best"), "type:<regex>" or "time"; see `partition.py`.
+        activation_checkpoint_interval: that many layers are recomputed together in the backward; 0 is none.
+        activation_checkpoint_func: as `torch.utils.checkpoint.checkpoint`; default: that, without re-entering autograd.
+        checkpointable_layers: class names; only blocks of these are recomputed. Default: every block with parameters.
+        dynamic_shape: shapes may differ between micro-batches.
+        schedule: the schedule that will run, or its name: it decides where stages lie.
+        chunks: stages per rank, for "interleaved".
+        layer_times: seconds per layer (or `LayerCost`s), for partition_method="time".
+
+    Attributes:
+        parts: first layer of every stage, and the number of layers.
+        stage_id: this rank's place in the pipeline.
+        stage_ranks: for every stage, its place in the pipeline.
+        stage_modules: this rank's stages, to be run by `Pipeline` or an engine.
+        ties: shared weights.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any] | nn.Module,
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        schedule: Schedule | str = "1f1b",
+        chunks: int | None = None,
+        layer_times: Sequence[float | LayerCost] | None = None,
+    ) -> None:
+        super().__init__()
+        self._grid = PipelineParallelGrid(topology_for(num_stages, topology))
+        self.stage_id = self._grid.pipe.rank
+        self.dynamic_shape = dynamic_shape
+        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
+        self._model: ModelParts | None = None
+        if isinstance(layers, nn.Module) and not isinstance(layers, (nn.Sequential, nn.ModuleList)):
+            self._model = parts_of_model(layers)
+            self._specs: list[Any] = self._model.units
+            loss_fn = loss_fn or self._model.loss
+        else:
+            self._specs = flatten_layers(layers)
+        self.loss_fn = loss_fn
+        self.stage_ranks = _places(schedule, self._grid.pipe_parallel_size, chunks)
+        times = None if layer_times is None else [_seconds(t) for t in layer_times]
+        self.parts = bounds_of(
+            partition_method, len(self.stage_ranks), [class_name(s) for s in self._specs],
+            lambda: [count_parameters(s) for s in self._specs],
+            None if times is None else lambda: times,
+        )  # fmt: skip
+        self.recomputation = Recomputation(
+            activation_checkpoint_interval,
+            activation_checkpoint_func or recompute,
+            None if checkpointable_layers is None else frozenset(checkpointable_layers),
+        )
+        self.tied_modules = nn.ModuleDict()
+        self.stage_modules: list[nn.Module] = [self._build(s) for s in self.local_stages()]
+        self.ties = Ties(self._make_ties())
+        self.ties.synchronize()
+        del self._specs, self._model  # what other ranks hold is not kept
+
+    # - building
+
+    def local_stages(self) -> list[int]:
+        """The stages of this rank."""
+        return [s for s, rank in enumerate(self.stage_ranks) if rank == self.stage_id]
+
+    def _build(self, stage: int) -> nn.Module:
+        mine = range(self.parts[stage], self.parts[stage + 1])
+        if self._model is not None:
+            tree = self._model.keep({i for s in self.local_stages() for i in range(self.parts[s], self.parts[s + 1])})
+            for name, child in tree.named_children():
+                if name not in self._modules:  # the model's own names; one tree holds all stages of this rank
+                    self.add_module(name, child)
+            return self._model.stage(set(mine), self.recomputation)
+        steps = [(str(i), self._layer(i)) for i in mine]
+        return Chunk(steps, [class_name(self._specs[i]) for i in mine], self.recomputation)
+
+    def _layer(self, index: int) -> Any:
+        """Build layer `index` and register it under its index."""
+        spec = self._specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key not in self.tied_modules:
+                self.tied_modules[spec.key] = self._seeded(index, spec)
+            module = self.tied_modules[spec.key]
+            return module if spec.forward_fn is None else partial(spec.forward_fn, module)
+        layer = self._seeded(index, spec) if isinstance(spec, LayerSpec) else spec
+        if isinstance(layer, nn.Module):
+            self.add_module(str(index), layer)
+        return layer
+
+    def _seeded(self, index: int, spec: LayerSpec) -> Any:
+        if not self.seed_layers:
+            return spec.build()
+        with torch.random.fork_rng():
+            (self.seed_fn or torch.manual_seed)(self.base_seed + index)
+            return spec.build()
+
+    def _make_ties(self) -> list[Tie]:
+        shared = self._shared_weights()
+        grid, copies = self._grid, self._grid.topology.get_axis_comm_lists("pipe")
+        pipelines = copies or [[grid.global_rank]]
+        holders = {key: [sorted({p[r] for r in ranks}) for p in pipelines] for key, (ranks, _) in shared.items()}
+        groups = make_groups(holders)
+        return [
+            Tie(key, name, parameter, *groups[key])
+            for key, (_, found) in sorted(shared.items()) if key in groups for name, parameter in found
+        ]  # fmt: skip
+
+    def _shared_weights(self) -> dict[str, tuple[set[int], list[tuple[str, nn.Parameter]]]]:
+        """Per shared weight: the pipeline ranks that use it, and its parameters on this rank."""
+        place = {i: self.stage_ranks[s] for s in range(len(self.stage_ranks)) for i in range(*self.parts[s : s + 2])}
+        found: dict[str, tuple[set[int], list[tuple[str, nn.Parameter]]]] = {}
+        for index, spec in enumerate(self._specs):
+            if isinstance(spec, TiedLayerSpec):
+                for path in spec.tied_weight_attr:
+                    entry = found.setdefault(f"{spec.key}.{path}", (set(), []))
+                    entry[0].add(place[index])
+                    if spec.key in self.tied_modules and not entry[1]:
+                        parameter = parameter_at(self.tied_modules[spec.key], path)  # type: ignore[arg-type]
+                        entry[1].append((f"tied_modules.{spec.key}.{path}", parameter))
+        users: dict[int, list[tuple[int, str]]] = {}
+        for index, spec in enumerate(self._specs):
+            if isinstance(spec, nn.Module):  # built modules that share a parameter, as in a tied nn.Sequential
+                for name, parameter in spec.named_parameters():
+                    users.setdefault(id(parameter), []).append((index, name))
+        mine = {id(p): (n, p) for n, p in self.named_parameters()}
+        for ident, uses in users.items():
+            ranks = {place[i] for i, _ in uses}
+            if len(ranks) > 1:
+                index, name = uses[0]
+                found[f"{index:06d}.{name}"] = (ranks, [mine[ident]] if ident in mine else [])
+        return found
+
+    # - running
+
+    def forward(self, value: Any) -> Any:
+        """Run this rank's layers on one micro-batch.
+
+        Raises:
+            PipelineError: this rank holds several stages, which do not follow each other.
+        """
+        if len(self.stage_modules) != 1:
+            raise PipelineError(f"this rank holds {len(self.stage_modules)} stages; run them with dsx_pipe.Pipeline")
+        return self.stage_modules[0](value)
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute that many layers together from now on; 0 is none."""
+        old = self.recomputation
+        self.recomputation = Recomputation(interval, old.function, old.classes)
+        for stage in self.stage_modules:
+            stage.recomputation = self.recomputation  # type: ignore[assignment]
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """Losses beside the main one, by name; None if there are none. Override it."""
+        return None
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile this rank's stages, each for itself (`torch.nn.Module.compile`)."""
+        for stage in self.stage_modules:
+            stage.compile(*args, **kwargs)
+
+    # - who is where
+
+    @property
+    def grid(self) -> PipelineParallelGrid:
+        """Groups of this rank."""
+        return self._grid
+
+    @property
+    def pipe_group(self) -> Any:
+        """Process group of this pipeline."""
+        return self._grid.pipe.group
+
+    def topology(self) -> ProcessTopology:
+        """The grid of ranks."""
+        return self._grid.topology
+
+    def mpu(self) -> PipelineParallelGrid:
+        """The grid, under the interface of Megatron's mpu."""
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        """Number of ranks of the pipeline."""
+        return self._grid.pipe_parallel_size
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Place in the pipeline of the rank that holds a layer."""
+        for stage, rank in enumerate(self.stage_ranks):
+            if self.parts[stage] <= layer_idx < self.parts[stage + 1]:
+                return rank
+        raise PipelineError(f"layer {layer_idx}: the layers are 0..{self.parts[-1] - 1}")
+
+    # - shared weights
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Add up the gradients of shared weights over the stages that use them."""
+        self.ties.reduce_gradients()
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """Shared weights of this rank with the groups that share them."""
+        return [(tie.parameter, tie.group) for tie in self.ties.ties]
+
+    # - names of checkpoint files
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """DeepSpeed's file name of a layer: layer_<index>-<place on the other axes>-model_states.pt."""
+        index = self.parts[self.local_stages()[0]] + local_layer_idx
+        place = self.topology().get_rank_repr(rank=self._grid.global_rank)
+        name = f"layer_{index:02d}{f'-{place}' if place else ''}-model_states.pt"
+        return str(Path(ckpt_dir) / name)
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """The files of a layer that are there, of all slices."""
+        index = self.parts[self.local_stages()[0]] + local_layer_idx
+        return sorted(str(p) for p in Path(ckpt_dir).glob(f"layer_{index:02d}-*model_states.pt"))
+
+
+def _places(schedule: Schedule | str, ranks: int, chunks: int | None) -> tuple[int, ...]:
+    if isinstance(schedule, Schedule):
+        if schedule.ranks != ranks:
+            raise PipelineError(f"schedule {schedule.name!r} has {schedule.ranks} ranks, the pipeline has {ranks}")
+        return schedule.stage_ranks
+    return build(schedule, ranks, ranks, chunks).stage_ranks
+
+
+def _seconds(cost: float | LayerCost) -> float:
+    if isinstance(cost, LayerCost):
+        return cost.forward + cost.input_backward + cost.weight_backward
+    return float(cost)
