@@ -243,8 +243,6 @@ LATER = {
     "curriculum_learning": {"curriculum_learning": {"enabled": True}},
     "data_efficiency": {"data_efficiency": {"enabled": True}},
     "progressive_layer_drop": {"progressive_layer_drop": {"enabled": True, "theta": 0.5}},
-    "compression_training": {"compression_training": {"layer_reduction": {"enabled": True}}},
-    "quantize_training": {"quantize_training": {"enabled": True}},
     "hybrid_engine": {"hybrid_engine": {"enabled": True}},
     "nebula": {"nebula": {"enabled": True}},
     "checkpoint.use_node_local_storage": {"checkpoint": {"use_node_local_storage": True}},

@@ -300,7 +300,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "layer reduction": (
         {"compression_training": {"layer_reduction": {
             "enabled": True, "keep_number_layer": 5, "module_name_prefix": "bert.encoder.layer",
-            "teacher_layer": [2, 4, 6, 8, 10], "other_module_name": ["bert.pooler", "classifier"]}}}, "compression_training",
+            "teacher_layer": [2, 4, 6, 8, 10], "other_module_name": ["bert.pooler", "classifier"]}}}, "",
     ),
     "weight quantisation": (
         {"compression_training": {"weight_quantization": {
@@ -312,7 +312,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
             "different_groups": {
                 "wq1": {"params": {"start_bits": 8, "target_bits": 8, "quantization_period": 50}, "modules": ["attention.self"]},
                 "wq2": {"params": {"start_bits": 4, "target_bits": 4, "quantization_period": 50}, "modules": ["output"]}}}}},
-        "compression_training",
+        "",
     ),
     "pruning": (
         {"compression_training": {
@@ -337,7 +337,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
                 "shared_parameters": {"enabled": True, "schedule_offset": 0, "method": "topk"},
                 "different_groups": {"cp1": {"params": {"dense_ratio": 0.5}, "modules": ["layer....conv1"],
                                              "related_modules": [["layer....conv2", "layer....bn1"]]}}}}},
-        "compression_training",
+        "",
     ),
     "checkpoint": (
         {"checkpoint": {"tag_validation": "Warn", "load_universal": False, "use_node_local_storage": False,

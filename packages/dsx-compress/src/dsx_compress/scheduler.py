@@ -34,21 +34,29 @@ __all__ = ["CompressionScheduler", "compression_scheduler"]
 logger = logging.getLogger("dsx_compress")
 
 
-def compression_scheduler(model: nn.Module, compression_config: Any) -> CompressionScheduler:
+def compression_scheduler(
+    model: nn.Module,
+    compression_config: Any,
+    *,
+    gather: Callable[[list[nn.Parameter]], AbstractContextManager[Any]] | None = None,
+    mean: Callable[[torch.Tensor], Any] | None = None,
+) -> CompressionScheduler:
     """The scheduler of a model that `init_compression` has prepared; `compression_config` is checked to be the same.
+
+    `gather` and `mean` are those of `CompressionScheduler`.
 
     Raises:
         CompressionError: the model is not compressed, or by other methods.
     """
     config = load_config(compression_config)
-    scheduler = CompressionScheduler(model, verbose=config.weight_quantization.shared_parameters.quantize_verbose)
     there = {placed.technique.method for placed in techniques_of(model)}
-    if there != set(config.methods()):
+    if there and there != set(config.methods()):
         raise CompressionError(
             f"compression_scheduler: the configuration has the methods {config.methods()}, the model was prepared with "
             f"{sorted(there)}; pass the configuration of init_compression"
         )
-    return scheduler
+    verbose = config.weight_quantization.shared_parameters.quantize_verbose
+    return CompressionScheduler(model, gather=gather, mean=mean, verbose=verbose)
 
 
 class CompressionScheduler:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import accelerator, checkpoint, comm, config, data, lr_schedules, monitor, nvme, ops, utils, zero
+    from . import accelerator, checkpoint, comm, compress, config, data, lr_schedules, monitor, nvme, ops, utils, zero
     from .accelerator import get_accelerator
     from .arguments import add_config_arguments
     from .comm import init_distributed
@@ -44,6 +44,7 @@ _MODULES = (
     "accelerator",
     "checkpoint",
     "comm",
+    "compress",
     "config",
     "data",
     "lr_schedules",
@@ -57,7 +58,6 @@ _MODULES = (
 _NOT_YET = {
     "autotuning": "the autotuner of dsx",
     "checkpointing": "activation checkpointing in depth (dsx-zero); torch.utils.checkpoint works today",
-    "compression": "dsx-compress",
     "elasticity": "elastic batch sizes of dsx",
     "init_inference": "no plan: dsx trains; use an inference engine for serving",
     "moe": "dsx-moe",
@@ -80,6 +80,7 @@ __all__ = [
     "add_tuning_arguments",
     "checkpoint",
     "comm",
+    "compress",
     "config",
     "data",
     "get_accelerator",

@@ -92,6 +92,8 @@ class Watch:
     sources: list[Callable[[StepReport], list[Event]]]
     closing: ExitStack
     forward: Callable[[], AbstractContextManager[Any]] | None = None
+    eigenvalues: Callable[[], dict[str, float]] = dict
+    """The latest relative eigenvalue of each block by module name."""
 
     def add(self, thing: Any) -> Any:
         """Put a thing wherever it belongs by its methods."""
@@ -290,6 +292,8 @@ def _add_timeline(to: Watched, watch: Watch) -> None:
 
 def _add_curvature(to: Watched, watch: Watch) -> None:
     noise, section = to.config.use("gradient_noise_scale"), to.config.use("eigenvalue")
+    if not section.enabled:
+        section = to.config.use("quantize_training").eigenvalue
     paused: Callable[[], AbstractContextManager[Any]] = nullcontext
     if noise.enabled and to.first:
         squares = to.monitoring.GradientSquares(to.optimizer.gradient_parameters())
@@ -308,9 +312,9 @@ def _add_curvature(to: Watched, watch: Watch) -> None:
             to.module,
             to.counters,
             lambda: _aside(to, paused),
-            _mean(to) if to.topology.dp_world_size > 1 else None,
+            mean_over_ranks(to.comm, to.topology),
         )
-        watch.forward = watch.add(session).forward_context
+        watch.forward, watch.eigenvalues = watch.add(session).forward_context, session.by_block
 
 
 @contextmanager
@@ -321,8 +325,11 @@ def _aside(to: Watched, paused: Callable[[], AbstractContextManager[Any]]) -> It
         yield
 
 
-def _mean(to: Watched) -> Callable[[torch.Tensor], Any]:
-    return lambda tensor: to.comm.all_reduce(tensor, to.comm.ReduceOp.AVG, to.topology.dp_group)
+def mean_over_ranks(comm: ModuleType, topology: Topology) -> Callable[[torch.Tensor], Any] | None:
+    """Averages a tensor over the data-parallel ranks in place; None with one rank."""
+    if topology.dp_world_size == 1:
+        return None
+    return lambda tensor: comm.all_reduce(tensor, comm.ReduceOp.AVG, topology.dp_group)
 
 
 def _noise(to: Watched, section: Any, squares: Any) -> NoiseSession:

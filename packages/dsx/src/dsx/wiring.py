@@ -20,14 +20,17 @@ from torch import nn
 
 from ._version import __version__
 from .alike import CALL, config_facts, telling_others
+from .compressing import build_scheduler, compressed
 from .config import Config, load_config
 from .data import LoaderOptions
+from .efficiency import Conversion, build_parts, convert, loader_rule, token_batches
 from .engine.accumulation import Accumulation, SyncWindow
 from .engine.backwards import Backwards
 from .engine.checkpointing import Checkpointer
+from .engine.compressing import CompressionSession
 from .engine.engine import Engine
 from .engine.errors import EngineArgumentError
-from .engine.inputs import CastInputs, PassInputs
+from .engine.inputs import CastInputs, InputChain, PassInputs
 from .engine.parts import EngineParts, EngineSettings, Topology
 from .engine.report import Counters
 from .engine.request import Request, joins_others, launched_as
@@ -41,7 +44,7 @@ from .optimizers import OptimizerChoice, choose_optimizer
 from .placement import place
 from .precision import Precision
 from .utils.logging import enable_console, logger, set_log_level_from_string
-from .watching import Watched, build_watch, no_watch
+from .watching import Watched, build_watch, mean_over_ranks, no_watch
 
 
 class MissingPartError(DsxError, ImportError):
@@ -83,10 +86,12 @@ def build_engine(source: Any, request: Request) -> Engine:
     topology = _join_processes(config, request, joins)
     zero.agree(CALL, config_facts(config, request), topology.dp_group)
     with zero.telling(topology.dp_group):
+        request = compressed(request, config, part)
         model = _placed(_sparsified(request.model, config), config, topology)
+        conversion = convert(model, config, part("dsx_data"))
         plain = _optimizer(model, request, topology, choice)
     sharded, optimizer = _sharded(model, plain, config, topology)
-    engine = Engine(_parts(config, request, topology, sharded, optimizer, choice))
+    engine = Engine(_parts(config, request, topology, sharded, optimizer, choice, conversion))
     _destroy_on_release(engine, optimizer)
     if request.training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(request.training_data, collate_fn=request.collate_fn)
@@ -256,6 +261,7 @@ def _parts(
     model: nn.Module,
     optimizer: Any,
     choice: OptimizerChoice | None,
+    conversion: Conversion,
 ) -> EngineParts:
     trains = request.optimizer is not None or choice is not None
     scaler = build_loss_scale(config.precision, config.fp16, config.amp)
@@ -268,6 +274,13 @@ def _parts(
         part("dsx_zero"),
     )  # fmt: skip
     watch = build_watch(watched) if trains else no_watch(watched)
+    compression = build_scheduler(model, config, part, stage=stage, mean=mean_over_ranks(part("dsx_comm"), topology))
+    if compression is not None:
+        watch.observers.insert(0, CompressionSession(compression, watch.eigenvalues))
+    data = part("dsx_data")
+    efficiency = build_parts(model, config, conversion, counters, data)
+    batches = token_batches(config, lambda: optimizer.param_groups, data)
+    watch.observers.extend(one for one in efficiency.values() if hasattr(one, "after_step"))
     window = SyncWindow(optimizer.no_sync, every_micro_batch=stage >= 2 and not config.zero.keep_full_gradients)
     scales = scaler.state_dict()["kind"] != "none"
     backwards = Backwards(accumulation, window, scaled_losses=scales, watchers=(*watch.hooks, *watch.observers))
@@ -275,6 +288,7 @@ def _parts(
 
     def release() -> None:
         optimizer.release()
+        conversion.undo()
         watch.close()
 
     return EngineParts(
@@ -292,6 +306,7 @@ def _parts(
             precision=config.precision.to_json(),
             tag_validation=config.use("checkpoint").tag_validation,
             rank=topology.rank,
+            parts={**efficiency, **({} if compression is None else {"compression": compression})},
         ),
         stepper=ShardedStepper(optimizer, scaler, clipping or None) if trains else NoStepper(),
         scaler=scaler,
@@ -300,7 +315,10 @@ def _parts(
         accumulation=accumulation,
         window=window,
         backwards=backwards,
-        cast=CastInputs(config.precision.dtype("params")) if config.precision.cast_inputs else PassInputs(),
+        inputs=InputChain(
+            [one for one in efficiency.values() if callable(one)],
+            CastInputs(config.precision.dtype("params")) if config.precision.cast_inputs else PassInputs(),
+        ),
         autocast=_forward_context(_autocast(config.precision, model), watch.forward),
         clock=watch.clock,
         gather=_gather(stage),
@@ -318,6 +336,9 @@ def _parts(
         hooks=tuple(watch.hooks),
         observers=tuple(watch.observers),
         monitor=watch.monitor,
+        batches=batches,
+        efficiency=efficiency,
+        loader_rule=loader_rule(config, data),
     )
 
 

@@ -20,8 +20,6 @@ from ..errors import Problem
 __all__ = ["MEANINGLESS", "NOT_YET", "asks_for", "meaningless", "not_yet"]
 
 _PIPE = "pipeline parallelism (dsx-pipe)"
-_DATA = "data efficiency (dsx-data)"
-_COMPRESS = "compression (dsx-compress)"
 
 NOT_YET: dict[str, str] = {
     "activation_checkpointing": "activation checkpointing in depth (dsx-zero); torch.utils.checkpoint works today",
@@ -29,9 +27,6 @@ NOT_YET: dict[str, str] = {
     "checkpoint.parallel_write.pipeline_stage": _PIPE,
     "checkpoint.use_node_local_storage": "checkpoints without a shared file system",
     "compile.deepcompile": "graph passes; torch.compile of blocks works today",
-    "compression_training": _COMPRESS,
-    "curriculum_learning": _DATA,
-    "data_efficiency": _DATA,
     "datastates_ckpt": "asynchronous checkpoints",
     "disable_python_gc": "control of the garbage collector",
     "elasticity": "elastic batch sizes (dsx)",
@@ -41,8 +36,6 @@ NOT_YET: dict[str, str] = {
     "managed_gradient_accumulation": "manual accumulation; set_gradient_accumulation_boundary works today",
     "nebula": "checkpoints through a cloud service; no date",
     "pipeline": _PIPE,
-    "progressive_layer_drop": "progressive layer drop (dsx)",
-    "quantize_training": _COMPRESS,
     "sparse_gradients": "sparse reduction of embedding gradients (dsx-comm)",
     "tensor_parallel": "tensor slicing (dsx-pipe)",
     "torch_autocast.lower_precision_safe_modules": "a data type of reduction per module",
@@ -75,6 +68,8 @@ MEANINGLESS: dict[str, str] = {
     "checkpoint.writer": "there is one writer; each rank writes its own byte ranges",
     "compile": "it configures compile.deepcompile, which does not exist yet",
     "cuda_visible_devices": "choose devices with `dsx launch --include` or the variable CUDA_VISIBLE_DEVICES",
+    "data_efficiency.data_routing.random_ltd.global_batch_size": "the engine knows it",
+    "data_efficiency.data_routing.random_ltd.micro_batch_size": "the engine knows it",
     "disable_allgather": "nothing reads it upstream either",
     "flops_profiler.recompute_fwd_factor": "recomputation is counted as it runs",
     "optimizer.legacy_fusion": "there is one fp16 path",

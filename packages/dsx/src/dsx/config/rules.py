@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dsx_comm.onebit import rules as one_bit
+from dsx_data import config as data_sections
 
 from ..errors import Problem
 from ..precision import name_of
@@ -33,6 +34,8 @@ def conflicts(root: Any, world_size: int, where: Callable[[str], str]) -> Iterat
         _reduction,
         _one_bit,
         _curvature,
+        _data_efficiency,
+        _one_quantisation,
     ):
         yield from rule(root, where)
 
@@ -140,11 +143,34 @@ def _reduction(root: Any, where: Any) -> Iterator[Problem]:
 
 
 def _curvature(root: Any, where: Any) -> Iterator[Problem]:
-    section = root.eigenvalue
-    if section.enabled and section.layer_num < 1:
-        yield Problem("value", "eigenvalue.layer_num", "the number of blocks is missing", got="0",
-                      expected="how many children of eigenvalue.layer_name are blocks", where=where("eigenvalue.layer_num"),
-                      fix="set it, and layer_name to the path of the list of blocks")  # fmt: skip
+    for path, section in (
+        ("eigenvalue", root.eigenvalue),
+        ("quantize_training.eigenvalue", root.quantize_training.eigenvalue),
+    ):
+        if section.enabled and section.layer_num < 1:
+            key = f"{path}.layer_num"
+            yield Problem("value", key, "the number of blocks is missing", got="0",
+                          expected=f"how many children of {path}.layer_name are blocks", where=where(key),
+                          fix="set it, and layer_name to the path of the list of blocks")  # fmt: skip
+
+
+def _one_quantisation(root: Any, where: Any) -> Iterator[Problem]:
+    moq, compression = root.quantize_training, root.compression_training
+    if moq.enabled and compression.methods():
+        yield Problem("conflict", "quantize_training.enabled", "compression_training is the newer form of the same",
+                      got=f"true, and {', '.join(compression.methods())} in compression_training",
+                      expected="one of the two blocks", where=where("quantize_training.enabled"),
+                      fix="write the quantisation as compression_training.weight_quantization")  # fmt: skip
+    if moq.eigenvalue.enabled and not moq.enabled:
+        yield Problem("conflict", "quantize_training.eigenvalue.enabled", "the block around it is off", got="true",
+                      expected="quantize_training.enabled true", where=where("quantize_training.eigenvalue.enabled"),
+                      fix="switch quantize_training on, or use the top-level eigenvalue block")  # fmt: skip
+
+
+def _data_efficiency(root: Any, where: Any) -> Iterator[Problem]:
+    for found in data_sections.findings(root.data_efficiency, root.curriculum_learning, root.progressive_layer_drop):
+        yield Problem("value", found.key, found.reason, got=found.got, expected=found.expected, where=where(found.key),
+                      fix=found.fix)  # fmt: skip
 
 
 def _one_bit(root: Any, where: Any) -> Iterator[Problem]:

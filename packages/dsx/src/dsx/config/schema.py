@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsx_comm import config as comm_section
+from dsx_data.config import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
 from dsx_monitor.config import (
     CometConfig,
     CSVConfig,
@@ -28,17 +29,14 @@ from pydantic import Field
 
 from .base import Count, Ratio, Real, Section, Size, from_dataclass, nested
 from .compression import CompressionTraining, QuantizeTraining
-from .data import DataEfficiency
 from .later import (
     ActivationCheckpointing,
     Autotuning,
     CompileSection,
-    CurriculumLearning,
     Elasticity,
     HybridEngine,
     Nebula,
     Pipeline,
-    ProgressiveLayerDrop,
     TensorParallel,
 )
 from .training import (
@@ -133,6 +131,13 @@ class Root(Section):
 
     # - the model
     sparse_attention: SparseAttentionConfig | None = Field(None, description="block-sparse attention")
+    compression_training: CompressionTraining = nested(CompressionTraining, "quantisation and pruning")
+    quantize_training: QuantizeTraining = nested(QuantizeTraining, "quantisation bit by bit (legacy)")
+
+    # - data
+    data_efficiency: DataEfficiency = nested(DataEfficiency, "data sampling and routing")
+    curriculum_learning: CurriculumLearning = nested(CurriculumLearning, "sequence-length curriculum (legacy)")
+    progressive_layer_drop: ProgressiveLayerDrop = nested(ProgressiveLayerDrop, "stochastic depth")
 
     # - not there yet
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing, "recomputation in depth")
@@ -140,11 +145,6 @@ class Root(Section):
     aio: AioConfig = nested(AioConfig, "file I/O for offload to disk")
     autotuning: Autotuning = nested(Autotuning, "search for fast settings")
     elasticity: Elasticity = nested(Elasticity, "batch sizes for many world sizes")
-    data_efficiency: DataEfficiency = nested(DataEfficiency, "data sampling and routing")
-    curriculum_learning: CurriculumLearning = nested(CurriculumLearning, "sequence-length curriculum (legacy)")
-    progressive_layer_drop: ProgressiveLayerDrop = nested(ProgressiveLayerDrop, "stochastic depth")
-    compression_training: CompressionTraining = nested(CompressionTraining, "quantisation and pruning")
-    quantize_training: QuantizeTraining = nested(QuantizeTraining, "quantisation by the optimizer (legacy)")
     hybrid_engine: HybridEngine = nested(HybridEngine, "training and generation in one engine")
     nebula: Nebula = nested(Nebula, "checkpoints through a cloud service")
     tensor_parallel: TensorParallel = nested(TensorParallel, "automatic tensor parallelism")

@@ -56,6 +56,7 @@ class Checkpointer:
         precision: the precision record as plain values.
         tag_validation: what happens when ranks pass different tags: "ignore", "warn" or "fail".
         rank: number of this process in the job.
+        parts: further objects with `state_dict` and `load_state_dict`, by name.
         places: for tensors of which this rank holds a part (`dsx.checkpoint.Place`): model parallelism says so here.
     """
 
@@ -70,6 +71,7 @@ class Checkpointer:
     tag_validation: str
     rank: int
     places: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def _ranks(self) -> Any:
@@ -117,6 +119,7 @@ class Checkpointer:
             lr_scheduler=self.schedule.state_dict(),
             loss_scaler=self.scaler.state_dict(),
             data=loader.state_dict() if isinstance(loader, (TrainingLoader, RepeatingLoader)) else {},
+            parts={name: part.state_dict() for name, part in self.parts.items()},
         )
 
     def _agreed_tag(self, save_dir: Any, tag: str, client_state: Any) -> str:
@@ -125,7 +128,7 @@ class Checkpointer:
         from ..checkpoint.folder import check_folder, check_tag
 
         def checked() -> str:
-            check_folder(save_dir, "save_checkpoint")
+            check_folder(save_dir, "save_dir")
             if not isinstance(client_state, dict):
                 raise CheckpointArgumentError(f"client_state: got {type(client_state).__name__}, expected a dictionary")
             return check_tag(tag)
@@ -194,6 +197,12 @@ class Checkpointer:
         if wanted.lr_scheduler and state.lr_scheduler:
             undo.restore_state_of(self.schedule)
             self.schedule.load_state_dict(state.lr_scheduler)
+        for name, part in self.parts.items():
+            if name in state.parts:
+                undo.restore_state_of(part)
+                part.load_state_dict(state.parts[name])
+            elif self.rank == 0:
+                logger.warning("load_checkpoint: it has no state of %s, which begins anew", name)
         self._compare_precision(state.precision)
         if state.data and isinstance(loader, (TrainingLoader, RepeatingLoader)):
             undo.restore_state_of(loader)

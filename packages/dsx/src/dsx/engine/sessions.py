@@ -135,6 +135,12 @@ class CurvatureSession(StepHook):
         self.latest: list[float] = []
         """The last relative eigenvalues, one per block."""
 
+    def by_block(self) -> dict[str, float]:
+        """The last relative eigenvalues by the module names of the blocks; empty before the first."""
+        path = self._eigenvalue.layer_name
+        names = [f"{path}.{name}" for name, _ in self._module.get_submodule(path).named_children()]
+        return dict(zip(names, self.latest))
+
     def _due(self) -> bool:
         return self._counters.global_steps % self._eigenvalue.gas_boundary_resolution == 0
 

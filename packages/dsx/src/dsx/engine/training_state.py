@@ -31,6 +31,8 @@ class TrainingState:
         lr_scheduler: state of the schedule; empty without one.
         loss_scaler: state of the loss scale.
         data: position of the training loader; empty without one that knows its position.
+        parts: states of further parts by name, such as the compression schedule; checkpoints from before there were any
+            have none.
     """
 
     counters: dict[str, int]
@@ -39,24 +41,28 @@ class TrainingState:
     lr_scheduler: dict[str, Any]
     loss_scaler: dict[str, Any]
     data: dict[str, Any]
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Keys and values as they are written."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Keys and values as they are written; without parts as before there were any, for versions that know none."""
+        state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if not self.parts:
+            del state["parts"]
+        return state
 
     @staticmethod
     def from_dict(state: Any) -> TrainingState:
         """Check what was read. Raises `ValueError` that names the key."""
         names = [field.name for field in dataclasses.fields(TrainingState)]
-        _expect_keys("the training state", state, required=names, known=names)
+        _expect_keys("the training state", state, required=[n for n in names if n != "parts"], known=names)
         _check_counters(state["counters"])
         for number, group in enumerate(_expect("param_groups", state["param_groups"], list)):
             for name, value in _expect(f"param_groups[{number}]", group, dict).items():
                 numbers = value if isinstance(value, tuple) else (value,)
                 if any(isinstance(item, bool) or not isinstance(item, (int, float, tuple)) for item in numbers):
                     raise ValueError(f"param_groups[{number}].{name}: got {value!r}, expected numbers")
-        for name in ("precision", "lr_scheduler", "data"):
-            _expect(name, state[name], dict)
+        for name in ("precision", "lr_scheduler", "data", "parts"):
+            _expect(name, state.get(name, {}), dict)
         _check_scaler(_expect("loss_scaler", state["loss_scaler"], dict))
         return TrainingState(**state)
 

@@ -1,0 +1,7 @@
+"""Quantisation, pruning, layer reduction and distillation: `dsx_compress` under the name scripts know.
+
+There is one identity of every class and function: this module only passes names on, and only when it is imported.
+"""
+
+from dsx_compress import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
+from dsx_compress import __all__ as __all__

@@ -1,0 +1,108 @@
+"""From the configuration to compression in an engine: techniques on the model, and their scheduler.
+
+Part of the wiring, in a file of its own. A model that the caller has prepared with `init_compression` is taken as it is;
+any other is prepared here, before it is moved, cast and sharded. `quantize_training` is the same quantisation of weights,
+over all layers: the forward pass sees the quantised weight, the optimizer's master stays whole, in every precision and
+ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import Config
+from .engine.errors import EngineArgumentError
+from .engine.request import Request
+from .utils.logging import logger
+
+__all__ = ["build_scheduler", "compressed"]
+
+
+def _asked(config: Config) -> Any:
+    """The one section that holds for both blocks. Acted on here, so both count as used."""
+    section, moq = config.use("compression_training"), config.use("quantize_training")
+    return moq.as_compression() if moq.enabled else section
+
+
+def compressed(request: Request, config: Config, part: Callable[[str], ModuleType]) -> Request:
+    """The request with the techniques of the configuration on its model; learnable scores are added to its parameters.
+
+    Raises:
+        CompressionError: patterns that match nothing, shapes that do not fit, and the like.
+        EngineArgumentError: the caller's optimizer cannot get the learnable scores.
+    """
+    asked = _asked(config)
+    if not asked.methods():
+        _note_layer_reduction(asked)
+        return request
+    compress = part("dsx_compress")
+    model = request.model
+    part("dsx_zero").release_model(model)  # an earlier engine may have partitioned it
+    if compress.is_compressed(model):
+        return request
+    _note_layer_reduction(asked)
+    known = {id(p) for p in model.parameters()}
+    off = asked.layer_reduction.model_copy(update={"enabled": False})
+    compress.init_compression(model, asked.model_copy(update={"layer_reduction": off}), mpu=request.mpu)
+    return _with_scores(request, [p for p in model.parameters() if id(p) not in known])
+
+
+def _note_layer_reduction(asked: Any) -> None:
+    if asked.layer_reduction.enabled:
+        logger.info(
+            "compression_training.layer_reduction: the student's layers are copied by dsx.compress.init_compression"
+            "(model, config, teacher_model=...) before dsx.initialize, not by the engine"
+        )
+
+
+def _with_scores(request: Request, scores: list[nn.Parameter]) -> Request:
+    if not scores:
+        return request
+    if isinstance(request.optimizer, torch.optim.Optimizer):
+        raise EngineArgumentError(
+            f"initialize(optimizer=...): the optimizer was built before compression made {len(scores)} learnable scores, "
+            "so it would not train them; call dsx.compress.init_compression(model, config) before building it, or pass a "
+            "callable that builds it"
+        )
+    given = request.model_parameters
+    if given is None:
+        return request
+    if all(isinstance(entry, torch.Tensor) for entry in given):
+        return dataclasses.replace(request, model_parameters=[*given, *scores])
+    if all(isinstance(entry, dict) for entry in given):
+        return dataclasses.replace(request, model_parameters=[*given, {"params": scores, "weight_decay": 0.0}])
+    raise EngineArgumentError(
+        f"initialize(model_parameters=...): compression made {len(scores)} learnable scores that cannot be added to named "
+        "parameters; call dsx.compress.init_compression(model, config) first and pass model.named_parameters() then"
+    )
+
+
+def build_scheduler(
+    model: nn.Module,
+    config: Config,
+    part: Callable[[str], ModuleType],
+    *,
+    stage: int,
+    mean: Callable[[Any], Any] | None,
+) -> Any:
+    """The scheduler of a sharded model's techniques; None where the configuration asks for none.
+
+    Args:
+        stage: of ZeRO; at stage 3 masks are made from gathered weights.
+        mean: averages a tensor over the data-parallel ranks in place; None with one rank.
+
+    Raises:
+        CompressionError: the model was prepared with other methods than the configuration has.
+    """
+    asked = _asked(config)
+    if not asked.methods():
+        return None
+    zero = part("dsx_zero")
+    gather = (lambda parameters: zero.GatheredParameters(parameters)) if stage == 3 else None
+    return part("dsx_compress").compression_scheduler(model, asked, gather=gather, mean=mean)
