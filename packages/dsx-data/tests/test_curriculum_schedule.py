@@ -59,7 +59,10 @@ def test_state_goes_on():
         (config("fixed_linear", 9, 3, total_curriculum_step=1, difficulty_step=1), "max_difficulty: got 3"),
         (config("fixed_linear", 1, 3, difficulty_step=1), "total_curriculum_step: got None"),
         (config("fixed_root", 1, 3, total_curriculum_step=1, difficulty_step=1), "root_degree: got None"),
-        (config("fixed_discrete", 1, 3, difficulty=[1, 2, 3], max_step=[5]), "max_step: got \\[5\\], expected a list of 2"),
+        (
+            config("fixed_discrete", 1, 3, difficulty=[1, 2, 3], max_step=[5]),
+            "max_step: got \\[5\\], expected a list of 2",
+        ),
         (config("fixed_discrete", 1, 3, difficulty=[1, 2, 3], max_step=[5, 5]), "increasing"),
         (config("cosine", 1, 3), "schedule_type: got 'cosine'"),
         ({"min_difficulty": 1, "schedule_type": "custom"}, "max_difficulty: got None"),

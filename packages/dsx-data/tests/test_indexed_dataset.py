@@ -27,7 +27,18 @@ def by_hand(prefix, sequences, *, code, dtype, documents=(0, 2, 4)):
 
 @pytest.mark.parametrize(
     "code, dtype",
-    [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (6, "<u2"), (7, "<u4"), (8, "<u8"), (6, "<f8"), (8, "<u2")],
+    [
+        (1, "u1"),
+        (2, "i1"),
+        (3, "<i2"),
+        (4, "<i4"),
+        (5, "<i8"),
+        (6, "<u2"),
+        (7, "<u4"),
+        (8, "<u8"),
+        (6, "<f8"),
+        (8, "<u2"),
+    ],
 )
 def test_reads_the_layout_in_every_meaning_of_the_codes(tmp_path, code, dtype):
     data = MMapIndexedDataset(by_hand(tmp_path / "d", SEQUENCES, code=code, dtype=dtype))

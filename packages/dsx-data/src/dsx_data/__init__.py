@@ -23,7 +23,7 @@ from .analysis import (
 )
 from .batching import BatchPlan, PackingCollator, TokenBudget, block_diagonal_mask, lr_factor, pack_lengths
 from .batching.plan import lengths_from
-from .curriculum import CurriculumSampler, CurriculumScheduler, Draw
+from .curriculum import CurriculumSampler, CurriculumScheduler, Draw, truncate_batch
 from .errors import AnalysisError, DataArgumentError, DataError, DataStateError, IndexFileError
 from .index import IndexFile, IndexWriter, MMapIndexedDataset, MMapIndexedDatasetBuilder, open_index
 from .loader import (
@@ -44,6 +44,7 @@ from .routing import (
     bind_token_drop,
     convert_to_layer_drop,
     convert_to_random_ltd,
+    find_layer_drop,
     find_layers,
     remove_layer_drop,
     remove_random_ltd,
@@ -88,6 +89,7 @@ __all__ = [
     "convert_to_random_ltd",
     "difficulty_picture",
     "epoch_order",
+    "find_layer_drop",
     "find_layers",
     "lengths_from",
     "lr_factor",
@@ -97,4 +99,5 @@ __all__ = [
     "remove_layer_drop",
     "remove_random_ltd",
     "save_without_random_ltd",
+    "truncate_batch",
 ]

@@ -3,5 +3,6 @@
 from .metrics import MetricOrder
 from .sampler import CurriculumSampler, Draw
 from .schedule import CurriculumScheduler
+from .truncation import truncate_batch
 
-__all__ = ["CurriculumSampler", "CurriculumScheduler", "Draw", "MetricOrder"]
+__all__ = ["CurriculumSampler", "CurriculumScheduler", "Draw", "MetricOrder", "truncate_batch"]

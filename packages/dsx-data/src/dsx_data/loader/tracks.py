@@ -110,6 +110,7 @@ class PositionTrack(_Epochs):
         return {"seed": sampler.seed, "epoch": self.epoch, "position": self._used, "length": sampler.length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _expect_position(state)
         self._sampler.seed = int(state["seed"])
         _warn_of_other_length(state, self._sampler.length)
         position = int(state["position"])
@@ -286,6 +287,7 @@ class SharedStreamTrack(_Epochs):
         return {"seed": self._reader.seed, "epoch": self.epoch, "position": self._used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _expect_position(state)
         self._reader.seed = int(state["seed"])
         self.set_epoch(int(state["epoch"]))
         self._reader.position = self._used = int(state["position"])
@@ -376,6 +378,14 @@ class ForeignTrack(_Epochs):
             self._sampler.load_state_dict(state["sampler"])
         self._used = self._skip = used
         self.empty_means_next = used > 0
+
+
+def _expect_position(state: dict[str, Any]) -> None:
+    if "position" not in state:
+        raise DataStateError(
+            f"loader state: got one with {sorted(state)}, expected a position in samples; it was saved by a loader with"
+            " another kind of order (a curriculum, a token budget, an iterable dataset or a sampler of your own)"
+        )
 
 
 def _warn_of_other_length(state: dict[str, Any], length: int) -> None:

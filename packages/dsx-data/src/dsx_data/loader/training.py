@@ -93,6 +93,11 @@ class TrainingLoader:
         batches = {"batch_size": options.micro_batch_size, "drop_last": options.drop_last}
         self.sampler: Any = None
         self._track: Track
+        if isinstance(dataset, (SharedStream, IterableDataset)) and (options.budget or options.sampler is not None):
+            raise DataArgumentError(
+                "got an iterable dataset with a token budget or a sampler, which choose samples by their number; expected a"
+                " dataset with __len__ and __getitem__"
+            )
         if isinstance(dataset, SharedStream):
             share = StreamShare(**place, micro_batch_size=options.micro_batch_size, drop_last=options.drop_last)
             reader = StreamReader(dataset, share)

@@ -3,7 +3,7 @@
 `swap` gives a layer the new behaviour in place, `rules` finds the layers of a model, `calls` reads a layer's arguments.
 """
 
-from .layer_drop import LayerDrop, ProgressiveLayerDrop, convert_to_layer_drop, remove_layer_drop
+from .layer_drop import LayerDrop, ProgressiveLayerDrop, convert_to_layer_drop, find_layer_drop, remove_layer_drop
 from .ltd_schedule import RandomLTDScheduler
 from .rules import find_layers
 from .token_drop import (
@@ -22,6 +22,7 @@ __all__ = [
     "bind_token_drop",
     "convert_to_layer_drop",
     "convert_to_random_ltd",
+    "find_layer_drop",
     "find_layers",
     "remove_layer_drop",
     "remove_random_ltd",

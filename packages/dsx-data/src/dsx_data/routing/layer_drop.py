@@ -26,7 +26,7 @@ from .calls import LayerCall, Signature
 from .rules import find_layers
 from .swap import Behaviour, give_behaviour, take_behaviour
 
-__all__ = ["LayerDrop", "ProgressiveLayerDrop", "convert_to_layer_drop", "remove_layer_drop"]
+__all__ = ["LayerDrop", "ProgressiveLayerDrop", "convert_to_layer_drop", "find_layer_drop", "remove_layer_drop"]
 
 
 class ProgressiveLayerDrop:
@@ -165,6 +165,11 @@ def convert_to_layer_drop(
             _drop_outputs=None,
         )  # fmt: skip
     return drop
+
+
+def find_layer_drop(model: nn.Module) -> LayerDrop | None:
+    """What the converted layers of a model share; None where no layer is converted."""
+    return next((layer._layer_drop for layer in model.modules() if isinstance(layer, _DropsLayers)), None)
 
 
 def remove_layer_drop(model: nn.Module) -> nn.Module:
