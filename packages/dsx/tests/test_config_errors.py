@@ -240,9 +240,6 @@ LATER = {
     "torch_autocast.lower_precision_safe_modules": {
         "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["a"]}
     },
-    "curriculum_learning": {"curriculum_learning": {"enabled": True}},
-    "data_efficiency": {"data_efficiency": {"enabled": True}},
-    "progressive_layer_drop": {"progressive_layer_drop": {"enabled": True, "theta": 0.5}},
     "hybrid_engine": {"hybrid_engine": {"enabled": True}},
     "nebula": {"nebula": {"enabled": True}},
     "checkpoint.use_node_local_storage": {"checkpoint": {"use_node_local_storage": True}},

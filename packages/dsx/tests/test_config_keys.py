@@ -272,13 +272,13 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
                     "clustering_type": "schedule_based", "min_difficulty": 1, "max_difficulty": 100,
                     "schedule_type": "fixed_root", "schedule_config": {
                         "total_curriculum_step": 110000, "difficulty_step": 1, "root_degree": 2}}}}}}},
-        "data_efficiency",
+        "",
     ),
     "curriculum": (
         {"curriculum_learning": {
             "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 1024,
             "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 40000, "difficulty_step": 8}}},
-        "curriculum_learning",
+        "",
     ),
     "monitors": (
         {"tensorboard": {"enabled": True, "output_path": "output/logs/", "job_name": "train_bert"},

@@ -13,8 +13,8 @@ from pydantic import Field
 from .base import Count, Real, Section, Size, Toggle
 
 __all__ = [
-    "ActivationCheckpointing", "Autotuning", "CompileSection", "CurriculumLearning", "Elasticity", "HybridEngine",
-    "Nebula", "Pipeline", "ProgressiveLayerDrop", "TensorParallel",
+    "ActivationCheckpointing", "Autotuning", "CompileSection", "Elasticity", "HybridEngine", "Nebula", "Pipeline",
+    "TensorParallel",
 ]  # fmt: skip
 
 
@@ -92,35 +92,6 @@ class Elasticity(Toggle):
     ignore_non_elastic_batch_info: bool = Field(False, description="ignore the ordinary batch sizes")
     num_gpus_per_node: Count = Field(1, description="devices per node (0.2)")
     model_parallel_size: Count = Field(1, description="model-parallel size (0.2)")
-
-
-class CurriculumSchedule(Section):
-    """Parameters of a difficulty schedule."""
-
-    total_curriculum_step: Count | None = Field(None, description="steps from the least to the greatest difficulty")
-    difficulty_step: Count | None = Field(None, description="difficulty is a multiple of this")
-    root_degree: Count | None = Field(None, description="degree of the root (fixed_root)")
-    difficulty: list[int] | None = Field(None, description="difficulties (fixed_discrete)")
-    max_step: list[int] | None = Field(None, description="last step of each difficulty (fixed_discrete)")
-
-
-class CurriculumLearning(Toggle):
-    """Sequence-length curriculum (legacy block)."""
-
-    curriculum_type: str = Field("seqlen", description="metric")
-    min_difficulty: Count | None = Field(None, description="difficulty at the start")
-    max_difficulty: Count | None = Field(None, description="difficulty at the end")
-    schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] | None = Field(
-        None, description="shape of the schedule"
-    )
-    schedule_config: CurriculumSchedule | None = Field(None, description="parameters of the schedule")
-
-
-class ProgressiveLayerDrop(Toggle):
-    """Stochastic depth that grows over training."""
-
-    theta: Real = Field(1.0, le=1.0, description="limit of the keep probability")
-    gamma: Real = Field(0.001, description="speed of the approach")
 
 
 class HybridEngine(Toggle):

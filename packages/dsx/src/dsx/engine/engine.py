@@ -27,6 +27,7 @@ from .accessors import EngineAccessors
 from .as_module import EngineModule
 from .by_hand import EngineByHand
 from .checkpointing import Wanted
+from .efficiency import EngineData
 from .errors import EngineArgumentError, EngineError
 from .parts import EngineParts
 from .report import LossSum, StepReport
@@ -36,7 +37,7 @@ from .switches import EngineSwitches
 _ROUTES = ("train", "eval", "predict")
 
 
-class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors, EngineModule):
+class Engine(WeightsMixin, EngineByHand, EngineData, EngineSwitches, EngineAccessors, EngineModule):
     """Trains `module`; built by `dsx.initialize`. It is an `nn.Module` whose only child is `module`
     (`as_module.py`).
     """
@@ -56,10 +57,11 @@ class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors, Engine
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on a micro-batch and return what it returns; inputs are cast as the precision asks."""
         parts = self._living()
+        args, kwargs = parts.inputs(args, kwargs)
         for hook in parts.hooks:
             hook.before_forward(args, kwargs)
         with parts.clock.range("forward"), parts.autocast():
-            return parts.module(*parts.cast(args), **parts.cast(kwargs))
+            return parts.module(*args, **kwargs)
 
     def scale(self, loss: torch.Tensor, scale_wrt_gas: bool = True) -> torch.Tensor:
         """The loss to call `.backward()` on by hand: `loss * loss_scale / accumulation steps`, in fp32.
@@ -116,21 +118,24 @@ class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors, Engine
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         parts, counters = self._parts, self.counters
-        lr, scale = tuple(self.get_lr()), parts.scaler.scale
-        for hook in parts.hooks:
-            hook.before_update()
-        with parts.clock.range("step"):
-            outcome = parts.stepper.step()
+        scale = parts.scaler.scale
+        with parts.batches.rates():
+            lr = tuple(self.get_lr())
+            for hook in parts.hooks:
+                hook.before_update()
+            with parts.clock.range("step"):
+                outcome = parts.stepper.step()
+        samples = parts.batches.samples(self.train_batch_size())
         self._applied = not outcome.overflow
         if self._applied:
             parts.schedule.step(**lr_kwargs)
         counters.skipped_steps += int(outcome.overflow)
         counters.global_steps += 1
-        counters.global_samples += self.train_batch_size()
+        counters.global_samples += samples
         self.last_step = StepReport(
             global_step=counters.global_steps,
             global_samples=counters.global_samples,
-            samples=self.train_batch_size(),
+            samples=samples,
             applied=self._applied,
             lr=lr,
             loss_scale=scale,
@@ -200,6 +205,7 @@ class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors, Engine
         parts.window.close()
         parts.accumulation.restart()
         self._losses.take()
+        parts.batches.samples(0)
         self.zero_grad()
 
     # - Data
@@ -234,7 +240,11 @@ class Engine(WeightsMixin, EngineByHand, EngineSwitches, EngineAccessors, Engine
             collate_fn=collate_fn or base.collate_fn,
             sampler=data_sampler,
         )
-        return TrainingLoader(dataset, options)
+        trains = route == "train" and data_sampler is None
+        loader = TrainingLoader(dataset, self._parts.loader_rule(dataset, options) if trains else options)
+        if trains:
+            loader.on_batch = self._parts.batches.note
+        return loader
 
     # - Checkpoints
 

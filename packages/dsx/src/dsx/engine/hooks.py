@@ -19,7 +19,7 @@ class StepHook:
     """
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The module is about to run on a micro-batch."""
+        """The module is about to run on a micro-batch; these are its arguments, to be looked at only."""
 
     def before_backward(self, loss: torch.Tensor, boundary: bool) -> None:
         """`loss`, unscaled, is about to be differentiated; `boundary`: it is the last of its update."""

@@ -1,14 +1,43 @@
-"""What happens to a batch on its way into the model: floating tensors are cast, or nothing is touched.
+"""What happens to a batch on its way into the model: a chain of transforms, the last of which casts floating tensors.
 
-Chosen once from the precision record. Containers are rebuilt only along the way to a tensor that changes.
+Chosen once from the configuration. A transform returns the arguments that the next one gets; nobody changes the caller's
+own. Containers are rebuilt only along the way to a tensor that changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of the model's forward."""
+
+
+class BatchTransform(Protocol):
+    """Changes a micro-batch before the model sees it."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments: ...
+
+
+class InputChain:
+    """The transforms in order, and the cast at the end.
+
+    Args:
+        transforms: what changes the batch.
+        cast: applied to the positional arguments and to the keyword arguments.
+    """
+
+    def __init__(self, transforms: Sequence[BatchTransform], cast: Callable[[Any], Any]) -> None:
+        self._transforms, self.cast = tuple(transforms), cast
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments that the model is called with."""
+        for transform in self._transforms:
+            args, kwargs = transform(args, kwargs)
+        return self.cast(args), self.cast(kwargs)
 
 
 class PassInputs:

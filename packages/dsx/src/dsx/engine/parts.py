@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,9 @@ from .accumulation import Accumulation, SyncWindow
 from .backwards import Backwards
 from .checkpointing import Checkpointer
 from .clock import Clock
+from .efficiency import Batches, FixedBatches
 from .hooks import StepHook
+from .inputs import InputChain
 from .observers import StepObserver
 from .report import Counters
 from .schedule import ScheduleDriver
@@ -49,7 +51,7 @@ class EngineParts:
         schedule: drives `lr_scheduler`.
         accumulation, window: which micro-batch is the boundary, and when gradients are reduced.
         backwards: judges backwards of losses that the engine did not scale.
-        cast: applied to the model's inputs.
+        inputs: the way of a batch into the model.
         autocast: context factory around the forward pass.
         clock: times the parts of a step.
         gather: makes some parameters whole for the length of a context.
@@ -59,6 +61,9 @@ class EngineParts:
         release: undoes what sharding did to the model (hooks).
         hooks: look into each step while it runs.
         observers: look at each step after it.
+        batches: size of an update, and its learning rates.
+        efficiency: parts on data efficiency by the name of their section.
+        loader_rule: from dataset and options to the options of the training loader.
         monitor: the writers of events, for the caller's own; writes nothing where none is switched on.
     """
 
@@ -73,7 +78,7 @@ class EngineParts:
     accumulation: Accumulation
     window: SyncWindow
     backwards: Backwards
-    cast: Callable[[Any], Any]
+    inputs: InputChain
     autocast: Callable[[], AbstractContextManager[object]]
     clock: Clock
     gather: Gather
@@ -86,6 +91,9 @@ class EngineParts:
     hooks: tuple[StepHook, ...] = ()
     observers: tuple[StepObserver, ...] = ()
     monitor: Any = None
+    batches: Batches = field(default_factory=FixedBatches)
+    efficiency: Mapping[str, Any] = field(default_factory=dict)
+    loader_rule: Callable[[Any, LoaderOptions], LoaderOptions] = lambda dataset, options: options
 
 
 @dataclass(frozen=True)

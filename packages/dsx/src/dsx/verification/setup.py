@@ -49,7 +49,7 @@ def build(
         schedule=None if section is None else lambda inner: build_schedule(section.type, inner, section.params),
         groups=groups,
         loss=loss_fn,
-        cast=parts.cast,
+        cast=parts.inputs.cast,
         autocast=parts.autocast,
         share=1.0 / (engine.gradient_accumulation_steps() * ranks),
         max_norm=engine.gradient_clipping(),

@@ -1,0 +1,176 @@
+"""From the sections `data_efficiency`, `curriculum_learning` and `progressive_layer_drop` to the parts of an engine.
+
+Part of the wiring, in a file of its own. Layers are converted before the model is sharded; the parts that drive them are
+built with the other parts of the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from .config import Config
+from .data import LoaderOptions
+from .engine.efficiency import FixedBatches, LayerDropping, SeqlenCurriculum, TokenBatches, TokenDropping
+from .engine.errors import EngineArgumentError
+from .engine.report import Counters
+from .utils.logging import logger
+
+__all__ = ["Conversion", "build_parts", "convert", "loader_rule", "token_batches"]
+
+LoaderRule = Callable[[Any, LoaderOptions], LoaderOptions]
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What was done to a model's layers.
+
+    Attributes:
+        layer_drop: what the layers that may be skipped share (`dsx_data.LayerDrop`); None without any.
+        token_drop: the same for layers that drop tokens (`dsx_data.TokenDrop`).
+        undo: gives the layers their own behaviour back.
+    """
+
+    layer_drop: Any
+    token_drop: Any
+    undo: Callable[[], None]
+
+
+def convert(model: nn.Module, config: Config, data: ModuleType) -> Conversion:
+    """Convert the layers that the configuration asks to be converted.
+
+    Args:
+        data: the package `dsx_data`.
+    """
+    undo: list[Callable[[], Any]] = []
+    token_drop = _convert_tokens(model, config, data, undo)
+    layer_drop = _convert_layers(model, config, data, undo)
+
+    def undo_all() -> None:
+        while undo:
+            undo.pop()()
+
+    return Conversion(layer_drop, token_drop, undo_all)
+
+
+def _convert_tokens(model: nn.Module, config: Config, data: ModuleType, undo: list[Callable[[], Any]]) -> Any:
+    section = config.use("data_efficiency")
+    routing = section.data_routing
+    if not (section.enabled and routing.enabled and routing.random_ltd.enabled):
+        return None
+    schedule = data.RandomLTDScheduler(routing.random_ltd, global_batch_size=config.batch.train)
+    drop = data.TokenDrop.from_config(routing.random_ltd, schedule)
+    if hasattr(model, "_no_split_modules") and not data.bind_token_drop(model, drop):
+        data.convert_to_random_ltd(model, config=drop)
+        undo.append(lambda: data.remove_random_ltd(model))
+    logger.info("random_ltd: layers %s keep %d tokens at first", schedule.layer_ids, schedule.current_seq)
+    return drop
+
+
+def _convert_layers(model: nn.Module, config: Config, data: ModuleType, undo: list[Callable[[], Any]]) -> Any:
+    section = config.use("progressive_layer_drop")
+    if not section.enabled:
+        return None
+    schedule = data.ProgressiveLayerDrop(section.theta, section.gamma)
+    found = data.find_layer_drop(model)
+    if found is not None:
+        found.schedule = schedule
+        return found
+    if {"pld_theta", "progressive_layer_drop"} & set(inspect.signature(model.forward).parameters):
+        return data.LayerDrop(schedule, 0)  # the model drops by itself
+    try:
+        made = data.convert_to_layer_drop(model, schedule=schedule)
+    except data.DataArgumentError as error:
+        raise EngineArgumentError(
+            f"progressive_layer_drop: which layers may be skipped is not known ({error}); call"
+            " dsx.data.convert_to_layer_drop(model, LayerClass, schedule=...) before dsx.initialize, or give the model's"
+            " forward an argument pld_theta and drop there"
+        ) from error
+    undo.append(lambda: data.remove_layer_drop(model))
+    logger.info("progressive_layer_drop: %d layers, theta falls to %g", made.layers, section.theta)
+    return made
+
+
+def build_parts(
+    model: nn.Module, config: Config, conversion: Conversion, counters: Counters, data: ModuleType
+) -> dict[str, Any]:
+    """The parts that work on batches and steps, by the name of their section, in the order of their use."""
+    parts: dict[str, Any] = {}
+    section = config.use("curriculum_learning")
+    if section.enabled:
+        scheduler = data.CurriculumScheduler(section, name="curriculum_learning")
+        parts["curriculum_learning"] = SeqlenCurriculum(scheduler, data.truncate_batch, model, counters)
+    drop = conversion.layer_drop
+    if drop is not None:
+        parts["progressive_layer_drop"] = LayerDropping(drop.schedule, drop if drop.layers else None, model)
+    if conversion.token_drop is not None:
+        parts["random_ltd"] = TokenDropping(conversion.token_drop, data.bind_token_drop, model)
+    return parts
+
+
+def token_batches(
+    config: Config, groups: Callable[[], list[dict[str, Any]]], data: ModuleType
+) -> FixedBatches | TokenBatches:
+    """What counts the samples of an update and scales its learning rates."""
+    section = config.data_efficiency
+    batching = section.data_sampling.dynamic_batching
+    if not (section.enabled and section.data_sampling.enabled and batching.enabled):
+        return FixedBatches()
+    method = batching.lr_scaling_method
+    return TokenBatches(config.batch.train, lambda size, base: data.lr_factor(size, base, method), groups)
+
+
+def loader_rule(config: Config, data: ModuleType) -> LoaderRule:
+    """What the training loader is changed to by the configuration: a function of dataset and options."""
+    section = config.data_efficiency
+    sampling = section.data_sampling
+    if not (section.enabled and sampling.enabled):
+        return lambda dataset, options: options
+
+    def rule(dataset: Any, options: LoaderOptions) -> LoaderOptions:
+        options = dataclasses.replace(
+            options, seed=section.seed, num_workers=options.num_workers or sampling.num_workers,
+            pin_memory=options.pin_memory or sampling.pin_memory,
+        )  # fmt: skip
+        if sampling.curriculum_learning.enabled:
+            curriculum = sampling.curriculum_learning
+            sampler = data.CurriculumSampler(
+                _length(dataset), curriculum.curriculum_metrics, global_batch_size=config.batch.train,
+                seed=section.seed, num_epochs=sampling.num_epochs, cluster_path=curriculum.data_cluster_path,
+            )  # fmt: skip
+            return dataclasses.replace(options, sampler=sampler)
+        if sampling.dynamic_batching.enabled:
+            return dataclasses.replace(options, budget=_budget(sampling.dynamic_batching, data))
+        return options
+
+    return rule
+
+
+def _budget(section: Any, data: ModuleType) -> Any:
+    budget = data.TokenBudget(
+        data.lengths_from(section.metrics_path),
+        max_tokens=section.max_tokens,
+        min_batch_size=section.min_batch_size,
+        max_batch_size=section.max_batch_size,
+        order=section.sequence_picking_order,
+        too_long="drop",
+    )
+    if section.verbose:
+        plan = budget.plan()
+        sizes = [len(plan[i]) for i in range(len(plan))]
+        logger.info("dynamic_batching: %d batches of %d to %d samples", len(plan), min(sizes), max(sizes))
+    return budget
+
+
+def _length(dataset: Any) -> int:
+    if not hasattr(dataset, "__len__"):
+        raise EngineArgumentError(
+            "data_efficiency.data_sampling.curriculum_learning: got a dataset without a length, expected a map-style one;"
+            " a curriculum draws samples by their number"
+        )
+    return len(dataset)

@@ -1,0 +1,267 @@
+"""What the sections on data efficiency do inside an engine's step.
+
+Each part is a transform of the batch, an observer of the step, or both, and has a state for the checkpoint:
+`SeqlenCurriculum` cuts sequences, `LayerDropping` and `TokenDropping` drive the layers that skip work, `TokenBatches`
+scales the learning rate of batches of unequal size. The arithmetic is that of dsx_data.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .errors import EngineArgumentError, EngineError
+from .inputs import Arguments
+from .report import Counters, StepReport
+
+
+class Batches(Protocol):
+    """Size of an update, and the learning rates that follow from it."""
+
+    def note(self, samples: int) -> None: ...
+
+    def samples(self, configured: int) -> int: ...
+
+    def rates(self) -> AbstractContextManager[object]: ...
+
+
+class FixedBatches:
+    """Every update has the configured number of samples."""
+
+    def note(self, samples: int) -> None:
+        """The size is known."""
+
+    def samples(self, configured: int) -> int:
+        """The configured number."""
+        return configured
+
+    def rates(self) -> AbstractContextManager[object]:
+        """Nothing to scale."""
+        return nullcontext()
+
+
+class TokenBatches:
+    """Updates of unequal size: counts their samples, and scales the learning rates while one is made.
+
+    Args:
+        base: samples of the update for which the learning rate was chosen.
+        factor: from samples and base to the factor on the learning rate.
+        groups: the optimizer's parameter groups.
+    """
+
+    def __init__(
+        self, base: int, factor: Callable[[int, int], float], groups: Callable[[], list[dict[str, Any]]]
+    ) -> None:
+        self._base, self._factor, self._groups = base, factor, groups
+        self._samples = 0
+
+    def note(self, samples: int) -> None:
+        """A micro-batch of so many samples, over all ranks, is about to be handed out."""
+        self._samples += samples
+
+    def samples(self, configured: int) -> int:
+        """Samples of the update that has just ended; counting begins again."""
+        samples, self._samples = self._samples, 0
+        return samples
+
+    @contextmanager
+    def rates(self) -> Iterator[None]:
+        """The learning rates of an update of this size; the scheduler's come back afterwards."""
+        if not self._samples:
+            raise EngineError(
+                "dynamic_batching: this update used no batch of the engine's loader, so its size is not known; pass"
+                " training_data to dsx.initialize, or make the loader with engine.deepspeed_io"
+            )
+        factor = self._factor(self._samples, self._base)
+        groups = self._groups()
+        before = [group["lr"] for group in groups]
+        for group, rate in zip(groups, before):
+            group["lr"] = rate * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, before):
+                group["lr"] = rate
+
+
+class SeqlenCurriculum:
+    """Sequences of the difficulty of the coming step.
+
+    A model whose forward has an argument `curriculum_seqlen` gets the length and cuts by itself; for others the batch is
+    cut.
+
+    Args:
+        scheduler: a `dsx_data.CurriculumScheduler`.
+        truncate: cuts the arguments of a batch to a length.
+    """
+
+    def __init__(
+        self, scheduler: Any, truncate: Callable[[tuple[Any, ...], dict[str, Any], int], Arguments],
+        module: nn.Module, counters: Counters,
+    ) -> None:  # fmt: skip
+        self.scheduler, self._truncate, self._module, self._counters = scheduler, truncate, module, counters
+        self._passes = "curriculum_seqlen" in _named_arguments(module)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Cut a training batch; evaluations see whole sequences."""
+        if not self._module.training:
+            return args, kwargs
+        length = self.scheduler.update_difficulty(self._counters.global_steps + 1)
+        if self._passes:
+            return args, {**kwargs, "curriculum_seqlen": length}
+        return self._truncate(args, kwargs, length)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the schedule."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the schedule."""
+        self.scheduler.load_state_dict(state)
+
+
+class LayerDropping:
+    """Drives progressive layer dropping, in converted layers or through the model's own arguments.
+
+    Args:
+        schedule: theta(t), a `dsx_data.ProgressiveLayerDrop`.
+        layers: what the converted layers share, a `dsx_data.LayerDrop`; None: the model takes arguments.
+    """
+
+    def __init__(self, schedule: Any, layers: Any, module: nn.Module) -> None:
+        self._schedule, self._layers, self._module = schedule, layers, module
+        self._step = 0
+        self._named = _named_arguments(module) if layers is None else set()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Give a model that drops layers by itself the arguments it names."""
+        if not self._named or not self._module.training:
+            return args, kwargs
+        state = self._schedule.get_state()
+        return args, {**kwargs, **{name: value for name, value in state.items() if name in self._named}}
+
+    def after_step(self, report: StepReport) -> None:
+        """Go to the next step."""
+        self._go_to(report.global_step)
+
+    def _go_to(self, step: int) -> None:
+        self._step = step
+        self._schedule.update_state(step)
+        if self._layers is not None:
+            self._layers.update_state(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, and the seed of converted layers."""
+        return {"step": self._step, "seed": None if self._layers is None else self._layers.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a step."""
+        if self._layers is not None and state["seed"] is not None:
+            self._layers.seed = int(state["seed"])
+        self._go_to(int(state["step"]))
+
+
+class TokenDropping:
+    """Drives random-LTD: gives converted layers their schedule, and moves it on.
+
+    Args:
+        drop: a `dsx_data.TokenDrop`.
+        bind: gives a module's converted layers that schedule; returns their number.
+    """
+
+    def __init__(self, drop: Any, bind: Callable[[nn.Module, Any], int], module: nn.Module) -> None:
+        self.drop, self._bind, self._module = drop, bind, module
+        self._bound = False
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Before the first training batch: find the converted layers."""
+        if not self._bound and self._module.training and torch.is_grad_enabled():
+            if not self._bind(self._module, self.drop):
+                raise EngineError(
+                    "random_ltd is enabled and no layer of the model can drop tokens; call"
+                    " dsx.data.convert_to_random_ltd(engine, LayerClass) before training"
+                )
+            self._bound = True
+        return args, kwargs
+
+    def after_step(self, report: StepReport) -> None:
+        """Count the step's layer tokens, and set the kept tokens of the next."""
+        self.drop.schedule.update_seq(report.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the schedule."""
+        return self.drop.schedule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the schedule."""
+        self.drop.schedule.load_state_dict(state)
+
+
+class EngineData:
+    """The data side of `Engine`: functions of the caller for curricula and batches."""
+
+    _parts: Any
+    training_dataloader: Any
+
+    @property
+    def random_ltd(self) -> Any:
+        """What the layers that drop tokens share, a `dsx_data.TokenDrop`; None where random-LTD is off."""
+        part = self._parts.efficiency.get("random_ltd")
+        return None if part is None else part.drop
+
+    @property
+    def random_ltd_scheduler(self) -> Any:
+        """The schedule of kept tokens; None where random-LTD is off."""
+        return None if self.random_ltd is None else self.random_ltd.schedule
+
+    @property
+    def curriculum_scheduler_legacy(self) -> Any:
+        """The schedule of `curriculum_learning`; None where that section is off."""
+        part = self._parts.efficiency.get("curriculum_learning")
+        return None if part is None else part.scheduler
+
+    def set_custom_curriculum_learning_schedule(self, schedule: Any) -> None:
+        """Give the functions of "custom" schedules: from step (1 is the first) to difficulty.
+
+        Args:
+            schedule: a dictionary from metric to function; for the section `curriculum_learning` also one function.
+
+        Raises:
+            EngineArgumentError: no curriculum with a custom schedule is configured.
+        """
+        legacy, sampler = self.curriculum_scheduler_legacy, getattr(self.training_dataloader, "sampler", None)
+        if hasattr(sampler, "set_custom_curriculum_learning_schedule") and isinstance(schedule, Mapping):
+            sampler.set_custom_curriculum_learning_schedule(schedule)
+            return
+        function = schedule.get("seqlen") if isinstance(schedule, Mapping) else schedule
+        if legacy is None or function is None:
+            raise EngineArgumentError(
+                "set_custom_curriculum_learning_schedule: got a schedule, but this engine has no curriculum for it; switch"
+                " on data_efficiency.data_sampling.curriculum_learning and pass training_data to dsx.initialize (then"
+                " the argument is a dictionary by metric), or switch on curriculum_learning"
+            )
+        legacy.set_custom_get_difficulty(function)
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """Let `post_process_func(batch, state)` change every batch of the engine's loader; see
+        `dsx_data.TrainingLoader.set_post_process`.
+
+        Raises:
+            EngineArgumentError: there is no loader.
+        """
+        if self.training_dataloader is None:
+            raise EngineArgumentError(
+                "set_data_post_process_func: this engine has no loader; pass training_data to dsx.initialize"
+            )
+        self.training_dataloader.set_post_process(post_process_func)
+
+
+def _named_arguments(module: nn.Module) -> set[str]:
+    """Arguments that the forward names; what it takes as `**kwargs` it may ignore."""
+    about = inspect.signature(module.forward).parameters
+    return {name for name, item in about.items() if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)}
