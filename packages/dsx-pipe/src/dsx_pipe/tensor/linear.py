@@ -1,0 +1,200 @@
+"""Linear layers whose weight is sliced over ranks.
+
+    up   = ColumnParallelLinear(512, 2048, group=group)     # every rank computes a piece of the output
+    down = RowParallelLinear(2048, 512, group=group)        # ... takes that piece as input and adds up the results
+
+The pair needs one all-reduce in the forward and one in the backward. A layer is built whole, from the same random
+numbers on every rank, and then cut, so a sliced model starts with the values of the unsliced one under the same seed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from ..errors import TensorSliceError
+from .regions import (
+    all_reduced,
+    copy_to_slices,
+    gather_from_slices,
+    gather_sequence,
+    reduce_from_slices,
+    reduce_scatter_sequence,
+    scatter_to_slices,
+)
+from .slices import bounds, check_divides, mark, slice_of
+
+
+class _Overlapped(torch.autograd.Function):
+    """A linear layer whose backward adds up the input's gradient while it computes the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.has_bias = group, bias is not None
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        of_input = (gradient @ weight).contiguous()
+        handle = dsx_comm.all_reduce(of_input, group=ctx.group, async_op=True)
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        of_weight = flat.t() @ x.reshape(-1, x.shape[-1])
+        of_bias = flat.sum(0) if ctx.has_bias else None
+        handle.wait()
+        return of_input, of_weight, of_bias, None
+
+
+class _SlicedLinear(nn.Module):
+    """What both kinds share: a piece of a weight that lies as [out, in], or as [in, out] (`transposed`)."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, group: Any, transposed: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.group, self.transposed = group, transposed
+        self.rank, self.size = dsx_comm.get_rank(group), dsx_comm.get_world_size(group)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        weight = self.weight.t() if self.transposed else self.weight
+        return nn.functional.linear(x, weight, bias)
+
+    def extra_repr(self) -> str:
+        """Sizes, and which piece this is."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, slice {self.rank} of {self.size}"
+
+
+def _built(in_features: int, out_features: int, bias: bool, transposed: bool, options: dict[str, Any]) -> Any:
+    whole = nn.Linear(in_features, out_features, bias=bias, **options)
+    weight = whole.weight.detach()
+    return (weight.t() if transposed else weight), (None if whole.bias is None else whole.bias.detach())
+
+
+class ColumnParallelLinear(_SlicedLinear):
+    """y = x W^T + b with the output features cut over the ranks.
+
+    Args:
+        in_features: size of the input, which every rank has whole.
+        out_features: size of the whole output.
+        bias: whether there is one; it is cut like the output.
+        gather_output: every rank returns the whole output; else its piece.
+        group: ranks; None is the default group.
+        sequence_parallel: the input is this rank's piece of the sequence.
+        sequence_dim: dimension of the sequence.
+        parts: number of equal layers fused into this one (3 for query, key, value); each is cut.
+        transposed: the weight lies as [in, out], as in Hugging Face's Conv1D.
+        overlap: add up the input's gradient while the weight's is computed.
+        whole: (weight, bias) of the whole layer to cut; default: new ones.
+        uneven: pieces may differ in size (vocabularies).
+        dtype, device: of the parameters.
+
+    Raises:
+        TensorSliceError: the output features cannot be cut evenly.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        group: Any = None,
+        *,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        parts: int = 1,
+        transposed: bool = False,
+        overlap: bool = False,
+        whole: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+        uneven: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, group, transposed)
+        if not uneven:
+            check_divides(out_features, self.size, "out_features", parts)
+        if overlap and (sequence_parallel or transposed):
+            raise TensorSliceError("overlap: not together with sequence_parallel or transposed weights; leave one out")
+        weight, offset = whole or _built(in_features, out_features, bias, transposed, options)
+        dim = 1 if transposed else 0
+        self.weight = mark(nn.Parameter(slice_of(weight, dim, self.rank, self.size, parts)), dim, parts)
+        self.bias = None
+        if offset is not None:
+            self.bias = mark(nn.Parameter(slice_of(offset, 0, self.rank, self.size, parts)), 0, parts)
+        cut = bounds(out_features, self.size)
+        self._sizes = None if out_features % self.size == 0 else [b - a for a, b in zip(cut, cut[1:])]
+        self.gather_output, self.parts, self.overlap = gather_output, parts, overlap
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> this rank's [..., out / ranks], or the whole [..., out]."""
+        if self.overlap and self.size > 1:
+            y: Any = _Overlapped.apply(x, self.weight, self.bias, self.group)
+        else:
+            entered = gather_sequence(x, self.sequence_dim, self.group) if self.sequence_parallel else copy_to_slices(x, self.group)
+            y = self._product(entered, self.bias)
+        if not self.gather_output:
+            return y
+        if self.parts == 1:
+            return gather_from_slices(y, -1, self.group, self._sizes)
+        pieces = [gather_from_slices(part, -1, self.group) for part in y.tensor_split(self.parts, -1)]
+        return torch.cat(pieces, -1)
+
+
+class RowParallelLinear(_SlicedLinear):
+    """y = x W^T + b with the input features cut over the ranks; the results are added up.
+
+    Args:
+        in_features: size of the whole input.
+        out_features: size of the output, which every rank gets whole.
+        bias: whether there is one; every rank has it whole, and it is added once.
+        input_is_parallel: the input is this rank's piece already; else it is cut here.
+        group: ranks; None is the default group.
+        sequence_parallel: return this rank's piece of the sequence.
+        sequence_dim: dimension of the sequence.
+        transposed: the weight lies as [in, out].
+        whole: (weight, bias) of the whole layer to cut; default: new ones.
+        dtype, device: of the parameters.
+
+    Raises:
+        TensorSliceError: the input features cannot be cut evenly.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        group: Any = None,
+        *,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        transposed: bool = False,
+        whole: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, group, transposed)
+        check_divides(in_features, self.size, "in_features")
+        weight, offset = whole or _built(in_features, out_features, bias, transposed, options)
+        dim = 0 if transposed else 1
+        self.weight = mark(nn.Parameter(slice_of(weight, dim, self.rank, self.size)), dim)
+        self.bias = None if offset is None else nn.Parameter(offset.clone())
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        if sequence_parallel and self.bias is not None and self.size > 1:
+            self.bias.sequence_parallel = True  # type: ignore[attr-defined]
+            self.bias.register_hook(lambda gradient: all_reduced(gradient, group))  # each rank sees its own tokens
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's x [..., in / ranks] (or the whole [..., in]) -> the whole [..., out]."""
+        if not self.input_is_parallel:
+            x = scatter_to_slices(x, -1, self.group)
+        y = self._product(x, None)
+        y = reduce_scatter_sequence(y, self.sequence_dim, self.group) if self.sequence_parallel else reduce_from_slices(y, self.group)
+        return y if self.bias is None else y + self.bias

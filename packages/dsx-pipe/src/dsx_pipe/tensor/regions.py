@@ -1,0 +1,199 @@
+"""Communication at the edges of sliced regions, with its counterpart in the backward.
+
+| function | forward | backward |
+|---|---|---|
+| `copy_to_slices` | nothing | all-reduce |
+| `reduce_from_slices` | all-reduce | nothing |
+| `gather_from_slices` | all-gather | own piece |
+| `scatter_to_slices` | own piece | all-gather |
+| `gather_sequence` | all-gather along the sequence | reduce-scatter |
+| `reduce_scatter_sequence` | reduce-scatter along the sequence | all-gather |
+| `scatter_sequence` | own piece of the sequence | all-gather |
+
+`group` None is the default group. In a group of one rank all of them do nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from .slices import bounds, check_divides
+
+
+def all_reduced(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over the group, in memory of its own."""
+    out = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dsx_comm.all_reduce(out, group=group)
+    return out
+
+
+def all_gathered(tensor: torch.Tensor, dim: int, group: Any, sizes: list[int] | None = None) -> torch.Tensor:
+    """All ranks' pieces one behind the other along a dimension; `sizes` where they differ."""
+    size = dsx_comm.get_world_size(group)
+    largest = max(sizes) if sizes else tensor.shape[dim]
+    front = tensor.detach().movedim(dim, 0)
+    if front.shape[0] < largest:
+        front = torch.cat([front, front.new_zeros((largest - front.shape[0], *front.shape[1:]))])
+    out = front.new_empty((size * largest, *front.shape[1:]))
+    dsx_comm.all_gather_into_tensor(out.view(-1), front.contiguous().view(-1), group=group)
+    if sizes:
+        out = torch.cat([out[r * largest : r * largest + n] for r, n in enumerate(sizes)])
+    return out.movedim(0, dim)
+
+
+def reduce_scattered(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """This rank's piece of the sum over the group along a dimension."""
+    size = dsx_comm.get_world_size(group)
+    check_divides(tensor.shape[dim], size, f"size of dimension {dim}")
+    front = tensor.detach().movedim(dim, 0).contiguous()
+    out = front.new_empty((front.shape[0] // size, *front.shape[1:]))
+    dsx_comm.reduce_scatter_tensor(out.view(-1), front.view(-1), group=group)
+    return out.movedim(0, dim)
+
+
+def own_piece(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """This rank's piece of a tensor that every rank has."""
+    cut = bounds(tensor.shape[dim], dsx_comm.get_world_size(group))
+    rank = dsx_comm.get_rank(group)
+    return tensor.narrow(dim, cut[rank], cut[rank + 1] - cut[rank]).contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return all_reduced(gradient, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
+        return all_reduced(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any, sizes: Any) -> torch.Tensor:  # type: ignore[override]
+        ctx.dim, ctx.group = dim, group
+        return all_gathered(tensor, dim, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return own_piece(gradient, ctx.dim, ctx.group), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:  # type: ignore[override]
+        size = dsx_comm.get_world_size(group)
+        cut = bounds(tensor.shape[dim], size)
+        ctx.dim, ctx.group, ctx.sizes = dim, group, [b - a for a, b in zip(cut, cut[1:])]
+        return own_piece(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        sizes = ctx.sizes if len(set(ctx.sizes)) > 1 else None
+        return all_gathered(gradient, ctx.dim, ctx.group, sizes), None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:  # type: ignore[override]
+        ctx.dim, ctx.group = dim, group
+        return all_gathered(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return reduce_scattered(gradient, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:  # type: ignore[override]
+        ctx.dim, ctx.group = dim, group
+        return reduce_scattered(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return all_gathered(gradient, ctx.dim, ctx.group), None, None
+
+
+def _alone(group: Any) -> bool:
+    return dsx_comm.get_world_size(group) == 1
+
+
+def copy_to_slices(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Enter a sliced region with a tensor that every rank has."""
+    return tensor if _alone(group) else _Copy.apply(tensor, group)  # type: ignore[return-value]
+
+
+def reduce_from_slices(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Leave a sliced region: the sum of the ranks' partial results."""
+    return tensor if _alone(group) else _Reduce.apply(tensor, group)  # type: ignore[return-value]
+
+
+def gather_from_slices(
+    tensor: torch.Tensor, dim: int = -1, group: Any = None, sizes: list[int] | None = None
+) -> torch.Tensor:
+    """Leave a sliced region: the ranks' pieces one behind the other. `sizes`: lengths of the pieces where they differ."""
+    return tensor if _alone(group) else _Gather.apply(tensor, dim, group, sizes)  # type: ignore[return-value]
+
+
+def scatter_to_slices(tensor: torch.Tensor, dim: int = -1, group: Any = None) -> torch.Tensor:
+    """Enter a sliced region with this rank's piece of a tensor that every rank has."""
+    return tensor if _alone(group) else _Scatter.apply(tensor, dim, group)  # type: ignore[return-value]
+
+
+def gather_sequence(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor:
+    """From a sequence-parallel region into a sliced one: the whole sequence."""
+    return tensor if _alone(group) else _GatherSequence.apply(tensor, dim, group)  # type: ignore[return-value]
+
+
+def reduce_scatter_sequence(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor:
+    """From a sliced region into a sequence-parallel one: this rank's piece of the sum.
+
+    Raises:
+        TensorSliceError: the length of the sequence is no multiple of the ranks.
+    """
+    return tensor if _alone(group) else _ReduceScatter.apply(tensor, dim, group)  # type: ignore[return-value]
+
+
+def scatter_sequence(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor:
+    """Enter a sequence-parallel region with a tensor that every rank has.
+
+    Raises:
+        TensorSliceError: the length of the sequence is no multiple of the ranks.
+    """
+    check_divides(tensor.shape[dim], dsx_comm.get_world_size(group), f"sequence length (dimension {dim})")
+    return scatter_to_slices(tensor, dim, group)
+
+
+def gather_from_sequence(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor:
+    """Leave a sequence-parallel region: every rank has the whole sequence, and the same gradient of it."""
+    return gather_from_slices(tensor, dim, group)
+
+
+def sum_gradients_over_slices(module: nn.Module, group: Any = None) -> None:
+    """Add up the gradients of a module's parameters over the group, in every backward.
+
+    For modules inside a sequence-parallel region (norms): each rank sees a piece of the sequence, so its gradient is a
+    part of the sum. Parameters get Megatron's mark `sequence_parallel`.
+    """
+    for parameter in module.parameters():
+        if not parameter.requires_grad or getattr(parameter, "sequence_parallel", False):
+            continue
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        if not _alone(group):
+            parameter.register_hook(lambda gradient: all_reduced(gradient, group))

@@ -1,0 +1,278 @@
+"""Slicing a whole model by rule: which of its layers are cut, and how.
+
+    slice_model(model, group=group)                       # GPT-2, Llama and BERT layouts of Hugging Face by themselves
+    slice_model(model, group=group, config=partition_config)
+
+Rules are patterns over module names. A layer keeps its name and its parameters' names; the parameters are pieces of the
+old ones and carry Megatron's marks. Attention modules get the number of heads that they have left. Dropout inside a
+sliced region draws from each rank's own generator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from ..errors import TensorSliceError
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .slices import check_divides
+from .vocabulary import VocabParallelEmbedding
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """How the layers are cut whose names match.
+
+    Attributes:
+        patterns: regular expressions, matched at the end of a module's (or its weight's) name.
+        kind: "column", "row", "vocabulary" (an embedding), "head" (a projection to the vocabulary, whole output) or "skip".
+        parts: number of equal layers fused into one weight.
+        gather_output: return the whole output (column).
+    """
+
+    patterns: tuple[str, ...]
+    kind: str
+    parts: int = 1
+    gather_output: bool = False
+
+    def matches(self, name: str) -> bool:
+        """True if a module of this name is meant."""
+        return any(re.search(rf"(?:{p})$", name) or re.search(rf"(?:{p})$", f"{name}.weight") for p in self.patterns)
+
+
+_ENDS = (LayerRule((r"(^|\.)(wte|embed_tokens|word_embeddings)",), "vocabulary"), LayerRule((r"(^|\.)lm_head",), "head"))
+PRESETS: dict[str, tuple[LayerRule, ...]] = {
+    "gpt2": (
+        LayerRule((r"attn\.c_attn",), "column", parts=3),
+        LayerRule((r"attn\.c_proj", r"mlp\.c_proj"), "row"),
+        LayerRule((r"mlp\.c_fc",), "column"),
+        *_ENDS,
+    ),
+    "llama": (
+        LayerRule((r"self_attn\.[qkv]_proj", r"mlp\.(gate|up)_proj"), "column"),
+        LayerRule((r"self_attn\.o_proj", r"mlp\.down_proj"), "row"),
+        *_ENDS,
+    ),
+    "bert": (
+        LayerRule((r"attention\.self\.(query|key|value)", r"intermediate\.dense"), "column"),
+        LayerRule((r"(attention\.)?output\.dense",), "row"),
+    ),
+}
+for _name in ("mistral", "qwen2", "qwen3", "gemma"):
+    PRESETS[_name] = PRESETS["llama"]
+PRESETS["roberta"] = PRESETS["bert"]
+
+# counts that an attention module keeps of its whole self
+_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size", "all_head_size")
+
+
+def rules_of(config: dict[str, Any]) -> tuple[LayerRule, ...]:
+    """Rules from a `partition_config`: {use_default_specs, layer_specs: [{patterns, partition_type, shape, ...}]}.
+
+    Raises:
+        TensorSliceError: an unknown key or value.
+    """
+    unknown = set(config) - {"use_default_specs", "layer_specs"}
+    if unknown:
+        raise TensorSliceError(f"partition_config: unknown key {sorted(unknown)[0]!r}; known are use_default_specs, layer_specs")
+    found = []
+    for i, spec in enumerate(config.get("layer_specs", [])):
+        where = f"partition_config.layer_specs[{i}]"
+        unknown = set(spec) - {"patterns", "partition_type", "shape", "partition_dim", "gather_output"}
+        if unknown:
+            raise TensorSliceError(f"{where}: unknown key {sorted(unknown)[0]!r}")
+        kind = spec.get("partition_type", "column")
+        if kind not in ("column", "row", "skip"):
+            raise TensorSliceError(f"{where}.partition_type: got {kind!r}, expected 'column', 'row' or 'skip'")
+        patterns = spec.get("patterns") or ()
+        if isinstance(patterns, str) or not patterns:
+            raise TensorSliceError(f"{where}.patterns: expected a list of regular expressions")
+        if spec.get("partition_dim") not in (None, 0):
+            raise TensorSliceError(f"{where}.partition_dim: got {spec['partition_dim']}, expected 0 (each part is cut along it)")
+        found.append(LayerRule(tuple(patterns), kind, _parts(spec.get("shape"), where), bool(spec.get("gather_output"))))
+    return tuple(found)
+
+
+def _parts(shape: Any, where: str) -> int:
+    """Number of fused parts from a shape like [3, -1]."""
+    if shape is None:
+        return 1
+    if not isinstance(shape, (list, tuple)) or len(shape) != 2 or shape[1] != -1 or not isinstance(shape[0], int):
+        raise TensorSliceError(f"{where}.shape: got {shape!r}, expected [number of equal parts, -1]")
+    return shape[0]
+
+
+def slice_model(
+    model: nn.Module,
+    group: Any = None,
+    *,
+    preset: str | None = None,
+    config: dict[str, Any] | None = None,
+    overlap: bool = False,
+) -> nn.Module:
+    """Cut a model's layers over the ranks of a group, in place; every rank has the whole model before.
+
+    Args:
+        model: any module; without `preset` and `config` one whose `config.model_type` has a preset.
+        group: ranks; None is the default group.
+        preset: gpt2, llama, mistral, qwen2, qwen3, gemma, bert or roberta.
+        config: `partition_config`; its rules come before the preset's (without use_default_specs: in place of them).
+        overlap: column layers add up their input's gradient while they compute the weight's.
+
+    Returns:
+        The model.
+
+    Raises:
+        TensorSliceError: no rules are known, a rule matches nothing, or sizes or heads do not divide. Nothing is changed.
+    """
+    rules = _rules(model, preset, config)
+    size = dsx_comm.get_world_size(group)
+    plan: list[tuple[str, nn.Module, LayerRule]] = []
+    for name, module in model.named_modules():
+        rule = next((r for r in rules if _sliceable(module) and r.matches(name)), None)
+        if rule is not None and rule.kind != "skip":
+            _check(name, module, rule, size)
+            plan.append((name, module, rule))
+    if not plan:
+        raise TensorSliceError(f"{type(model).__name__}: no layer matches the rules {[p for r in rules for p in r.patterns]}")
+    _check_heads(model, size)
+    if size == 1:
+        return model
+    made: dict[int, nn.Parameter] = {}
+    attentions: set[nn.Module] = set()
+    for name, module, rule in plan:
+        owner, _, attribute = name.rpartition(".")
+        parent = model.get_submodule(owner)
+        sliced = _sliced(module, rule, group, overlap)
+        for key, old in module.named_parameters():  # tied weights stay tied
+            if id(old) in made:
+                setattr(sliced, key, made[id(old)])
+            else:
+                made[id(old)] = getattr(sliced, key)
+        setattr(parent, attribute, sliced)
+        if rule.kind == "column" and not rule.gather_output:
+            attentions.add(parent)
+    for parent in attentions:
+        _divide_counts(parent, size)
+    return model
+
+
+def _rules(model: nn.Module, preset: str | None, config: dict[str, Any] | None) -> tuple[LayerRule, ...]:
+    if preset is not None and preset not in PRESETS:
+        raise TensorSliceError(f"preset_model: got {preset!r}, expected one of {', '.join(sorted(PRESETS))}")
+    kind = preset or getattr(getattr(model, "config", None), "model_type", None)
+    known = PRESETS.get(str(kind), ())
+    own = rules_of(config) if config is not None else ()
+    if config is not None and not config.get("use_default_specs", False):
+        known = ()
+    if not own and not known:
+        raise TensorSliceError(
+            f"{type(model).__name__}: there are no rules for it; pass preset= ({', '.join(sorted(PRESETS))}) or config= with "
+            "layer_specs"
+        )
+    return (*own, *known)
+
+
+def _sliceable(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, nn.Embedding)) or _transposed(module)
+
+
+def _transposed(module: nn.Module) -> bool:
+    """True for Hugging Face's Conv1D: a linear layer whose weight lies as [in, out]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """(in, out) of a linear layer."""
+    out, into = module.weight.shape
+    return (out, into) if _transposed(module) else (into, out)
+
+
+def _check(name: str, module: nn.Module, rule: LayerRule, size: int) -> None:
+    if rule.kind == "vocabulary":
+        if not isinstance(module, nn.Embedding):
+            raise TensorSliceError(f"{name}: got {type(module).__name__}, expected an nn.Embedding")
+        return
+    if isinstance(module, nn.Embedding):
+        raise TensorSliceError(f"{name}: an nn.Embedding cannot be cut as {rule.kind!r}")
+    into, out = _sizes(module)
+    if rule.kind == "column":
+        check_divides(out, size, f"{name}: output features", rule.parts)
+    elif rule.kind == "row":
+        check_divides(into, size, f"{name}: input features")
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    config = getattr(model, "config", None)
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, key, None)
+        if isinstance(heads, int) and heads % size:
+            raise TensorSliceError(f"config.{key}: got {heads} heads, expected a multiple of the {size} ranks of the group")
+
+
+def _sliced(module: Any, rule: LayerRule, group: Any, overlap: bool) -> nn.Module:
+    trains = {n: p.requires_grad for n, p in module.named_parameters()}
+    if rule.kind == "vocabulary":
+        rows, columns = module.weight.shape
+        found: nn.Module = VocabParallelEmbedding(rows, columns, module.padding_idx, group, whole=module.weight.detach())
+    else:
+        into, out = _sizes(module)
+        whole = (module.weight.detach(), None if module.bias is None else module.bias.detach())
+        transposed = _transposed(module)
+        if rule.kind == "row":
+            found = RowParallelLinear(into, out, group=group, transposed=transposed, whole=whole)
+        else:
+            head = rule.kind == "head"
+            found = ColumnParallelLinear(
+                into, out, group=group, gather_output=head or rule.gather_output, parts=rule.parts,
+                transposed=transposed, overlap=overlap and not transposed, whole=whole, uneven=head,
+            )  # fmt: skip
+    for name, parameter in found.named_parameters():
+        parameter.requires_grad_(trains[name])
+    return found.train(module.training)
+
+
+def _divide_counts(attention: nn.Module, size: int) -> None:
+    for key in _COUNTS:
+        value = attention.__dict__.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            check_divides(value, size, f"{type(attention).__name__}.{key}")
+            setattr(attention, key, value // size)
+
+
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None = None,
+    config: dict[str, Any] | None = None,
+    *,
+    preset: str | None = None,
+    overlap: bool = False,
+) -> nn.Module:
+    """DeepSpeed's name: cut a model over groups of `tp_size` neighbouring ranks. All ranks of the world call it.
+
+    Args:
+        model: with the same values on the ranks of a group.
+        tp_size: ranks per copy of the model.
+        dtype: cast the model to it first.
+        config: `partition_config`.
+        preset: as in `slice_model`.
+        overlap: as in `slice_model`.
+
+    Raises:
+        TensorSliceError: the world size is no multiple of `tp_size`; and what `slice_model` raises.
+    """
+    world = dsx_comm.get_world_size()
+    if tp_size < 1 or world % tp_size:
+        raise TensorSliceError(f"tp_size: got {tp_size}, expected a divisor of the world size {world}")
+    group = dsx_comm.GroupRegistry().blocks(tp_size).group
+    return slice_model(model if dtype is None else model.to(dtype), group, preset=preset, config=config, overlap=overlap)
+
+
+__all__: Sequence[str] = ["PRESETS", "LayerRule", "rules_of", "slice_model", "tp_model_init"]
