@@ -94,7 +94,7 @@ def train(rank, world, ep_size, steps, options):
         norms.append(dsx_moe.clip_grad_norm_(model, 0.5).item())
         optimizer.step()
         losses.append(loss.item())
-    local = (model.moe.groups.expert.rank, {name: p.detach() for name, p in model.named_parameters()})
+    local = (model.moe.groups.expert.rank, model.state_dict())
     return losses, norms, local
 
 
@@ -105,6 +105,9 @@ def compare(world, ep_size, options, steps=4):
         assert mine == pytest.approx([step[rank] for step in losses], rel=1e-9, abs=1e-12)
         assert my_norms == pytest.approx(norms, rel=1e-9)
         count = EXPERTS // ep_size
+        if not options.get("packed"):
+            numbers = {int(name.split(".")[2]) for name in local if name.startswith("moe.experts.")}
+            assert numbers == set(range(place * count, (place + 1) * count))
         for name, value in local.items():
             expected = parameters[name]
             if options.get("packed") and name.startswith("moe.experts."):

@@ -1,7 +1,8 @@
 """The experts that one rank holds: copies of a module, or packed weights that one grouped GEMM multiplies.
 
-* `Experts`: one child module per expert, named by its global number, so that the names of all ranks together are those
-  of a model on one rank, and a state dict of one rank loads under any expert-parallel size.
+* `Experts`: one child module per expert. Children are numbered from 0 on every rank, because those who divide a model
+  among ranks want equal names on all of them; its state dict numbers them through all ranks. So the state dicts of all
+  ranks together are that of a model on one rank, which loads under any expert-parallel size.
 * `PackedExperts`: feed-forward experts as three-dimensional tensors [experts, out, in], the layout of Hugging Face's
   models. A rank holds a slice along the first dimension; a tensor-parallel group may slice the inner size too.
 
@@ -82,7 +83,8 @@ class Experts(ExpertShard):
                 if not isinstance(made, nn.Module):
                     raise MoEConfigError(f"expert: the function returned {type(made).__name__}, expected a module")
             if made is not None and self._is_local(number):
-                self.add_module(str(number), made)
+                self.add_module(str(number - self.first), made)
+        self.register_state_dict_post_hook(_number_through_all_ranks)
         mark_expert_parameters(self, group_name)
 
     def _is_local(self, number: int) -> bool:
@@ -92,7 +94,7 @@ class Experts(ExpertShard):
         """The expert of a global number. Raises IndexError where another rank holds it."""
         if not self._is_local(number):
             raise IndexError(f"expert {number} is on another rank; this one holds {self.extra_repr()}")
-        return self._modules[str(number)]  # type: ignore[return-value]
+        return self._modules[str(number - self.first)]  # type: ignore[return-value]
 
     def forward(self, rows: torch.Tensor, counts: Sequence[int], first: int = 0) -> torch.Tensor:
         """See `dsx_moe.dispatch.LocalExperts`."""
@@ -109,12 +111,29 @@ class Experts(ExpertShard):
         return done[0] if len(done) == 1 else torch.cat(done)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """A state dict of more ranks than this one has experts of other ranks: they are passed over."""
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            number = key[len(prefix) :].split(".", 1)[0]
-            if number.isdigit() and int(number) < self.num_experts and not self._is_local(int(number)):
+        """Take this rank's experts from a state dict of all; those of other ranks are passed over."""
+        for key, value in [(key, state_dict[key]) for key in state_dict if key.startswith(prefix)]:
+            number, _, rest = key[len(prefix) :].partition(".")
+            if number.isdigit() and int(number) < self.num_experts:
                 del state_dict[key]
+                if self._is_local(int(number)):
+                    # in a name that no expert has, until all are taken
+                    state_dict[f"{prefix}local.{int(number) - self.first}.{rest}"] = value
+        for key in [key for key in state_dict if key.startswith(f"{prefix}local.")]:
+            state_dict[prefix + key[len(prefix) + len("local.") :]] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _number_through_all_ranks(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    """Rename what the children of `Experts` saved, over a name that no expert has, so that none is overwritten."""
+    if not isinstance(module, Experts) or not module.first:
+        return
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        number, _, rest = key[len(prefix) :].partition(".")
+        state_dict[f"{prefix}local.{number}.{rest}"] = state_dict.pop(key)
+    for key in [key for key in state_dict if key.startswith(f"{prefix}local.")]:
+        number, _, rest = key[len(prefix) + len("local.") :].partition(".")
+        state_dict[f"{prefix}{int(number) + module.first}.{rest}"] = state_dict.pop(key)
 
 
 class _SharedGroup:

@@ -41,7 +41,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         ExpertStateError: a parameter of the optimizer is not of this model, or a tensor of an expert's state is neither
             shaped like the expert nor one number.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in _named_parameters(model)}
     by_key: dict[str, dict[str, torch.Tensor]] = {}
     state: dict[str, dict[str, Any]] = {}
     groups = []
@@ -84,7 +84,7 @@ def load_full_optimizer_state_dict(
         ExpertStateError: another number of groups, a name that is missing, or a shape that differs; nothing is changed
             then.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in _named_parameters(model)}
     groups = state_dict["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise ExpertStateError(f"got {len(groups)} parameter groups, expected {len(optimizer.param_groups)}")
@@ -128,6 +128,17 @@ def _gather(own: torch.Tensor, where: AxisGroup) -> torch.Tensor:
     full = own.new_empty(where.size * own.shape[0], *own.shape[1:])
     dsx_comm.all_gather_into_tensor(full, own.contiguous(), group=where.group)
     return full
+
+
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by their names in the state dict, which numbers experts through all ranks."""
+    shards = list(_shards(model))
+    for name, parameter in model.named_parameters():
+        at = next(((prefix, shard) for prefix, shard in shards if name.startswith(prefix)), None)
+        if at is not None and isinstance(at[1], Experts):
+            number, _, rest = name[len(at[0]) :].partition(".")
+            name = f"{at[0]}{int(number) + at[1].first}.{rest}"
+        yield name, parameter
 
 
 def _shards(model: nn.Module) -> Iterator[tuple[str, ExpertShard]]:
