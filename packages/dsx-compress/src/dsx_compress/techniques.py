@@ -284,7 +284,7 @@ class SnipMask(Technique):
             return weight
         masked = weight * self.get_buffer("mask")
         if self.training and masked.requires_grad:
-            used = weight.detach()
+            used = masked.detach()  # a pruned weight adds nothing to its score, as where pruning writes zeros
             masked.register_hook(lambda gradient: self._observe(used, gradient))
         return masked
 
