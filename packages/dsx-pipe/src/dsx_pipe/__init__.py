@@ -4,7 +4,7 @@
     pipe = dsx_pipe.Pipeline(stage_module, plan, loss_fn=loss_fn)
     loss = pipe.step(inputs, labels)
 
-`schedule/` makes, checks, simulates and draws schedules; `runtime/` carries them out; `module.py` and `models/` cut
+`schedule/` makes, checks, simulates and draws schedules; `runtime/` carries them out; `module.py` and `models.py` cut
 models into stages; `planner.py` chooses; `tensor/` slices layers over ranks. Nothing here knows ZeRO or an engine.
 """
 
@@ -12,6 +12,7 @@ from ._version import __version__
 from .errors import PartitionError, PipelineError, ScheduleError, StageError, TensorSliceError
 from .grid import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 from .layers import LayerSpec, TiedLayerSpec
+from .measure import measure_layers
 from .module import PipelineModule
 from .partition import partition_balanced, partition_uniform, split_by_weights
 from .planner import Candidate, LayerCost, candidates, load_costs, plan, save_costs, stage_times
@@ -85,6 +86,7 @@ __all__ = [
     "live_activations",
     "load_costs",
     "load_timeline",
+    "measure_layers",
     "one_f_one_b",
     "partition_balanced",
     "partition_uniform",

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import dsx_comm
 import torch
 from torch import nn
 
@@ -96,6 +97,7 @@ class PipelineModule(nn.Module):
             lambda: [count_parameters(s) for s in self._specs],
             None if times is None else lambda: times,
         )  # fmt: skip
+        self._agree()
         self.recomputation = Recomputation(
             activation_checkpoint_interval,
             activation_checkpoint_func or recompute,
@@ -108,6 +110,20 @@ class PipelineModule(nn.Module):
         del self._specs, self._model  # what other ranks hold is not kept
 
     # - building
+
+    def _agree(self) -> None:
+        """All ranks must have the same layers; they take the first rank's split (counts of slices may differ)."""
+        mine = ([class_name(s) for s in self._specs], self.parts)
+        rows: list[Any] = [None] * self._grid.world_size
+        dsx_comm.all_gather_object(rows, mine)
+        for rank, (names, _) in enumerate(rows):
+            if names != rows[0][0]:
+                at = next((i for i, (a, b) in enumerate(zip(names, rows[0][0])) if a != b), min(len(names), len(rows[0][0])))
+                raise PipelineError(
+                    f"the ranks have different layers: rank 0 has {len(rows[0][0])}, rank {rank} has {len(names)}, and layer "
+                    f"{at} differs; every rank must be given the same list"
+                )
+        self.parts = list(rows[0][1])
 
     def local_stages(self) -> list[int]:
         """The stages of this rank."""

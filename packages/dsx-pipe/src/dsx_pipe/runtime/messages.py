@@ -102,10 +102,14 @@ class Mailbox:
     Args:
         groups: the pipeline's groups.
         name_of: says what a rank is, for errors ("stage 1 (rank 1)").
+        slicing: for activations and for gradients, the group of ranks that all have the same tensors to send, or None.
+            Each of them then sends its piece, and the receivers gather the pieces among themselves.
     """
 
-    def __init__(self, groups: Groups, name_of: Callable[[int], str]) -> None:
-        self.groups, self._name_of = groups, name_of
+    def __init__(
+        self, groups: Groups, name_of: Callable[[int], str], slicing: tuple[Any, Any] = (None, None)
+    ) -> None:
+        self.groups, self._name_of, self._slicing = groups, name_of, slicing
         self.run = 0
         self._sent: dict[tuple[int, int, bool], tuple[Spec, bytes]] = {}
         self._known: dict[tuple[int, int, bool], tuple[Spec, bytes]] = {}
@@ -138,7 +142,7 @@ class Mailbox:
         group = self.groups.payload(self.groups.rank, destination)
         for tensor in tensors:
             if tensor.numel():
-                self._post(tensor.detach().contiguous(), destination, group, _PAYLOAD)
+                self._post(self._piece(tensor.detach().contiguous(), key.backward), destination, group, _PAYLOAD)
 
     def send_failure(self, destination: int, key: Key, status: int, text: bytes) -> None:
         """Send the news of a failure in place of a value."""
@@ -213,9 +217,20 @@ class Mailbox:
         for one in spec.tensors:
             tensor = torch.empty(one.shape, dtype=one.dtype, device=self.groups.device)
             if tensor.numel():
-                self._take(tensor, source, group, _PAYLOAD)
+                piece = self._piece(tensor, key.backward)
+                self._take(piece, source, group, _PAYLOAD)
+                if piece is not tensor:
+                    dsx_comm.all_gather_into_tensor(tensor.view(-1), piece, group=self._slicing[key.backward])
             tensors.append(tensor.requires_grad_(one.requires_grad))
         return unflatten(spec.structure, tensors, pickle.loads(extra) if extra else [])
+
+    def _piece(self, tensor: torch.Tensor, backward: bool) -> torch.Tensor:
+        """What of a tensor travels: this rank's part of its elements, or all where they cannot be divided."""
+        group = self._slicing[backward]
+        size = 1 if group is None else dsx_comm.get_world_size(group)
+        if size == 1 or tensor.numel() % size:
+            return tensor
+        return tensor.view(-1).chunk(size)[dsx_comm.get_rank(group)]
 
     def _header(self, destination: int, key: Key, status: int, first: int, second: int, keeps: int) -> None:
         way = 2 * keeps + int(key.backward)

@@ -53,6 +53,11 @@ class Pipeline:
         split_backward: False does the whole backward where a zero-bubble schedule has its input part.
         callbacks: of an engine.
         batch_fn: applied to every item of a data iterator.
+        slice_group: ranks that slice this stage's layers. Activations and gradients between stages are equal on all of
+            them, so each rank sends a piece and the receivers gather. Not for sequence-parallel stages, whose outputs
+            differ between the ranks.
+        pipe_partitioned: with `slice_group`, send activations in pieces.
+        grad_partitioned: with `slice_group`, send gradients in pieces.
 
     All ranks of the group construct it together.
 
@@ -75,6 +80,9 @@ class Pipeline:
         split_backward: bool = True,
         callbacks: StageCallbacks | None = None,
         batch_fn: Callable[[Any], Any] | None = None,
+        slice_group: Any = None,
+        pipe_partitioned: bool = True,
+        grad_partitioned: bool = True,
     ) -> None:
         if nonfinite not in ("raise", "ignore"):
             raise PipelineError(f"nonfinite: got {nonfinite!r}, expected 'raise' or 'ignore'")
@@ -103,7 +111,8 @@ class Pipeline:
             )
             for index, module in zip(mine, parts)
         }  # fmt: skip
-        self._mailbox = Mailbox(self.groups, self._name_of)
+        slicing = (slice_group if pipe_partitioned else None, slice_group if grad_partitioned else None)
+        self._mailbox = Mailbox(self.groups, self._name_of, slicing)
         self._agreed: dict[tuple[int, int], Spec] = {}
         self._iterator: Iterator[Any] | None = None
         self._last_step: Step | None = None

@@ -1,0 +1,87 @@
+"""The `pipeline` and `tensor_parallel` sections of a configuration (needs pydantic; imported by who loads one).
+
+Every key takes effect: `stages`, `partition`, `seed_layers`, `activation_checkpoint_interval` and `use_reentrant` give
+the arguments of `PipelineModule` where the script does not (`module_options`), `pipe_partitioned` and
+`grad_partitioned` those of the runtime; `tensor_parallel` those of `tensor.slice_model`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch.utils.checkpoint
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _whole(value: Any) -> Any:
+    """Let 4e0 through as 4; the strict check judges the rest."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Size = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+
+
+class Pipeline(_Section):
+    """Pipeline parallelism."""
+
+    stages: Count | Literal["auto"] = Field("auto", description="number of pipeline stages; auto is the script's")
+    partition: str = Field("best", description="how layers are divided: best, uniform, parameters, type:<regex>, time")
+    seed_layers: bool = Field(False, description="build every layer under a seed of its own")
+    activation_checkpoint_interval: Size = Field(0, description="layers per recomputed block; 0 is none")
+    pipe_partitioned: bool = Field(True, description="send activations as slices over the model-parallel group")
+    grad_partitioned: bool = Field(True, description="send gradients as slices over the model-parallel group")
+    use_reentrant: bool = Field(True, description="recompute by re-entering autograd")
+
+    def module_options(self) -> dict[str, Any]:
+        """Arguments of `PipelineModule` that were set here (`stages` "auto" and unset keys are left to the script)."""
+        given = self.model_fields_set
+        found: dict[str, Any] = {}
+        if self.stages != "auto":
+            found["num_stages"] = self.stages
+        if "partition" in given:
+            found["partition_method"] = self.partition
+        for key in ("seed_layers", "activation_checkpoint_interval"):
+            if key in given:
+                found[key] = getattr(self, key)
+        if "use_reentrant" in given:
+            checkpoint = torch.utils.checkpoint.checkpoint
+            found["activation_checkpoint_func"] = partial(checkpoint, use_reentrant=self.use_reentrant)
+        return found
+
+
+class LayerSpecification(_Section):
+    """How layers with matching names are cut."""
+
+    patterns: list[str] = Field(description="regular expressions, matched at the end of a module's or weight's name")
+    partition_type: Literal["column", "row", "skip"] = Field("column", description="how they are cut")
+    shape: list[int] | None = Field(None, description="[number of layers fused into one weight, -1]")
+    partition_dim: Literal[0] | None = Field(None, description="dimension of `shape` that is cut")
+    gather_output: bool = Field(False, description="return the whole output (column)")
+
+
+class PartitionConfig(_Section):
+    """Rules of one's own."""
+
+    use_default_specs: bool = Field(False, description="also use the rules known for the model")
+    layer_specs: list[LayerSpecification] = Field(default_factory=list, description="rules, the first match counts")
+
+
+class TensorParallel(_Section):
+    """Automatic tensor parallelism."""
+
+    autotp_size: Size = Field(0, description="tensor-parallel size; 0 is off")
+    tp_overlap_comm: bool = Field(False, description="add up input gradients while weight gradients are computed")
+    preset_model: str | None = Field(None, description="known model family")
+    partition_config: PartitionConfig | None = Field(None, description="which layers are split, and how")
+
+    def slice_options(self) -> dict[str, Any]:
+        """Arguments of `dsx_pipe.tensor.slice_model`."""
+        own = self.partition_config
+        config = None if own is None else own.model_dump(exclude_defaults=False)
+        return {"preset": self.preset_model, "config": config, "overlap": self.tp_overlap_comm}
