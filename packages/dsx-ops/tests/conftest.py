@@ -5,35 +5,23 @@ host tensors.
 import importlib.util
 import shutil
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1]
-EMULATED = "-x c++ -DDSX_CUDA_EMULATED=1 -O1 -Wno-unknown-pragmas -Wno-unused-variable -Wno-unused-parameter"
+EMULATOR = PACKAGE / "native" / "cuda" / "emulator"
 
 
-def build_emulator() -> Path:
-    """The compiled module; only what changed since the last call is compiled."""
-    sys.path.insert(0, str(PACKAGE.parents[1] / "tools"))
-    try:
-        import dsx_build
-        import pybind11
-    finally:
-        sys.path.pop(0)
-    compiler, _ = dsx_build.find_compiler()
-    folder = PACKAGE / "build" / f"cuda-emulator-{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-    folder.mkdir(parents=True, exist_ok=True)
-    link = folder / "inc_pybind11"
-    if not link.is_symlink():
-        link.symlink_to(pybind11.get_include())
-    ninja_file = dsx_build.NinjaFile(PACKAGE, folder, ["native/include"], compiler)
-    sources = [*sorted((PACKAGE / "native" / "cuda").glob("*.cu")), PACKAGE / "native" / "cuda" / "module.cpp"]
-    objects = [ninja_file.compile(source, f"{source.stem}.o", EMULATED) for source in sources]
-    ninja_file.link("_cuda.so", objects, "-lpthread")
-    ninja_file.run("the CUDA emulator", "the compiler's own words follow")
-    return folder / "_cuda.so"
+def emulator_part(name):
+    """A file of native/cuda/emulator as a module: build, resources or traffic."""
+    known = sys.modules.get(f"dsx_ops_emulator_{name}")
+    if known is not None:
+        return known
+    spec = importlib.util.spec_from_file_location(f"dsx_ops_emulator_{name}", EMULATOR / f"{name}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
@@ -45,10 +33,22 @@ def emulator_module():
         pytest.skip(f"needs {', '.join(missing)}")
     if not any(shutil.which(c) for c in ("g++", "clang++")):
         pytest.skip("needs a C++ compiler")
-    spec = importlib.util.spec_from_file_location("_cuda", build_emulator())
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    build = emulator_part("build")
+    return build.load(build.build())
+
+
+@pytest.fixture(scope="session")
+def traffic(emulator_module):
+    """Counts what kernels move."""
+    return emulator_part("traffic")
+
+
+@pytest.fixture(scope="session")
+def resources():
+    """Asks nvcc for registers and spills."""
+    if not EMULATOR.is_dir() or not (PACKAGE.parents[1] / "tools" / "native").is_dir():
+        pytest.skip("the CUDA sources are part of the repository, not of the wheel")
+    return emulator_part("resources")
 
 
 @pytest.fixture

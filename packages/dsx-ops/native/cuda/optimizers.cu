@@ -350,7 +350,7 @@ __device__ double read(const Scalar& s) {
     return *static_cast<const float*>(s.at);
 }
 // The formulas of dsx_ops.spec.Hyper.lowered, in fp64.
-__global__ void lower(const Recipe r, Hyper* out) {
+__global__ void __launch_bounds__(WARP) lower(const Recipe r, Hyper* out) {
     if (threadIdx.x != 0) return;
     Hyper h = r.host;
     const double lr = read(r.lr), scale = read(r.grad_scale), step = read(r.step);
