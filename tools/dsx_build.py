@@ -3,8 +3,9 @@
 The idea: hatchling builds the wheel; this hook adds one extension module to it. The hook writes a `build.ninja` by hand
 (three rules) and runs the ninja of the build environment. Sources listed as `isa_sources` are compiled once per
 instruction set, each time into a namespace of its own (`-DDSX_ISA=avx2`), so that one wheel serves every CPU and
-chooses at run time. The sdist carries a copy of this file and of the headers that packages share (`native/dsx_native`),
-so that it builds outside the repository; in the repository the packages find both here.
+chooses at run time. The sdist carries a copy of this file and of what packages share (`native/`: headers, and the loader of
+the compiled module), so that it builds outside the repository; in the repository the packages find both here. The loader
+(`native/loader.py`) becomes `_native_loader.py` of the package, with native code or without.
 
 Configured in the package's `pyproject.toml`::
 
@@ -65,7 +66,8 @@ CXX_FLAGS = (
 # code.
 SANITIZE_FLAGS = "-g1 -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 OUTPUT_SHOWN = 6000
-SHARED_HEADERS = Path(__file__).resolve().parent / "native"
+SHARED = Path(__file__).resolve().parent / "native"  # headers in dsx_native/, and:
+LOADER, LOADER_IN_PACKAGE = SHARED / "loader.py", "_native_loader.py"
 
 
 class NativeBuildError(RuntimeError):
@@ -163,7 +165,7 @@ class NinjaFile:
 
     def include_flags(self) -> str:
         """The package's own headers and the shared ones."""
-        return " ".join(f"-I{shlex.quote(str(self.root / i))}" for i in (*self.includes, SHARED_HEADERS))
+        return " ".join(f"-I{shlex.quote(str(self.root / i))}" for i in (*self.includes, SHARED))
 
     def compile(self, source: Path, name: str, extra: str) -> str:
         """One object."""
@@ -235,12 +237,14 @@ class DsxNativeHook(BuildHookInterface):
         """Called by hatchling before it collects files."""
         if self.target_name == "sdist":
             build_data["force_include"][__file__] = "_build_support/dsx_build.py"
-            build_data["force_include"][str(SHARED_HEADERS)] = "_build_support/native"
+            build_data["force_include"][str(SHARED)] = "_build_support/native"
             return
         modules = self.native_modules()
         package = str(self.config["package"])
         if version == "editable":
             self.install_in_tree(modules, Path(self.root) / "src" / package)
+        else:
+            build_data["force_include"][str(LOADER)] = f"{package}/{LOADER_IN_PACKAGE}"
         if not modules:
             return
         build_data["pure_python"] = False
@@ -249,9 +253,10 @@ class DsxNativeHook(BuildHookInterface):
             build_data["force_include"].update({str(m): f"{package}/{m.name}" for m in modules})
 
     def install_in_tree(self, modules: list[Path], folder: Path) -> None:
-        """Editable: the modules go beside the sources, and what an earlier build left and this one does not make goes
-        away.
+        """Editable: the modules and the loader go beside the sources (git ignores them), and what an earlier build left
+        and this one does not make goes away.
         """
+        replace_file(LOADER, folder / LOADER_IN_PACKAGE)
         suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
         names = {f"{self.config[k]}{suffix}" for k in ("module", "cuda_module") if k in self.config}
         for stale in names - {m.name for m in modules}:

@@ -90,7 +90,7 @@ def test_the_environment_chooses_the_engine(tmp_path):
 @pytest.mark.skipif(native.module() is None, reason="needs the compiled module")
 def test_refused_engines_are_passed_over_with_the_reason(tmp_path, monkeypatch):
     refusals = {"io_uring": "io_uring_setup: Operation not permitted (seccomp)", "libaio": "", "threads": ""}
-    monkeypatch.setattr(native._loader, "refusals", refusals)
+    monkeypatch.setattr(native, "_refusals", refusals)
     found = dsx_nvme.access(tmp_path)
     if found.direct:
         assert (

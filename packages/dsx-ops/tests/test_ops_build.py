@@ -45,6 +45,7 @@ namespace base { int width(); }
 static PyModuleDef def = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__C(void) {
     PyObject* m = PyModule_Create(&def);
+    PyModule_AddIntConstant(m, "ABI", 5);
     PyModule_AddIntConstant(m, "width", base::width());
     PyModule_AddIntConstant(m, "isas", static_cast<long>(dsx_native::runnable_isas()));
     return m;
@@ -103,9 +104,13 @@ def test_wheel_from_the_unpacked_sdist_loads(package, tmp_path):
         assert sorted(n for n in z.namelist() if "dist-info" not in n) == [
             "tiny_native/_C" + name[2:],
             "tiny_native/__init__.py",
+            "tiny_native/_native_loader.py",
         ]
         z.extractall(tmp_path / "site")
-    query = "import tiny_native._C as m; print(m.width)"
+    query = (
+        "from tiny_native._native_loader import NativeLoader; loader = NativeLoader('tiny_native._C', abi=5); "
+        "print(loader.module().width)"
+    )
     assert subprocess.check_output([sys.executable, "-c", query], cwd=tmp_path / "site", text=True).strip() == "7"
 
 
@@ -155,6 +160,8 @@ def test_no_compiler_gives_a_pure_wheel_and_says_so(package, tmp_path):
     assert code == 0, text
     assert wheel.name.endswith("py3-none-any.whl")
     assert "WITHOUT native code" in text and "install g++" in text
+    with zipfile.ZipFile(wheel) as z:
+        assert "tiny_native/_native_loader.py" in z.namelist()
 
 
 def test_no_compiler_is_an_error_when_native_code_is_demanded(package, tmp_path):

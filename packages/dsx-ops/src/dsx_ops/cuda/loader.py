@@ -6,15 +6,13 @@ driver too old, switched off) is a sentence in `reason()`, never an error: torch
 
 from __future__ import annotations
 
-import importlib
-import os
 from typing import Any
 
 import torch
 
 from .. import native
+from .._native_loader import NativeLoader
 
-ABI = 4
 HINT = (
     "install the CUDA toolkit (nvcc) and reinstall: DSX_BUILD_CUDA=1 pip install --no-cache-dir --force-reinstall"
     " dsx-ops"
@@ -22,54 +20,27 @@ HINT = (
 FALLBACK = "torch's fused Adam and SGD where all dtypes match, plain torch operations elsewhere"
 
 
-class _Loader:
-    """Holds the module, or the reason why there is none."""
-
-    def __init__(self) -> None:
-        self.looked = False
-        self.module: Any = None
-        self.reason = ""
-
-    def load(self) -> Any:
-        if not self.looked:
-            self.looked = True
-            self.reason = self._look()
-        return None if native.switched_off() else self.module
-
-    def _look(self) -> str:
-        if os.environ.get("DSX_OPS_NATIVE", "1") == "0":
-            return "switched off by DSX_OPS_NATIVE=0"
-        try:
-            module = importlib.import_module("dsx_ops._cuda")
-        except ModuleNotFoundError:
-            return f"the compiled module dsx_ops._cuda is not installed; {HINT}"
-        except ImportError as error:
-            return f"the compiled module dsx_ops._cuda does not load ({error}); {HINT}"
-        if module.ABI != ABI:
-            return f"dsx_ops._cuda has interface {module.ABI}, expected {ABI}: reinstall dsx-ops"
-        if torch.version.cuda is None:
-            return "dsx_ops._cuda is built, but this torch has no CUDA"
-        try:
-            module.check_driver()
-        except RuntimeError as error:
-            return f"dsx_ops._cuda cannot run: {error}"
-        self.module = module
-        return ""
+def _refuse(module: Any) -> str:
+    if torch.version.cuda is None:
+        return "dsx_ops._cuda is built, but this torch has no CUDA"
+    try:
+        module.check_driver()
+    except RuntimeError as error:
+        return f"dsx_ops._cuda cannot run: {error}"
+    return ""
 
 
-_loader = _Loader()
+_loader = NativeLoader("dsx_ops._cuda", abi=4, refuse=_refuse, hint=HINT)
 
 
 def module() -> Any:
     """The compiled CUDA module, or None."""
-    return _loader.load()
+    return None if native.switched_off() else _loader.module()
 
 
 def reason() -> str:
     """Why there is no module; empty when there is."""
-    if module() is not None:
-        return ""
-    return _loader.reason or "switched off by reference_only()"
+    return "switched off by reference_only()" if native.switched_off() else _loader.why_not()
 
 
 def status() -> str:
