@@ -1,5 +1,8 @@
 """Mixture-of-experts layers and expert parallelism for any PyTorch model."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
 from .balancing import update_router_bias
 from .errors import ConversionError, ExpertStateError, MoEConfigError, RoutingError
@@ -22,15 +25,27 @@ from .marks import (
 )
 from .routing import Routing
 from .segments import segment_matmul
-from .state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict
+from .state import (
+    ExpertSlice,
+    expert_slices,
+    full_optimizer_state_dict,
+    full_state_dict,
+    has_expert_layers,
+    load_full_optimizer_state_dict,
+)
 from .stats import LayerStats
 from .watching import LoadHistory, layer_stats, moe_events
+
+if TYPE_CHECKING:
+    from .config import ExpertParallelConfig, apply_config
 
 __all__ = [
     "ConversionError",
     "DirectExchange",
     "Exchange",
     "ExpertGroups",
+    "ExpertParallelConfig",
+    "ExpertSlice",
     "ExpertStateError",
     "Experts",
     "Gating",
@@ -49,6 +64,7 @@ __all__ = [
     "TopKGate",
     "Transfer",
     "__version__",
+    "apply_config",
     "apply_expert_parallel",
     "average_gradients",
     "broadcast_parameters",
@@ -56,8 +72,10 @@ __all__ = [
     "configure_moe_param_groups",
     "expert_capacity",
     "expert_groups_of",
+    "expert_slices",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "has_expert_layers",
     "has_moe_layers",
     "is_moe_param",
     "is_moe_param_group",
@@ -78,3 +96,10 @@ __all__ = [
     "topk_gating",
     "update_router_bias",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`apply_config` and `ExpertParallelConfig` need pydantic, and are loaded by whoever reads a configuration."""
+    if name in ("ExpertParallelConfig", "apply_config"):
+        return getattr(importlib.import_module(f"{__name__}.config"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """The `expert_parallel` section of a training configuration, and how it is applied to a model.
 
 Only code that reads a configuration imports this module (pydantic). Keys and defaults are those of DeepSpeed's AutoEP.
-`unread` names keys that mean nothing here and were set, so that whoever applies a section can say so.
+`MEANINGLESS` names keys that change nothing here, so that whoever loads a configuration can say so.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _READ_OFF = "it is read off the modules themselves"
 _KERNELS = "there is one grouped product, chosen by device and data type"
 _BACKEND = "tokens travel through dsx_comm"
 MEANINGLESS: dict[str, str] = {
+    "has_shared_experts": "shared experts are found by their name",
     "preset_model": "experts are found by their form, without presets",
     "validate_folding_routing": "routing is the same on all ranks that hold the same tokens by construction",
     "async_split_plan": "the splits come with the counts",
@@ -66,7 +67,6 @@ class ExpertParallelConfig(BaseModel):
     moe_layer_pattern: _Name | None = Field(None, description="regular expression of modules; null: found by form")
     expert_pattern: _Name | None = Field(None, description="name of a block's list of experts; null: found")
     router_pattern: _Name | None = Field(None, description="name of a block's router; null: found")
-    has_shared_experts: bool | None = Field(None, description="whether a block has shared experts; null: found")
     shared_experts_pattern: _Name | None = Field(None, description="name of a block's shared experts; null: found")
     shared_experts_gate_pattern: _Name | None = Field(None, description="name of their gate; null: found")
     top_k: _Count | Literal["auto"] = Field("auto", description="experts per token, of a list of experts")
@@ -78,6 +78,7 @@ class ExpertParallelConfig(BaseModel):
     overlap_chunks: _Count = Field(1, description="parts in which tokens travel while experts compute (dsx)")
     devices_per_node: _Count | None = Field(None, description="all-to-all in two hops over such nodes (dsx)")
     # - accepted without meaning
+    has_shared_experts: bool | None = Field(None, description="whether a block has shared experts; null: found")
     preset_model: str | None = Field(None, description="family of models")
     validate_folding_routing: bool = Field(False, description="check of routing under folding")
     async_split_plan: bool = Field(False, description="splits computed beside the model")
@@ -99,11 +100,6 @@ class ExpertParallelConfig(BaseModel):
     expert_activation: str | None = Field(None, description="activation of the experts")
     num_experts_attr: str | None = Field(None, description="attribute of the number of experts")
     top_k_attr: str | None = Field(None, description="attribute of the experts per token")
-
-    @property
-    def unread(self) -> dict[str, str]:
-        """{key: why it changes nothing} of the keys that were set and mean nothing here."""
-        return {name: MEANINGLESS[name] for name in sorted(self.model_fields_set) if name in MEANINGLESS}
 
     def rule(self) -> RouterRule:
         """What the section says of listed experts."""

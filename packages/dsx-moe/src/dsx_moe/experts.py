@@ -266,9 +266,8 @@ def keep_expert_slices(module: nn.Module, total: int, first: int, count: int) ->
             )
     if count == total:
         return
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        part = parameter.detach()[first : first + count].clone()
-        module.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.detach()[first : first + count].clone()  # the same object, which optimizers know
     for name, buffer in list(module.named_buffers(recurse=False)):
         if buffer.dim() and buffer.shape[0] == total:
             module.register_buffer(name, buffer[first : first + count].clone())

@@ -13,6 +13,7 @@ stay on the host. Left out: files (any format does), and shards of ZeRO, whose e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import dsx_comm
@@ -104,6 +105,44 @@ def load_full_optimizer_state_dict(
     for parameter, values in found.items():
         if values:
             optimizer.state[parameter] = values
+
+
+@dataclass(frozen=True)
+class ExpertSlice:
+    """Where a tensor of this rank's experts lies among those of all ranks.
+
+    Attributes:
+        name: the tensor's name on one rank with all experts.
+        shape: its shape there.
+        offset, size: the box of it that this rank has.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def expert_slices(model: nn.Module) -> dict[str, ExpertSlice]:
+    """The slices of all parameters and buffers of experts of which other ranks hold some, by their names here."""
+    found: dict[str, ExpertSlice] = {}
+    for prefix, shard in _shards(model):
+        if shard.count == shard.num_experts:
+            continue
+        for tail, tensor in [*shard.named_parameters(), *shard.named_buffers()]:
+            here, size = prefix + tail, tuple(tensor.shape)
+            start = (0,) * len(size)
+            if isinstance(shard, Experts):
+                number, _, rest = tail.partition(".")
+                found[here] = ExpertSlice(f"{prefix}{int(number) + shard.first}.{rest}", size, start, size)
+            elif size and size[0] == shard.count:
+                found[here] = ExpertSlice(here, (shard.num_experts, *size[1:]), (shard.first, *start[1:]), size)
+    return found
+
+
+def has_expert_layers(model: nn.Module) -> bool:
+    """Whether a model has experts of this package: `MoE` layers, or a converted model's."""
+    return next(_shards(model), None) is not None
 
 
 def gather_rows_of_experts(own: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:

@@ -15,7 +15,21 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import accelerator, checkpoint, comm, compress, config, data, lr_schedules, monitor, nvme, ops, utils, zero
+    from . import (
+        accelerator,
+        checkpoint,
+        comm,
+        compress,
+        config,
+        data,
+        lr_schedules,
+        moe,
+        monitor,
+        nvme,
+        ops,
+        utils,
+        zero,
+    )
     from .accelerator import get_accelerator
     from .arguments import add_config_arguments
     from .comm import init_distributed
@@ -48,6 +62,7 @@ _MODULES = (
     "config",
     "data",
     "lr_schedules",
+    "moe",
     "monitor",
     "nvme",
     "ops",
@@ -60,7 +75,6 @@ _NOT_YET = {
     "checkpointing": "activation checkpointing in depth (dsx-zero); torch.utils.checkpoint works today",
     "elasticity": "elastic batch sizes of dsx",
     "init_inference": "no plan: dsx trains; use an inference engine for serving",
-    "moe": "dsx-moe",
     "pipe": "dsx-pipe",
     "PipelineModule": "dsx-pipe",
     "sequence": "sequence parallelism; no date",
@@ -87,6 +101,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "lr_schedules",
+    "moe",
     "monitor",
     "nvme",
     "ops",

@@ -38,6 +38,7 @@ from .engine.schedule import DrivenSchedule, NoSchedule, ScheduleDriver
 from .engine.stepper import NoStepper, ShardedStepper
 from .engine.weights import NOTHING_TO_GATHER, Gather
 from .errors import DsxError
+from .experts import ExpertParts, with_experts
 from .loss_scaler import build_loss_scale
 from .lr_schedules import build_schedule
 from .optimizers import OptimizerChoice, choose_optimizer
@@ -86,6 +87,7 @@ def build_engine(source: Any, request: Request) -> Engine:
     topology = _join_processes(config, request, joins)
     zero.agree(CALL, config_facts(config, request), topology.dp_group)
     with zero.telling(topology.dp_group):
+        with_experts(request.model, config, part)
         request = compressed(request, config, part)
         model = _placed(_sparsified(request.model, config), config, topology)
         conversion = convert(model, config, part("dsx_data"))
@@ -277,6 +279,8 @@ def _parts(
     compression = build_scheduler(model, config, part, stage=stage, mean=mean_over_ranks(part("dsx_comm"), topology))
     if compression is not None:
         watch.observers.insert(0, CompressionSession(compression, watch.eigenvalues))
+    experts = ExpertParts.of(model, part("dsx_moe"))
+    experts.join(watch, first=topology.rank == 0)
     data = part("dsx_data")
     efficiency = build_parts(model, config, conversion, counters, data)
     batches = token_batches(config, lambda: optimizer.param_groups, data)
@@ -306,6 +310,7 @@ def _parts(
             precision=config.precision.to_json(),
             tag_validation=config.use("checkpoint").tag_validation,
             rank=topology.rank,
+            places=experts.places,
             parts={**efficiency, **({} if compression is None else {"compression": compression})},
         ),
         stepper=ShardedStepper(optimizer, scaler, clipping or None) if trains else NoStepper(),

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dsx_moe import config as expert_section
 from dsx_zero import config as zero_section
 
 from ..errors import Problem
@@ -30,7 +31,6 @@ NOT_YET: dict[str, str] = {
     "datastates_ckpt": "asynchronous checkpoints",
     "disable_python_gc": "control of the garbage collector",
     "elasticity": "elastic batch sizes (dsx)",
-    "expert_parallel": "mixture of experts (dsx-moe)",
     "graph_harvesting": "device graphs",
     "hybrid_engine": "generation inside the training engine; no date",
     "managed_gradient_accumulation": "manual accumulation; set_gradient_accumulation_boundary works today",
@@ -71,11 +71,11 @@ MEANINGLESS: dict[str, str] = {
     "data_efficiency.data_routing.random_ltd.global_batch_size": "the engine knows it",
     "data_efficiency.data_routing.random_ltd.micro_batch_size": "the engine knows it",
     "disable_allgather": "nothing reads it upstream either",
+    **{f"expert_parallel.{name}": reason for name, reason in expert_section.MEANINGLESS.items()},
     "flops_profiler.recompute_fwd_factor": "recomputation is counted as it runs",
     "optimizer.legacy_fusion": "there is one fp16 path",
     "seq_parallel_communication_data_type": "there is no sequence parallelism to reduce for",
     "timers.throughput.synchronized": "the clock is read between steps; the device is never waited for",
-    "use_data_before_expert_parallelism": "there are no expert groups to order",
     "vocabulary_size": "nothing reads it upstream either",
     "zero_allow_untested_optimizer": (
         "any optimizer that can work on slices may be used, the others are refused by name"

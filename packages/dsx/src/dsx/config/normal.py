@@ -32,12 +32,18 @@ SECTIONS_THAT_MAY_BE_NULL = frozenset(
     {
         "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger", "compile",
         "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency", "data_types", "eigenvalue",
-        "elasticity", "flops_profiler", "fp16", "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop",
+        "elasticity", "expert_parallel", "flops_profiler", "fp16", "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop",
         "quantize_training", "tensor_parallel", "tensorboard", "timers", "torch_autocast", "wandb", "zero_optimization",
     }
 )  # fmt: skip
 
-MEANS_AUTO = frozenset({"optimizer.params.compression"})
+MEANS_AUTO = frozenset(
+    {
+        "optimizer.params.compression",
+        *(f"expert_parallel.{name}" for name in ("combine_impl", "row_weighting_impl", "score_apply", "score_func")),
+        *(f"expert_parallel.{name}" for name in ("routed_scaling_factor", "top_k")),
+    }
+)
 """Paths at which "auto" is a value like any other: `compression` of an optimizer that averages in one bit measures
 then.
 """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dsx_comm import config as comm_section
 from dsx_data.config import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
+from dsx_moe.config import ExpertParallelConfig
 from dsx_monitor.config import (
     CometConfig,
     CSVConfig,
@@ -131,6 +132,7 @@ class Root(Section):
 
     # - the model
     sparse_attention: SparseAttentionConfig | None = Field(None, description="block-sparse attention")
+    expert_parallel: ExpertParallelConfig = nested(ExpertParallelConfig, "automatic expert parallelism")
     compression_training: CompressionTraining = nested(CompressionTraining, "quantisation and pruning")
     quantize_training: QuantizeTraining = nested(QuantizeTraining, "quantisation bit by bit (legacy)")
 
@@ -149,5 +151,4 @@ class Root(Section):
     nebula: Nebula = nested(Nebula, "checkpoints through a cloud service")
     tensor_parallel: TensorParallel = nested(TensorParallel, "automatic tensor parallelism")
     compile: CompileSection = nested(CompileSection, "graph passes over the compiled model")
-    expert_parallel: dict[str, Any] | None = Field(None, description="automatic expert parallelism")
     datastates_ckpt: dict[str, Any] | None = Field(None, description="third-party asynchronous checkpoints")

@@ -1,0 +1,105 @@
+"""From the configuration to experts in an engine: expert-parallel form before sharding, and what looks after each step.
+
+Part of the wiring, in a file of its own. The groups of experts are those of `dsx_comm.parallel_groups`; the sharding
+reads them off the marks of the parameters. Checkpoints learn here which part of a logical tensor a rank's experts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from .config import Config
+from .engine.errors import EngineArgumentError
+from .engine.observers import Event
+from .engine.report import StepReport
+from .utils.logging import logger
+
+__all__ = ["ExpertParts", "with_experts"]
+
+
+def with_experts(model: nn.Module, config: Config, part: Callable[[str], ModuleType]) -> None:
+    """Put the experts of a model in expert-parallel form where the configuration asks for it, in place (collective).
+
+    Raises:
+        ConversionError: the model has no experts of a form that can be converted, or they do not divide.
+        MoEConfigError: sizes that do not fit, or layers that were built with ranks in another order.
+        EngineArgumentError: experts on several ranks, and a dsx_zero that cannot divide them.
+    """
+    section, data_first = config.use("expert_parallel"), config.use("use_data_before_expert_parallelism")
+    moe = part("dsx_moe")
+    if section.enabled:
+        part("dsx_zero").release_model(model)  # an earlier engine may have partitioned it
+        replaced = moe.apply_config(model, section, use_data_before_expert_parallelism=data_first)
+        logger.info("expert_parallel: %d modules (%s ...)", len(replaced), replaced[0] if replaced else "none anew")
+    if not hasattr(part("dsx_comm"), "RankSets") and any(
+        getattr(p, "group_name", "ep_size_1") != "ep_size_1" for p in model.parameters()
+    ):
+        raise EngineArgumentError(
+            "the model's experts are spread over several ranks, expected ep_size 1: this dsx_zero averages every gradient "
+            "over all ranks; train it with dsx_moe.average_gradients, without an engine"
+        )
+    layers = moe.name_layers(model)
+    for layer in layers.values():
+        layer.set_deepspeed_parallelism(use_data_before_expert_parallel_=data_first)
+    if data_first and not section.enabled and not any(layer.ep_size > 1 for layer in layers.values()):
+        logger.warning("use_data_before_expert_parallelism has no effect: no experts are spread over several ranks")
+
+
+class ExpertSession:
+    """An observer, and a source of events.
+
+    Args:
+        model: with experts.
+        moe: the package `dsx_moe`.
+    """
+
+    def __init__(self, model: nn.Module, moe: ModuleType) -> None:
+        self._model, self._moe = model, moe
+
+    def after_step(self, report: StepReport) -> None:
+        """Move the routers' biases against the load, unless the step was skipped (collective)."""
+        if report.applied:
+            self._moe.update_router_bias(self._model)
+
+    def events(self, report: StepReport) -> list[Event]:
+        """Load, dropped share and loss of each layer on this rank."""
+        return self._moe.moe_events(self._model, report.global_samples)
+
+
+@dataclass(frozen=True)
+class ExpertParts:
+    """What an engine has for its experts.
+
+    Attributes:
+        session: looks after each step; None without experts.
+        places: `dsx.checkpoint.Place` by parameter name, of tensors of which this rank holds a part.
+    """
+
+    session: ExpertSession | None = None
+    places: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, moe: ModuleType) -> ExpertParts:
+        """For a model; nothing for one without experts."""
+        if not moe.has_expert_layers(model):
+            return cls()
+        from .checkpoint import Place
+        from .checkpoint.boxes import Box
+
+        places = {
+            name: Place(part.name, part.shape, Box(part.offset, part.size))
+            for name, part in moe.expert_slices(model).items()
+        }
+        return cls(ExpertSession(model, moe), places)
+
+    def join(self, watch: Any, *, first: bool) -> None:
+        """Add the session to what watches an engine; `first`: this rank writes events."""
+        if self.session is not None:
+            watch.observers.insert(0, self.session)
+            if first:
+                watch.sources.append(self.session.events)
