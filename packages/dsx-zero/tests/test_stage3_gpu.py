@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from dsx_comm import RankSet
 from dsx_zero.gather.hooks import UnitHooks
 from dsx_zero.gather.lifetime import GatherExecutor, GatherLifetime, GatherLimits
 from dsx_zero.lanes import CudaLane, make_lane
@@ -35,13 +36,13 @@ def test_gradients_and_memory_on_a_side_stream(reentrant):
     model = Deep(width, depth, reentrant).cuda()
     oracle = copy.deepcopy(model)
     infos = find_parameters(model)
-    units = [PartitionedUnit(p, rank=0, process_group=None) for p in plan_units(model, infos, stage=3, world_size=1)]
+    units = [PartitionedUnit(p) for p in plan_units(model, infos, stage=3, ranks_of=lambda _: RankSet())]
     for unit in units:
         unit.adopt(model, {info.name: info for info in infos})
     lane = make_lane(torch.device("cuda"))
     assert isinstance(lane, CudaLane)
 
-    def slow_copy(out, shard):
+    def slow_copy(out, shard, ranks):
         torch.cuda._sleep(2_000_000)  # a gather that arrives late: who does not wait for it reads something else
         out.copy_(shard)
 

@@ -9,6 +9,7 @@ import copy
 
 import pytest
 import torch
+from dsx_comm import RankSet
 from dsx_testkit import assert_close_named, tiny
 from dsx_zero.gather.hooks import UnitHooks
 from dsx_zero.gather.lifetime import GatherExecutor, GatherLifetime, GatherLimits
@@ -29,8 +30,8 @@ class Sharded:
         self.model = model
         infos = find_parameters(model)
         self.units = [
-            PartitionedUnit(plan, rank=0, process_group=None)
-            for plan in plan_units(model, infos, stage=3, world_size=1, bucket_size=bucket_size)
+            PartitionedUnit(plan)
+            for plan in plan_units(model, infos, stage=3, ranks_of=lambda _: RankSet(), bucket_size=bucket_size)
         ]
         for unit in self.units:
             unit.adopt(model, {info.name: info for info in infos})
@@ -41,7 +42,7 @@ class Sharded:
             unit.lender = self.lifetime
         self.hooks = UnitHooks(model, self.units, self.lifetime)
 
-    def _copy(self, out, shard):
+    def _copy(self, out, shard, ranks):
         self.gathers += 1
         out.copy_(shard)
 

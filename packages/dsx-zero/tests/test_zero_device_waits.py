@@ -32,6 +32,7 @@ def waits(rank, n):
 
     dist.init_process_group("fake", store=HashStore(), rank=0, world_size=2)
     import dsx_comm
+    from dsx_comm import RankSet
 
     dsx_comm.check_first_calls(0)
     works = []
@@ -47,13 +48,18 @@ def waits(rank, n):
             patch.setattr(dist, name, issue, raising=False)
         group, buffer = dist.group.WORLD, torch.ones(8, device="meta")
         for bucket in (1000, 4):  # in one message, and in pieces
-            reducer = dsx_zero.grads.reduction.Reducer(group, 2, dsx_zero.Reduction(), bucket)
+            reducer = dsx_zero.grads.reduction.Reducer(RankSet.over(group), dsx_zero.Reduction(), bucket)
             reducer.all_reduce(buffer, torch.float32).finish()
             reducer.all_reduce(buffer, torch.bfloat16).finish()
             reducer.reduce_scatter(buffer, torch.ones(4, device="meta"), torch.float32, add=False).finish()
             reducer.reduce_scatter(buffer, torch.ones(4, device="meta"), torch.bfloat16, add=True).finish()
-            gathering = dsx_zero.gather.publishing.Gathering(group, 2, bucket)
-            flat = SimpleNamespace(visible=buffer, shard_of=lambda whole: whole[:4], layout=SimpleNamespace(numel=8))
+            gathering = dsx_zero.gather.publishing.Gathering(bucket)
+            flat = SimpleNamespace(
+                visible=buffer,
+                shard_of=lambda whole: whole[:4],
+                layout=SimpleNamespace(numel=8),
+                ranks=RankSet.over(group),
+            )
             gathering.publish(SimpleNamespace(plan="unit 0", trainable=[flat]))
             gathering.finish()
     assert len(works) >= 10 and all(work.waits == [()] for work in works), [work.waits for work in works]

@@ -137,6 +137,7 @@ def test_one_process_and_refusals():
 
 def test_leaf_modules_and_tiles_are_units_of_their_own():
     import dsx_zero
+    from dsx_comm import RankSet
     from dsx_zero.plan.units import find_parameters, plan_units
 
     class Expert(nn.Module):
@@ -148,7 +149,10 @@ def test_leaf_modules_and_tiles_are_units_of_their_own():
     model = nn.Sequential(Expert(), nn.Linear(4, 4))
 
     def modules():
-        return [plan.module for plan in plan_units(model, find_parameters(model), stage=3, world_size=2)]
+        return [
+            plan.module
+            for plan in plan_units(model, find_parameters(model), stage=3, ranks_of=lambda _: RankSet(size=2))
+        ]
 
     tiles = [f"0.tiled.tiles.{row}.{column}" for row in (0, 1) for column in (0, 1)]
     split = modules()

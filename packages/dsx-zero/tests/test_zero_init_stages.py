@@ -86,7 +86,7 @@ def late(rank, world):
     import dsx_zero
 
     model, optimizer = dsx_zero.shard(tiny.MLP(seed=rank), adamw, stage=1)
-    assert dsx_comm.get_world_size() == world == optimizer.runtime.world_size
+    assert dsx_comm.get_world_size() == world == optimizer.runtime.ranks.size
     losses_of(model, optimizer, rank)
     return [p.detach().clone() for p in model.parameters()]
 

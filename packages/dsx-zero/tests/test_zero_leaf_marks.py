@@ -5,6 +5,7 @@ if that is asked for.
 import dsx_zero
 import pytest
 import torch
+from dsx_comm import RankSet
 from dsx_testkit import run_ranks
 from dsx_zero.plan.units import find_parameters, plan_units
 from torch import nn
@@ -21,7 +22,7 @@ def model():
 
 
 def units(net):
-    return {plan.module for plan in plan_units(net, find_parameters(net), stage=3, world_size=2)}
+    return {plan.module for plan in plan_units(net, find_parameters(net), stage=3, ranks_of=lambda _: RankSet(size=2))}
 
 
 QUALIFIED = f"{Expert.__module__}.{Expert.__qualname__}"

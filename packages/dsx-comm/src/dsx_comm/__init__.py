@@ -91,6 +91,7 @@ from .objects import all_gather_object, broadcast_object_list, gather_object, sc
 from .onebit import OneBitAdam, OnebitAdam, OneBitLamb, OnebitLamb, StepKind, StepTraffic, ZeroOneAdam
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .prepared import PreparedCollective, prepare_all_gather, prepare_reduce_scatter
+from .rank_set import ParameterMarks, RankSet, RankSets
 from .registry import AxisGroup, GroupRegistry
 from .shm.native import native_status
 from .shm.process_group import ShmProcessGroup
@@ -138,9 +139,12 @@ __all__ = [
     "OnebitAdam",
     "OnebitLamb",
     "P2POp",
+    "ParameterMarks",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "ProcessTopology",
+    "RankSet",
+    "RankSets",
     "ReduceOp",
     "TopologyError",
     "StepKind",

@@ -18,6 +18,7 @@ from .registry import AxisGroup, GroupRegistry
 NAMES = {
     "data": ("data_parallel",),
     "model": ("model_parallel", "tensor_model_parallel", "slice_parallel"),
+    "tensor": ("tensor_model_parallel", "slice_parallel"),  # without the stages of a pipeline
     "pipe": ("pipeline_model_parallel", "pipe_parallel"),
     "sequence": ("sequence_parallel", "context_parallel"),
     "sequence_data": ("sequence_data_parallel",),
@@ -32,6 +33,7 @@ class MpuGroups:
 
     data: AxisGroup
     model: AxisGroup
+    tensor: AxisGroup | None = None
     pipe: AxisGroup | None = None
     sequence: AxisGroup | None = None
     sequence_data: AxisGroup | None = None

@@ -26,7 +26,8 @@ from .mpu import MpuGroups, read_mpu
 from .registry import AxisGroup, GroupRegistry
 from .topology import ProcessTopology
 
-_AXES = {"sequence_data": ("data", "sequence")}  # kinds that are more than the axis of their name
+_AXES = {"sequence_data": ("data", "sequence"), "tensor": ("model",)}  # kinds that are not the axis of their name
+_INSTEAD = {"sequence_data": "data", "tensor": "model"}  # of an mpu that does not tell the first
 
 
 class ParallelGroups:
@@ -44,25 +45,33 @@ class ParallelGroups:
         self._experts: dict[str, tuple[AxisGroup, AxisGroup]] = {}
         self._blocks: AxisGroup | None = None
 
+    def speaks_of(self, source: Any) -> bool:
+        """Whether this is the registry or mpu that these groups come from."""
+        return source is self._source or source is self._registry
+
     @cached_property
     def _mpu(self) -> MpuGroups | None:
         return None if self._source is None else read_mpu(self._source)
 
     def axis(self, kind: str) -> AxisGroup:
-        """This rank's group of a kind: "data", "model", "pipe", "sequence", "sequence_data".
+        """This rank's group of a kind: "data", "model", "tensor", "pipe", "sequence", "sequence_data".
 
         Raises:
             TopologyError: the mpu has no such group.
         """
         if self._mpu is None:
             return self.registry.axis(*_AXES.get(kind, (kind,)))
-        found = getattr(self._mpu, kind) or (self._mpu.data if kind == "sequence_data" else None)
+        found = self._of_mpu(self._mpu, kind)
         if found is None:
             raise TopologyError(
                 f"the mpu has no {kind.replace('_', '-')}-parallel group; its get_{kind}_parallel_group() "
                 "is missing or None"
             )
         return found
+
+    @staticmethod
+    def _of_mpu(mpu: MpuGroups, kind: str) -> AxisGroup | None:
+        return getattr(mpu, kind) or (getattr(mpu, _INSTEAD[kind]) if kind in _INSTEAD else None)
 
     def size(self, kind: str) -> int:
         """The number of ranks in `axis(kind)`."""
@@ -75,7 +84,7 @@ class ParallelGroups:
     def _placed(self, kind: str) -> tuple[int, int]:
         """(size, rank), without making a group."""
         if self._mpu is not None:
-            found = getattr(self._mpu, kind) or (self._mpu.data if kind == "sequence_data" else None)
+            found = self._of_mpu(self._mpu, kind)
             return (1, 0) if found is None else (found.size, found.rank)
         topology, me = self.registry.topology, get_rank()
         axes = [axis for axis in topology.axes if axis in _AXES.get(kind, (kind,))]
@@ -172,8 +181,10 @@ def use(source: Any = None) -> ParallelGroups:
     """From now on the functions of this module speak of `source`: a `GroupRegistry`, an mpu, or None for plain data
     parallelism.
     """
-    groups = ParallelGroups(source)
-    _CURRENT.put(groups)
+    groups = _CURRENT.get() if source is not None else None
+    if groups is None or not groups.speaks_of(source):  # else groups that were made since are kept
+        groups = ParallelGroups(source)
+        _CURRENT.put(groups)
     return groups
 
 

@@ -119,14 +119,14 @@ class _View:
 
     def whole(self, piece: torch.Tensor | None) -> torch.Tensor | None:
         """The whole tensor from every rank's piece; None when no rank has one."""
-        if self.runtime.whole or self.runtime.world_size == 1:
+        ranks, layout = self.group.ranks, self.group.layout
+        if self.runtime.whole or ranks.size == 1:
             return None if piece is None else piece.detach().reshape(self.shape).clone()
-        run, layout = self.runtime, self.group.layout
-        slices = [layout.local_slice(self.name, rank) for rank in range(run.world_size)]
+        slices = [layout.local_slice(self.name, rank) for rank in range(ranks.size)]
         longest = max((part.numel for part in slices if part is not None), default=0)
-        found: list[Any] = [None] * run.world_size
+        found: list[Any] = [None] * ranks.size
         mine = None if piece is None else str(piece.dtype)
-        dsx_comm.all_gather_object(found, mine, group=run.process_group)
+        dsx_comm.all_gather_object(found, mine, group=ranks.group)
         kind = next((text for text in found if text is not None), None)
         if kind is None or not longest:
             return None if kind is None else torch.empty(self.shape, device=self.group.key.device)
@@ -134,8 +134,8 @@ class _View:
         sent = torch.zeros(longest, dtype=dtype, device=self.group.key.device)
         if piece is not None:
             sent[: piece.numel()] = piece.detach().reshape(-1)
-        gathered = sent.new_empty(longest * run.world_size)
-        dsx_comm.all_gather_into_tensor(gathered, sent, group=run.process_group)
+        gathered = sent.new_empty(longest * ranks.size)
+        dsx_comm.all_gather_into_tensor(gathered, sent, group=ranks.group)
         flat = torch.empty(layout.sizes[self.index], dtype=dtype, device=sent.device)
         for rank, part in enumerate(slices):
             if part is not None:

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import dsx_comm
 import torch
+from dsx_comm import RankSets
 from torch import nn
 
 from ._version import __version__
 from .access import OWNERS
 from .alike import agree, hash_of, model_facts, optimizer_facts, telling
 from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
-from .gather.publishing import Gathering, Replicated
+from .gather.publishing import Gathering, Replicated, share_first
 from .grads.averaging import Averaging, averaging_of
 from .grads.gradients import LocalGradients, ReducedGradients, ReduceOrder
-from .grads.reduction import LocalReducer, Reducer, Reduction
+from .grads.reduction import LocalReducer, Reducer, Reduction, ReductionEngine
 from .grads.unused import IgnoreUnused, UnusedParameters
 from .groups import LentGroups, join_launched_ranks
 from .optimizer import ZeroOptimizer
@@ -30,11 +31,13 @@ from .params.memory import Memory, OrdinaryMemory, memory_of
 from .params.partitioned import PartitionedParameter
 from .params.restored import current_parameter, restore_model
 from .plan.leaves import fine_modules, named_leaves
-from .plan.units import ParameterInfo, Persistence, UnitPlan, find_parameters, plan_units
+from .plan.rank_sets import check_rank_sets, choose_rank_sets, is_plain, ranks_of_buffers
+from .plan.units import ParameterInfo, Persistence, RanksOf, UnitPlan, find_parameters, plan_units
 from .precision import Precision
 from .resharding import release_model
 from .runtime import Publisher, Runtime
 from .step.masters import check_optimizer, make_masters, place_masters, replace_parameters
+from .step.norm import groups_of_norm
 from .step.param_groups import StepGroups
 
 if TYPE_CHECKING:
@@ -70,6 +73,8 @@ def shard(
     config: ZeroConfig | dict[str, Any] | None = None,
     precision: Precision | None = None,
     reduction: Reduction | None = None,
+    mpu: Any = None,
+    ranks_of: RankSets | RanksOf | None = None,
 ) -> tuple[nn.Module, ZeroOptimizer]:
     """Divide a model's states among the ranks of a process group (collective).
 
@@ -82,11 +87,16 @@ def shard(
         optimizer: an element-wise `torch.optim.Optimizer` over the model's parameters, or a callable that makes one of them; None for
             a model that is not trained. Parameters it does not hold are treated as frozen.
         stage: 0 nothing is divided, 1 optimizer states, 2 and gradients, 3 and parameters. Default: the configuration's.
-        process_group: the ranks to divide among; default: all. Where there is no process group yet, the ranks that a launcher started
-            make one; without a launcher this process is alone.
+        process_group: the ranks to divide among; default: the data-parallel ranks that `dsx_comm.parallel_groups` speaks of, which are
+            all ranks unless a topology or an `mpu` was given to it. Where there is no process group yet, the ranks that a launcher
+            started make one; without a launcher this process is alone.
         config: the `zero_optimization` section.
         precision: dtypes of gradients, messages and masters.
         reduction: mean or sum, and where the division happens.
+        mpu: in the place of `process_group`: a Megatron-style object that tells the data- and model-parallel groups.
+        ranks_of: chooses which ranks share the buffer of a parameter (`dsx_comm.RankSet`), given its facts (`info.name`, `info.marks`,
+            ...). Default: `dsx_comm.RankSets` over the groups above, which follows the marks on the parameters
+            (`tensor_model_parallel`, `allreduce=False` with `group_name`).
 
     Returns:
         The model and a `ZeroOptimizer`.
@@ -97,18 +107,19 @@ def shard(
         ZeroOptimizerError: an optimizer that cannot work on slices, or with parameters the model does not have.
         RanksDifferError: the ranks have different models, optimizers or settings, or one of them raised one of the others.
     """
-    with telling(process_group):
+    data = choose_rank_sets(process_group, mpu, ranks_of).data
+    with telling(data.group):
         settings = _settings(stage, config)
         precision, reduction = precision or Precision(), reduction or Reduction()
         _check_given(optimizer, stage=settings.stage)
-    if process_group is None:
-        join_launched_ranks()
-    rank, world_size = _place(process_group)
-    agree(_CALL, {**_setting_facts(settings, precision, reduction), **dict(model_facts(model))}, process_group)
+    join_launched_ranks()
+    sets = choose_rank_sets(process_group, mpu, ranks_of)
+    data = sets.data
+    agree(_CALL, {**_setting_facts(settings, precision, reduction), **dict(model_facts(model))}, data.group)
     release_model(model)
     if settings.stage < 3:
         restore_model(model)
-    with telling(process_group):
+    with telling(data.group):
         inner: Any = _NoOptimizer() if optimizer is None else _inner(model, optimizer, stage=settings.stage)
         held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
         infos = find_parameters(model, held)
@@ -117,20 +128,22 @@ def shard(
             model,
             infos,
             stage=settings.stage,
-            world_size=world_size,
+            ranks_of=sets if ranks_of is None else ranks_of,
             reduce_bucket_size=settings.size("reduce_bucket_size"),
             persistence=Persistence(
                 settings.size("stage3_param_persistence_threshold"), settings.stage3_model_persistence_threshold
             ),
             leaves=_leaves(model, settings),
         )
-        averaging = averaging_of(inner, reduction, stage=settings.stage, rank=rank)
+        check_rank_sets(plans, data)
+        _check_marked_in_time(model, infos, plans)
+        averaging = averaging_of(inner, reduction, stage=settings.stage, rank=data.rank, plain=is_plain(plans, data))
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-    agree(_CALL, {**dict(optimizer_facts(inner, names)), **_plan_facts(plans)}, process_group)
-    build = _Build(model, settings, precision, reduction, process_group, rank, world_size, infos, plans, averaging)
+    agree(_CALL, {**dict(optimizer_facts(inner, names)), **_plan_facts(plans)}, data.group)
+    build = _Build(model, settings, precision, reduction, data, infos, plans, averaging)
     runtime = build.partitioned(inner) if settings.stage == 3 else build.resident()
     for notice in settings.notices():
-        if rank == 0:
+        if data.rank == 0:
             _log.warning(notice)
     for unit in runtime.trainable_units():
         for group in unit.trainable:
@@ -143,7 +156,7 @@ def shard(
         inner,
         runtime,
         [master for _, master in masters if master is not None],
-        _unused_check(runtime, settings, process_group),
+        _unused_check(runtime, settings),
         groups=StepGroups(inner, shown),
         faces=faces,
         owner_of=lambda parameter: None if (found := OWNERS.find(parameter)) is None else found[0],
@@ -175,6 +188,7 @@ def _plan_facts(plans: Sequence[UnitPlan]) -> dict[str, str]:
     """The units: they depend on marks and on the hidden structure of modules too."""
     return {
         f"unit {plan.index}": f"{plan.module or 'root'}, {len(plan.names)} parameters, {hash_of(plan.names)}"
+        f" ({', '.join(str(group.key.ranks) for group in plan.groups)})"
         for plan in plans
     }
 
@@ -211,22 +225,16 @@ def _settings(stage: int | None, config: ZeroConfig | dict[str, Any] | None) -> 
     return settings
 
 
-def _unused_check(runtime: Runtime, settings: ZeroConfig, process_group: Any) -> UnusedParameters | IgnoreUnused:
+def _unused_check(runtime: Runtime, settings: ZeroConfig) -> UnusedParameters | IgnoreUnused:
     if settings.ignore_unused_parameters:
         return IgnoreUnused()
-    return UnusedParameters(runtime.trainable_units(), process_group, runtime.rank, runtime.world_size)
+    return UnusedParameters(runtime.trainable_units(), runtime.ranks)
 
 
 def _leaves(model: nn.Module, settings: ZeroConfig) -> frozenset[str]:
     chosen = settings.leaf_module
     named = frozenset() if chosen is None else named_leaves(model, chosen.classes, chosen.names, chosen.name_suffixes)
     return named | fine_modules(model, settings.stage3_module_granularity_threshold)
-
-
-def _place(process_group: Any) -> tuple[int, int]:
-    if not dsx_comm.is_initialized():
-        return 0, 1
-    return dsx_comm.get_rank(process_group), dsx_comm.get_world_size(process_group)
 
 
 def _check_given(optimizer: OptimizerLike, *, stage: int) -> None:
@@ -287,6 +295,22 @@ def _check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
             )
 
 
+def _check_marked_in_time(model: nn.Module, infos: Sequence[ParameterInfo], plans: Sequence[UnitPlan]) -> None:
+    """Refuse experts that `Init` has divided among all ranks: it has given every rank the values of the first one."""
+    held = {name: group.key.ranks for plan in plans for group in plan.groups for name in group.layout.names}
+    for info in infos:
+        parameter = model.get_parameter(info.name)
+        if info.marks.expert is None or not isinstance(parameter, PartitionedParameter):
+            continue
+        source = parameter.source
+        if isinstance(source, InitParameter) and source.ranks.size != held[info.name].size:
+            raise ZeroModelError(
+                f"{info.name}: is an expert's (allreduce=False), but dsx_zero.Init divided it among {source.ranks.size} ranks before it"
+                f" was marked, and only {held[info.name].size} hold it: all experts have the values of one; set allreduce and"
+                " group_name in the constructor of the module"
+            )
+
+
 def _is_taken(parameter: torch.Tensor, trainable: bool) -> bool:
     """Whether sharding would take a parameter's memory from another optimizer that steps it, or give it a second one that does. What
     both leave frozen may be shared."""
@@ -305,45 +329,49 @@ class _Build:
         settings: ZeroConfig,
         precision: Precision,
         reduction: Reduction,
-        process_group: Any,
-        rank: int,
-        world_size: int,
+        data: dsx_comm.RankSet,
         infos: tuple[ParameterInfo, ...],
         plans: tuple[UnitPlan, ...],
         averaging: Averaging,
     ) -> None:
         self.averaging = averaging
         self.model, self.settings, self.precision, self.reduction = model, settings, precision, reduction
-        self.process_group, self.rank, self.world_size = process_group, rank, world_size
-        self.infos, self.plans = infos, plans
-        self.groups = LentGroups(process_group)
+        self.data, self.infos, self.plans = data, infos, plans
+        self.groups = LentGroups()
 
     def resident(self) -> Runtime:
         """Stages 0-2: whole parameters stay in memory."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        memory = self._memory() if self.settings.stage > 0 else OrdinaryMemory()  # at stage 0 nobody gathers parameters
+
+        def memory(ranks: dsx_comm.RankSet) -> Memory:  # at stage 0 nobody gathers parameters
+            return memory_of(ranks) if self.settings.stage > 0 else OrdinaryMemory()
+
         units = tuple(
             Unit(
                 plan,
                 tuple(
                     FlatGroup.resident(
-                        group, [parameters[name] for name in group.layout.names], rank=self.rank, memory=memory
+                        group, [parameters[name] for name in group.layout.names], memory=memory(group.key.ranks)
                     )
                     for group in plan.groups
                 ),
             )
             for plan in self.plans
         )
-        self._broadcast([g.visible for unit in units for g in unit.groups if g.visible is not None])
-        alone = self.world_size == 1
+        for unit in units:
+            for group in unit.groups:
+                if group.visible is not None:
+                    share_first(group.visible, group.ranks)
+        self._share_buffers()
+        alone = self.data.size == 1
         publisher: Publisher = Replicated()
         if self.settings.stage > 0 and not alone:
-            publisher = Gathering(self.process_group, self.world_size, self.settings.allgather_bucket_size)
+            publisher = Gathering(self.settings.allgather_bucket_size)
         return self._runtime(units, 0 if alone else self.settings.stage, publisher)
 
     def partitioned(self, inner: Any) -> Runtime:
         """Stage 3: the modules get other parameters, which take the places of the old ones in the optimizer."""
-        from .gather.stage3 import Ranks, Stage3Limits, build_stage3  # late: stages 0-2 need none of it
+        from .gather.stage3 import Stage3Limits, build_stage3  # late: stages 0-2 need none of it
 
         settings = self.settings
         limits = Stage3Limits(
@@ -352,10 +380,15 @@ class _Build:
             prefetch_bucket_size=settings.size("stage3_prefetch_bucket_size"),
             allgather_bucket_size=settings.allgather_bucket_size,
         )
-        ranks = Ranks.of(self.process_group, self.rank, self.world_size, self.groups)
-        stage, plain_of = build_stage3(self.model, self.infos, self.plans, ranks=ranks, limits=limits)
+        sets = dict.fromkeys(group.key.ranks for plan in self.plans for group in plan.groups)
+        with_gathers = {ranks: self.groups.take_for_gathers(ranks) for ranks in sets}
+        plans = [plan.on(with_gathers.__getitem__) for plan in self.plans]
+        channel = None
+        if self.data.size > 1:
+            channel = ControlChannel(self.groups.take_control(self.data), self.data.rank, self.data.size)
+        stage, plain_of = build_stage3(self.model, self.infos, plans, channel=channel, limits=limits)
         replace_parameters(inner, lambda old: plain_of.get(id(old), old))
-        self._broadcast([])
+        self._share_buffers()
         runtime = self._runtime(stage.units, 3, stage, order=stage, on_complete=stage.gradients_complete)
         stage.connect(self.model, runtime.gradients)
         return runtime
@@ -370,16 +403,17 @@ class _Build:
         on_complete: Callable[[int], None] | None = None,
     ) -> Runtime:
         dtypes = {group.key.dtype for unit in units for group in unit.trainable}
+        sets = {group.ranks for unit in units for group in unit.trainable}
+        sums = groups_of_norm(sets, self.data, whole=stage == 0)
         return Runtime(
             model=self.model,
             stage=stage,
-            rank=self.rank,
-            world_size=self.world_size,
-            process_group=self.process_group,
+            ranks=self.data,
+            norm_groups=sums,
             groups=self.groups,
             infos=self.infos,
             units=units,
-            gradients=self._gradients(units, stage, order, on_complete),
+            gradients=self._gradients(units, stage, order, on_complete, sums),
             publisher=publisher,
             averaging=self.averaging,
             checks_overflow=self.precision.checks_overflow(dtypes),
@@ -393,59 +427,53 @@ class _Build:
         stage: int,
         order: ReduceOrder | None,
         on_complete: Callable[[int], None] | None,
+        norm_groups: tuple[Any, ...],
     ) -> LocalGradients | ReducedGradients:
         precision = self.precision
         dtypes = {group.key.dtype for unit in units for group in unit.trainable}
-        if stage == 0 and self.world_size == 1 and all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes):
+        if stage == 0 and self.data.size == 1 and all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes):
             return LocalGradients(units)
-        alone = self.world_size == 1
         bucket = self.settings.size("reduce_bucket_size")
+
+        def reducer(ranks: dsx_comm.RankSet) -> ReductionEngine:
+            if ranks.size == 1:
+                return LocalReducer.of(ranks, self.reduction)
+            return Reducer(ranks, self.reduction, bucket)
+
         executor = ReduceExecutor()  # stage 3 brings an order with an executor of its own
         gradients = ReducedGradients(
             self.model,
             units,
             stage=stage,
             precision=precision,
-            reducer=LocalReducer() if alone else Reducer(self.process_group, self.world_size, self.reduction, bucket),
+            reducer=reducer,
             order=order or self._reduce_order(executor),
             expose=self.reduction.op == "mean",
-            process_group=self.process_group,
-            rank=self.rank,
-            world_size=self.world_size,
+            norm_groups=norm_groups,
             overlap=self.settings.overlap_comm is not False,
             on_complete=on_complete,
             keeps_local=self.averaging.local,
-            memory=self._memory(),
+            memory=memory_of,
         )
         executor.bind(gradients.run_reduce)
         return gradients
 
-    def _memory(self) -> Memory:
-        """For flat buffers that this group communicates."""
-        return memory_of(self.process_group) if self.world_size > 1 else OrdinaryMemory()
-
     def _reduce_order(self, executor: ReduceExecutor) -> ReduceOrder:
         """Stages 0-2: the ranks agree on reductions alone."""
-        if self.world_size == 1:
+        if self.data.size == 1:
             return NullOrder(executor)
         names = {plan.index: str(plan) for plan in self.plans}
-        return AgreedOrder(executor, ControlChannel(self._control_group(), self.rank, self.world_size), names=names)
+        return AgreedOrder(executor, ControlChannel(self._control_group(), self.data.rank, self.data.size), names=names)
 
     def _control_group(self) -> Any:
         """A group for words of a few bytes in host memory."""
-        if dsx_comm.get_backend(self.process_group) == "gloo":
-            return self.process_group
-        return self.groups.take_control()
+        if dsx_comm.get_backend(self.data.group) == "gloo":
+            return self.data.group
+        return self.groups.take_control(self.data)
 
-    def _broadcast(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Rank 0's parameters and buffers become everybody's."""
-        if self.world_size == 1:
-            return
-        source = dsx_comm.get_global_rank(self.process_group, 0)
-        with torch.no_grad():
-            for tensor in (*buffers, *self.model.buffers()):
-                if tensor.numel():
-                    contiguous = tensor if tensor.is_contiguous() else tensor.contiguous()
-                    dsx_comm.broadcast(contiguous, source, group=self.process_group)
-                    if contiguous is not tensor:
-                        tensor.copy_(contiguous)
+    def _share_buffers(self) -> None:
+        """The first rank's buffers become everybody's who holds the module."""
+        held = {name: group.key.ranks for plan in self.plans for group in plan.groups for name in group.layout.names}
+        aliases = {alias: held[info.name] for info in self.infos for alias in info.aliases}
+        for buffer, ranks in ranks_of_buffers(self.model, {**held, **aliases}, self.data):
+            share_first(buffer, ranks)

@@ -12,6 +12,7 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_comm import RankSet
 from torch import nn
 
 from .access import OWNERS, safe_set_full_fp32_param
@@ -62,7 +63,8 @@ class GatheredParameters:
     Args:
         params: a parameter, a module, or any nesting of lists and tuples of them. Parameters that are not partitioned
             are taken as they are.
-        modifier_rank: the rank (in the model's process group) whose values become everybody's at the end; None for
+        modifier_rank: the rank (among those that share the parameter: all data-parallel ranks, or those of an expert's
+            own group) whose values become everybody's at the end; None for
             reading.
         fwd_module: a module whose forward uses the parameters although they are not its own; they are registered with
             it.
@@ -123,9 +125,9 @@ class GatheredParameters:
         """Parameters that every rank holds whole: the modifier's values for all, in their masters too."""
         for parameter, before in self._plain:
             whole, owner = parameter.detach().contiguous(), OWNERS.find(parameter)
-            group = None if owner is None else owner[0].runtime.process_group
-            if dsx_comm.is_initialized():
-                dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(group, modifier), group=group)
+            ranks = RankSet.over() if owner is None else owner[0].group_of(owner[1]).ranks
+            if ranks.size > 1:
+                dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(ranks.group, modifier), group=ranks.group)
             if fingerprint(whole) == before:
                 continue  # the same decision on every rank: `before` was, and `whole` is, equal on all
             parameter.detach().copy_(whole)

@@ -12,6 +12,7 @@ Only members make a group, so that disjoint sets of ranks may shard models at th
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,33 +42,33 @@ def join_launched_ranks() -> None:
 
 
 class LentGroups:
-    """The groups of one model beside `process_group` (None: all ranks)."""
+    """The groups of one model beside those of its rank sets."""
 
-    def __init__(self, process_group: Any) -> None:
-        self._beside = process_group  # the object itself from the first `take` on: the default group may be made anew
-        self._lent: dict[tuple[str, int], Any] = {}
+    def __init__(self) -> None:
+        # by the user's group, the object itself: the default group may be made anew
+        self._lent: dict[Any, dict[tuple[str, int], Any]] = {}
 
-    def take(self, backend: str) -> Any:
-        """A group of the same ranks (collective). One that was handed back, if every rank has it."""
-        return self._take(backend, backend)
+    def take_for_gathers(self, ranks: dsx_comm.RankSet) -> dsx_comm.RankSet:
+        """The rank set with a group of its own for gathers (collective). One of one rank needs none."""
+        if ranks.size == 1:
+            return ranks
+        return replace(ranks, gathers=self._take(ranks.group, dsx_comm.get_backend(ranks.group)))
 
-    def take_control(self) -> Any:
-        """As `take`: a group for words of a few bytes in host memory.
+    def take_control(self, ranks: dsx_comm.RankSet) -> Any:
+        """A group of these ranks for words of a few bytes in host memory (collective).
 
         In shared memory where the ranks have that (a rank that ends is named on the others at once), else gloo; gloo
-        too where the user's group is.
+        too where the set's group is.
         """
-        if dsx_comm.get_backend(self._parent()) == "gloo":
-            return self._take("control", "gloo")
-        return self._take("control", "dsx", dsx_comm.ShmOptions(slice_bytes=4096, warn=False))
+        if dsx_comm.get_backend(ranks.group) == "gloo":
+            return self._take(ranks.group, "control", "gloo")
+        return self._take(ranks.group, "control", "dsx", dsx_comm.ShmOptions(slice_bytes=4096, warn=False))
 
-    def _parent(self) -> Any:
-        if self._beside is None:
-            self._beside = dsx_comm.get_world_group()
-        return self._beside
-
-    def _take(self, kind: str, backend: str, options: dsx_comm.ShmOptions | None = None) -> Any:
-        beside = self._parent()
+    def _take(
+        self, beside: Any, kind: str, backend: str | None = None, options: dsx_comm.ShmOptions | None = None
+    ) -> Any:
+        """A group of the same ranks as `beside`. One that was handed back, if every rank has it."""
+        beside = dsx_comm.get_world_group() if beside is None else beside
         idle = _IDLE.setdefault(beside, {})
         mine = [number for known, number in idle if known == kind]
         everybody: list[Any] = [None] * dsx_comm.get_world_size(beside)
@@ -80,12 +81,12 @@ class LentGroups:
             key = (kind, _MADE.get(beside, 0))
             _MADE[beside] = key[1] + 1
             ranks = dsx_comm.get_all_ranks_from_group(beside)
-            group = dsx_comm.new_group(ranks, backend=backend, local=True, options=options)
-        self._lent[key] = group
+            group = dsx_comm.new_group(ranks, backend=backend or kind, local=True, options=options)
+        self._lent.setdefault(beside, {})[key] = group
         return group
 
     def give_back(self) -> None:
-        """The model is done with them: others may take them. Twice is once."""
+        """The model is done with them: others may take them. Calling it again does nothing."""
         lent, self._lent = self._lent, {}
-        if lent:
-            _IDLE.setdefault(self._beside, {}).update(lent)
+        for beside, groups in lent.items():
+            _IDLE.setdefault(beside, {}).update(groups)

@@ -99,7 +99,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         flat = [group for unit in runtime.units for group in unit.groups]
         self._frozen = Frozen(flat, masters)
         self._edits = Edits(flat)
-        self._edit_agreement = EditAgreement(flat, runtime.process_group, runtime.rank)
+        self._edit_agreement = EditAgreement(flat, runtime.ranks)
         runtime.gradients.watch_edits(self._edit_agreement)
         self._stepped_in_place = [p for g in flat if g.trainable and not is_partitioned(g) for p in g.parameters]
         self._step_groups = groups
@@ -155,7 +155,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         run = self._runtime
-        return f"ZeroOptimizer(stage={run.stage}, rank={run.rank}, world_size={run.world_size}, inner={self.inner!r})"
+        place = f"rank={run.ranks.rank}, world_size={run.ranks.size}"
+        return f"ZeroOptimizer(stage={run.stage}, {place}, inner={self.inner!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         raise ZeroOptimizerError(
@@ -499,15 +500,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         run = self._runtime
         if not needed:
             return torch.zeros(())
-        shared = run.world_size > 1 and not run.whole
-        norm = global_norm(run.gradients.blocks(), device=self._device, group=run.process_group, shared=shared)
+        groups = () if run.averaging.local() else run.norm_groups
+        norm = global_norm(run.gradients.blocks(), device=self._device, groups=groups, whole=run.whole)
         return norm if grad_scale == 1.0 else norm / grad_scale
 
     def _sum_over_ranks(self, norm: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' own norms: not finite where one of them is not (collective)."""
         total = norm.clone()
-        if self._runtime.world_size > 1:
-            dsx_comm.all_reduce(total, op=dsx_comm.ReduceOp.SUM, group=self._runtime.process_group)
+        ranks = self._runtime.ranks
+        if ranks.size > 1:
+            dsx_comm.all_reduce(total, op=dsx_comm.ReduceOp.SUM, group=ranks.group)
         return total
 
     def _factor(self, norm: torch.Tensor, grad_scale: float, max_norm: float | None) -> float | torch.Tensor:
@@ -565,7 +567,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _connect_norms(self) -> None:
         """Give optimizers with per-tensor norms (Lamb) a way to sum them over the slices of a tensor."""
-        if hasattr(self.inner, "norm_reducer") and not self._runtime.whole and self._runtime.world_size > 1:
+        run = self._runtime
+        sets = {group.ranks for unit in run.trainable_units() for group in unit.trainable}
+        divided = any((ranks.size > 1 and not run.whole) or ranks.tensor_groups for ranks in sets)
+        if hasattr(self.inner, "norm_reducer") and divided:
             from .step.segments import SegmentedNorms  # late: only such optimizers need it
 
             self.inner.norm_reducer = SegmentedNorms(self._runtime, self._masters)  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ def release_model(model: nn.Module) -> bool:
     owners = {id(found[0]): found[0] for p in model.parameters() if (found := OWNERS.find(p)) is not None}
     mine = [owner for owner in owners.values() if owner.runtime.model is model and not owner.released]
     for owner in mine:
-        if owner.runtime.rank == 0:
+        if owner.runtime.ranks.rank == 0:
             _log.warning(
                 "the model is sharded already: the optimizer (and engine) that shards it at stage %d is released and"
                 " cannot step any more",
@@ -52,11 +52,4 @@ def release_model(model: nn.Module) -> bool:
 
 def _apart(source: UnitParameter) -> InitParameter:
     """The parameter outside of its unit, as `Init` would have made it."""
-    group, unit = source.group, source.unit
-    return InitParameter.divide(
-        source.name,
-        source.full_tensor(),
-        rank=group.rank,
-        world_size=group.layout.world_size,
-        process_group=unit.process_group,
-    )
+    return InitParameter.divide(source.name, source.full_tensor(), source.group.ranks)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from dsx_comm import RankSet
 
 from .grads.averaging import Averaging
 from .grads.gradients import Gradients
@@ -62,13 +63,16 @@ class UnusedCheck(Protocol):
 
 @dataclass(frozen=True)
 class Runtime:
-    """The parts of one sharded model."""
+    """The parts of one sharded model.
+
+    `ranks` are all data-parallel ranks: over them collectives are put in order and models compared. Which ranks share a
+    parameter is its flat group's to say. `norm_groups`: over which the squares of gradients are summed.
+    """
 
     model: torch.nn.Module
     stage: int
-    rank: int
-    world_size: int
-    process_group: Any
+    ranks: RankSet
+    norm_groups: tuple[Any, ...]
     groups: LentGroups
     infos: tuple[ParameterInfo, ...]
     units: tuple[Unit, ...]

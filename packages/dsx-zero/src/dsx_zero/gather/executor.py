@@ -35,14 +35,15 @@ class GatherLimits:
 class GatherExecutor(ReduceExecutor):
     """Issues gathers of units on a lane and frees them. The reductions come from the gradients (``bind``).
 
-    ``all_gather(out, shard)`` is the asynchronous collective; it returns what to wait for, or None when it is done.
+    ``all_gather(out, shard, ranks)`` is the asynchronous collective of those who share a buffer; it returns what to wait
+    for, or None when it is done.
     """
 
     def __init__(
         self,
         units: Sequence[PartitionedUnit],
         *,
-        all_gather: Callable[[torch.Tensor, torch.Tensor], Any],
+        all_gather: Callable[[torch.Tensor, torch.Tensor, dsx_comm.RankSet], Any],
         lane: Lane,
         limits: GatherLimits,
     ) -> None:
@@ -79,7 +80,7 @@ class GatherExecutor(ReduceExecutor):
             if arrival is not None:
                 arrival.wait()
             with dsx_comm.unit(name):
-                return self._all_gather(store.fill, shard)
+                return self._all_gather(store.fill, shard, group.ranks)
 
         return gather
 
@@ -92,12 +93,15 @@ class GatherExecutor(ReduceExecutor):
             shard, arrival = fetched(group.shard, group.key.device, self._lane)
 
             def gather(
-                out: torch.Tensor = scratch, shard: torch.Tensor = shard, arrival: Ticket | None = arrival
+                out: torch.Tensor = scratch,
+                shard: torch.Tensor = shard,
+                ranks: dsx_comm.RankSet = group.ranks,
+                arrival: Ticket | None = arrival,
             ) -> Any:
                 if arrival is not None:
                     arrival.wait()
                 with dsx_comm.unit(f"{target.name}, past its users"):
-                    return self._all_gather(out, shard)
+                    return self._all_gather(out, shard, ranks)
 
             self._passing.append((self._lane.submit(gather), scratch))
 

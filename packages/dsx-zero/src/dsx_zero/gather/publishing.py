@@ -10,7 +10,18 @@ import torch
 from ..params.flat import FlatGroup, Unit
 from ..plan.layout import pieces
 
-__all__ = ["Gathering", "Replicated"]
+__all__ = ["Gathering", "Replicated", "share_first"]
+
+
+def share_first(values: torch.Tensor, ranks: dsx_comm.RankSet) -> None:
+    """Give the values of the first of these ranks to all of them (collective)."""
+    if ranks.size == 1 or not values.numel():
+        return
+    with torch.no_grad():
+        contiguous = values if values.is_contiguous() else values.contiguous()
+        dsx_comm.broadcast(contiguous, dsx_comm.get_global_rank(ranks.group, 0), group=ranks.group)
+        if contiguous is not values:
+            values.copy_(contiguous)
 
 
 class Replicated:
@@ -41,8 +52,8 @@ class Replicated:
 class Gathering(Replicated):
     """Stages 1-2: shards are gathered in place into the buffers that the parameters are views of, unit after unit."""
 
-    def __init__(self, group: Any, world_size: int, bucket_size: int) -> None:
-        self._group, self._world_size, self._bucket_size = group, world_size, bucket_size
+    def __init__(self, bucket_size: int) -> None:
+        self._bucket_size = bucket_size
         self._works: list[Any] = []
 
     def publish(self, unit: Unit) -> None:
@@ -52,14 +63,14 @@ class Gathering(Replicated):
 
     def _start(self, unit: Unit) -> None:
         for group in unit.trainable:
-            if group.visible is None:
-                continue  # gathered at its next use
+            if group.visible is None or group.ranks.size == 1:
+                continue  # gathered at its next use, or all there
             if group.layout.numel <= self._bucket_size:
                 shard = group.shard_of(group.visible)
-                work = dsx_comm.all_gather_into_tensor(group.visible, shard, group=self._group, async_op=True)
+                work = dsx_comm.all_gather_into_tensor(group.visible, shard, group=group.ranks.group, async_op=True)
                 self._works.append(work)
             else:
-                self._in_pieces(group.visible, group.shard_of(group.visible))
+                self._in_pieces(group.visible, group.shard_of(group.visible), group.ranks)
 
     def finish(self) -> None:
         """Wait for all of them."""
@@ -68,10 +79,10 @@ class Gathering(Replicated):
             if work is not None:
                 work.wait()
 
-    def _in_pieces(self, buffer: torch.Tensor, shard: torch.Tensor) -> None:
+    def _in_pieces(self, buffer: torch.Tensor, shard: torch.Tensor, ranks: dsx_comm.RankSet) -> None:
         """Gather columns of the (rank, element) matrix through a message buffer of constant size."""
-        rows = buffer.view(self._world_size, -1)
-        for start, stop in pieces(rows.shape[1], self._bucket_size // self._world_size):
-            message = buffer.new_empty(self._world_size * (stop - start))
-            dsx_comm.all_gather_into_tensor(message, shard[start:stop].clone(), group=self._group)
-            rows[:, start:stop].copy_(message.view(self._world_size, -1))
+        rows = buffer.view(ranks.size, -1)
+        for start, stop in pieces(rows.shape[1], self._bucket_size // ranks.size):
+            message = buffer.new_empty(ranks.size * (stop - start))
+            dsx_comm.all_gather_into_tensor(message, shard[start:stop].clone(), group=ranks.group)
+            rows[:, start:stop].copy_(message.view(ranks.size, -1))

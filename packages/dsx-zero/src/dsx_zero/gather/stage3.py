@@ -15,13 +15,11 @@ import dsx_comm
 import torch
 from torch import nn
 
-from ..groups import LentGroups
 from ..homes.home import write
 from ..lanes import Lane, make_lane
-from ..order.agreed import AgreedOrder, NullOrder, Order, ReuseLimits
-from ..order.channel import ControlChannel
+from ..order.agreed import AgreedOrder, Channel, NullOrder, Order, ReuseLimits
 from ..params.flat import FlatGroup, Unit
-from ..params.memory import Memory, OrdinaryMemory, memory_of
+from ..params.memory import memory_of
 from ..params.partitioned import PartitionedParameter
 from ..params.partitioned_unit import PartitionedUnit, UnitState
 from ..params.restored import restore_parameter
@@ -29,40 +27,10 @@ from ..plan.units import ParameterInfo, UnitPlan
 from .external import take_pending, unit_index
 from .hooks import UnitHooks
 from .lifetime import GatherExecutor, GatherLifetime, GatherLimits
-from .publishing import Gathering, Replicated
+from .publishing import Gathering, share_first
 from .registry import remember
 
-__all__ = ["Ranks", "Stage3", "Stage3Limits", "build_stage3"]
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Who takes part: this rank, how many, and their three groups (the same ranks in all)."""
-
-    rank: int
-    world_size: int
-    process_group: Any
-    gathers: Any
-    control: Any
-
-    @classmethod
-    def of(cls, process_group: Any, rank: int, world_size: int, groups: LentGroups) -> Ranks:
-        """Take the group for gathers and the one for words in host memory (collective); one rank needs none."""
-        if world_size == 1:
-            return cls(rank, world_size, process_group, None, None)
-        gathers = groups.take(dsx_comm.get_backend(process_group))
-        return cls(rank, world_size, process_group, gathers, groups.take_control())
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Any:
-        """Start gathering the ranks' shards; what to wait for, or None when it is done."""
-        if self.world_size == 1:
-            out.copy_(shard)
-            return None
-        return dsx_comm.all_gather_into_tensor(out, shard, group=self.gathers, async_op=True)
-
-    def memory(self, group: Any) -> Memory:
-        """For buffers that these ranks communicate over `group`."""
-        return memory_of(group) if self.world_size > 1 else OrdinaryMemory()
+__all__ = ["Stage3", "Stage3Limits", "build_stage3"]
 
 
 @dataclass(frozen=True)
@@ -83,12 +51,11 @@ class Stage3:
         self,
         resident: Sequence[Unit],
         partitioned: Sequence[PartitionedUnit],
-        gathering: Replicated,
-        process_group: Any,
+        gathering: Gathering,
     ) -> None:
         self._resident = {unit.index: unit for unit in resident}
         self._units = {unit.index: unit for unit in partitioned}
-        self._gathering, self._group = gathering, process_group
+        self._gathering = gathering
         self.lifetime: GatherLifetime
         self.order: Order
         self.executor: GatherExecutor
@@ -120,14 +87,11 @@ class Stage3:
         if unit.index in self._resident:
             self._gathering.publish(unit)
             for group in unit.groups:
-                if (
-                    group.layout.world_size > 1
-                    and not group.trainable
-                    and group.visible is not None
-                    and group.layout.numel
-                ):
+                if group.ranks.size > 1 and not group.trainable and group.visible is not None and group.layout.numel:
                     # only after loading: steps do not publish frozen units
-                    dsx_comm.all_gather_into_tensor(group.visible, group.shard_of(group.visible), group=self._group)
+                    dsx_comm.all_gather_into_tensor(
+                        group.visible, group.shard_of(group.visible), group=group.ranks.group
+                    )
 
     def finish(self) -> None:
         """See ``runtime.Publisher``."""
@@ -219,11 +183,12 @@ def build_stage3(
     infos: Sequence[ParameterInfo],
     plans: Sequence[UnitPlan],
     *,
-    ranks: Ranks,
+    channel: Channel | None,
     limits: Stage3Limits,
     lane: Lane | None = None,
 ) -> tuple[Stage3, dict[int, nn.Parameter]]:
-    """Partition the model's parameters unit by unit (collective; rank 0's values become everybody's).
+    """Partition the model's parameters unit by unit (collective; the values of the first of the ranks that share a
+    parameter become everybody's). The ranks agree over `channel` on what comes next; None: there is one.
 
     Returns:
         The parts, and for each parameter that was in the model (by ``id``) the plain one that takes gradients from now
@@ -234,35 +199,28 @@ def build_stage3(
     pending, unit_of_original = take_pending(model), {}
     for plan in plans:
         if plan.resident:
-            unit, originals = _resident(plan, model, by_name, ranks)
+            unit, originals = _resident(plan, model, by_name)
             plain_of.update(originals)
             resident.append(unit)
             continue
-        unit = PartitionedUnit(
-            plan, rank=ranks.rank, process_group=ranks.process_group, memory=ranks.memory(ranks.gathers)
-        )
+        unit = PartitionedUnit(plan, memory=lambda ranks: memory_of(ranks, ranks.gather_group))
         originals = unit.adopt(model, by_name)
         plain_of.update(originals)
         unit_of_original.update(dict.fromkeys(originals, plan.index))
         partitioned.append(unit)
-    gathering = (
-        Gathering(ranks.process_group, ranks.world_size, limits.allgather_bucket_size)
-        if ranks.world_size > 1
-        else Replicated()
-    )
-    stage = Stage3(resident, partitioned, gathering, ranks.process_group)
+    stage = Stage3(resident, partitioned, Gathering(limits.allgather_bucket_size))
     stage.pending, stage.unit_of_original = pending, unit_of_original
     stage.executor = GatherExecutor(
         partitioned,
-        all_gather=ranks.all_gather,
+        all_gather=all_gather,
         lane=lane or make_lane(infos[0].device if infos else torch.device("cpu")),
         limits=GatherLimits(limits.prefetch_bucket_size, limits.max_live_parameters),
     )
     stage.order = NullOrder(stage.executor)
-    if ranks.world_size > 1:
+    if channel is not None:
         stage.order = AgreedOrder(
             stage.executor,
-            ControlChannel(ranks.control, ranks.rank, ranks.world_size),
+            channel,
             limits=_reuse(partitioned, limits),
             strict=limits.strict_order,
             names={plan.index: str(plan) for plan in plans},
@@ -273,8 +231,16 @@ def build_stage3(
     return stage, plain_of
 
 
+def all_gather(out: torch.Tensor, shard: torch.Tensor, ranks: dsx_comm.RankSet) -> Any:
+    """Start gathering the ranks' shards; what to wait for, or None when it is done."""
+    if ranks.size == 1:
+        out.copy_(shard)
+        return None
+    return dsx_comm.all_gather_into_tensor(out, shard, group=ranks.gather_group, async_op=True)
+
+
 def _resident(
-    plan: UnitPlan, model: nn.Module, infos: Mapping[str, ParameterInfo], ranks: Ranks
+    plan: UnitPlan, model: nn.Module, infos: Mapping[str, ParameterInfo]
 ) -> tuple[Unit, dict[int, nn.Parameter]]:
     """A unit that stays whole, and the whole parameters that took the places of partitioned ones (by the ``id`` of
     those).
@@ -288,10 +254,9 @@ def _resident(
                 whole = restore_parameter(model, (name, *infos[name].aliases), parameter)
                 replaced[id(parameter)] = parameter = whole
             own.append(parameter)
-        flat = FlatGroup.resident(group, own, rank=ranks.rank, memory=ranks.memory(ranks.process_group))
-        if ranks.world_size > 1 and flat.visible is not None and flat.layout.numel:
-            source = dsx_comm.get_global_rank(ranks.process_group, 0)
-            dsx_comm.broadcast(flat.visible, source, group=ranks.process_group)
+        flat = FlatGroup.resident(group, own, memory=memory_of(group.key.ranks))
+        if flat.visible is not None:
+            share_first(flat.visible, flat.ranks)
         groups.append(flat)
     return Unit(plan, tuple(groups)), replaced
 

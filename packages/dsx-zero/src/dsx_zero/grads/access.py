@@ -66,7 +66,7 @@ class _Shards:
 
     layout: FlatLayout
     shard: Home
-    rank: int
+    ranks: dsx_comm.RankSet
     master: Home | None = None
 
 
@@ -74,14 +74,13 @@ class GradientAccess:
     """Serves the gradients of one sharded model.
 
     Args:
-        process_group, rank, world_size: the ranks that the gradients are averaged over; `world_size` 1 where every rank
-            holds them whole.
         complete: reduces what has not been reduced yet (collective).
+        divided: whether each of a group's ranks holds a shard of its gradients; else all of them hold them whole.
+        norm_groups: over which what is true of one rank's gradients becomes known to all ranks.
     """
 
-    def __init__(self, process_group: Any, rank: int, world_size: int, complete: Callable[[], None]) -> None:
-        self._process_group, self._rank, self._world_size = process_group, rank, world_size
-        self._complete = complete
+    def __init__(self, complete: Callable[[], None], *, divided: bool, norm_groups: Sequence[Any] = ()) -> None:
+        self._complete, self._divided, self._norm_groups = complete, divided, tuple(norm_groups)
         self._groups: list[ReducedGroup] = []
         self._norms: dict[float, dict[tuple[int, int], torch.Tensor]] = {}
 
@@ -99,22 +98,26 @@ class GradientAccess:
         known, wanted = self._norms.get(order), (id(group), index)
         if known is None:
             places = [(g, i) for g in self._groups for i in range(len(g.group.parameters))]
-            values = self._norms_of([g.piece(i) for g, i in places], order, group.device)
+            values = self._norms_of(places, order, group.device)
             known = self._norms[order] = {(id(g), i): value for (g, i), value in zip(places, values.unbind())}
         elif wanted not in known:  # edited since
-            known[wanted] = self._norms_of([group.piece(index)], order, group.device)[0]
+            known[wanted] = self._norms_of([(group, index)], order, group.device)[0]
         return known[wanted].to(group.dtype)
 
-    def _norms_of(self, pieces: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-        """Norms of the whole tensors of which the ranks hold these pieces, as one fp64 tensor (fp32 where fp64 is
-        missing).
-        """
+    def _is_divided(self, group: ReducedGroup) -> bool:
+        return self._divided and group.group.ranks.size > 1
+
+    def _norms_of(self, places: Sequence[tuple[ReducedGroup, int]], order: float, device: torch.device) -> torch.Tensor:
+        """Norms of the whole gradients at these places, as one fp64 tensor (fp32 where fp64 is missing)."""
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        local = torch.stack([_power_sum(piece, order).to(device=device, dtype=dtype) for piece in pieces])
-        if self._world_size > 1:
-            extreme = dsx_comm.ReduceOp.MAX if order > 0 else dsx_comm.ReduceOp.MIN
-            op = extreme if math.isinf(order) else dsx_comm.ReduceOp.SUM
-            dsx_comm.all_reduce(local, op=op, group=self._process_group)
+        local = torch.stack([_power_sum(g.piece(i), order).to(device=device, dtype=dtype) for g, i in places])
+        extreme = dsx_comm.ReduceOp.MAX if order > 0 else dsx_comm.ReduceOp.MIN
+        op = extreme if math.isinf(order) else dsx_comm.ReduceOp.SUM
+        for ranks in dict.fromkeys(g.group.ranks for g, _ in places if self._is_divided(g)):
+            rows = torch.tensor([row for row, (g, _) in enumerate(places) if g.group.ranks == ranks], device=device)
+            sums = local[rows]
+            dsx_comm.all_reduce(sums, op=op, group=ranks.group)
+            local[rows] = sums
         return local if math.isinf(order) or order == 0 else local ** (1.0 / order)
 
     def edit_shard(self, group: ReducedGroup, index: int, edit: Callable[[torch.Tensor], object]) -> None:
@@ -128,19 +131,19 @@ class GradientAccess:
         """Apply an edit to the whole gradient, of which rank 0's result is kept (collective)."""
         self._complete()
         layout = group.group.layout
-        if self._world_size == 1:
+        if not self._is_divided(group):
             with group.opened(index) as piece:
                 edit(piece.view(layout.shapes[index]))
         else:
-            shards = _Shards(layout, group.values(), self._rank)
-            whole = read_whole(layout, layout.names[index], shards.shard, self._process_group, device=group.device)
+            shards = _Shards(layout, group.values(), group.group.ranks)
+            whole = read_whole(layout, layout.names[index], shards.shard, shards.ranks, device=group.device)
             edit(whole)
-            write_whole(shards, layout.names[index], whole, self._process_group)
+            write_whole(shards, layout.names[index], whole)
         self._edited(group, index)
 
     def whole(self, group: ReducedGroup, index: int) -> torch.Tensor | None:
         """The whole gradient in the parameter's dtype, a new tensor, where every rank holds it (collective)."""
-        if self._world_size > 1:
+        if self._is_divided(group):
             return None
         self._complete()
         piece, key = group.piece(index).view(group.group.layout.shapes[index]), group.group.key
@@ -164,8 +167,8 @@ class GradientAccess:
                 torch._amp_foreach_non_finite_check_and_unscale_(members, found, scale)  # type: ignore[attr-defined]
                 if found is not found_inf:
                     found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
-        if self._world_size > 1:
-            dsx_comm.all_reduce(found_inf, op=dsx_comm.ReduceOp.MAX, group=self._process_group)
+        for ranks in self._norm_groups:
+            dsx_comm.all_reduce(found_inf, op=dsx_comm.ReduceOp.MAX, group=ranks)
         self.changed()
 
     def _edited(self, group: ReducedGroup, index: int) -> None:

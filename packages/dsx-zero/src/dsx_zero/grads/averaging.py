@@ -113,11 +113,11 @@ class ByOptimizer:
         return True
 
 
-def averaging_of(optimizer: Any, reduction: Reduction, *, stage: int, rank: int) -> Averaging:
-    """Who averages for this optimizer.
+def averaging_of(optimizer: Any, reduction: Reduction, *, stage: int, rank: int, plain: bool = True) -> Averaging:
+    """Who averages for this optimizer. `plain`: all parameters are averaged over the same ranks, and nothing else is.
 
     Raises:
-        ZeroOptimizerError: it averages by itself and the stage is not 0.
+        ZeroOptimizerError: it averages by itself and the stage is not 0, or the model has experts or slices.
         ZeroConfigError: it averages by itself and a sum is asked for.
     """
     if not averages_itself(optimizer):
@@ -130,5 +130,10 @@ def averaging_of(optimizer: Any, reduction: Reduction, *, stage: int, rank: int)
             )
         raise ZeroOptimizerError(
             f"{name} cannot be used at stage {stage}: {conflict.reason}; use stage {conflict.expected}"
+        )
+    if not plain:
+        raise ZeroOptimizerError(
+            f"{name} averages all parameters over one group of ranks, and this model has parameters that only some ranks"
+            " hold (experts, slices of tensors); use AdamW, or another optimizer that leaves averaging to dsx_zero"
         )
     return ByOptimizer(optimizer, rank)

@@ -36,7 +36,7 @@ from ..lanes import Lane
 from ..module_hooks import ModuleHook
 from ..order.agreed import EditWatch
 from ..params.flat import FlatGroup, Part, Unit
-from ..params.memory import Memory, OrdinaryMemory
+from ..params.memory import Kind, Memory, OrdinaryMemory
 from ..plan.layout import LocalSlice
 from ..precision import Precision
 from .access import GradientAccess
@@ -123,8 +123,8 @@ class Gradients(Protocol):
         """
         ...
 
-    def blocks(self) -> Iterator[torch.Tensor]:
-        """Tensors that together hold every gradient this rank steps with, once each, for norms."""
+    def blocks(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
+        """Tensors that together hold every gradient this rank steps with, once each, for norms, and who shares them."""
         ...
 
     def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
@@ -174,30 +174,32 @@ class ReducedGradients:
         *,
         stage: int,
         precision: Precision,
-        reducer: ReductionEngine,
+        reducer: Callable[[dsx_comm.RankSet], ReductionEngine],
         order: ReduceOrder,
         expose: bool,
-        process_group: Any = None,
-        rank: int = 0,
-        world_size: int = 1,
+        norm_groups: Sequence[Any] = (),
         on_complete: Callable[[int], None] | None = None,
         overlap: bool = True,
         keeps_local: Callable[[], bool] = lambda: False,
-        memory: Memory | None = None,
+        memory: Callable[[dsx_comm.RankSet], Memory] = lambda ranks: OrdinaryMemory(),
         tier: Tier | None = None,
         lane: Lane | None = None,
     ) -> None:
         self._overlap, self._keeps_local = overlap, keeps_local
-        kinds = [
-            (group.layout.numel, precision.gradient_dtype(group.key.dtype), group.key.device)
-            for unit in units
-            for group in unit.trainable
-        ]
+        kinds: dict[dsx_comm.RankSet, list[Kind]] = {}
+        for unit in units:
+            for group in unit.trainable:
+                kind = (group.layout.numel, precision.gradient_dtype(group.key.dtype), group.key.device)
+                kinds.setdefault(group.ranks, []).append(kind)
         # Stages 0-1 keep their buffers for good, so there backward never waits for one.
         self._limit = IN_FLIGHT if stage >= 2 else len(units)
-        pool = (memory or OrdinaryMemory()).pool(kinds, idle=IN_FLIGHT if stage >= 2 else len(kinds))
-        self._pool, self._order, self._on_complete = pool, order, on_complete
-        self._access = GradientAccess(process_group, rank, world_size if stage > 0 else 1, self.complete)
+        self._pools = {
+            ranks: memory(ranks).pool(found, idle=IN_FLIGHT if stage >= 2 else len(found))
+            for ranks, found in kinds.items()
+        }
+        self._order, self._on_complete = order, on_complete
+        self._access = GradientAccess(self.complete, divided=stage > 0, norm_groups=norm_groups)
+        reducers = {ranks: reducer(ranks) for ranks in kinds}
         self._of: dict[FlatGroup, GroupGradients] = {}
         self._by_unit: dict[int, list[GroupGradients]] = {}
         self._names = {unit.index: f"{unit.plan}, gradients" for unit in units}
@@ -208,9 +210,10 @@ class ReducedGradients:
                     dtype=precision.gradient_dtype(group.key.dtype),
                     wire=precision.wire_dtype(group.key.dtype),
                     stage=stage,
-                    reducer=reducer,
-                    pool=pool,
-                    expose=expose,
+                    reducer=reducers[group.ranks],
+                    pool=self._pools[group.ranks],
+                    # What is visible is averaged again with what comes late: only a mean of equal values changes nothing.
+                    expose=expose and group.ranks.divisor == group.ranks.size,
                     access=self._access,
                     tier=tier,
                     lane=lane,
@@ -334,7 +337,7 @@ class ReducedGradients:
         self._wait()
         for buffers in self._of.values():
             buffers.hide_unreduced()
-        self._pool.drop()
+        self._drop_idle()
 
     def _reduces(self) -> bool:
         """Not under `no_sync`, and not in a step whose optimizer wants this rank's own gradients."""
@@ -386,7 +389,7 @@ class ReducedGradients:
             self._order.boundary(self._dirty)
             self._wait()
         self._completed = True
-        self._pool.drop()
+        self._drop_idle()
 
     def watch_edits(self, watch: EditWatch) -> None:
         """See `Gradients.watch_edits`."""
@@ -404,7 +407,7 @@ class ReducedGradients:
             self._order.complete(self._dirty)
             self._wait()
         self._completed = True
-        self._pool.drop()
+        self._drop_idle()
 
     def complete_due(self) -> None:
         """See `Gradients.complete_due`."""
@@ -431,9 +434,9 @@ class ReducedGradients:
             block = block.to(device=master.device, dtype=master.dtype)
         return tuple(block.narrow(0, part.slice.offset - first, part.slice.numel) for part in parts)
 
-    def blocks(self) -> Iterator[torch.Tensor]:
+    def blocks(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
         """The reduced buffers."""
-        return (read(buffers.values()) for buffers in self._of.values())
+        return ((group.ranks, read(buffers.values())) for group, buffers in self._of.items())
 
     def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
         """See `Gradients.read`."""
@@ -462,7 +465,7 @@ class ReducedGradients:
         self._wait()
         for buffers in self._of.values():
             buffers.clear()
-        self._pool.drop()
+        self._drop_idle()
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything held for gradients."""
@@ -474,7 +477,11 @@ class ReducedGradients:
 
     def idle_bytes(self) -> int:
         """Memory kept for the buffers of backwards to come."""
-        return self._pool.idle_bytes()
+        return sum(pool.idle_bytes() for pool in self._pools.values())
+
+    def _drop_idle(self) -> None:
+        for pool in self._pools.values():
+            pool.drop()
 
 
 def _arrived(
@@ -577,9 +584,9 @@ class LocalGradients:
             grads = [grad.to(device=master.device, dtype=master.dtype) for grad in grads]
         return tuple(grad.reshape(-1)[part.slice.start : part.slice.stop] for grad, part in zip(grads, parts))
 
-    def blocks(self) -> Iterator[torch.Tensor]:
+    def blocks(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
         """Every `.grad`."""
-        return (_grad(parameter) for group in self._groups for parameter in group.parameters if parameter.numel())
+        return ((group.ranks, _grad(p)) for group in self._groups for p in group.parameters if p.numel())
 
     def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
         """See `Gradients.read`."""

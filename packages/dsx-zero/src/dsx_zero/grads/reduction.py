@@ -42,15 +42,16 @@ class Reduction:
                 "gradient_predivide_factor", f"got {self.predivide_factor}, expected a number above 0"
             )
 
-    def factors(self, world_size: int) -> tuple[float, bool, float]:
+    def factors(self, ranks: dsx_comm.RankSet) -> tuple[float, bool, float]:
         """(before, average, after): scale, then average (or sum) over the ranks, then scale."""
         if self.op == "sum":
             return 1.0, False, 1.0
         if self.prescale:
-            return 1.0 / world_size, False, 1.0
+            return 1.0 / ranks.divisor, False, 1.0
         if self.predivide_factor != 1.0:
-            return 1.0 / self.predivide_factor, False, self.predivide_factor / world_size
-        return 1.0, True, 1.0
+            return 1.0 / self.predivide_factor, False, self.predivide_factor / ranks.divisor
+        average = ranks.divisor == ranks.size
+        return 1.0, average, 1.0 if average else 1.0 / ranks.divisor
 
 
 @dataclass
@@ -71,13 +72,12 @@ class Pending:
 
 
 class Reducer:
-    """All-reduce and reduce-scatter of flat gradient buffers over one group of ranks."""
+    """All-reduce and reduce-scatter of flat gradient buffers over one set of ranks."""
 
-    def __init__(self, group: Any, world_size: int, reduction: Reduction, bucket_size: int) -> None:
-        self._group = group
-        self._world_size = world_size
+    def __init__(self, ranks: dsx_comm.RankSet, reduction: Reduction, bucket_size: int) -> None:
+        self._group, self._world_size = ranks.group, ranks.size
         self._bucket_size = bucket_size
-        self._before, average, self._after = reduction.factors(world_size)
+        self._before, average, self._after = reduction.factors(ranks)
         self._op = dsx_comm.ReduceOp.AVG if average else dsx_comm.ReduceOp.SUM
 
     def all_reduce(self, buffer: torch.Tensor, wire: torch.dtype) -> Pending:
@@ -129,20 +129,37 @@ class Reducer:
 
 
 class LocalReducer:
-    """One rank: the reduced gradient is the rank's own."""
+    """One rank: the reduced gradient is the rank's own, times `factor` (an expert that only this rank holds is averaged
+    over all ranks whose tokens reach it).
+    """
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self._factor = factor
+
+    @classmethod
+    def of(cls, ranks: dsx_comm.RankSet, reduction: Reduction) -> LocalReducer:
+        """For a set of one rank."""
+        before, _, after = reduction.factors(ranks)
+        return cls(before * after)
 
     def all_reduce(self, buffer: torch.Tensor, wire: torch.dtype) -> Pending:
         """It is there already."""
-        return Pending(None, lambda: None)
+        return Pending(None, lambda: self._scale(buffer))
+
+    def _scale(self, buffer: torch.Tensor) -> None:
+        if self._factor != 1.0:
+            buffer.mul_(self._factor)
 
     def reduce_scatter(self, buffer: torch.Tensor, out: torch.Tensor, wire: torch.dtype, *, add: bool) -> Pending:
         """Copy or add, unless `out` is the buffer."""
 
         def complete() -> None:
             if add:
-                out.add_(buffer)
-            elif out.data_ptr() != buffer.data_ptr():
+                out.add_(buffer, alpha=self._factor)
+                return
+            if out.data_ptr() != buffer.data_ptr():
                 out.copy_(buffer)
+            self._scale(out)
 
         return Pending(None, complete)
 

@@ -34,12 +34,18 @@ class IgnoreUnused:
 class UnusedParameters:
     """Watches which parameters get gradients."""
 
-    def __init__(self, units: Iterable[Unit], process_group: Any, rank: int, world_size: int) -> None:
-        self._process_group, self._rank, self._world_size = process_group, rank, world_size
-        pairs = [
-            (n, p) for unit in units for group in unit.trainable for n, p in zip(group.layout.names, group.parameters)
-        ]
+    def __init__(self, units: Iterable[Unit], ranks: dsx_comm.RankSet) -> None:
+        self._ranks = ranks
+        groups = [group for unit in units for group in unit.trainable]
+        pairs = [(n, p) for group in groups for n, p in zip(group.layout.names, group.parameters)]
         self._names = [name for name, _ in pairs]
+        # Of what only some ranks hold (experts): who does. A token need not reach each of them.
+        self._holders = {
+            name: dsx_comm.get_all_ranks_from_group(group.ranks.group)
+            for group in groups
+            if group.ranks.group is not ranks.group
+            for name in group.layout.names
+        }
         self._seen = torch.zeros(len(pairs), dtype=torch.uint8)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -56,14 +62,14 @@ class UnusedParameters:
             ZeroStateError: names the parameters and ranks; the same on all ranks, nothing has been changed.
         """
         mine, self._seen = self._seen, torch.zeros_like(self._seen)
-        everybody: list[Any] = [mine.tolist()]
-        if self._world_size > 1:
-            everybody = [None] * self._world_size
-            dsx_comm.all_gather_object(everybody, mine.tolist(), group=self._process_group)
+        everybody: list[Any] = [(mine.tolist(), self._holders)]
+        if self._ranks.size > 1:
+            everybody = [None] * self._ranks.size
+            dsx_comm.all_gather_object(everybody, (mine.tolist(), self._holders), group=self._ranks.group)
         missing = [
-            f"{name} (rank {', '.join(ranks)})"
+            f"{name} (rank {', '.join(map(str, ranks))})"
             for index, name in enumerate(self._names)
-            if (ranks := [str(rank) for rank, seen in enumerate(everybody) if not seen[index]])
+            if (ranks := _missing(everybody, index, name))
         ]
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
@@ -76,3 +82,12 @@ class UnusedParameters:
         """Stop watching."""
         for handle in self._handles:
             handle.remove()
+
+
+def _missing(everybody: list[Any], index: int, name: str) -> list[int]:
+    """The ranks without a gradient of a parameter. Where only some ranks hold it, those of which none has one."""
+    without = [rank for rank, (seen, _) in enumerate(everybody) if not seen[index]]
+    if name not in everybody[0][1]:
+        return without
+    reached = {str(holders[name]) for seen, holders in everybody if seen[index]}
+    return [rank for rank in without if str(everybody[rank][1][name]) not in reached]

@@ -134,6 +134,10 @@ class EditWatch(Protocol):
         """A number below 2^31 that is the same on ranks that wrote the same."""
         ...
 
+    def differ(self, words: Sequence[int]) -> bool:
+        """Whether these words, by rank, say that ranks wrote differently what they hold alike. The same on all ranks."""
+        ...
+
     def refuse(self) -> None:
         """The words differ. Collective; raises on every rank."""
         ...
@@ -470,7 +474,7 @@ class AgreedOrder:
             self._schedule = self._limits.apply(Schedule(tuple(record)))
             _log.debug("the order of collectives is frozen:\n%s", self._schedule)
         self._new_step()
-        if self._edits is not None and len({post.edits for post in posts}) > 1:
+        if self._edits is not None and self._edits.differ([post.edits for post in posts]):
             self._edits.refuse()
         if strayed and self._strict:
             raise ScheduleDivergence(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from dsx_comm import RankSet
 from torch import nn
 
 from ..homes.home import DeviceHome, Home, read, write
@@ -51,6 +52,7 @@ class FlatGroup:
     """A flat buffer: its layout, its `nn.Parameter`s (in layout order), and where its values are.
 
     Attributes:
+        ranks: who shares it.
         visible: the buffer of `layout.numel` elements that the parameters are views of; None in a partitioned group
             (`PartitionedGroup`).
         shard: the `layout.shard_numel` elements that this rank owns.
@@ -64,7 +66,6 @@ class FlatGroup:
         plan: GroupPlan,
         parameters: Sequence[nn.Parameter],
         *,
-        rank: int,
         visible: torch.Tensor | None,
         shard: Home,
         tier: Tier | None = None,
@@ -72,21 +73,22 @@ class FlatGroup:
         self.key: GroupKey = plan.key
         self.layout: FlatLayout = plan.layout
         self.parameters = tuple(parameters)
-        self.rank = rank
+        self.ranks: RankSet = plan.key.ranks
+        self.rank = self.ranks.rank
         self.visible = visible
         self.shard = self.stepped = shard
         self._tier = tier or DeviceTier()
-        self.parts = local_parts(plan.layout, rank)
+        self.parts = local_parts(plan.layout, self.rank)
         self.master: Home | None = None
 
     @classmethod
-    def resident(cls, plan: GroupPlan, parameters: Sequence[nn.Parameter], *, rank: int, memory: Memory) -> FlatGroup:
+    def resident(cls, plan: GroupPlan, parameters: Sequence[nn.Parameter], *, memory: Memory) -> FlatGroup:
         """Move the parameters' values into one new buffer in `memory` and make the parameters views of it
         (collective).
         """
         buffer = memory.empty(plan.layout.numel, plan.key.dtype, plan.key.device)
-        start, stop = plan.layout.shard_range(rank)
-        group = cls(plan, parameters, rank=rank, visible=buffer, shard=DeviceHome(buffer[start:stop]))
+        start, stop = plan.layout.shard_range(plan.key.ranks.rank)
+        group = cls(plan, parameters, visible=buffer, shard=DeviceHome(buffer[start:stop]))
         with torch.no_grad():
             for begin, end in plan.layout.gaps:
                 buffer[begin:end].zero_()

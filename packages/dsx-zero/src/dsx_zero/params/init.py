@@ -23,6 +23,7 @@ from typing import Any
 
 import dsx_comm
 import torch
+from dsx_comm import ParameterMarks, RankSet, RankSets
 from torch import nn
 from torch.nn.modules import module as registration
 
@@ -39,28 +40,27 @@ __all__ = ["Init", "InitParameter"]
 class InitParameter:
     """The ``ParameterSource`` of a parameter that is partitioned but not yet in a unit."""
 
-    def __init__(self, name: str, layout: FlatLayout, values: torch.Tensor, *, rank: int, process_group: Any) -> None:
-        self.name, self.rank, self._process_group = name, rank, process_group
-        self.layout, self._values = layout, values
+    def __init__(self, name: str, layout: FlatLayout, values: torch.Tensor, ranks: RankSet) -> None:
+        self.name, self.layout, self._values, self.ranks = name, layout, values, ranks
         self.shard: Home = DeviceHome(values)
         self.master: Home | None = None
         self._opened: torch.Tensor | None = None
 
     @classmethod
-    def divide(cls, name: str, value: torch.Tensor, *, rank: int, world_size: int, process_group: Any) -> InitParameter:
-        """Keep this rank's part of rank 0's ``value`` (collective)."""
-        layout = FlatLayout.build([(name, tuple(value.shape))], world_size=world_size, itemsize=value.element_size())
+    def divide(cls, name: str, value: torch.Tensor, ranks: RankSet) -> InitParameter:
+        """Keep this rank's part of the first rank's ``value`` (collective)."""
+        layout = FlatLayout.build([(name, tuple(value.shape))], world_size=ranks.size, itemsize=value.element_size())
         shard = torch.zeros(layout.shard_numel, dtype=value.dtype, device=value.device)
-        made = cls(name, layout, shard, rank=rank, process_group=process_group)
-        write_whole(made, name, value, process_group)
+        made = cls(name, layout, shard, ranks)
+        write_whole(made, name, value)
         return made
 
     def local_shard(self) -> torch.Tensor:
-        part = self.layout.local_slice(self.name, self.rank)
+        part = self.layout.local_slice(self.name, self.ranks.rank)
         return self._values[:0] if part is None else self._values.narrow(0, part.offset, part.numel)
 
     def full_tensor(self) -> torch.Tensor:
-        return read_whole(self.layout, self.name, self.shard, self._process_group, device=self.shard.device)
+        return read_whole(self.layout, self.name, self.shard, self.ranks, device=self.shard.device)
 
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:
         if self._opened is not None:
@@ -68,7 +68,7 @@ class InitParameter:
             return
         whole = self.full_tensor()
         edit(whole)
-        write_whole(self, self.name, whole, self._process_group)
+        write_whole(self, self.name, whole)
 
     def borrow(self) -> torch.Tensor | None:
         return self._opened
@@ -95,7 +95,7 @@ class InitParameter:
         if self._opened is not None:
             return None  # what is gathered for editing must not lose its shard
         values = self._values.to(device=device, dtype=dtype)
-        return InitParameter(self.name, self.layout, values, rank=self.rank, process_group=self._process_group)
+        return InitParameter(self.name, self.layout, values, self.ranks)
 
     def open(self) -> torch.Tensor:
         """Gather the whole parameter for reading and writing (collective)."""
@@ -106,7 +106,7 @@ class InitParameter:
         """Let the whole go; with a ``source_rank``, keep that rank's values (collective)."""
         whole, self._opened = self._opened, None
         if whole is not None and source_rank is not None:
-            write_whole(self, self.name, whole, self._process_group, source_rank=source_rank)
+            write_whole(self, self.name, whole, source_rank=source_rank)
 
 
 _CONTEXTS: list[Init] = []
@@ -147,15 +147,10 @@ class Init:
         _refuse(remote_device=remote_device not in (None, "none"), pin_memory=pin_memory, **later)
         if config is not None and config_dict_or_path is not None:
             raise ZeroConfigError("Init.config", "got config and config_dict_or_path; they are two names of one thing")
-        if mpu is not None and data_parallel_group is None:
-            data_parallel_group = mpu.get_data_parallel_group()
-        self._group = data_parallel_group
         self._dtype = dtype or _dtype_of(config if config is not None else config_dict_or_path)
         if enabled:
             join_launched_ranks()
-        there = dsx_comm.is_initialized()
-        self._rank = dsx_comm.get_rank(self._group) if there else 0
-        self._world_size = dsx_comm.get_world_size(self._group) if there else 1
+        self._ranks = _rank_sets(data_parallel_group, mpu)
         self._enabled = enabled
         self._seen: list[nn.Module] = []
         self._stack = ExitStack()
@@ -172,7 +167,7 @@ class Init:
             registration.register_module_parameter_registration_hook(self._on_parameter),
         ):
             self._stack.callback(handle.remove)
-        if there_is_cuda(self._group):
+        if there_is_cuda(self._ranks.data.group):
             self._stack.enter_context(torch.device("cuda", torch.cuda.current_device()))
         return self
 
@@ -206,18 +201,19 @@ class Init:
         if value.numel() == 0:
             parameter.data = value
             return
-        source = InitParameter.divide(
-            f"{type(owner).__name__}.{name}",
-            value.contiguous(),
-            rank=self._rank,
-            world_size=self._world_size,
-            process_group=self._group,
-        )
+        ranks = self._ranks.of(ParameterMarks.read(parameter))
+        source = InitParameter.divide(f"{type(owner).__name__}.{name}", value.contiguous(), ranks)
         face = PartitionedParameter(
             source, value.shape, dtype=value.dtype, device=value.device, requires_grad=parameter.requires_grad
         )
         vars(face).update({k: v for k, v in vars(parameter).items() if k not in ("_source", "_is_param")})
         owner._parameters[name] = face  # type: ignore[assignment]
+
+
+def _rank_sets(data_parallel_group: Any, mpu: Any) -> RankSets:
+    if data_parallel_group is not None:
+        return RankSets.over(data_parallel_group)
+    return RankSets.current() if mpu is None else RankSets.of_mpu(mpu)
 
 
 def there_is_cuda(group: Any) -> bool:

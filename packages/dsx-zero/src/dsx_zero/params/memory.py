@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import dsx_comm
 import torch
 
-__all__ = ["BufferPool", "Memory", "OrdinaryMemory", "SharedMemory", "memory_of"]
+__all__ = ["BufferPool", "Kind", "Memory", "OrdinaryMemory", "SharedMemory", "memory_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -170,6 +170,7 @@ class SharedMemory:
             return OrdinaryPool(idle)
 
 
-def memory_of(group: Any) -> Memory:
-    """The memory for buffers that `group` communicates."""
-    return SharedMemory(group) if dsx_comm.get_backend(group) == "dsx" else OrdinaryMemory()
+def memory_of(ranks: dsx_comm.RankSet, group: Any = None) -> Memory:
+    """The memory for buffers that these ranks communicate over `group` (None: the set's own)."""
+    group = ranks.group if group is None else group
+    return SharedMemory(group) if ranks.size > 1 and dsx_comm.get_backend(group) == "dsx" else OrdinaryMemory()

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from dsx_comm import RankSet
 from torch import nn
 
 from ..homes.home import read, write
@@ -61,7 +62,7 @@ class UnitParameter:
 
     def full_tensor(self) -> torch.Tensor:
         group = self.group
-        return read_whole(group.layout, self.name, group.shard, self.unit.process_group, device=group.key.device)
+        return read_whole(group.layout, self.name, group.shard, group.ranks, device=group.key.device)
 
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:
         if self._opened:
@@ -69,7 +70,7 @@ class UnitParameter:
             return
         whole = self.full_tensor()
         edit(whole)
-        whole = write_whole(self.group, self.name, whole, self.unit.process_group)
+        whole = write_whole(self.group, self.name, whole)
         if self.unit.state is UnitState.GATHERED:
             self.plain.detach().copy_(whole)
 
@@ -82,9 +83,7 @@ class UnitParameter:
         """The end of ``open``; with a ``source_rank``, keep that rank's values (collective)."""
         self._opened = False
         if source_rank is not None:
-            whole = write_whole(
-                self.group, self.name, self.plain.detach(), self.unit.process_group, source_rank=source_rank
-            )
+            whole = write_whole(self.group, self.name, self.plain.detach(), source_rank=source_rank)
             self.plain.detach().copy_(whole)
 
     @property
@@ -164,27 +163,26 @@ def is_partitioned(group: FlatGroup) -> bool:
 
 class PartitionedUnit:
     """See the module's text. ``lender`` serves operations on its parameters from outside its modules; shards live in
-    ``tier``, on the device in ``memory``.
+    ``tier``, on the device in ``memory(ranks)``.
     """
 
     def __init__(
         self,
         plan: UnitPlan,
         *,
-        rank: int,
-        process_group: Any,
         lender: Lender | None = None,
-        memory: Memory | None = None,
+        memory: Callable[[RankSet], Memory] = lambda ranks: OrdinaryMemory(),
         tier: Tier | None = None,
     ) -> None:
-        memory, tier = memory or OrdinaryMemory(), tier or DeviceTier()
-        self.plan, self.process_group = plan, process_group
+        tier = tier or DeviceTier()
+        self.plan = plan
         self.state = UnitState.PARTITIONED
         self.storages = tuple(
             GatheredStorage(group.layout.numel, dtype=group.key.dtype, device=group.key.device) for group in plan.groups
         )
         self.groups = tuple(
-            _partitioned_group(group, store, rank, memory, tier) for group, store in zip(plan.groups, self.storages)
+            _partitioned_group(group, store, memory(group.key.ranks), tier)
+            for group, store in zip(plan.groups, self.storages)
         )
         self.numel = sum(store.numel for store in self.storages)
         """Elements of the gathered parameters, padding included."""
@@ -220,7 +218,7 @@ class PartitionedUnit:
         attributes = {k: v for k, v in vars(original).items() if k not in ("_source", "_is_param")}
         with torch.no_grad():
             whole = original.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
-            write_whole(group, info.name, whole, self.process_group)
+            write_whole(group, info.name, whole)
         partitioned = self._face(original, UnitParameter(info.name, self, group), info, plain.requires_grad)
         for face in (plain, partitioned):
             vars(face).update(attributes)
@@ -277,7 +275,7 @@ class PartitionedUnit:
         return {place.partitioned.source.name: place.partitioned for place in self._places}
 
 
-def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, rank: int, memory: Memory, tier: Tier) -> FlatGroup:
+def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, memory: Memory, tier: Tier) -> FlatGroup:
     layout = plan.layout
     parameters = [
         nn.Parameter(storage.view(offset, shape), requires_grad=plan.key.trainable)
@@ -287,4 +285,4 @@ def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, rank: int, mem
     name = f"shard.{layout.names[0] if layout.names else ''}"
     shard = tier.home(name, layout.shard_numel, plan.key.dtype, plan.key.device, memory)
     write(shard, torch.zeros(layout.shard_numel, dtype=plan.key.dtype))  # the padding, too
-    return PartitionedGroup(plan, parameters, rank=rank, visible=None, shard=shard, tier=tier)
+    return PartitionedGroup(plan, parameters, visible=None, shard=shard, tier=tier)

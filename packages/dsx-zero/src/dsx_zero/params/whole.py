@@ -5,10 +5,11 @@ Used outside training's own passes (``full_tensor``, in-place writes, saving); p
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import dsx_comm
 import torch
+from dsx_comm import RankSet
 
 from ..homes.home import Home, opened, read, write
 from ..plan.layout import FlatLayout, LocalSlice
@@ -20,9 +21,9 @@ def _slices(layout: FlatLayout, name: str) -> list[LocalSlice | None]:
     return [layout.local_slice(name, rank) for rank in range(layout.world_size)]
 
 
-def read_whole(layout: FlatLayout, name: str, shard: Home, process_group: Any, *, device: torch.device) -> torch.Tensor:
-    """The parameter ``name`` as a new tensor of its logical shape on ``device``, from every rank's ``shard`` (bit for
-    bit).
+def read_whole(layout: FlatLayout, name: str, shard: Home, ranks: RankSet, *, device: torch.device) -> torch.Tensor:
+    """The parameter ``name`` as a new tensor of its logical shape on ``device``, from the ``shard`` of each of ``ranks``
+    (bit for bit).
     """
     index = layout.index(name)
     whole = torch.empty(layout.shapes[index], dtype=shard.dtype, device=device)
@@ -34,13 +35,13 @@ def read_whole(layout: FlatLayout, name: str, shard: Home, process_group: Any, *
     if layout.world_size == 1:
         flat[:] = _elements(shard, slices[0])
         return whole
-    mine = slices[dsx_comm.get_rank(process_group)]
+    mine = slices[ranks.rank]
     piece = whole.new_zeros(longest)
     if mine is not None:
         piece[: mine.numel] = _elements(shard, mine)
     pieces = whole.new_empty(longest * layout.world_size)
     with dsx_comm.unit(name):
-        dsx_comm.all_gather_into_tensor(pieces, piece, group=process_group)
+        dsx_comm.all_gather_into_tensor(pieces, piece, group=ranks.group)
     for rank, part in enumerate(slices):
         if part is not None:
             flat[part.start : part.stop] = pieces[rank * longest : rank * longest + part.numel]
@@ -56,14 +57,12 @@ class Shards(Protocol):
 
     layout: FlatLayout
     shard: Home
-    rank: int
+    ranks: RankSet
     master: Home | None
 
 
-def write_whole(
-    group: Shards, name: str, whole: torch.Tensor, process_group: Any, *, source_rank: int = 0
-) -> torch.Tensor:
-    """Make ``whole`` of rank ``source_rank`` (in the group) the parameter's value: each rank keeps its elements, in
+def write_whole(group: Shards, name: str, whole: torch.Tensor, *, source_rank: int = 0) -> torch.Tensor:
+    """Make ``whole`` of rank ``source_rank`` (of those that share the group) the parameter's value: each rank keeps its elements, in
     shard and master.
 
     Returns that rank's tensor, which may be ``whole`` itself, written to.
@@ -74,8 +73,9 @@ def write_whole(
     if layout.world_size > 1:
         whole = whole.contiguous()
         with dsx_comm.unit(name):
-            dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(process_group, source_rank), group=process_group)
-    part = layout.local_slice(name, group.rank)
+            source = dsx_comm.get_global_rank(group.ranks.group, source_rank)
+            dsx_comm.broadcast(whole, src=source, group=group.ranks.group)
+    part = layout.local_slice(name, group.ranks.rank)
     if part is None:
         return whole
     values = whole.reshape(-1)[part.start : part.stop]

@@ -10,9 +10,11 @@ Plans are frozen data, equal on all ranks for equal models; nothing here communi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from dsx_comm import ParameterMarks, RankSet
 
 from .layout import FlatLayout
 
@@ -20,7 +22,16 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["GroupKey", "GroupPlan", "ParameterInfo", "Persistence", "UnitPlan", "find_parameters", "plan_units"]
+__all__ = [
+    "GroupKey",
+    "GroupPlan",
+    "ParameterInfo",
+    "Persistence",
+    "RanksOf",
+    "UnitPlan",
+    "find_parameters",
+    "plan_units",
+]
 
 SMALL_MESSAGE = 1 << 20
 """Elements: neighbouring blocks below this size share one message at stages 0-2."""
@@ -35,9 +46,14 @@ once.
 """
 
 
+UNMARKED = ParameterMarks()
+
+
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One tensor of the model. `name` is its first name in definition order, `aliases` its other (tied) names."""
+    """One tensor of the model. `name` is its first name in definition order, `aliases` its other (tied) names, `marks`
+    what its owner says about the ranks that hold it.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -46,15 +62,21 @@ class ParameterInfo:
     device: torch.device
     trainable: bool
     numel: int
+    marks: ParameterMarks = UNMARKED
+
+
+RanksOf = Callable[[ParameterInfo], RankSet]
+"""Chooses which ranks share the flat buffer of a parameter: the same for a parameter on all of them."""
 
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What the parameters of one flat buffer have in common."""
+    """What the parameters of one flat buffer have in common. `ranks`: who shares the buffer."""
 
     dtype: torch.dtype
     device: torch.device
     trainable: bool
+    ranks: RankSet
 
 
 @dataclass(frozen=True)
@@ -106,6 +128,11 @@ class UnitPlan:
         """Names of all its parameters."""
         return tuple(name for group in self.groups for name in group.layout.names)
 
+    def on(self, ranks: Callable[[RankSet], RankSet]) -> UnitPlan:
+        """The same unit with `ranks(set)` in the place of every rank set (of the same size)."""
+        groups = (replace(group, key=replace(group.key, ranks=ranks(group.key.ranks))) for group in self.groups)
+        return replace(self, groups=tuple(groups))
+
     def __str__(self) -> str:
         return f"unit {self.index} ({self.module or 'root'})"
 
@@ -130,6 +157,7 @@ def find_parameters(model: nn.Module, trainable: frozenset[int] | None = None) -
             device=parameter.device,
             trainable=parameter.requires_grad and (trainable is None or key in trainable),
             numel=parameter.numel(),
+            marks=ParameterMarks.read(parameter),
         )
         for key, parameter in found.items()
     )
@@ -242,14 +270,16 @@ def _buckets(infos: list[ParameterInfo], bucket_size: int) -> Iterator[tuple[tup
         yield tuple(names), members
 
 
-def _groups(members: list[ParameterInfo], world_size: int) -> tuple[GroupPlan, ...]:
+def _groups(members: list[ParameterInfo], ranks_of: RanksOf) -> tuple[GroupPlan, ...]:
     keys: dict[GroupKey, list[ParameterInfo]] = {}
     for info in members:
-        keys.setdefault(GroupKey(info.dtype, info.device, info.trainable), []).append(info)
+        keys.setdefault(GroupKey(info.dtype, info.device, info.trainable, ranks_of(info)), []).append(info)
     return tuple(
         GroupPlan(
             key,
-            FlatLayout.build(((i.name, i.shape) for i in infos), world_size=world_size, itemsize=key.dtype.itemsize),
+            FlatLayout.build(
+                ((i.name, i.shape) for i in infos), world_size=key.ranks.size, itemsize=key.dtype.itemsize
+            ),
         )
         for key, infos in keys.items()
     )
@@ -260,7 +290,7 @@ def plan_units(
     infos: tuple[ParameterInfo, ...],
     *,
     stage: int,
-    world_size: int,
+    ranks_of: RanksOf,
     reduce_bucket_size: int = 500_000_000,
     persistence: Persistence | None = None,
     bucket_size: int = STAGE3_BUCKET,
@@ -268,14 +298,15 @@ def plan_units(
 ) -> tuple[UnitPlan, ...]:
     """Divide the parameters among units, in definition order of the modules (the root unit first at stage 3).
 
-    `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in pieces.
+    `ranks_of` says which ranks share a parameter's buffer; parameters of one unit with other ranks lie in other
+    buffers. `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in pieces.
     At stage 3 what lies outside all blocks is one unit up to `bucket_size` elements; more is divided into buckets of
     whole modules. The modules named by `leaves` are units of their own, whatever they contain.
     """
     blocks = block_names(model, leaves)
     if stage != 3:
         chosen = _by_size(infos, blocks, reduce_bucket_size)
-        return tuple(UnitPlan(i, module, _groups(members, world_size)) for i, (module, members) in enumerate(chosen))
+        return tuple(UnitPlan(i, module, _groups(members, ranks_of)) for i, (module, members) in enumerate(chosen))
     blocks += tuple(name for name in tile_names(model) if name not in blocks)
     small = (persistence or Persistence()).choose(infos)
     kept = frozenset(info.name for info in small)
@@ -288,6 +319,6 @@ def plan_units(
         else:
             units.extend((home[0], found, False, home) for home, found in _buckets(members, bucket_size))
     return tuple(
-        UnitPlan(i, module, _groups(members, world_size), resident, users)
+        UnitPlan(i, module, _groups(members, ranks_of), resident, users)
         for i, (module, members, resident, users) in enumerate(units)
     )

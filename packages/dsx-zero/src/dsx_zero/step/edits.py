@@ -122,21 +122,35 @@ class EditAgreement:
     """Compares over the ranks what users wrote into the parameters that every rank holds whole.
 
     Ranks that differ can have written at different places, or not at all: the comparison travels with words that the
-    ranks exchange at each step anyway.
+    ranks exchange at each step anyway. Parameters that only some of the ranks hold (experts) are compared among those
+    that hold all the same ones.
     """
 
-    def __init__(self, groups: Iterable[FlatGroup], process_group: Any, rank: int) -> None:
-        self._process_group, self._rank = process_group, rank
-        pairs = [
-            (name, parameter)
+    def __init__(self, groups: Iterable[FlatGroup], ranks: dsx_comm.RankSet) -> None:
+        self._ranks = ranks
+        held = [
+            (group, name, parameter)
             for group in groups
             if not is_partitioned(group)
             for name, parameter in zip(group.layout.names, group.parameters)
             if parameter.numel()
         ]
-        self._names = [name for name, _ in pairs]
-        self._parameters = [parameter for _, parameter in pairs]
+        self._names = [name for _, name, _ in held]
+        self._parameters = [parameter for *_, parameter in held]
         self._seen = _versions(self._parameters)
+        self._of_some = frozenset(name for group, name, _ in held if group.ranks.group is not ranks.group)
+        self._holders = self._find_holders([group.ranks for group, *_ in held]) if self._of_some else []
+
+    def _find_holders(self, sets: Sequence[dsx_comm.RankSet]) -> list[list[int]]:
+        """The ranks in classes that hold the same parameters (collective)."""
+        groups = dict.fromkeys(ranks.group for ranks in sets)
+        mine = [dsx_comm.get_all_ranks_from_group(group) for group in groups]
+        everybody: list[Any] = [None] * self._ranks.size
+        dsx_comm.all_gather_object(everybody, mine, group=self._ranks.group)
+        classes: dict[str, list[int]] = {}
+        for rank, held in enumerate(everybody):
+            classes.setdefault(repr(held), []).append(rank)
+        return list(classes.values())
 
     def _edited(self) -> dict[str, int]:
         """The parameters that were written since `settle`, with a sum of their bits."""
@@ -149,8 +163,18 @@ class EditAgreement:
 
     def word(self) -> int:
         """A number that is the same on ranks that wrote the same; 0 where nothing was written."""
-        edited = self._edited()
-        return 0 if not edited else 1 + zlib.crc32(repr(sorted(edited.items())).encode()) % (2**31 - 1)
+        edited = sorted(self._edited().items())
+        if not self._of_some:
+            return _hash(edited, 31)
+        of_all = [item for item in edited if item[0] not in self._of_some]
+        return _hash(of_all, 15) << 16 | _hash([item for item in edited if item[0] in self._of_some], 16)
+
+    def differ(self, words: Sequence[int]) -> bool:
+        """Whether the ranks' words say that they wrote differently what they hold alike."""
+        if not self._of_some:
+            return len(set(words)) > 1
+        of_some = any(len({words[rank] & 0xFFFF for rank in ranks}) > 1 for ranks in self._holders)
+        return of_some or len({word >> 16 for word in words}) > 1
 
     def refuse(self) -> None:
         """The words differ: say where. Collective.
@@ -158,9 +182,9 @@ class EditAgreement:
         Raises:
             ZeroStateError: always, on every rank; names the parameters and the ranks. Nothing has been stepped.
         """
-        everybody: list[Any] = [None] * dsx_comm.get_world_size(self._process_group)
-        dsx_comm.all_gather_object(everybody, self._edited(), group=self._process_group)
-        names = [name for name in self._names if len({edits.get(name) for edits in everybody}) > 1]
+        everybody: list[Any] = [None] * self._ranks.size
+        dsx_comm.all_gather_object(everybody, self._edited(), group=self._ranks.group)
+        names = [name for name in self._names if self._differs(name, [edits.get(name) for edits in everybody])]
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         writers = [str(rank) for rank, edits in enumerate(everybody) if any(name in edits for name in names)]
         raise ZeroStateError(
@@ -170,6 +194,11 @@ class EditAgreement:
             " 0's values to all"
         )
 
+    def _differs(self, name: str, values: Sequence[int | None]) -> bool:
+        if name not in self._of_some:
+            return len(set(values)) > 1
+        return any(len({values[rank] for rank in ranks}) > 1 for ranks in self._holders)
+
     def settle(self) -> None:
         """What the parameters are now is known."""
         self._seen = _versions(self._parameters)
@@ -177,6 +206,11 @@ class EditAgreement:
 
 def _versions(parameters: Sequence[torch.Tensor]) -> list[int]:
     return [parameter._version for parameter in parameters]
+
+
+def _hash(edited: Sequence[tuple[str, int]], bits: int) -> int:
+    """0 for nothing, else a number of so many bits."""
+    return 0 if not edited else 1 + zlib.crc32(repr(edited).encode()) % (2**bits - 1)
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,12 +52,12 @@ class NonFiniteWarning:
     def _warn(self, norm: float, everywhere: bool) -> None:
         run, mine = self._runtime, self._found()
         everybody: list[Any] = [mine]
-        if everywhere and run.world_size > 1 and not run.whole:
-            everybody = [None] * run.world_size
-            dsx_comm.all_gather_object(everybody, mine, group=run.process_group)
-        if everywhere and run.rank:
+        if everywhere and run.ranks.size > 1 and (run.norm_groups or not run.whole):
+            everybody = [None] * run.ranks.size
+            dsx_comm.all_gather_object(everybody, mine, group=run.ranks.group)
+        if everywhere and run.ranks.rank:
             return
-        ranks = range(run.world_size) if len(everybody) > 1 else [run.rank]
+        ranks = range(run.ranks.size) if len(everybody) > 1 else [run.ranks.rank]
         places = [f"'{name}' on rank {rank}" for rank, names in zip(ranks, everybody) for name in names]
         if places:
             more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""

@@ -9,13 +9,16 @@ must not decide that.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import dsx_comm
 import torch
+from dsx_comm import RankSet
 
-__all__ = ["CLIP_EPSILON", "global_norm"]
+from ..errors import ZeroModelError
+
+__all__ = ["CLIP_EPSILON", "global_norm", "groups_of_norm"]
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -23,23 +26,50 @@ CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
-def global_norm(blocks: Iterable[torch.Tensor], *, device: torch.device, group: Any, shared: bool) -> torch.Tensor:
+def groups_of_norm(sets: Collection[RankSet], data: RankSet, *, whole: bool) -> tuple[Any, ...]:
+    """The groups over which the squares of a model's gradients are summed, one after the other.
+
+    None where every rank holds all gradients: those of plain data parallelism without division (`whole`).
+
+    Raises:
+        ZeroModelError: the rank sets of the model's parameters do not agree on the groups, so that ranks would wait for
+            each other.
+    """
+    for ranks in sets:
+        if ranks.norm_groups != data.norm_groups:
+            raise ZeroModelError(
+                f"the rank set {ranks} sums norms over {len(ranks.norm_groups)} groups and {data} over"
+                f" {len(data.norm_groups)}, or over others; give all rank sets of one model the same norm_groups"
+            )
+    plain = set(sets) <= {data} and data.norm_groups in ((), (data.group,)) and data.counts_in_norm
+    return () if whole and plain else data.norm_groups
+
+
+def global_norm(
+    blocks: Iterable[tuple[RankSet, torch.Tensor]], *, device: torch.device, groups: Sequence[Any], whole: bool
+) -> torch.Tensor:
     """L2 norm over all gradients, a 0-dim fp64 tensor on `device` (fp32 where fp64 is missing).
 
     Args:
-        blocks: this rank's gradients, wherever they lie; each is let go before the next one is taken.
-        group: process group over which squares are summed.
-        shared: False when every rank holds all gradients and nothing is to be summed.
+        blocks: this rank's gradients and who shares them, wherever they lie; each is let go before the next one is
+            taken.
+        groups: process groups over which squares are summed, one after the other; none where every rank holds all.
+        whole: each of a block's ranks holds all of it (else a shard), so that only the first of them counts.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=dtype, device=device)
-    norms, all_double = [], True
-    for block in blocks:
+    norms, counted, all_double = [], [], True
+    for ranks, block in blocks:
+        counted.append(not groups or (ranks.counts_in_norm and not (whole and ranks.rank)))
         norms.append(_norm(block))
         all_double = all_double and block.dtype == torch.float64
     if norms:
-        total += torch.stack([n.to(device=device, dtype=dtype) for n in norms]).square().sum()
-    if shared:
+        squares = torch.stack([n.to(device=device, dtype=dtype) for n in norms]).square()
+        if not all(counted):
+            # Times zero, not left out: a copy that is not finite makes the norm so on all ranks, which then all skip.
+            squares = squares * torch.tensor(counted, dtype=dtype).to(device, non_blocking=True)
+        total += squares.sum()
+    for group in groups:
         dsx_comm.all_reduce(total, op=dsx_comm.ReduceOp.SUM, group=group)
     if all_double:
         return total.sqrt()

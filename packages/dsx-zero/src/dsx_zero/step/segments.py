@@ -4,11 +4,12 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import dsx_comm
 import torch
+from dsx_comm import RankSet
 
 from .masters import Master
 
@@ -22,19 +23,39 @@ class SegmentedNorms:
     """`norm_reducer` of such an optimizer: called once per step on every rank, also on one that holds nothing.
 
     Adds the rows of a (local parameters, k) tensor into a (all parameters, k) one, sums that over the ranks in one
-    small all-reduce and gives back the local rows.
+    small all-reduce per rank set and gives back the local rows.
     """
 
     def __init__(self, runtime: Runtime, masters: Sequence[Master]) -> None:
         names = [name for unit in runtime.trainable_units() for group in unit.trainable for name in group.layout.names]
         row = {name: index for index, name in enumerate(names)}
         self._rows = {id(master.tensor): row[master.name] for master in masters}
-        self._count, self._group = len(names), runtime.process_group
+        self._count = len(names)
+        self._sums = list(_sums(runtime, row))
 
     def __call__(self, params: Sequence[torch.Tensor], squares: torch.Tensor) -> torch.Tensor:
         """Sums over the ranks of `squares` (row i belongs to params[i])."""
         index = torch.tensor([self._rows[id(p)] for p in params], dtype=torch.long, device=squares.device)
         total = squares.new_zeros((self._count, *squares.shape[1:]))
         total[index] = squares
-        dsx_comm.all_reduce(total, op=dsx_comm.ReduceOp.SUM, group=self._group)
+        for group, rows in self._sums:
+            part = total if len(rows) == self._count else total[rows]
+            dsx_comm.all_reduce(part, op=dsx_comm.ReduceOp.SUM, group=group)
+            if part is not total:
+                total[rows] = part
         return total[index]
+
+
+def _sums(runtime: Runtime, row: dict[str, int]) -> Iterator[tuple[Any, list[int]]]:
+    """Over which groups which rows are summed: over the ranks with other parts of the shard, then over those with other
+    slices of the tensor.
+    """
+    rows: dict[RankSet, list[int]] = {}
+    for unit in runtime.trainable_units():
+        for group in unit.trainable:
+            rows.setdefault(group.ranks, []).extend(row[name] for name in group.layout.names)
+    for ranks, members in rows.items():
+        if ranks.size > 1 and not runtime.whole:
+            yield ranks.group, members
+        for group in ranks.tensor_groups:
+            yield group, members

@@ -1,0 +1,207 @@
+"""Place as a value: which ranks share one flat buffer.
+
+Most parameters of a model are held alike by all data-parallel ranks. Some are not: an expert lives on some of them
+only, and a slice of a matrix (tensor slicing) has other numbers on each model-parallel rank. Whoever divides buffers
+among ranks, reduces gradients or takes a norm asks a `RankSet` and nothing else, so that experts, tensor slicing,
+secondary shards and pipelines are values of it and not cases in code.
+
+`RankSets` chooses the set of each parameter: from the process groups of this process (`parallel_groups`, a topology or
+an `mpu`) and from what the parameter's owner has marked it as:
+
+* `tensor_model_parallel = True` or `model_parallel = True` (Megatron): this rank holds a slice of the tensor;
+* `allreduce = False` and `group_name = "ep_size_2"` (experts): only the ranks of the expert-data-parallel group of this
+  name hold it.
+
+    sets = RankSets.current()                      # or RankSets.of_mpu(mpu), RankSets.over(process_group)
+    sets.data                                      # ordinary parameters
+    sets.of(ParameterMarks.read(parameter))        # any parameter
+
+Left out: how a buffer travels between the ranks, and who makes the groups of gathers (`dsx_zero`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from . import parallel_groups
+from .errors import TopologyError
+from .groups import get_all_ranks_from_group, get_rank, get_world_group, get_world_size, is_initialized
+from .parallel_groups import ParallelGroups
+from .registry import AxisGroup
+
+__all__ = ["ParameterMarks", "RankSet", "RankSets"]
+
+
+@dataclass(frozen=True)
+class RankSet:
+    """The ranks that share one flat buffer, as one of them sees it. Equal for equal values, and hashable.
+
+    Args:
+        group: their process group; None is the default group. It is not used where `size` is 1.
+        rank, size: this process' place among them, and how many they are.
+        divisor: what the sum of their gradients is divided by for a mean; 0 stands for `size`. An expert's gradients
+            are summed over the ranks that hold it and divided by the number of all data-parallel ranks, because the
+            tokens of all of them reach it.
+        gathers: a group of the same ranks for gathers that run beside reductions; None: `group`.
+        norm_groups: the groups over which sums of squares are added up, one after the other, until all ranks of the
+            model have the norm of all of it. The same for all parameters of one model.
+        counts_in_norm: False where another rank holds the same values and counts them.
+        tensor_groups: groups whose ranks hold other slices of the same tensors; a norm of one tensor is summed over
+            them too.
+        kind: a word for messages.
+    """
+
+    group: Any = None
+    rank: int = 0
+    size: int = 1
+    divisor: int = 0
+    gathers: Any = None
+    norm_groups: tuple[Any, ...] = ()
+    counts_in_norm: bool = True
+    tensor_groups: tuple[Any, ...] = ()
+    kind: str = "data"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise TopologyError(f"RankSet: got rank {self.rank} of {self.size}, expected 0 <= rank < size")
+        if self.divisor < 0:
+            raise TopologyError(f"RankSet: got divisor {self.divisor}, expected at least 1, or 0 for the size")
+        if not self.divisor:
+            object.__setattr__(self, "divisor", self.size)
+
+    @classmethod
+    def over(cls, process_group: Any = None) -> RankSet:
+        """Plain data parallelism over a process group (None: all ranks). Without a process group: this process alone.
+
+        Raises:
+            CommArgumentError: this rank is not in the group.
+        """
+        if not is_initialized():
+            return cls()
+        group, size = _plain(process_group), len(get_all_ranks_from_group(process_group))
+        return cls(group, get_rank(group), size, norm_groups=(group,) if size > 1 else ())
+
+    @property
+    def gather_group(self) -> Any:
+        """The group for gathers."""
+        return self.group if self.gathers is None else self.gathers
+
+    def __str__(self) -> str:
+        mean = "" if self.divisor == self.size else f", mean over {self.divisor}"
+        return f"{self.kind} ({self.size} ranks{mean})"
+
+
+@dataclass(frozen=True)
+class ParameterMarks:
+    """What the owner of a parameter says about its place.
+
+    Attributes:
+        sliced: model-parallel ranks hold other slices of the same tensor.
+        expert: name of the expert-parallel group of an expert's parameter; "" for the only one; None: it is no
+            expert's.
+    """
+
+    sliced: bool = False
+    expert: str | None = None
+
+    @classmethod
+    def read(cls, parameter: Any) -> ParameterMarks:
+        """The marks on a parameter: the attributes of the module's text."""
+        found = [getattr(parameter, name, False) for name in ("tensor_model_parallel", "model_parallel")]
+        expert = None
+        if getattr(parameter, "allreduce", True) is False:
+            expert = str(getattr(parameter, "group_name", None) or "")
+        return cls(any(value is True for value in found), expert)
+
+
+class RankSets:
+    """The rank sets of one process: see the module's text.
+
+    Attributes:
+        data: the set of ordinary parameters: all ranks over which gradients are averaged.
+        rank, world_size, local_rank: of this process in the job.
+        model_size: number of ranks that share one copy of the model in slices (the model-parallel ranks).
+    """
+
+    def __init__(self, data: RankSet, groups: ParallelGroups | None = None, tensor: AxisGroup | None = None) -> None:
+        self._groups, self._tensor = groups, tensor
+        self.model_size = 1 if tensor is None else tensor.size
+        self.rank, self.world_size = (get_rank(), get_world_size()) if is_initialized() else (0, 1)
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._sliced = data
+        if tensor is not None and tensor.size > 1:
+            self._sliced = replace(data, tensor_groups=(_plain(tensor.group),), kind="slices")
+            data = replace(data, counts_in_norm=tensor.rank == 0)
+        self.data = data
+
+    @classmethod
+    def over(cls, process_group: Any = None) -> RankSets:
+        """Plain data parallelism over a process group; experts' groups are those of `parallel_groups`."""
+        return cls(RankSet.over(process_group), parallel_groups.current() if is_initialized() else None)
+
+    @classmethod
+    def of_mpu(cls, mpu: Any) -> RankSets:
+        """As an `mpu` object says (see `read_mpu`), which `parallel_groups` speaks of from now on. Collective.
+
+        Raises:
+            TopologyError: groups are missing, or contradict what the mpu says of them.
+        """
+        if not is_initialized():
+            raise TopologyError(
+                f"got an mpu ({type(mpu).__name__}) and no process group; call dsx_comm.init_distributed first"
+            )
+        return cls.of_groups(parallel_groups.use(mpu))
+
+    @classmethod
+    def current(cls) -> RankSets:
+        """As `parallel_groups` says: what was last given to its `use`, else data parallelism over all ranks."""
+        return cls.of_groups(parallel_groups.current()) if is_initialized() else cls(RankSet())
+
+    @classmethod
+    def of_groups(cls, groups: ParallelGroups) -> RankSets:
+        """The sets over the groups of this process. Collective where groups have to be made."""
+        data = groups.axis("sequence_data")
+        norm = [data]
+        for kind in ("model", "tensor", "pipe"):
+            # Megatron's model-parallel group has the stages of a pipeline in it, a topology's axis has not
+            if groups.size(kind) > 1 and not any(set(groups.axis(kind).ranks) <= set(axis.ranks) for axis in norm):
+                norm.append(groups.axis(kind))
+        sums = tuple(_plain(axis.group) for axis in norm if axis.size > 1)
+        tensor = groups.axis("tensor") if groups.size("tensor") > 1 else None
+        return cls(RankSet(_plain(data.group), data.rank, data.size, norm_groups=sums), groups, tensor)
+
+    def of(self, marks: ParameterMarks) -> RankSet:
+        """The set of a parameter with these marks.
+
+        Raises:
+            TopologyError: it is an expert's, and the groups of experts are not there yet.
+        """
+        if marks.expert is None:
+            return self._sliced if marks.sliced else self.data
+        like = self._sliced if marks.sliced else self.data
+        if self._groups is None:
+            return like
+        found = self._groups.expert_data(marks.expert or self._only_expert_group())
+        return replace(
+            like, group=_plain(found.group), rank=found.rank, size=found.size, divisor=self.data.size, kind="experts"
+        )
+
+    def __call__(self, info: Any) -> RankSet:
+        """The set of a parameter, given its facts (`info.marks`): what `dsx_zero.shard(ranks_of=...)` takes."""
+        return self.of(info.marks)
+
+    def _only_expert_group(self) -> str:
+        names = [] if self._groups is None else self._groups.expert_names()
+        if len(names) != 1:
+            raise TopologyError(
+                f"an expert's parameter (allreduce=False) has no group_name, and there are {len(names)} groups of experts"
+                f" ({', '.join(names) or 'none'}); set parameter.group_name to the name of its group"
+            )
+        return names[0]
+
+
+def _plain(group: Any) -> Any:
+    """None for the default group, so that there is one word for it."""
+    return None if group is None or group is get_world_group() else group

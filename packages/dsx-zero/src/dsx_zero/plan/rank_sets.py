@@ -1,0 +1,96 @@
+"""Which ranks share the buffers of a model: the choice, its check, and what follows from it for module buffers.
+
+The choice is `dsx_comm.RankSets`, or a function of the caller's. Nothing here communicates, but for process groups that
+a topology has not made yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import dsx_comm
+import torch
+from dsx_comm import RankSet, RankSets
+from torch import nn
+
+from ..errors import ZeroModelError
+from .units import RanksOf, UnitPlan
+
+__all__ = ["check_rank_sets", "choose_rank_sets", "is_plain", "ranks_of_buffers"]
+
+
+def choose_rank_sets(process_group: Any, mpu: Any, ranks_of: RankSets | RanksOf | None) -> RankSets:
+    """The rank sets that the arguments of `shard` name; those of `parallel_groups` where they name none.
+
+    Raises:
+        ZeroModelError: they contradict each other.
+    """
+    given = {
+        "process_group": process_group is not None,
+        "mpu": mpu is not None,
+        "ranks_of (a RankSets)": isinstance(ranks_of, RankSets),
+    }
+    if sum(given.values()) > 1:
+        raise ZeroModelError(
+            f"got {' and '.join(name for name, there in given.items() if there)}, and each of them says which ranks are"
+            " data-parallel; give one"
+        )
+    if isinstance(ranks_of, RankSets):
+        return ranks_of
+    if mpu is not None:
+        return RankSets.of_mpu(mpu)
+    return RankSets.current() if process_group is None else RankSets.over(process_group)
+
+
+def is_plain(plans: Sequence[UnitPlan], data: RankSet) -> bool:
+    """Whether all parameters are held by the data-parallel ranks alike, and by no others."""
+    sets = {group.key.ranks for plan in plans for group in plan.groups}
+    return sets <= {data} and data.norm_groups in ((), (data.group,))
+
+
+def check_rank_sets(plans: Sequence[UnitPlan], data: RankSet) -> None:
+    """Refuse rank sets that are not what their process groups are.
+
+    Raises:
+        ZeroModelError: names a parameter, what its rank set says and what was expected.
+    """
+    names: dict[RankSet, str] = {}
+    for plan in plans:
+        for group in plan.groups:
+            names.setdefault(group.key.ranks, group.layout.names[0])
+    allowed = {0} if data.size == 1 else set(dsx_comm.get_all_ranks_from_group(data.group))
+    for ranks, name in names.items():
+        if ranks == data or ranks.size == 1:
+            continue
+        members = dsx_comm.get_all_ranks_from_group(ranks.group)
+        if len(members) != ranks.size or members[ranks.rank] != dsx_comm.get_rank():
+            raise ZeroModelError(
+                f"{name}: its rank set says rank {ranks.rank} of {ranks.size}, and its process group has the ranks"
+                f" {members}, among them this rank {dsx_comm.get_rank()}; make rank sets with dsx_comm.RankSets or"
+                " RankSet.over(group)"
+            )
+        if not set(members) <= allowed:
+            raise ZeroModelError(
+                f"{name}: its rank set has the ranks {members}, of which some are not data-parallel ranks of this model"
+                f" ({sorted(allowed)}); the order of collectives is agreed among those"
+            )
+
+
+def ranks_of_buffers(
+    model: nn.Module, held: Mapping[str, RankSet], data: RankSet
+) -> Iterator[tuple[torch.Tensor, RankSet]]:
+    """Each buffer of a model with the ranks that hold its module: those that share all parameters of the innermost
+    module around it that has any. `held`: who shares each parameter, by every name of it.
+    """
+    inside: dict[str, set[RankSet]] = {"": set()}
+    for name, ranks in held.items():
+        parts = name.split(".")[:-1]
+        for end in range(len(parts) + 1):
+            inside.setdefault(".".join(parts[:end]), set()).add(ranks)
+    for name, buffer in model.named_buffers():
+        path = name.rpartition(".")[0]
+        while path and path not in inside:
+            path = path.rpartition(".")[0]
+        found = inside[path]
+        yield buffer, next(iter(found)) if len(found) == 1 else data
