@@ -122,12 +122,25 @@ class RankSets:
     Attributes:
         data: the set of ordinary parameters: all ranks over which gradients are averaged.
         rank, world_size, local_rank: of this process in the job.
+        batches: (place, number) of the data-parallel ranks that get batches of their own: `data`, but for ranks that
+            share sequences.
+        tensor_slice: (place, number) of the ranks that hold slices of the same tensors.
         model_size: number of ranks that share one copy of the model in slices (the model-parallel ranks).
     """
 
-    def __init__(self, data: RankSet, groups: ParallelGroups | None = None, tensor: AxisGroup | None = None) -> None:
-        self._groups, self._tensor = groups, tensor
-        self.model_size = 1 if tensor is None else tensor.size
+    def __init__(
+        self,
+        data: RankSet,
+        groups: ParallelGroups | None = None,
+        *,
+        tensor: AxisGroup | None = None,
+        batches: tuple[int, int] | None = None,
+        model_size: int = 1,
+    ) -> None:
+        self._groups = groups
+        self.tensor_slice = (0, 1) if tensor is None else (tensor.rank, tensor.size)
+        self.batches = (data.rank, data.size) if batches is None else batches
+        self.model_size = model_size
         self.rank, self.world_size = (get_rank(), get_world_size()) if is_initialized() else (0, 1)
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._sliced = data
@@ -170,7 +183,13 @@ class RankSets:
                 norm.append(groups.axis(kind))
         sums = tuple(_plain(axis.group) for axis in norm if axis.size > 1)
         tensor = groups.axis("tensor") if groups.size("tensor") > 1 else None
-        return cls(RankSet(_plain(data.group), data.rank, data.size, norm_groups=sums), groups, tensor)
+        return cls(
+            RankSet(_plain(data.group), data.rank, data.size, norm_groups=sums),
+            groups,
+            tensor=tensor,
+            batches=(groups.rank("data"), groups.size("data")),
+            model_size=groups.size("model"),
+        )
 
     def of(self, marks: ParameterMarks) -> RankSet:
         """The set of a parameter with these marks.
@@ -187,6 +206,19 @@ class RankSets:
         return replace(
             like, group=_plain(found.group), rank=found.rank, size=found.size, divisor=self.data.size, kind="experts"
         )
+
+    def part_of_model(self, marks: ParameterMarks) -> str:
+        """A word for which part of the model a parameter with these marks is on this rank, the same on all ranks that
+        have the same part; "" where all ranks have it.
+        """
+        words = []
+        if marks.expert is not None and self._groups is not None:
+            found = self._groups.expert(marks.expert or self._only_expert_group())
+            words = [f"expert_rank_{found.rank:02d}_of_{found.size:02d}"] if found.size > 1 else []
+        place, number = self.tensor_slice
+        if marks.sliced and number > 1:
+            words.append(f"model_rank_{place:02d}_of_{number:02d}")
+        return ".".join(words)
 
     def __call__(self, info: Any) -> RankSet:
         """The set of a parameter, given its facts (`info.marks`): what `dsx_zero.shard(ranks_of=...)` takes."""
