@@ -7,9 +7,8 @@ number of processes.
 
 from __future__ import annotations
 
-import pickle
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,15 +125,34 @@ class Reader:
 def mark_of(dataset: Any, fingerprint: str) -> str:
     """A text that tells a dataset from others of its size: the caller's, and a checksum of three of its samples.
 
-    Samples that cannot be pickled leave the checksum out. Samples that are different at every reading (random crops)
-    have another mark each time, so such an analysis always begins anew.
+    Samples that are different at every reading (random crops) have another mark each time, so such an analysis always
+    begins anew.
     """
     size = len(dataset)
-    try:
-        data = pickle.dumps([dataset[number] for number in (0, size // 2, size - 1)])
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return fingerprint
-    return f"{fingerprint}{zlib.crc32(data):08x}"
+    crc = 0
+    for number in (0, size // 2, size - 1):
+        crc = _checksum(dataset[number], crc)
+    return f"{fingerprint}{crc:08x}"
+
+
+def _checksum(value: Any, crc: int) -> int:
+    """CRC-32 of the numbers and texts in a sample; objects of other kinds count by their type."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            crc = _checksum(item, zlib.crc32(str(key).encode(), crc))
+        return crc
+    if isinstance(value, (list, tuple)) and not all(isinstance(item, (int, float)) for item in value):
+        for item in value:
+            crc = _checksum(item, crc)
+        return crc
+    if isinstance(value, (str, bytes)):
+        return zlib.crc32(value.encode() if isinstance(value, str) else value, crc)
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufc":
+        return zlib.crc32(type(value).__name__.encode(), crc)
+    return zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(f"{array.dtype}{array.shape}".encode(), crc))
 
 
 def map_chunks(

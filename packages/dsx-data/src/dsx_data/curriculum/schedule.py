@@ -99,9 +99,13 @@ class CurriculumScheduler:
             return self._ask_custom
         if self.schedule_type == "fixed_discrete":
             return self._discrete(_get(numbers, "difficulty"), _get(numbers, "max_step"))
-        total = self._number(numbers, "total_curriculum_step", least=1)
-        step = self._number(numbers, "difficulty_step", least=1)
-        degree = self._number(numbers, "root_degree", least=1) if self.schedule_type == "fixed_root" else 1
+        total = self._number(numbers, "total_curriculum_step", least=1, within="schedule_config.")
+        step = self._number(numbers, "difficulty_step", least=1, within="schedule_config.")
+        degree = (
+            self._number(numbers, "root_degree", least=1, within="schedule_config.")
+            if self.schedule_type == "fixed_root"
+            else 1
+        )
         return lambda t: self._root(t, total, step, degree)
 
     def _root(self, t: int, total: int, step: int, degree: int) -> int:
@@ -137,10 +141,10 @@ class CurriculumScheduler:
             )
         return int(self._custom(t))
 
-    def _number(self, config: Any, key: str, least: int = 0) -> int:
+    def _number(self, config: Any, key: str, least: int = 0, within: str = "") -> int:
         value = _get(config, key)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self._error(key, value, f"a whole number of at least {least}")
+            raise self._error(within + key, value, f"a whole number of at least {least}")
         return value
 
     def _error(self, key: str, got: Any, expected: str) -> DataArgumentError:
