@@ -285,6 +285,7 @@ def _parts(
     efficiency = build_parts(model, config, conversion, counters, data)
     batches = token_batches(config, lambda: optimizer.param_groups, data)
     watch.observers.extend(one for one in efficiency.values() if hasattr(one, "after_step"))
+    transforms: list[Any] = [one for one in efficiency.values() if callable(one)]
     window = SyncWindow(optimizer.no_sync, every_micro_batch=stage >= 2 and not config.zero.keep_full_gradients)
     scales = scaler.state_dict()["kind"] != "none"
     backwards = Backwards(accumulation, window, scaled_losses=scales, watchers=(*watch.hooks, *watch.observers))
@@ -321,7 +322,7 @@ def _parts(
         window=window,
         backwards=backwards,
         inputs=InputChain(
-            [one for one in efficiency.values() if callable(one)],
+            transforms,
             CastInputs(config.precision.dtype("params")) if config.precision.cast_inputs else PassInputs(),
         ),
         autocast=_forward_context(_autocast(config.precision, model), watch.forward),

@@ -234,7 +234,8 @@ class EngineData:
         Raises:
             EngineArgumentError: no curriculum with a custom schedule is configured.
         """
-        legacy, sampler = self.curriculum_scheduler_legacy, getattr(self.training_dataloader, "sampler", None)
+        legacy = self.curriculum_scheduler_legacy
+        sampler: Any = getattr(self.training_dataloader, "sampler", None)
         if hasattr(sampler, "set_custom_curriculum_learning_schedule") and isinstance(schedule, Mapping):
             sampler.set_custom_curriculum_learning_schedule(schedule)
             return

@@ -28,6 +28,16 @@ def build(
     """The engine over `model`, and on rank 0 the oracle over `original` (a copy of what the model was before)."""
     groups = parameters_fn or (lambda module: list(module.parameters()))
     resolved = load_config(config, world_size=launched_as()[1])
+    changing = [
+        name
+        for name in ("data_efficiency", "curriculum_learning", "progressive_layer_drop")
+        if getattr(resolved, name).enabled
+    ]
+    if changing:
+        raise ValueError(
+            f"verify: {' and '.join(changing)} changes what is computed from step to step, so there is nothing to compare"
+            " with; switch it off for the comparison"
+        )
     plain = optimizer
     if plain is None and resolved.optimizer is not None:
         plain = choose_optimizer(resolved.optimizer.type, resolved.optimizer.params, reference=True).build
