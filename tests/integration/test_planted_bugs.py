@@ -106,7 +106,7 @@ def skip_one_unit() -> Any:
         self._whole()
         self.dirty, self.result = False, self._target(self.buffer)
         if self.stage > 0:
-            self.result.copy_(self.group.shard_of(self.buffer))
+            module("dsx_zero.grads.buffers").write(self.result, self.group.shard_of(self.buffer))
 
     return patch.object(gradients, "launch", launch)
 
@@ -123,7 +123,9 @@ def reduce_twice() -> Any:
 
 
 def sum_instead_of_mean() -> Any:
-    return patch.object(module("dsx_zero.grads.reduction").Reduction, "factors", lambda self, world_size: (1.0, False, 1.0))
+    return patch.object(
+        module("dsx_zero.grads.reduction").Reduction, "factors", lambda self, world_size: (1.0, False, 1.0)
+    )
 
 
 def reduce_in_bf16() -> Any:
@@ -338,6 +340,71 @@ def old_values_after_step() -> Any:
     return patch.object(executor, "_job", job)
 
 
+def graphs_of_before_a_step_stay_valid() -> Any:
+    """The optimizer's kernels write parameters behind autograd's back."""
+    return patch("torch.autograd.graph.increment_version", lambda tensors: None)
+
+
+def replaced_parameters_are_not_noticed() -> Any:
+    return patch.object(module("dsx_zero.step.model_check").ModelCheck, "check", lambda self: None)
+
+
+def ranks_with_different_rates() -> Any:
+    """Rank 1's configuration has another rate, and nobody compares."""
+    optimizer = module("dsx_zero.optimizer").ZeroOptimizer
+    right = optimizer._step_inner
+
+    def step_inner(self, factor):
+        other = torch.distributed.get_rank() == 1
+        for group in self.inner.param_groups:
+            group["lr"] *= 1.5 if other else 1.0
+        right(self, factor)
+        for group in self.inner.param_groups:
+            group["lr"] /= 1.5 if other else 1.0
+
+    return patch.object(optimizer, "_step_inner", step_inner)
+
+
+def direct_backward_is_not_divided() -> Any:
+    return patch.object(module("dsx.engine.backwards").Backwards, "factor", lambda self: 1.0)
+
+
+def direct_backward_mixes_scales() -> Any:
+    """`loss.backward()` under a loss scale is neither refused nor scaled."""
+    backwards = module("dsx.engine.backwards").Backwards
+    return patch.multiple(backwards, begin=lambda self: 1.0, factor=lambda self: 1.0)
+
+
+def model_zero_grad_does_nothing() -> Any:
+    """Gradients that were taken away are put back."""
+
+    def notice(self, *arriving):
+        for parameter, face in zip(self.group.parameters, self._faces):
+            if parameter.grad is None and face is not None:
+                parameter.grad = face
+
+    return patch.object(module("dsx_zero.grads.buffers").GroupGradients, "notice", notice)
+
+
+def clipping_by_torch_does_nothing() -> Any:
+    access = module("dsx_zero.grads.access").GradientAccess
+    return patch.object(access, "edit_shard", lambda self, group, index, edit: self._complete())
+
+
+def clipping_by_torch_uses_the_own_shard() -> Any:
+    access = module("dsx_zero.grads.access").GradientAccess
+    right = access._norms_of
+
+    def norms_of(self, pieces, order, device):
+        kept, self._world_size = self._world_size, 1
+        try:
+            return right(self, pieces, order, device)
+        finally:
+            self._world_size = kept
+
+    return patch.object(access, "_norms_of", norms_of)
+
+
 class HalfFrozen(Net):
     """A Net whose first layer is not trained."""
 
@@ -387,6 +454,20 @@ BUGS = [
     Bug("stage 3: a freed unit's memory is taken again but not refilled", freed_memory_not_refilled, zero(3)),
     Bug("stage 3: a unit is refilled with values of before the step", old_values_after_step, zero(3)),
     Bug("frozen parameters change", frozen_parameters_decay, zero(1), model=HalfFrozen),
+    Bug("graphs of before a step stay valid", graphs_of_before_a_step_stay_valid, zero(1)),
+    Bug("a parameter that was replaced is not noticed", replaced_parameters_are_not_noticed, zero(2)),
+    Bug("one rank trains with another rate", ranks_with_different_rates, zero(0)),
+    Bug(
+        "the gradients of loss.backward() are not divided by the accumulation steps",
+        direct_backward_is_not_divided,
+        {**zero(1), **GAS},
+    ),
+    Bug("loss.backward() under a loss scale is taken as it is", direct_backward_mixes_scales, {**FP16, **zero(2)}),
+    Bug("model.zero_grad() does nothing", model_zero_grad_does_nothing, zero(1)),
+    Bug("torch's clip_grad_norm_ does nothing", clipping_by_torch_does_nothing, zero(2)),
+    Bug(
+        "torch's clip_grad_norm_ takes the norm of each rank's own shard", clipping_by_torch_uses_the_own_shard, zero(3)
+    ),
 ]
 
 
@@ -398,8 +479,13 @@ def verify(bug: Bug, planted: bool) -> tuple[bool, str, str]:
 
     import dsx
 
-    with bug.plant() if planted else contextlib.nullcontext():
-        report = dsx.verify(bug.model, bug.config(), bug.batch, steps=4, raise_error=False)
+    try:
+        with bug.plant() if planted else contextlib.nullcontext():
+            report = dsx.verify(bug.model, bug.config(), bug.batch, steps=4, raise_error=False)
+    except (RuntimeError, ValueError) as error:  # dsx itself refuses what the bug does, on every rank
+        if not planted:
+            raise
+        return False, "error", type(error).__name__
     return report.ok, "" if report.first is None else report.first.kind, str(report.first or report)
 
 

@@ -23,7 +23,7 @@ def one_step(choice, *, weight=2.0, grad=0.5):
         ("ADAMW", {"weight_decay": 0.1, "lr": 0.1, "adam_w_mode": False}, torch.optim.AdamW),
         ("Adam", {"weight_decay": 0.1, "lr": 0.1, "adam_w_mode": False, "torch_adam": True}, torch.optim.Adam),
         ("AdamW", {"lr": 0.1, "torch_adam": True, "betas": [0.8, 0.9]}, torch.optim.AdamW),
-        ("Adam", {"lr": 0.1, "amsgrad": True}, torch.optim.AdamW),
+        ("Adam", {"lr": 0.1, "amsgrad": True, "weight_decay": 0.1}, torch.optim.AdamW),
         ("sgd", {"lr": 0.1, "momentum": 0.9}, torch.optim.SGD),
         ("Adagrad", {"lr": 0.1}, torch.optim.Adagrad),
         ("rmsprop", {"lr": 0.1}, torch.optim.RMSprop),
@@ -38,6 +38,17 @@ def test_arithmetic_is_that_of_the_named_class(name, params, reference):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     plain, _ = one_step(choose_optimizer(name, params, reference=True))
     torch.testing.assert_close(plain, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_the_weight_decay_without_a_number_is_that_of_fused_adam_whoever_steps(name, monkeypatch):
+    choices = [{}, {"amsgrad": True}, {"adam_w_mode": False}]
+    found = [choose_optimizer(name, more, reference=plain) for more in choices for plain in (False, True)]
+    monkeypatch.setattr("dsx.optimizers._ops_class", lambda *args, **kwargs: (None, "it is not here"))
+    found += [choose_optimizer(name, {})]
+    assert {one_step(choice)[1].param_groups[0]["weight_decay"] for choice in found} == {0.0}
+    asked = [choose_optimizer("AdamW", {"torch_adam": True}, reference=plain) for plain in (False, True)]
+    assert {one_step(choice)[1].param_groups[0]["weight_decay"] for choice in asked} == {0.01}
 
 
 def test_lion_and_lamb_move_the_parameter():

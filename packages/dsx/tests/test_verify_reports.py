@@ -33,6 +33,15 @@ def tokens(index):
     return {"tokens": torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(index))}
 
 
+DEFAULTS = [
+    ("AdamW", {}),
+    ("AdamW", {"torch_adam": True}),
+    ("Adam", {}),
+    ("Adam", {"adam_w_mode": False}),
+    ("Lion", {}),
+]
+
+
 def honest(rank, world):
     warm = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 8, "warmup_num_steps": 3}}}
     whole = {"stage3_param_persistence_threshold": 0}
@@ -41,6 +50,7 @@ def honest(rank, world):
         config(zero_optimization={"stage": 2}, bf16={"enabled": True}, gradient_clipping=0.5),
         config(zero_optimization={"stage": 1}, optimizer={"type": "Lamb", "params": {"lr": 0.01}}),
         config(zero_optimization={"stage": 0}, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
+        *(config(optimizer={"type": kind, "params": {"lr": 0.01, **more}}) for kind, more in DEFAULTS),
     ]
     return [str(dsx.verify(Language, run, tokens, steps=3)) for run in runs]
 

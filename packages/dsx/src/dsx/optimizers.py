@@ -127,6 +127,8 @@ def _narrow(type_name: str, what: str, masters: str) -> DsxConfigError:
 def _adam(type_name: str, arguments: dict[str, Any], reference: bool, wide: str) -> OptimizerChoice:
     decoupled = bool(arguments.pop("adam_w_mode", True)) or type_name.lower() == "adamw"
     wish = "torch_adam is set" if arguments.pop("torch_adam", False) else ""
+    if not wish:  # torch's AdamW has another default than FusedAdam; which of them is found must not matter
+        arguments.setdefault("weight_decay", 0.0)
     only_torch = sorted(_ONLY_TORCH & {key for key, value in arguments.items() if value})
     if only_torch:
         wish = f"{only_torch[0]} is set, which only torch has"

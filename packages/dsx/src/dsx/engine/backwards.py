@@ -83,15 +83,20 @@ class Backwards:
         return self._running > 0 or len(self._waiting) > 0
 
     @property
+    def refuses(self) -> bool:
+        """Whether a backward of an unscaled loss is refused."""
+        return self._scaled_losses or bool(self._need_engine)
+
+    @property
     def needed(self) -> bool:
-        """Whether a backward of an unscaled loss is to be refused, or would give other gradients than the engine's."""
-        return self._scaled_losses or bool(self._need_engine) or self._accumulation.steps > 1
+        """Whether a backward of an unscaled loss is refused, or would give other gradients than the engine's."""
+        return self.refuses or self._accumulation.steps > 1
 
     def factor(self) -> float:
         """What the running backward's gradients are to be multiplied with; 0.0 if `begin` will refuse it."""
         if self._is_scaled():
             return 1.0
-        return 0.0 if self._scaled_losses or self._need_engine else 1.0 / self._accumulation.steps
+        return 0.0 if self.refuses else 1.0 / self._accumulation.steps
 
     def begin(self) -> float:
         """The running backward has brought its first gradient; the factor.
@@ -115,5 +120,3 @@ class Backwards:
         self._accumulation.note_backward()
         self._window.before_backward(boundary=boundary)
         return self.factor()
-
-

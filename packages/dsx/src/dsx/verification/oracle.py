@@ -65,7 +65,7 @@ class Oracle:
     def micro_batch(self, batch: Any, *, scale: float, seed: int) -> float:
         """Forward and backward of one rank's micro-batch; adds fp32 gradients of `loss * scale * share`; the loss."""
         torch.manual_seed(seed)
-        loss = self.recipe.loss(self._forward, batch)
+        loss = self.recipe.loss(self.forward, batch)
         (loss.float() * (scale * self.recipe.share)).backward()
         for name, total in self.grads.items():
             grad = self.params[name].grad
@@ -74,7 +74,8 @@ class Oracle:
                 self.params[name].grad = None
         return float(loss.detach())
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as the engine would, inputs cast and under autocast."""
         with self.recipe.autocast():
             return self.module(*self.recipe.cast(args), **self.recipe.cast(kwargs))
 

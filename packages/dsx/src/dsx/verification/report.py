@@ -13,7 +13,8 @@ class Difference:
 
     Attributes:
         step: number of the update, counted from 1; 0 is the state before training.
-        kind: `start`, `loss`, `grad`, `skip`, `norm`, `lr`, `master` or `param`.
+        kind: `start`, `loss`, `grad`, `skip`, `norm`, `lr`, `master` or `param`; `refused` and `stale`,
+            where dsx or torch must raise (1) and nothing was raised (0).
         name: the tensor's name, or what the number belongs to.
         rank: the rank on which it was furthest off.
         error: largest absolute difference.

@@ -3,11 +3,14 @@
 The sequence, on every rank:
 
     0) build the model, each rank from another seed; after `initialize` all parameters must be rank 0's
-    1) per micro-batch: run the engine, send batch and loss to rank 0, which runs the oracle and compares the losses
+    1) per micro-batch: run the engine, send batch and loss to rank 0, which runs the oracle and compares the losses; in the
+       first two updates the first micro-batch is run once before, its gradients clipped and cleared as a user's loop
+       does it (`probes.py`): nothing of it may be left
     2) before the update: rank 0 sends the oracle's gradient of each parameter, every rank compares its whole gradient;
        the oracle then goes on with the engine's gradients, so that the update is judged by itself
     3) after the update: skipped or not, norm, rates; then each master and each parameter in the module, on every rank;
        the oracle then goes on with the engine's masters
+    4) after the first applied update: graphs of before must be stale; at the end: a replaced parameter must be noticed
 
 Taking over what was found equal keeps rounding from piling up (Adam turns a rounding error of a tiny gradient into a
 whole step), and tolerances can stay tight. After each point all ranks exchange what they found and stop together at the
@@ -30,8 +33,12 @@ from ..engine.engine import Engine
 from ..engine.errors import EngineError
 from .compare import Comparison, Tolerance, magnitude
 from .oracle import Loss, Oracle, default_loss
+from .probes import Probes
 from .report import VerifyError, VerifyReport
 from .setup import build, sender
+
+_THROWN_AWAY = 2
+"""Updates that begin with a micro-batch which is thrown away: the first, and one that finds the first one's memory."""
 
 
 class _Differs(Exception):
@@ -110,6 +117,8 @@ class _Run:
         self._report = VerifyReport(0, self._ranks.world_size, engine.zero_optimization_stage())
         self._names = [name for name, _ in engine.module.named_parameters()]
         self._trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+        self._probes = Probes(engine, self._found, self._of_rank_0, self._trained, self._tolerance.grad)
+        self._applied = False
 
     def compare(self, steps: int) -> VerifyReport:
         """Run everything; the report."""
@@ -118,6 +127,8 @@ class _Run:
             for step in range(1, steps + 1):
                 self._one_step(step)
                 self._report.steps = step
+            self._probes.replace_a_parameter(steps)
+            self._agree()
         return self._report
 
     # - Exchanging
@@ -191,28 +202,57 @@ class _Run:
         skips = not finite and self.engine.precision.check_overflow
         expected = (oracle.lr(), oracle.norm()) if oracle is not None else ([], 0.0)
         before = {n: m.detach().clone() for n, m in oracle.masters.items()} if oracle is not None else {}
+        judges_graphs = not skips and not self._applied
+        if judges_graphs:
+            self._keep_graphs()
         if oracle is not None and not skips:
             oracle.update()
         self.engine.step()
+        self._applied = self._applied or not skips
+        if judges_graphs:
+            self._probes.judge_graphs(step)
+            if oracle is not None:
+                oracle.module.zero_grad()
         self._compare_numbers(step, skips, expected[0], expected[1] if finite else None)
         self._compare_parameters(step, before)
 
     def _micro_batch(self, step: int, micro_index: int, scale: float) -> None:
-        world, seed = self._ranks.world_size, self._task.seed
-        index = micro_index * world + self._ranks.rank
-        batch = self._task.batch(index)
-        torch.manual_seed(seed + index)
-        loss = self._task.loss(self.engine, batch)
-        self.engine.backward(loss)
-        everyone = self._ranks.gather((batch, float(loss.detach())))
+        self._batch = self._task.batch(micro_index * self._ranks.world_size + self._ranks.rank)
+        if step <= _THROWN_AWAY and micro_index % self.engine.gradient_accumulation_steps() == 0:
+            self._throw_away(step, micro_index, scale)
+        loss = self._loss(micro_index)
+        loss.backward() if self._probes.direct(step) else self.engine.backward(loss)
+        self._compare_losses(step, micro_index, loss, scale)
+
+    def _loss(self, micro_index: int) -> torch.Tensor:
+        torch.manual_seed(self._task.seed + micro_index * self._ranks.world_size + self._ranks.rank)
+        return self._task.loss(self.engine, self._batch)
+
+    def _compare_losses(self, step: int, micro_index: int, loss: torch.Tensor, scale: float) -> None:
+        """Run the oracle on every rank's micro-batch, which adds gradients to its own."""
+        first, everyone = micro_index * self._ranks.world_size, self._ranks.gather((self._batch, float(loss.detach())))
         if self.oracle is not None:
             for source, (theirs, got) in enumerate(everyone):
-                expected = self.oracle.micro_batch(theirs, scale=scale, seed=seed + micro_index * world + source)
+                expected = self.oracle.micro_batch(theirs, scale=scale, seed=self._task.seed + first + source)
                 allowed = self._tolerance.loss * max(abs(expected), 1e-3)
-                self._found.losses(
-                    step, f"micro-batch {index - self._ranks.rank + source}", source, got, expected, allowed
-                )
+                self._found.losses(step, f"micro-batch {first + source}", source, got, expected, allowed)
         self._agree()
+
+    def _throw_away(self, step: int, micro_index: int, scale: float) -> None:
+        """A micro-batch whose gradients are clipped and cleared."""
+        oracle, loss, norm = self.oracle, self._loss(micro_index), None
+        self._compare_losses(step, micro_index, loss, scale)
+        if oracle is not None:
+            norm = oracle.norm() if oracle.finite() else None
+            oracle.zero_grad()
+        self._probes.throw_away(step, loss, self._of_rank_0(norm))
+        self._agree()
+
+    def _keep_graphs(self) -> None:
+        """For the end of the first update that is applied."""
+        oracle, batch = self.oracle, self._batch
+        plain = None if oracle is None else lambda: oracle.recipe.loss(oracle.forward, batch)
+        self._probes.keep_graphs(lambda: self._task.loss(self.engine, batch), plain)
 
     def _compare_gradients(self, step: int, scale: float) -> None:
         if self.oracle is not None:
