@@ -1,0 +1,48 @@
+"""Time of post-training quantisation with calibration, for a GPT of 85 M parameters. Goal: <= 60 s on two cores.
+
+python packages/dsx-compress/bench/posttraining.py [--width 768] [--layers 12] [--steps 4] [--threads 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from dsx_compress import PostTrainingConfig, quantize_post_training
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from recipes import CONTEXT, Model
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=4, help="training steps of each block")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    model = Model(options.width, options.layers, options.heads)
+    count = sum(p.numel() for p in model.parameters())
+    batches = [torch.randint(0, 256, (4, CONTEXT)) for _ in range(4)]
+    how = PostTrainingConfig(bits=8, group_size=64, activation_bits=8, blocks="layers", steps=options.steps)
+    start = time.perf_counter()
+    report = quantize_post_training(model, batches, how)
+    seconds = time.perf_counter() - start
+    better = sum(block.after < block.before for block in report.blocks)
+    print(
+        "| parameters | layers quantised | steps per block | blocks that got nearer | seconds | goal |\n|---|---|---|---|---|---|"
+    )
+    print(
+        f"| {count / 1e6:.1f} M | {len(report.quantized)} | {options.steps} | {better} of {len(report.blocks)} | {seconds:.1f} | <= 60 |"
+    )
+
+
+if __name__ == "__main__":
+    main()
