@@ -116,7 +116,7 @@ def test_parts_of_a_chunk_give_the_hash_of_the_whole():
 def whole_model(seed=1):
     """Name -> whole tensor, and its optimizer state."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"emb": (12, 5), "row": (6, 8), "col": (8, 6), "norm": (6,), "gain": ()}
+    shapes = {"gain": (), "emb": (12, 5), "row": (6, 8), "col": (8, 6), "norm": (6,)}
     return {name: torch.randn(2, *shape, generator=generator) for name, shape in shapes.items()}
 
 
@@ -197,8 +197,8 @@ def layouts(model):
     """Ways in which ranks hold one model: data parallel, tensor parallel, pipeline, and mixtures."""
     everything = dict.fromkeys(model)
     tensor = [
-        {"emb": rows(0, 7, 5), "row": rows(0, 3), "col": columns(0, 2), "norm": None, "gain": None},
-        {"emb": rows(7, 5, 5), "row": rows(3, 3), "col": columns(2, 4), "norm": None, "gain": None},
+        {"gain": None, "emb": rows(0, 7, 5), "row": rows(0, 3), "col": columns(0, 2), "norm": None},
+        {"gain": None, "emb": rows(7, 5, 5), "row": rows(3, 3), "col": columns(2, 4), "norm": None},
     ]
     stages = [{"emb": None, "row": None}, {"col": None, "norm": None, "gain": None}]
     return {
@@ -394,7 +394,7 @@ def test_tensor_parallel_ranks_without_places_are_refused(tmp_path):
         (lambda s: s[1].places.update(row=Place("row", (6, 8), rows(3, 2))), r"places\['row'\]"),
         (lambda s: s[1].places.update(row=Place("row", (6, 8), rows(4, 3))), r"places\['row'\]"),
         (lambda s: s[1].places.update(row=Place("col", (8, 6), Box((0, 0), (3, 8)))), r"places\['row'\]"),
-        (lambda s: setattr(s[1], "step", 4.0), "'step' of 'emb' is 4.0 on rank 1 and 3.0 on rank 0"),
+        (lambda s: setattr(s[1], "step", 4.0), "'step' of 'gain' is 4.0 on rank 1 and 3.0 on rank 0"),
         (lambda s: s[1].places.update(gain=s[1].places["norm"]), r"places\['gain'\]"),
     ],
 )

@@ -67,11 +67,37 @@ def test_a_tag_that_is_no_plain_name_is_refused(engine, saved, tag):
     assert names(saved) == ["good", "latest"]
 
 
-def test_a_lost_latest_beside_checkpoints_is_an_error_that_lists_them(engine, saved):
+def test_where_latest_is_lost_the_newest_that_it_was_to_name_is_taken_and_said(engine, saved, caplog):
+    engine.save_checkpoint(saved, tag="damaged")
+    engine.save_checkpoint(saved, tag="newer")
     engine.save_checkpoint(saved, tag="other", save_latest=False)
+    for age, tag in enumerate(("newer", "good", "damaged")):
+        os.utime(saved / tag / "dsx.json", ns=(10**18 - age, 10**18 - age))
     (saved / "latest").unlink()
+    with caplog.at_level(logging.WARNING, logger="dsx"):
+        assert engine.load_checkpoint(saved)[0] == str(saved / "newer")
+    assert [m for m in caplog.messages if "has no file 'latest'; taking the newest checkpoint there, newer" in m]
+    os.utime(saved / "damaged" / "dsx.json", ns=(2 * 10**18, 2 * 10**18))
+    (saved / "damaged" / "dsx.json").write_text("{")
+    with caplog.at_level(logging.WARNING, logger="dsx"):
+        assert engine.load_checkpoint(saved)[0] == str(saved / "newer")
+    assert [m for m in caplog.messages if "damaged: passed over" in m]
+
+
+def test_checkpoints_that_were_never_the_latest_are_listed_and_not_taken(engine, tmp_path):
+    for tag in ("good", "other"):
+        engine.save_checkpoint(tmp_path, tag=tag, save_latest=False)
     with pytest.raises(CheckpointError, match="has no file 'latest', but these checkpoints: good, other; pass the tag"):
-        engine.load_checkpoint(saved)
+        engine.load_checkpoint(tmp_path)
+
+
+def test_the_first_checkpoints_of_version_2_do_not_say_whether_they_were_the_latest(tmp_path):
+    golden = Path(__file__).parent / "golden" / "v2" / "sgd-fp16-stage0-1rank"
+    shutil.copytree(golden, tmp_path / "old")
+    assert open_checkpoint(tmp_path / "old").folder.name == "global_step4"
+    (tmp_path / "old" / "latest").unlink()
+    with pytest.raises(CheckpointError, match="but these checkpoints: global_step4; pass the tag"):
+        open_checkpoint(tmp_path / "old")
 
 
 def test_a_folder_without_checkpoints_is_no_error(engine, tmp_path):
@@ -89,7 +115,7 @@ def test_a_folder_that_is_a_file_is_refused(engine, tmp_path):
         engine.save_checkpoint(tmp_path / "file")
 
 
-@pytest.mark.parametrize("kind", ["folder", "dangling", "loop", "fifo"])
+@pytest.mark.parametrize("kind", ["folder", "dangling", "loop", "fifo", "/dev/zero"])
 def test_a_latest_that_is_no_file_is_refused_and_does_not_hang(engine, saved, kind):
     latest = saved / "latest"
     latest.unlink()
@@ -98,7 +124,7 @@ def test_a_latest_that_is_no_file_is_refused_and_does_not_hang(engine, saved, ki
     elif kind == "fifo":
         os.mkfifo(latest)
     else:
-        latest.symlink_to("latest" if kind == "loop" else "gone")
+        latest.symlink_to({"loop": "latest", "dangling": "gone"}.get(kind, kind))
     with pytest.raises(CheckpointError, match="latest"):
         engine.load_checkpoint(saved)
 

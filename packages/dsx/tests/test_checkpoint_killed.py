@@ -5,6 +5,7 @@ changes the disk, for every k there is.
 """
 
 import os
+import random
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from dsx.checkpoint.ranks import Solo
 from dsx_testkit import RankError, run_ranks
 from torch import nn
 
-CHANGES = ("open", "pwrite", "posix_fallocate", "fsync", "rename", "replace", "mkdir")
+CHANGES = ("open", "pwrite", "posix_fallocate", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "ftruncate")
 
 
 @dataclass
@@ -37,14 +38,14 @@ class Part:
         return torch.full((150,), self.value)
 
 
-def save_and_die(rank, world, folder, deadly_call, tag="new"):
-    calls = 0
+def die_at(deadly_call):
+    """Kill this process at its k-th call that changes the disk (0: never); returns what counts the calls."""
+    calls = []
 
     def deadly(original):
         def wrapped(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == deadly_call:
+            calls.append(original.__name__)
+            if len(calls) == deadly_call:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
 
@@ -52,45 +53,61 @@ def save_and_die(rank, world, folder, deadly_call, tag="new"):
 
     for name in CHANGES:
         setattr(os, name, deadly(getattr(os, name)))
-    save(folder, tag, module=nn.Module(), slices=[Part(2.0)], state={"n": 2}, ranks=Solo())
     return calls
 
 
-def test_killed_at_any_point_leaves_a_whole_checkpoint(tmp_path):
-    (total,) = run_ranks(save_and_die, 1, str(tmp_path / "dry"), 0, backend=None)
-    assert total > 10
-    seen = set()
-    for deadly_call in range(1, total + 1):
-        folder = tmp_path / str(deadly_call)
+def save_and_die(rank, world, folder, deadly_call, tag="new"):
+    calls = die_at(deadly_call)
+    save(folder, tag, module=nn.Module(), slices=[Part(2.0)], state={"n": 2}, ranks=Solo())
+    return len(calls)
+
+
+def die_once_at_each_call(rank, world, folders, tag):
+    """A forked process per folder saves `tag` there and dies at call 1, 2, 3, ...; returns how many were killed."""
+    killed = 0
+    for deadly_call, folder in enumerate(folders, 1):
+        pid = os.fork()
+        if pid == 0:
+            save_and_die(rank, world, folder, deadly_call, tag)
+            os._exit(0)
+        killed += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    return killed
+
+
+def deaths(tmp_path, tag):
+    """Folders with a checkpoint `old`, in each of which a save of `tag` was killed: one for every call it makes."""
+    save(tmp_path / "dry", "old", module=nn.Module(), slices=[Part(1.0)], state={"n": 1}, ranks=Solo())
+    (total,) = run_ranks(save_and_die, 1, str(tmp_path / "dry"), 0, tag, backend=None)
+    assert total > 20
+    folders = [tmp_path / str(call) for call in range(1, total + 1)]
+    for folder in folders:
         save(folder, "old", module=nn.Module(), slices=[Part(1.0)], state={"n": 1}, ranks=Solo())
-        with pytest.raises(RankError):
-            run_ranks(save_and_die, 1, str(folder), deadly_call, backend=None)
+    assert run_ranks(die_once_at_each_call, 1, [str(f) for f in folders], tag, backend=None) == [total]
+    return folders
+
+
+def test_killed_at_any_point_leaves_a_whole_checkpoint(tmp_path):
+    seen = set()
+    for folder in deaths(tmp_path, "new"):
         reader = open_checkpoint(folder)  # what `latest` names is there and whole
         value = {"old": 1.0, "new": 2.0}[reader.folder.name]
         assert torch.equal(reader.whole("w"), torch.full((50, 3), value))
         if (folder / "new").exists():  # visible means complete, even before `latest` says so
             assert torch.equal(open_checkpoint(folder, "new").whole("w"), torch.full((50, 3), 2.0))
-        save(
-            folder, "new", module=nn.Module(), slices=[Part(3.0)], state={"n": 3}, ranks=Solo()
-        )  # and saving again works
+        save(folder, "new", module=nn.Module(), slices=[Part(3.0)], state={"n": 3}, ranks=Solo())  # saving works again
         assert torch.equal(open_checkpoint(folder).whole("w"), torch.full((50, 3), 3.0))
-        assert not list(folder.glob(".tmp-*"))
+        assert sorted(path.name for path in folder.iterdir()) == ["latest", "new", "old"]
         seen.add(reader.folder.name)
     assert seen == {"old", "new"}
 
 
 def test_killed_while_replacing_a_tag_keeps_the_old_or_the_new_values(tmp_path):
-    save(tmp_path / "dry", "old", module=nn.Module(), slices=[Part(1.0)], state={}, ranks=Solo())
-    (total,) = run_ranks(save_and_die, 1, str(tmp_path / "dry"), 0, "old", backend=None)
     seen = set()
-    for deadly_call in range(total - 9, total + 1):
-        folder = tmp_path / str(deadly_call)
-        save(folder, "old", module=nn.Module(), slices=[Part(1.0)], state={}, ranks=Solo())
-        with pytest.raises(RankError):
-            run_ranks(save_and_die, 1, str(folder), deadly_call, "old", backend=None)
+    for folder in deaths(tmp_path, "old"):
         seen.add(float(open_checkpoint(folder).whole("w")[0, 0]))
         save(folder, "old", module=nn.Module(), slices=[Part(3.0)], state={}, ranks=Solo())
-        assert sorted(p.name for p in folder.iterdir() if not p.name.startswith(".latest")) == ["latest", "old"]
+        assert sorted(p.name for p in folder.iterdir()) == ["latest", "old"]
+        assert torch.equal(open_checkpoint(folder).whole("w"), torch.full((50, 3), 3.0))
     assert seen == {1.0, 2.0}
 
 
@@ -108,6 +125,55 @@ def save_with_little_room(rank, world, folder):
 def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(tmp_path):
     save(tmp_path, "old", module=nn.Module(), slices=[Part(1.0)], state={"n": 1}, ranks=Solo())
     (text,) = run_ranks(save_with_little_room, 1, str(tmp_path), backend=None)
-    assert "File too large" in text and "rank 0 failed" in text
+    assert "File too large" in text and "making " in text
     assert sorted(p.name for p in Path(tmp_path).iterdir()) == ["latest", "old"]
     assert torch.equal(open_checkpoint(tmp_path).whole("w"), torch.full((50, 3), 1.0))
+
+
+def die_while_saving(rank, world, folder, deadly_rank, deadly_call):
+    """Save again and again; one rank kills itself at a call of its own. The others raise, or are killed with it."""
+    import dsx
+
+    torch.manual_seed(0)
+    config = {
+        "train_batch_size": world,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+        "steps_per_print": None,
+    }
+    engine = dsx.initialize(model=torch.nn.Linear(5, 3), config=config)[0]
+    if rank == deadly_rank:
+        die_at(deadly_call)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 5)).sum())
+        engine.step()
+        engine.save_checkpoint(folder, client_state={"steps": engine.global_steps})
+    return engine.global_steps
+
+
+def load_and_save(rank, world, folder):
+    import dsx
+
+    config = {"train_batch_size": world, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "steps_per_print": None}
+    engine = dsx.initialize(model=torch.nn.Linear(5, 3), config=config)[0]
+    path, client = engine.load_checkpoint(folder)
+    found = None if path is None else (Path(path).name, client["steps"], engine.global_steps)
+    engine.save_checkpoint(folder, tag="after")
+    return found, sorted(p.name for p in Path(folder).iterdir() if p.name.startswith("."))
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=SLOW) for seed in range(2, 12))])
+def test_ranks_killed_at_random_leave_a_checkpoint_that_loads_elsewhere(tmp_path, seed):
+    chosen = random.Random(seed)
+    rank = seed % 2
+    with pytest.raises(RankError) as died:  # rank 0 makes the files and the commit, so it has more calls to die at
+        run_ranks(die_while_saving, 2, str(tmp_path), rank, chosen.randrange(1, 20 if rank else 90))
+    assert "died" in {failure.kind for failure in died.value.failures if failure.rank == rank}
+    ((found, left),) = run_ranks(load_and_save, 1, str(tmp_path))
+    assert left == []
+    if found is not None:
+        tag, steps, counted = found
+        assert tag == f"global_step{steps}" and counted == steps

@@ -27,6 +27,7 @@ from ..utils.logging import logger
 from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, shown
 from .files import read_text, replace_text, sync_folder
 from .format import INDEX_NAME, LATEST_NAME
+from .parsing import parse_index
 
 _LOCK_NAME = ".saving"
 _BEING_WRITTEN, _BEING_REPLACED = ".tmp-", ".old-"
@@ -38,11 +39,11 @@ _SHOWN_TAGS = 20
 # - Names
 
 
-def check_folder(folder: object, call: str) -> Path:
+def check_folder(folder: object, argument: str) -> Path:
     """The folder that a caller gave. Raises `CheckpointArgumentError` for None, "" and what is no path."""
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
         raise CheckpointArgumentError(
-            f"{call}: got {shown(folder)}, expected the path of a folder, such as 'checkpoints'"
+            f"{argument}: got {shown(folder)}, expected the path of a folder, such as 'checkpoints'"
         )
     return Path(os.fspath(folder))
 
@@ -82,10 +83,12 @@ def tags_in(root: Path) -> list[str]:
 def resolve_tag(root: Path, tag: str | None) -> str | None:
     """`tag`, or what `latest` says; None when there is no checkpoint at all.
 
+    Where `latest` is missing (a save was killed just before it wrote it), the newest checkpoint that it was to name.
+
     Raises:
         CheckpointArgumentError: the tag is no plain folder name.
-        CheckpointError: the folder is a file, or one tag's folder, or has checkpoints but no `latest`, or another
-            program's.
+        CheckpointError: the folder is a file, or one tag's folder, or has only checkpoints that were saved with
+            `save_latest=False`, or another program's.
         CheckpointCorruptError: `latest` is damaged.
     """
     if tag is not None:
@@ -101,11 +104,29 @@ def resolve_tag(root: Path, tag: str | None) -> str | None:
         raise CheckpointError(f"{root} is one tag's folder; pass load_dir={root.parent} and tag={root.name!r}")
     refuse_foreign(root)
     tags = tags_in(root)
+    newest = _newest_meant_as_latest(root, tags)
+    if newest is not None:
+        logger.warning("%s: has no file '%s'; taking the newest checkpoint there, %s", root, LATEST_NAME, newest)
+        return newest
     if tags:
         raise CheckpointError(
             f"{root}: has no file '{LATEST_NAME}', but these checkpoints: {_list(tags)}; pass the tag of one of them, "
             f"or write its name into '{LATEST_NAME}'"
         )
+    return None
+
+
+def _newest_meant_as_latest(root: Path, tags: list[str]) -> str | None:
+    """The youngest checkpoint that `latest` was to name: its save was killed before, or the file was lost since."""
+    paths = sorted((root / tag / INDEX_NAME for tag in tags), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in paths:
+        try:
+            index = parse_index(read_text(path), str(path))
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s: passed over: %s", path.parent, error)
+            continue
+        if index.latest:
+            return path.parent.name
     return None
 
 

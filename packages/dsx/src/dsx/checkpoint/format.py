@@ -142,6 +142,7 @@ class Index:
         excluded: parameters left out on request.
         scalars: optimizer states that are one number: state -> parameter -> value.
         state: encoded (see `encode.py`): training state and client state.
+        latest: was `latest` to name it? A load takes such a one where that file is missing.
         writer: which version of dsx wrote it.
         version: of the format it was read from.
     """
@@ -152,6 +153,7 @@ class Index:
     excluded: tuple[str, ...]
     scalars: dict[str, dict[str, Any]]
     state: dict[str, Any]
+    latest: bool = False
     writer: str = ""
     chunk_bytes: int = CHUNK_BYTES
     version: int = VERSION
@@ -163,6 +165,7 @@ class Index:
                 "format": FORMAT,
                 "version": VERSION,
                 "writer": self.writer,
+                "latest": self.latest,
                 "hash": HASH,
                 "chunk_bytes": self.chunk_bytes,
                 "files": {name: _file_to_json(file) for name, file in self.files.items()},

@@ -22,7 +22,8 @@ from .format import CHECKSUM_MARK, FAMILIES, FORMAT, HASH, VERSION, Entry, FileE
 from .version1 import parse_version1
 
 _KEYS = (
-    "format", "version", "writer", "hash", "chunk_bytes", "files", *FAMILIES, "aliases", "excluded", "scalars", "state",
+    "format", "version", "writer", "latest", "hash", "chunk_bytes",
+    "files", *FAMILIES, "aliases", "excluded", "scalars", "state",
 )  # fmt: skip
 
 
@@ -53,6 +54,7 @@ def parse_index(text: str, where: str) -> Index:
 
 
 def _parse(data: dict[str, Any]) -> Index:
+    data = {"latest": False, **data}  # the first checkpoints of version 2 did not have it
     expect_keys("the index", data, _KEYS)
     if data["hash"] != HASH:
         raise ValueError(f"hash {shown(data['hash'])}, expected {HASH!r}")
@@ -71,6 +73,7 @@ def _parse(data: dict[str, Any]) -> Index:
         excluded=tuple(map(expect_str, data["excluded"])),
         scalars={key: parse_scalars(values) for key, values in data["scalars"].items()},
         state=expect(data["state"], dict),
+        latest=expect(data["latest"], bool),
         writer=expect_str(data["writer"]),
         chunk_bytes=chunk_bytes,
     )

@@ -43,7 +43,8 @@ class Ranks:
         outcomes = self.gather((result if failure is None else None, told))
         for rank, (_, failed) in enumerate(outcomes):
             if failed is not None:
-                raise failed[0](f"{doing}: rank {rank} failed: {failed[1]}") from failure
+                who = f"rank {rank} failed: " if self.world_size > 1 else ""
+                raise failed[0](f"{doing}: {who}{failed[1]}") from failure
         return [value for value, _ in outcomes]
 
     def all_or_none(self, doing: str, action: Callable[[], T]) -> T:

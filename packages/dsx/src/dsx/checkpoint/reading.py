@@ -185,7 +185,7 @@ def open_checkpoint(
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    root = check_folder(directory, "open_checkpoint")
+    root = check_folder(directory, "directory")
     found = resolve_tag(root, tag)
     if found is None:
         raise CheckpointError(f"{root}: no '{LATEST_NAME}' file; expected a folder that save_checkpoint has written")
@@ -243,7 +243,7 @@ def prepare_load(
     ranks = ranks or default_ranks()
 
     def resolve() -> tuple[str, str | None]:
-        root = check_folder(directory, "load")
+        root = check_folder(directory, "directory")
         return os.path.realpath(root), resolve_tag(root, tag)
 
     found = ranks.together("finding a checkpoint", resolve)

@@ -73,7 +73,7 @@ def save(
     ranks = ranks or default_ranks()
 
     def take() -> tuple[Path, Snapshot]:
-        target = check_folder(directory, "save") / check_tag(tag)
+        target = check_folder(directory, "directory") / check_tag(tag)
         return target, Snapshot.take(
             module, slices, state, rank=ranks.rank, places=places or {}, exclude_frozen=exclude_frozen
         )
@@ -158,13 +158,13 @@ class Rank0:
 
     def commit(self, written: list[Written], state: Any, latest: bool) -> None:
         """Write the index with all hashes and give the checkpoint its name."""
-        text = build_index(self.plan, written, state).to_json()
+        text = build_index(self.plan, written, state, latest).to_json()
         parse_index(text, str(self.target / INDEX_NAME))  # a checkpoint that could not be read is not committed
         replace_text(self.temporary / INDEX_NAME, text)
         publish(self.temporary, self.target, latest=latest)
 
 
-def build_index(plan: WritePlan, written: list[Written], state: Any) -> Index:
+def build_index(plan: WritePlan, written: list[Written], state: Any, latest: bool) -> Index:
     """The index of what all ranks have written.
 
     Raises:
@@ -183,6 +183,7 @@ def build_index(plan: WritePlan, written: list[Written], state: Any) -> Index:
         excluded=plan.excluded,
         scalars={key: dict(values) for key, values in plan.scalars.items()},
         state=state,
+        latest=latest,
         writer=f"dsx {__version__}",
         chunk_bytes=plan.chunk_bytes,
     )

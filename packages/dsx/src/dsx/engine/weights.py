@@ -104,7 +104,7 @@ def _checked_path(folder: Any, filename: str) -> Path:
     from ..checkpoint import CheckpointArgumentError
     from ..checkpoint.folder import check_folder
 
-    path = check_folder(folder, "save_16bit_model") / str(filename)
+    path = check_folder(folder, "save_dir") / str(filename)
     if path.suffix not in _SUFFIXES:
         raise CheckpointArgumentError(
             f"save_filename: got {str(filename)!r}, expected a name ending in {', '.join(_SUFFIXES)}"

@@ -1,0 +1,63 @@
+"""A load of an engine reads what its ranks hold once, at the layout of the save and at any other."""
+
+import os
+
+import pytest
+import torch
+from dsx_testkit import run_ranks
+
+WIDTH = 96
+
+
+def build(stage, world, seed=0, low=False):
+    import dsx
+
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    config = {
+        "train_batch_size": world,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": None,
+        **({"bf16": {"enabled": True}} if low else {}),
+    }
+    return dsx.initialize(model=model, config=config)[0]
+
+
+def write(rank, world, folder, stage, low):
+    engine = build(stage, world, low=low)
+    dtype = next(engine.module.parameters()).dtype
+    engine.backward(engine(torch.ones(1, WIDTH, dtype=dtype)).float().square().mean())
+    engine.step()
+    engine.save_checkpoint(folder)
+
+
+def read(rank, world, folder, stage, low):
+    """Bytes read from data files, and bytes of masters and states that this rank holds afterwards."""
+    engine = build(stage, world, seed=1, low=low)
+    count, original = 0, os.preadv
+
+    def preadv(*args):
+        nonlocal count
+        got = original(*args)
+        count += got
+        return got
+
+    os.preadv = preadv
+    engine.load_checkpoint(folder)
+    os.preadv = original
+    held = 0
+    for part in engine.optimizer.held_slices():
+        held += part.master.nbytes + sum(v.nbytes for v in part.states.values() if torch.is_tensor(v) and v.dim())
+    return count, held
+
+
+LAYOUTS = [(2, 2), (3, 2), (2, 1), (1, 3), (0, 2)]
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_bytes_read_are_bytes_held(tmp_path, low):
+    run_ranks(write, 2, str(tmp_path), 2, low)
+    for stage, world in LAYOUTS if low else LAYOUTS[:1]:
+        counts = run_ranks(read, world, str(tmp_path), stage, low)
+        assert [count for count, _ in counts] == [held for _, held in counts], (stage, world)
