@@ -19,9 +19,11 @@ CASES = {
     "plain": {},
     "block 64, odd dimension, short": {"block": 64, "seq": 100, "dim": 20},
     "grouped, causal, short": {"heads": 4, "kv_heads": 2, "causal": True, "seq": 75, "block": 32},
-    "many blocks per tile, full tiles too": {"heads": 1, "seq": 208, "density": 0.97, "causal": True},
-    "many tiles per block": {"heads": 1, "block": 128, "seq": 300, "causal": True},
-    "float32 of 128": {"heads": 1, "dim": 128, "seq": 64},
+    "16 blocks per tile, full tiles too": {
+        "heads": 1, "seq": 208, "density": 0.97, "causal": True, "dtype": torch.float16,
+    },
+    "many tiles per block": {"heads": 1, "block": 128, "seq": 200, "causal": True},
+    "float32 of 128": {"heads": 1, "dim": 128, "seq": 48},
     "dropout": {"dropout_p": 0.3, "dropout_seed": 2**31 + 3, "batch": 2},
     "fp16": {"dtype": torch.float16, "seq": 64},
     "rpe, masks, dropout": {
@@ -55,16 +57,15 @@ def test_kernels_in_the_interpreter(problem, case):
 
 
 @apply(interpreted)
-@pytest.mark.parametrize("multiprocessors, parts", [(1, 1), (4, 2), (132, 4)])
-@pytest.mark.parametrize("one_layout", [False, True])
+@pytest.mark.parametrize("multiprocessors, parts, one_layout", [(1, 1, True), (2, 2, False), (132, 4, True)])
 def test_query_heads_share_programs_or_not_in_the_interpreter(problem, monkeypatch, multiprocessors, parts, one_layout):
     device = triton_gpu.device_of(torch.device("cpu"))._replace(multiprocessors=multiprocessors)
     monkeypatch.setattr(triton_gpu, "device_of", lambda _: device)
-    p = problem(heads=8, kv_heads=2, seq=100, dim=16, block=32)
-    p.layout[3, 1] = 1  # head 3 has a global row
+    p = problem(heads=4, kv_heads=1, batch=2, seq=80, dim=16, block=16)
+    p.layout[2, 1] = 1  # head 2 has a global row
     if one_layout:
         p.layout = p.layout[:1]
-    call = checked(p.q, p.k, p.v, p.layout, Options(block=32))
+    call = checked(p.q, p.k, p.v, p.layout, Options(block=16))
     assert triton_gpu.group_parts(call) == parts
     assert max(p.errors("triton")) < limit(p)
 
@@ -83,7 +84,7 @@ def test_interpreted():
         [sys.executable, "-m", "pytest", *options, __file__],
         env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parent, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 0 and f"{len(CASES) + 7} passed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
+    assert done.returncode == 0 and f"{len(CASES) + 4} passed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
 
 
 @pytest.mark.gpu

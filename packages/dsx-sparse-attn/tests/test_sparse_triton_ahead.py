@@ -46,13 +46,7 @@ def test_a_sample_of_the_table_compiles_and_fits(name):
     assert 0 < found.shared <= LIMITS[arch] and 0 < found.registers <= 255
 
 
-whole_table = pytest.mark.skipif(
-    "'slow' not in config.getoption('markexpr')", reason="minutes; run with: pytest -m slow (see the file's head)"
-)
-
-
 @pytest.mark.slow
-@whole_table
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     "row", TABLE, ids=lambda row: f"{row.kernel}-{32 if row.wide else 16}-{row.dim}-{row.biased}-{row.tiles}"
