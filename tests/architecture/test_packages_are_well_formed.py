@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "ci"))
 from workspace import all_packages, closure, load, read_toml, requirement_name  # noqa: E402
 
 PACKAGES = all_packages()
-LAYER = {"dsx": 3, "dsx-zero": 2, "dsx-comm": 1}
+LAYER = {"dsx": 3, "dsx-zero": 2, "dsx-pipe": 2, "dsx-moe": 2, "dsx-data": 2, "dsx-compress": 2, "dsx-comm": 1}
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -1,4 +1,4 @@
-"""Charts are well-formed and true to scale; the planner's choice is the best of its own sweep and keeps the memory cap."""
+"""Charts are well-formed and true to scale; the planner's choice is the best of a sweep and keeps the memory cap."""
 
 import itertools
 import xml.etree.ElementTree as ET

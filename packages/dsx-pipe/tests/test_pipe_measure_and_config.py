@@ -5,11 +5,10 @@ import time
 import dsx_comm  # noqa: F401
 import pytest
 import torch
+from dsx_pipe import LayerSpec, PartitionError, Pipeline, PipelineError, PipelineModule, measure_layers, plan
 from dsx_testkit import run_ranks
 from pydantic import ValidationError
 from torch import nn
-
-from dsx_pipe import LayerSpec, PartitionError, Pipeline, PipelineError, PipelineModule, measure_layers, plan
 
 
 class Sleep(nn.Module):
@@ -36,7 +35,9 @@ def test_measured_costs():
 
 
 def by_time(rank, world):
-    pm = PipelineModule([nn.Linear(4, 4) for _ in range(4)], 2, partition_method="time", layer_times=[0.001, 0.001, 0.001, 0.003])
+    pm = PipelineModule(
+        [nn.Linear(4, 4) for _ in range(4)], 2, partition_method="time", layer_times=[0.001, 0.001, 0.001, 0.003]
+    )
     return pm.parts
 
 
@@ -58,10 +59,17 @@ def test_pipeline_section():
     from dsx_pipe.config import Pipeline as Section
 
     assert Section().module_options() == {}
-    options = Section(stages=2, partition="uniform", seed_layers=True, activation_checkpoint_interval=3, use_reentrant=False)
+    options = Section(
+        stages=2, partition="uniform", seed_layers=True, activation_checkpoint_interval=3, use_reentrant=False
+    )
     found = options.module_options()
     assert found.pop("activation_checkpoint_func").keywords == {"use_reentrant": False}
-    assert found == {"num_stages": 2, "partition_method": "uniform", "seed_layers": True, "activation_checkpoint_interval": 3}
+    assert found == {
+        "num_stages": 2,
+        "partition_method": "uniform",
+        "seed_layers": True,
+        "activation_checkpoint_interval": 3,
+    }
     for bad in ({"stages": 0}, {"stage": 2}, {"seed_layers": 1}):
         with pytest.raises(ValidationError):
             Section(**bad)
@@ -70,7 +78,9 @@ def test_pipeline_section():
 def from_section(rank, world, reentrant):
     from dsx_pipe.config import Pipeline as Section
 
-    section = Section(stages=2, partition="uniform", seed_layers=True, activation_checkpoint_interval=1, use_reentrant=reentrant)
+    section = Section(
+        stages=2, partition="uniform", seed_layers=True, activation_checkpoint_interval=1, use_reentrant=reentrant
+    )
     layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
     pm = PipelineModule(layers, loss_fn=nn.functional.mse_loss, **section.module_options())
     x = torch.randn(4, 4)

@@ -120,7 +120,10 @@ def bad(rows, *, m=1, ranks=(0, 1)):
         (["0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"], 1, "0SEND_F0 comes before 0F0"),
         (["0F0 0B0 0F1 0B1", "1F0 1F1 1B1 1B0"], 2, "never ends"),
         (
-            ["0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"],
+            [
+                "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+                "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+            ],
             2,
             "deadlock without buffering",
         ),

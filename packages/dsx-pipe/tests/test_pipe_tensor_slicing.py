@@ -1,11 +1,8 @@
 """Sliced layers and models give the outputs and gradients of the whole ones, and carry Megatron's marks."""
 
-import dsx_comm  # noqa: F401
+import dsx_comm
 import pytest
 import torch
-from dsx_testkit import run_ranks
-from torch import nn
-
 from dsx_pipe import TensorSliceError
 from dsx_pipe.tensor import (
     ColumnParallelLinear,
@@ -22,6 +19,8 @@ from dsx_pipe.tensor import (
     whole_of,
     whole_state,
 )
+from dsx_testkit import run_ranks
+from torch import nn
 
 F64 = torch.float64
 
@@ -48,7 +47,11 @@ def pair(rank, world, overlap, sequence):
     down = RowParallelLinear(12, 6, sequence_parallel=sequence, dtype=F64)
     norm = nn.LayerNorm(6, dtype=F64)
     torch.manual_seed(0)
-    whole_up, whole_down, whole_norm = nn.Linear(6, 12, dtype=F64), nn.Linear(12, 6, dtype=F64), nn.LayerNorm(6, dtype=F64)
+    whole_up, whole_down, whole_norm = (
+        nn.Linear(6, 12, dtype=F64),
+        nn.Linear(12, 6, dtype=F64),
+        nn.LayerNorm(6, dtype=F64),
+    )
     x = torch.randn(2, 4 * world, 6, dtype=F64)
     mine, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
     if sequence:
@@ -123,7 +126,13 @@ def model_of(kind):
             vocab_size=41, n_positions=16, n_embd=16, n_layer=2, n_head=4, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
         )
         return transformers.GPT2LMHeadModel(config).double()
-    sizes = {"vocab_size": 41, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 41,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     if kind == "llama":
         config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=16)
         return transformers.LlamaForCausalLM(config).double()
@@ -145,13 +154,20 @@ def hugging_face(rank, world, kinds):
         ids = torch.randint(0, 41, (2, 8), generator=torch.Generator().manual_seed(0))
         mask = torch.ones_like(ids)
         mask[1, 5:] = 0
-        a, b = model(input_ids=ids, attention_mask=mask, labels=ids), whole(input_ids=ids, attention_mask=mask, labels=ids)
+        a, b = (
+            model(input_ids=ids, attention_mask=mask, labels=ids),
+            whole(input_ids=ids, attention_mask=mask, labels=ids),
+        )
         torch.testing.assert_close(a.logits, b.logits, rtol=1e-6, atol=1e-8)
         a.loss.backward()
         b.loss.backward()
         assert sum(p.numel() for p in model.parameters()) < 0.75 * sum(p.numel() for p in whole.parameters())
         for (name, p), (_, q) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-            piece = slice_of(q.grad, p.partition_dim, rank, world, p.partition_stride) if hasattr(p, "partition_dim") else q.grad
+            piece = (
+                slice_of(q.grad, p.partition_dim, rank, world, p.partition_stride)
+                if hasattr(p, "partition_dim")
+                else q.grad
+            )
             torch.testing.assert_close(p.grad, piece, rtol=1e-5, atol=1e-7, msg=f"{kind} {name}")
 
 
@@ -187,7 +203,10 @@ def own(rank, world):
     torch.testing.assert_close(model(x), whole(x))
     assert type(model.other) is nn.Linear and model.fused.weight.shape == (12, 4)
     for bad, says in [
-        ({"layer_specs": [{"patterns": ["fused"], "partition_type": "diagonal"}]}, "expected 'column', 'row' or 'skip'"),
+        (
+            {"layer_specs": [{"patterns": ["fused"], "partition_type": "diagonal"}]},
+            "expected 'column', 'row' or 'skip'",
+        ),
         ({"layer_spec": []}, "unknown key 'layer_spec'"),
         ({"layer_specs": [{"patterns": ["nothing"], "partition_type": "row"}]}, "no layer matches"),
         ({"layer_specs": [{"patterns": ["fused"], "shape": [5, -1]}]}, "fused: output features: got 24"),

@@ -3,11 +3,9 @@
 import dsx_comm
 import pytest
 import torch
-from dsx_testkit import run_ranks
-from torch import nn
-
 from dsx_pipe import Pipeline, PipelineModule, PipelineParallelGrid, PipeModelDataParallelTopology
 from dsx_pipe.tensor import slice_model, slice_of
+from dsx_testkit import run_ranks
 
 
 def model_of():
@@ -30,7 +28,12 @@ def combined(rank, world, shape, schedule):
     for partitioned in (False, True):
         pm.zero_grad()
         pipe = Pipeline(
-            pm, schedule, micro_batches=2, slice_group=grid.model.group, pipe_partitioned=partitioned, grad_partitioned=partitioned
+            pm,
+            schedule,
+            micro_batches=2,
+            slice_group=grid.model.group,
+            pipe_partitioned=partitioned,
+            grad_partitioned=partitioned,
         )
         with dsx_comm.count_traffic() as traffic:
             loss = pipe.step(mine, mine).double()

@@ -81,7 +81,8 @@ def _show(arguments: argparse.Namespace) -> int:
         timeline = load_timeline(arguments.timeline)
     else:
         timeline = _planned(arguments)
-    print(f"{timeline.name}: {timeline.ranks} ranks, step {timeline.length:.6g}, bubble {timeline.bubble_share:.1%}")  # noqa: T201
+    share = f"{timeline.bubble_share:.1%}"
+    _say(f"{timeline.name}: {timeline.ranks} ranks, step {timeline.length:.6g}, bubble {share}")
     if arguments.out:
         save_chart(timeline, arguments.out)
     return 0
@@ -97,8 +98,8 @@ def _planned(arguments: argparse.Namespace) -> Timeline:
         schedule = with_communication(schedule)
         check(schedule)
     if arguments.text:
-        print(schedule, end="")  # noqa: T201
-    print(f"activations kept per rank: {' '.join(map(str, live_activations(schedule)))}")  # noqa: T201
+        sys.stdout.write(str(schedule))
+    _say(f"activations kept per rank: {' '.join(map(str, live_activations(schedule)))}")
     share = schedule.ranks / schedule.stages
     weight = arguments.backward * arguments.weight_share
     times = StageTimes(share * arguments.forward, share * (arguments.backward - weight), share * weight)
@@ -110,16 +111,20 @@ def _plan(arguments: argparse.Namespace) -> int:
         load_costs(arguments.costs), arguments.ranks, arguments.batch,
         memory=_bytes(arguments.memory), latency=arguments.latency,
     )  # fmt: skip
-    print(f"{'schedule':<12} {'chunks':>6} {'micro':>6} {'seconds':>10} {'bubble':>7} {'MiB/rank':>9}  stages begin at")  # noqa: T201
+    rows = [("schedule", "chunks", "micro", "seconds", "bubble", "MiB/rank", "stages begin at")]
     for c in found[: arguments.top]:
-        most = max(c.bytes_per_rank) / (1 << 20)
-        starts = " ".join(map(str, c.parts[:-1]))
-        print(  # noqa: T201
-            f"{c.schedule:<12} {c.chunks:>6} {c.micro_batches:>6} {c.seconds:>10.4g} {c.bubble_share:>7.1%} {most:>9.0f}  {starts}"
-        )
+        most, starts = max(c.bytes_per_rank) / (1 << 20), " ".join(map(str, c.parts[:-1]))
+        numbers = (str(c.chunks), str(c.micro_batches), f"{c.seconds:.4g}", f"{c.bubble_share:.1%}", f"{most:.0f}")
+        rows.append((c.schedule, *numbers, starts))
+    for name, *numbers, starts in rows:
+        _say(f"{name:<12} {' '.join(f'{n:>9}' for n in numbers)}  {starts}")
     if arguments.save:
         Path(arguments.save).write_text(str(found[0].build(arguments.ranks)))
     return 0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
 
 
 def _bytes(text: str | None) -> int | None:

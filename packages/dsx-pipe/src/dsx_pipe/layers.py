@@ -25,8 +25,8 @@ class LayerSpec:
     def __init__(self, typename: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if not callable(typename) or isinstance(typename, nn.Module):
             raise PartitionError(
-                f"LayerSpec: got {_named(typename)}, expected a class (or function) that builds the layer; a module that "
-                "is built already goes into the list of layers as it is"
+                f"LayerSpec: got {_named(typename)}, expected a class (or function) that builds the layer; a module "
+                "that is built already goes into the list of layers as it is"
             )
         self.typename, self.module_args, self.module_kwargs = typename, args, kwargs
 
@@ -74,6 +74,14 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
 
+class Unit(nn.Module):
+    """Modules of a larger model that lie on one stage together; counted and named as one layer, never called."""
+
+    def __init__(self, label: str, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.label, self.parts = label, nn.ModuleList(modules)
+
+
 def flatten_layers(layers: Any) -> list[Any]:
     """A flat list from an iterable of layers, specs, functions and nested sequences of them.
 
@@ -99,6 +107,8 @@ def class_name(layer: Any) -> str:
     """Name of a layer's class, or of a function."""
     if isinstance(layer, LayerSpec):
         return layer.name
+    if isinstance(layer, Unit):
+        return layer.label
     if isinstance(layer, nn.Module):
         return type(layer).__name__
     return getattr(layer, "__name__", type(layer).__name__)

@@ -52,7 +52,8 @@ def measure_layers(
         per_sample = [min(s, a / samples) for s, a in zip(slopes, large_times)]
         fixed = sum(large_times) - samples * sum(per_sample)
         count = sum(p.numel() for p in module.parameters()) if isinstance(module, nn.Module) else 0
-        costs.append(LayerCost(*per_sample, kept // samples, count * state_bytes_per_parameter, fixed))
+        forward, of_input, of_weight = per_sample
+        costs.append(LayerCost(forward, of_input, of_weight, kept // samples, count * state_bytes_per_parameter, fixed))
     return costs
 
 
@@ -99,8 +100,6 @@ def _differentiable(value: Any) -> Any:
         if tensor.is_floating_point():
             tensor.requires_grad_()
     return fresh
-
-
 
 
 def _now() -> float:

@@ -23,6 +23,7 @@ from torch import nn
 
 from .chunk import Recomputation
 from .errors import PartitionError
+from .layers import Unit
 
 
 class Skipped(nn.Module):
@@ -77,15 +78,6 @@ RULES = (
 )
 
 
-class _Unit(nn.Module):
-    """The modules of one unit, to count and to compare parameters."""
-
-    def __init__(self, name: str, modules: list[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(modules)
-        self.__class__ = type(name, (_Unit,), {})  # partition methods look at class names
-
-
 class ModelParts:
     """A model seen as units.
 
@@ -104,14 +96,14 @@ class ModelParts:
         self.heads = [name for name, _ in model.named_children() if name != self.base_name]
         after += [_at(model, name) for name in self.heads]
         self.units = [
-            _Unit("Embeddings", before),
-            *(_Unit(type(b).__name__, [b]) for b in self.blocks),
-            _Unit("Head", after),
+            Unit("Embeddings", before),
+            *(Unit(type(b).__name__, [b]) for b in self.blocks),
+            Unit("Head", after),
         ]
         self.loss = _causal_loss if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) else _plain_loss
 
     def keep(self, units: set[int]) -> nn.Module:
-        """A copy of the model's outline in which only these units remain; modules and parameters are the model's own."""
+        """A copy of the model's outline in which only these units remain; modules and parameters are not copied."""
         model = _outline(self.model)
         base = self._outline_at(model, self.base_name)
         if 0 not in units:
@@ -210,12 +202,14 @@ def parts_of_model(model: nn.Module) -> ModelParts:
     for rule in RULES:
         if isinstance(_at(base, rule.blocks), nn.ModuleList) and all(_at(base, p) is not None for p in rule.before):
             if base is model:
-                raise PartitionError(f"{type(model).__name__} has no head; split the model with a head, or pass its layers")
+                raise PartitionError(
+                    f"{type(model).__name__} has no head; split the model with a head, or pass its layers"
+                )
             return ModelParts(model, rule)
     raise PartitionError(
-        f"{type(model).__name__}: its layers were not found. Known are GPT-2 (<base>.h), Llama-style (<base>.layers with "
-        "embed_tokens) and BERT-style (<base>.encoder.layer) models of Hugging Face, and nn.Sequential; for others pass a "
-        "list of layers"
+        f"{type(model).__name__}: its layers were not found. Known are GPT-2 (<base>.h), Llama-style (<base>.layers "
+        "with embed_tokens) and BERT-style (<base>.encoder.layer) models of Hugging Face, and nn.Sequential; for others "
+        "pass a list of layers"
     )
 
 

@@ -1,10 +1,10 @@
 """`PipelineModule`: a model as a list of layers, of which each rank builds and runs its stages'.
 
-    model = PipelineModule([LayerSpec(Embedding, ...), *(LayerSpec(Block, ...) for _ in range(24)), LayerSpec(Head, ...)],
-                           num_stages=4, loss_fn=loss_fn)
+    layers = [LayerSpec(Embedding, ...), *(LayerSpec(Block, ...) for _ in range(24)), LayerSpec(Head, ...)]
+    model = PipelineModule(layers, num_stages=4, loss_fn=loss_fn)
 
-Also taken as they are: an `nn.Sequential`, and Hugging Face GPT-2, Llama and BERT-style models (`models.py`). Layers are
-named by their index in the whole list, so parameter names do not depend on the number of stages.
+Also taken as they are: an `nn.Sequential`, and Hugging Face GPT-2, Llama and BERT-style models (`models.py`). Layers
+are named by their index in the whole list, so parameter names do not depend on the number of stages.
 """
 
 from __future__ import annotations
@@ -118,10 +118,12 @@ class PipelineModule(nn.Module):
         dsx_comm.all_gather_object(rows, mine)
         for rank, (names, _) in enumerate(rows):
             if names != rows[0][0]:
-                at = next((i for i, (a, b) in enumerate(zip(names, rows[0][0])) if a != b), min(len(names), len(rows[0][0])))
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(names, rows[0][0])) if a != b), min(len(names), len(rows[0][0]))
+                )
                 raise PipelineError(
-                    f"the ranks have different layers: rank 0 has {len(rows[0][0])}, rank {rank} has {len(names)}, and layer "
-                    f"{at} differs; every rank must be given the same list"
+                    f"the ranks have different layers: rank 0 has {len(rows[0][0])}, rank {rank} has {len(names)}, and "
+                    f"layer {at} differs; every rank must be given the same list"
                 )
         self.parts = list(rows[0][1])
 

@@ -48,10 +48,9 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
         sums.append(sums[-1] + weight)
 
     # best[k][j]: (difference, largest, smallest, start of the last part) of the first j items in k parts
-    Entry = tuple[float, float, float, int]
-    rows: list[dict[int, Entry]] = [{j: (0.0, sums[j], sums[j], 0) for j in range(1, n + 1)}]
+    rows: list[dict[int, tuple[float, float, float, int]]] = [{j: (0.0, sums[j], sums[j], 0) for j in range(1, n + 1)}]
     for parts in range(2, num_parts + 1):
-        row: dict[int, Entry] = {}
+        row: dict[int, tuple[float, float, float, int]] = {}
         for j in range(parts, n + 1):
             for start in range(parts - 1, j):
                 _, high, low, _ = rows[-1][start]

@@ -9,6 +9,7 @@ keeps at one time. What is left out: buffers of the communication library and of
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -72,7 +73,7 @@ class Candidate:
 def stage_times(layers: Sequence[LayerCost], parts: Sequence[int], samples: float) -> tuple[StageTimes, ...]:
     """Seconds per stage for a micro-batch of `samples` samples."""
     found = []
-    for first, end in zip(parts, parts[1:]):
+    for first, end in itertools.pairwise(parts):
         part = layers[first:end]
         fixed = sum(c.overhead for c in part) / 3
         found.append(
@@ -155,7 +156,7 @@ def _cost(
     samples = batch / m
     timeline = simulate(schedule, stage_times(layers, parts, samples), latency=latency)
     kept = _kept_bytes(
-        schedule, [samples * sum(c.activation_bytes for c in layers[a:b]) for a, b in zip(parts, parts[1:])]
+        schedule, [samples * sum(c.activation_bytes for c in layers[a:b]) for a, b in itertools.pairwise(parts)]
     )
     states = [
         sum(c.parameter_bytes for s in schedule.stages_of(r) for c in layers[parts[s] : parts[s + 1]])

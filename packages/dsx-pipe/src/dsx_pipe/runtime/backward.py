@@ -10,7 +10,8 @@ user's own `autograd.Function` with parameters among its arguments computes all 
 The graph and what it saved live until the weight part is done; schedules count it so.
 
 Not split, and done whole in the input part: stages whose input needs no gradient, and graphs with a reentrant
-checkpoint, which cannot be asked for single gradients. A parameter that several junctions use belongs to the input part.
+checkpoint, which cannot be asked for single gradients. A parameter that several junctions use belongs to the input
+part.
 """
 
 from __future__ import annotations
@@ -80,10 +81,9 @@ def input_backward(outputs: Sequence[torch.Tensor], grads: Grads, inputs: Sequen
     # outputs that do not depend on the input have nothing to wait for
     toward = [get_gradient_edge(o).node in graph.on_path for o in used]
     try:
-        found = torch.autograd.grad(
-            [o for o, way in zip(used, toward) if way], [*inputs, *early], [g for g, way in zip(filled, toward) if way],
-            retain_graph=True, allow_unused=True,
-        )  # fmt: skip  # pyright: ignore[reportArgumentType, reportCallIssue]
+        roots, gradients = zip(*((o, g) for o, g, way in zip(used, filled, toward) if way))
+        ends: Any = (*inputs, *early)  # torch takes tensors and edges together; its annotation does not say so
+        found = torch.autograd.grad(roots, ends, gradients, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -93,7 +93,8 @@ def input_backward(outputs: Sequence[torch.Tensor], grads: Grads, inputs: Sequen
     now = [(e, g) for e, g in zip(early, found[len(inputs) :]) if g is not None]
     now += [(get_gradient_edge(o), g) for o, g, way in zip(used, filled, toward) if not way]
     if now:
-        torch.autograd.backward([e for e, _ in now], [g for _, g in now], retain_graph=True)  # pyright: ignore[reportArgumentType]
+        starts: Any = [edge for edge, _ in now]
+        torch.autograd.backward(starts, [g for _, g in now], retain_graph=True)
     deferred.junctions = [
         (node, recorded[node], edges) for node, edges in branches.items() if node in recorded and edges
     ]

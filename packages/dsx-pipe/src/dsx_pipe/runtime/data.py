@@ -74,7 +74,8 @@ def _split(value: Any, count: int) -> list[Any]:
     for tensor in tensors:
         if tensor.dim() == 0 or tensor.shape[0] < count:
             raise PipelineError(
-                f"a batch of shape {list(tensor.shape)} cannot be split into {count} micro-batches along its first dimension"
+                f"a batch of shape {list(tensor.shape)} cannot be split into {count} micro-batches along its first "
+                "dimension"
             )
     rows = [torch.tensor_split(t, count) for t in tensors]
     return [unflatten(structure, [row[i] for row in rows], others) for i in range(count)]

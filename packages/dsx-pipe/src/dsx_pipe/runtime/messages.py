@@ -106,9 +106,7 @@ class Mailbox:
             Each of them then sends its piece, and the receivers gather the pieces among themselves.
     """
 
-    def __init__(
-        self, groups: Groups, name_of: Callable[[int], str], slicing: tuple[Any, Any] = (None, None)
-    ) -> None:
+    def __init__(self, groups: Groups, name_of: Callable[[int], str], slicing: tuple[Any, Any] = (None, None)) -> None:
         self.groups, self._name_of, self._slicing = groups, name_of, slicing
         self.run = 0
         self._sent: dict[tuple[int, int, bool], tuple[Spec, bytes]] = {}
@@ -199,8 +197,8 @@ class Mailbox:
             message = Message(DATA, self._payload(source, key, blob[:first], blob[first:], bool(keeps)))
         if run != self.run:
             raise WrongRun(
-                f"{self._name_of(source)} is in step {run}, this rank in step {self.run}: every rank of a pipeline must "
-                "call train_batch and eval_batch equally often"
+                f"{self._name_of(source)} is in step {run}, this rank in step {self.run}: every rank of a pipeline "
+                "must call train_batch and eval_batch equally often"
             )
         return key, message
 

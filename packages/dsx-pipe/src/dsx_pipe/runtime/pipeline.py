@@ -6,8 +6,8 @@
     optimizer.step(); optimizer.zero_grad()
 
 A stage takes one argument, the output of the stage before it (the data's inputs on the first stage), and returns one
-value: a tensor, or tuples, lists, dicts and dataclasses of tensors and other values. What carries a gradient on one side
-carries one on the other.
+value: a tensor, or tuples, lists, dicts and dataclasses of tensors and other values. What carries a gradient on one
+side carries one on the other.
 
 The optimizer, data-parallel reduction and precision are not part of it: an engine adds them through `StageCallbacks`.
 """
@@ -101,8 +101,8 @@ class Pipeline:
         mine = self.schedule.stages_of(self.rank)
         if len(mine) != len(parts):
             raise PipelineError(
-                f"rank {self.rank}: got {len(parts)} modules, expected {len(mine)}: schedule {self.schedule.name!r} gives "
-                f"this rank the stages {list(mine)}"
+                f"rank {self.rank}: got {len(parts)} modules, expected {len(mine)}: schedule "
+                f"{self.schedule.name!r} gives this rank the stages {list(mine)}"
             )
         self.stages = {
             index: Stage(
@@ -261,8 +261,8 @@ class Pipeline:
         texts: list[Any] = [None] * self.groups.size
         call = {_TRAIN: "train_batch", _EVAL: "eval_batch"}[kind]
         said = (
-            f"{call}, {plan.name} with {plan.micro_batches} micro-batches over {plan.stages} stages, step {self._mailbox.run}"
-            f"{', dynamic shapes' if self.dynamic_shape else ''}"
+            f"{call}, {plan.name} with {plan.micro_batches} micro-batches over {plan.stages} stages, step "
+            f"{self._mailbox.run}{', dynamic shapes' if self.dynamic_shape else ''}"
         )
         dsx_comm.all_gather_object(texts, said, group=self.groups.host)
         listed = "\n  ".join(f"{self._name_of(r)}: {text}" for r, text in enumerate(texts))
@@ -365,8 +365,8 @@ def _schedule_of(schedule: Schedule | str, micro_batches: int | None, module: An
     placed = getattr(module, "stage_ranks", None)
     if placed is not None and tuple(placed) != schedule.stage_ranks:
         raise ScheduleError(
-            f"schedule {schedule.name!r} puts the stages on the ranks {list(schedule.stage_ranks)}, the module has them on "
-            f"{list(placed)}; build the PipelineModule with schedule={schedule.name!r}"
+            f"schedule {schedule.name!r} puts the stages on the ranks {list(schedule.stage_ranks)}, the module has "
+            f"them on {list(placed)}; build the PipelineModule with schedule={schedule.name!r}"
         )
     return schedule
 

@@ -2,8 +2,8 @@
 
 A stage that fails does not stop the schedule. Its rank goes on through its actions without computing, takes what the
 others send, and sends the failure in place of every value; so does each rank that the failure reaches. So every send
-keeps its receive, nothing hangs, nothing is left in the queues, and at the end all ranks know. Only a rank whose process
-has ended is left out.
+keeps its receive, nothing hangs, nothing is left in the queues, and at the end all ranks know. Only a rank whose
+process has ended is left out.
 """
 
 from __future__ import annotations

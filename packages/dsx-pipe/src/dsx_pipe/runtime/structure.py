@@ -48,14 +48,14 @@ def flatten(value: Any) -> tuple[Structure, list[torch.Tensor], list[Any]]:
         if isinstance(item, torch.Tensor):
             tensors.append(item)
             return ("tensor",)
-        if dataclasses.is_dataclass(item) and not isinstance(item, type):
-            return ("dataclass", type(item), _visit_fields(item, visit))
         if isinstance(item, tuple) and hasattr(item, "_fields"):
             return ("namedtuple", type(item), tuple(map(visit, item)))
         if type(item) in (tuple, list):
             return (type(item).__name__, None, tuple(map(visit, item)))
-        if isinstance(item, dict):
+        if isinstance(item, dict) and not dataclasses.is_dataclass(item):
             return ("dict", (type(item), tuple(item)), tuple(map(visit, item.values())))
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            return ("dataclass", type(item), _visit_fields(item, visit))
         others.append(item)
         return ("value",)
 

@@ -9,7 +9,7 @@ stages takes m (F + I + W) plus the bubble:
 | 1f1b | (p - 1)(F + I + W) | min(p - s, m) | Narayanan et al. 2019; Fan et al. 2021 |
 | interleaved, v stages per rank | (p - 1)(F + I + W) / v | more than 1f1b, of 1/v the size | Narayanan et al. 2021 |
 | zb-h1 | (p - 1)(F + I - W) | at most min(p, m) | Qi et al. 2023, handcrafted schedule 1 |
-| zbv, 2 stages per rank | close to (p - 1) F / 2 if F = I = W | at most 2p, of half the size | Qi et al. 2024, V-shape |
+| zbv, 2 stages per rank | about (p - 1) F / 2 if F = I = W | at most 2p, of half the size | Qi et al. 2024, V-shape |
 | inference | (p - 1) F | none | forward only |
 """
 

@@ -51,7 +51,7 @@ def svg(timeline: Timeline, *, width: int = 1200) -> str:
             parts.append(
                 f'<text x="{left + wide / 2:.2f}" y="{top + _ROW / 2 + 4:.1f}" text-anchor="middle">{label}</text>'
             )
-    parts += _legend(timeline, height) + ["</svg>"]
+    parts += [*_legend(timeline, height), "</svg>"]
     return "\n".join(parts) + "\n"
 
 

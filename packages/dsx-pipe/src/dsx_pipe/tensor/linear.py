@@ -25,20 +25,20 @@ from .regions import (
     reduce_scatter_sequence,
     scatter_to_slices,
 )
-from .slices import bounds, check_divides, mark, slice_of
+from .slices import check_divides, lengths, mark, slice_of
 
 
 class _Overlapped(torch.autograd.Function):
     """A linear layer whose backward adds up the input's gradient while it computes the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.has_bias = group, bias is not None
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         of_input = (gradient @ weight).contiguous()
         handle = dsx_comm.all_reduce(of_input, group=ctx.group, async_op=True)
@@ -126,8 +126,7 @@ class ColumnParallelLinear(_SlicedLinear):
         self.bias = None
         if offset is not None:
             self.bias = mark(nn.Parameter(slice_of(offset, 0, self.rank, self.size, parts)), 0, parts)
-        cut = bounds(out_features, self.size)
-        self._sizes = None if out_features % self.size == 0 else [b - a for a, b in zip(cut, cut[1:])]
+        self._sizes = None if out_features % self.size == 0 else lengths(out_features, self.size)
         self.gather_output, self.parts, self.overlap = gather_output, parts, overlap
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
 
@@ -136,7 +135,11 @@ class ColumnParallelLinear(_SlicedLinear):
         if self.overlap and self.size > 1:
             y: Any = _Overlapped.apply(x, self.weight, self.bias, self.group)
         else:
-            entered = gather_sequence(x, self.sequence_dim, self.group) if self.sequence_parallel else copy_to_slices(x, self.group)
+            entered = (
+                gather_sequence(x, self.sequence_dim, self.group)
+                if self.sequence_parallel
+                else copy_to_slices(x, self.group)
+            )
             y = self._product(entered, self.bias)
         if not self.gather_output:
             return y
@@ -196,5 +199,9 @@ class RowParallelLinear(_SlicedLinear):
         if not self.input_is_parallel:
             x = scatter_to_slices(x, -1, self.group)
         y = self._product(x, None)
-        y = reduce_scatter_sequence(y, self.sequence_dim, self.group) if self.sequence_parallel else reduce_from_slices(y, self.group)
+        y = (
+            reduce_scatter_sequence(y, self.sequence_dim, self.group)
+            if self.sequence_parallel
+            else reduce_from_slices(y, self.group)
+        )
         return y if self.bias is None else y + self.bias

@@ -21,7 +21,7 @@ import dsx_comm
 import torch
 from torch import nn
 
-from .slices import bounds, check_divides
+from .slices import bounds, check_divides, lengths
 
 
 def all_reduced(tensor: torch.Tensor, group: Any) -> torch.Tensor:
@@ -64,69 +64,68 @@ def own_piece(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return all_reduced(gradient, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
         return all_reduced(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any, sizes: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any, sizes: Any) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
         return all_gathered(tensor, dim, group, sizes)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return own_piece(gradient, ctx.dim, ctx.group), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:  # type: ignore[override]
-        size = dsx_comm.get_world_size(group)
-        cut = bounds(tensor.shape[dim], size)
-        ctx.dim, ctx.group, ctx.sizes = dim, group, [b - a for a, b in zip(cut, cut[1:])]
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        ctx.sizes = lengths(tensor.shape[dim], dsx_comm.get_world_size(group))
         return own_piece(tensor, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         sizes = ctx.sizes if len(set(ctx.sizes)) > 1 else None
         return all_gathered(gradient, ctx.dim, ctx.group, sizes), None, None
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
         return all_gathered(tensor, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return reduce_scattered(gradient, ctx.dim, ctx.group), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
         return reduce_scattered(tensor, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return all_gathered(gradient, ctx.dim, ctx.group), None, None
 
 
@@ -147,7 +146,7 @@ def reduce_from_slices(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
 def gather_from_slices(
     tensor: torch.Tensor, dim: int = -1, group: Any = None, sizes: list[int] | None = None
 ) -> torch.Tensor:
-    """Leave a sliced region: the ranks' pieces one behind the other. `sizes`: lengths of the pieces where they differ."""
+    """Leave a sliced region: the ranks' pieces one behind the other. `sizes`: the pieces' lengths where they differ."""
     return tensor if _alone(group) else _Gather.apply(tensor, dim, group, sizes)  # type: ignore[return-value]
 
 

@@ -31,7 +31,8 @@ class LayerRule:
 
     Attributes:
         patterns: regular expressions, matched at the end of a module's (or its weight's) name.
-        kind: "column", "row", "vocabulary" (an embedding), "head" (a projection to the vocabulary, whole output) or "skip".
+        kind: "column", "row", "vocabulary" (an embedding), "head" (a projection to the vocabulary, with the whole
+            output) or "skip".
         parts: number of equal layers fused into one weight.
         gather_output: return the whole output (column).
     """
@@ -46,7 +47,10 @@ class LayerRule:
         return any(re.search(rf"(?:{p})$", name) or re.search(rf"(?:{p})$", f"{name}.weight") for p in self.patterns)
 
 
-_ENDS = (LayerRule((r"(^|\.)(wte|embed_tokens|word_embeddings)",), "vocabulary"), LayerRule((r"(^|\.)lm_head",), "head"))
+_ENDS = (
+    LayerRule((r"(^|\.)(wte|embed_tokens|word_embeddings)",), "vocabulary"),
+    LayerRule((r"(^|\.)lm_head",), "head"),
+)
 PRESETS: dict[str, tuple[LayerRule, ...]] = {
     "gpt2": (
         LayerRule((r"attn\.c_attn",), "column", parts=3),
@@ -80,7 +84,9 @@ def rules_of(config: dict[str, Any]) -> tuple[LayerRule, ...]:
     """
     unknown = set(config) - {"use_default_specs", "layer_specs"}
     if unknown:
-        raise TensorSliceError(f"partition_config: unknown key {sorted(unknown)[0]!r}; known are use_default_specs, layer_specs")
+        raise TensorSliceError(
+            f"partition_config: unknown key {sorted(unknown)[0]!r}; known are use_default_specs, layer_specs"
+        )
     found = []
     for i, spec in enumerate(config.get("layer_specs", [])):
         where = f"partition_config.layer_specs[{i}]"
@@ -94,8 +100,12 @@ def rules_of(config: dict[str, Any]) -> tuple[LayerRule, ...]:
         if isinstance(patterns, str) or not patterns:
             raise TensorSliceError(f"{where}.patterns: expected a list of regular expressions")
         if spec.get("partition_dim") not in (None, 0):
-            raise TensorSliceError(f"{where}.partition_dim: got {spec['partition_dim']}, expected 0 (each part is cut along it)")
-        found.append(LayerRule(tuple(patterns), kind, _parts(spec.get("shape"), where), bool(spec.get("gather_output"))))
+            raise TensorSliceError(
+                f"{where}.partition_dim: got {spec['partition_dim']}, expected 0 (each part is cut along it)"
+            )
+        found.append(
+            LayerRule(tuple(patterns), kind, _parts(spec.get("shape"), where), bool(spec.get("gather_output")))
+        )
     return tuple(found)
 
 
@@ -129,7 +139,7 @@ def slice_model(
         The model.
 
     Raises:
-        TensorSliceError: no rules are known, a rule matches nothing, or sizes or heads do not divide. Nothing is changed.
+        TensorSliceError: no rules are known, none matches a layer, or sizes or heads do not divide. Nothing is changed.
     """
     rules = _rules(model, preset, config)
     size = dsx_comm.get_world_size(group)
@@ -140,7 +150,9 @@ def slice_model(
             _check(name, module, rule, size)
             plan.append((name, module, rule))
     if not plan:
-        raise TensorSliceError(f"{type(model).__name__}: no layer matches the rules {[p for r in rules for p in r.patterns]}")
+        raise TensorSliceError(
+            f"{type(model).__name__}: no layer matches the rules {[p for r in rules for p in r.patterns]}"
+        )
     _check_heads(model, size)
     if size == 1:
         return model
@@ -173,8 +185,8 @@ def _rules(model: nn.Module, preset: str | None, config: dict[str, Any] | None) 
         known = ()
     if not own and not known:
         raise TensorSliceError(
-            f"{type(model).__name__}: there are no rules for it; pass preset= ({', '.join(sorted(PRESETS))}) or config= with "
-            "layer_specs"
+            f"{type(model).__name__}: there are no rules for it; pass preset= ({', '.join(sorted(PRESETS))}) or "
+            "config= with layer_specs"
         )
     return (*own, *known)
 
@@ -213,14 +225,18 @@ def _check_heads(model: nn.Module, size: int) -> None:
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None)
         if isinstance(heads, int) and heads % size:
-            raise TensorSliceError(f"config.{key}: got {heads} heads, expected a multiple of the {size} ranks of the group")
+            raise TensorSliceError(
+                f"config.{key}: got {heads} heads, expected a multiple of the {size} ranks of the group"
+            )
 
 
 def _sliced(module: Any, rule: LayerRule, group: Any, overlap: bool) -> nn.Module:
     trains = {n: p.requires_grad for n, p in module.named_parameters()}
     if rule.kind == "vocabulary":
         rows, columns = module.weight.shape
-        found: nn.Module = VocabParallelEmbedding(rows, columns, module.padding_idx, group, whole=module.weight.detach())
+        found: nn.Module = VocabParallelEmbedding(
+            rows, columns, module.padding_idx, group, whole=module.weight.detach()
+        )
     else:
         into, out = _sizes(module)
         whole = (module.weight.detach(), None if module.bias is None else module.bias.detach())
@@ -272,7 +288,9 @@ def tp_model_init(
     if tp_size < 1 or world % tp_size:
         raise TensorSliceError(f"tp_size: got {tp_size}, expected a divisor of the world size {world}")
     group = dsx_comm.GroupRegistry().blocks(tp_size).group
-    return slice_model(model if dtype is None else model.to(dtype), group, preset=preset, config=config, overlap=overlap)
+    return slice_model(
+        model if dtype is None else model.to(dtype), group, preset=preset, config=config, overlap=overlap
+    )
 
 
 __all__: Sequence[str] = ["PRESETS", "LayerRule", "rules_of", "slice_model", "tp_model_init"]

@@ -6,6 +6,7 @@ tensor (query, key and value in one weight) is first cut into its `parts`, so th
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import dsx_comm
@@ -19,6 +20,11 @@ def bounds(length: int, size: int) -> list[int]:
     """Starts of the ranks' pieces, and the length: rank r has [bounds[r], bounds[r + 1])."""
     chunk, rest = divmod(length, size)
     return [r * chunk + min(r, rest) for r in range(size + 1)]
+
+
+def lengths(length: int, size: int) -> list[int]:
+    """Length of each rank's piece."""
+    return [b - a for a, b in itertools.pairwise(bounds(length, size))]
 
 
 def check_divides(length: int, size: int, what: str, parts: int = 1) -> None:

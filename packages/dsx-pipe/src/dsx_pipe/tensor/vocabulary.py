@@ -65,7 +65,7 @@ class VocabParallelEmbedding(nn.Module):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: Any) -> torch.Tensor:
         values = logits.float()
         largest = values.amax(-1)
         if dsx_comm.get_world_size(group) > 1:
@@ -81,7 +81,7 @@ class _CrossEntropy(torch.autograd.Function):
         return both[0].log() - both[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         probabilities, place, mine = ctx.saved_tensors
         out = probabilities.clone()
         out.scatter_add_(-1, place, -mine.unsqueeze(-1).to(out.dtype))

@@ -1,0 +1,85 @@
+"""The planner's choice against an exhaustive sweep of measured steps, with sleeping compute.
+
+    torchrun --nproc-per-node 4 bench/planner_sweep.py
+
+The planner sees layer costs measured with `measure_layers` (four timed passes over the layers). Wanted: its choice is
+within 3 % of the best of the sweep, which has at least 40 points.
+"""
+
+import argparse
+import itertools
+
+import dsx_comm
+import dsx_pipe
+import torch
+from sleepers import Sleeper
+from torch import nn
+
+
+class PerSample(Sleeper):
+    """Sleeps in proportion to the batch, plus a fixed cost."""
+
+    def __init__(self, per_sample, fixed):
+        super().__init__(0.0, 0.0, 0.0)
+        self.per_sample, self.fixed = per_sample, fixed
+
+    def forward(self, x):
+        one = self.per_sample * x.shape[0] + self.fixed
+        self.seconds = (one, one, one)
+        return super().forward(x)
+
+
+def measured(plan, parts, layers, rank, batch, steps):
+    stages = [nn.Sequential(*layers[parts[s] : parts[s + 1]]) for s in plan.stages_of(rank)]
+    pipe = dsx_pipe.Pipeline(stages, plan, loss_fn=lambda out, labels: out.sum())
+    data = torch.zeros(batch, 4)
+    return min(step(pipe, data) for _ in range(steps))
+
+
+def step(pipe, data):
+    pipe.step(data, data)
+    return pipe.report().measured.length
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch", type=int, default=12)
+    parser.add_argument("--milliseconds", type=float, default=4.0, help="of the lightest layer per sample")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--points", type=int, default=10**6, help="most points of the sweep")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dsx_comm.init_distributed()
+    rank, world, unit = dsx_comm.get_rank(), dsx_comm.get_world_size(), arguments.milliseconds / 1e3
+    layers = [PerSample(unit * (1 + i % 3), unit / 2) for i in range(2 * world)]
+    costs = [None]
+    if rank == 0:
+        costs = [dsx_pipe.measure_layers(layers, torch.zeros(4, 4), repeats=1)]
+    dsx_comm.broadcast_object_list(costs, src=0)
+    choice = dsx_pipe.plan(costs[0], world, arguments.batch)
+    counts = [m for m in (2, 3, 4, 6, 12) if arguments.batch % m == 0]
+    splits = [
+        (0, *cut, len(layers)) for cut in itertools.combinations(range(1, len(layers)), world - 1)
+        if max(b - a for a, b in itertools.pairwise((0, *cut, len(layers)))) <= 3
+    ]  # fmt: skip
+    splits = splits[:: max(1, len(splits) // 5)]
+    points = [(name, m, parts) for name in ("gpipe", "1f1b", "zb-h1") for m in counts for parts in splits][
+        : arguments.points
+    ]
+    found = []
+    for name, m, parts in points:
+        length = measured(dsx_pipe.build(name, world, m), parts, layers, rank, arguments.batch, arguments.steps)
+        found.append((length, name, m, parts))
+    own = measured(choice.build(world), choice.parts, layers, rank, arguments.batch, arguments.steps)
+    if rank == 0:
+        best = min(found)
+        print(f"{len(found)} points; best {best[0]:.3f} s: {best[1]}, {best[2]} micro-batches, split {best[3]}")
+        print(
+            f"planner: {choice.schedule}, {choice.micro_batches} micro-batches, split {choice.parts}: predicted "
+            f"{choice.seconds:.3f} s, measured {own:.3f} s, {own / best[0]:.3f} of the best"
+        )
+    dsx_comm.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
