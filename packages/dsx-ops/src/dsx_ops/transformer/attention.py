@@ -4,16 +4,24 @@ attention.
     P = softmax(scale Q K^T + mask);  D = dropout(P);  O = D V
     dV = D^T dO;  dP = dropout(dO V^T) with the same mask;  dS = scale P (dP - rowsum(P dP));  dQ = dS K;  dK = dS^T Q
 
-The mask of the dropout is a function of its key and is never kept; D is kept or, on demand, computed again from P.
-Where nothing is dropped torch's scaled_dot_product_attention does it all without ever writing P.
+Torch's fused attention (`scaled_dot_product_attention`) does it all without ever writing P. It serves wherever it can:
+always where nothing is dropped on the CPU or without gradients; on CUDA also for training, with and without dropout,
+when one of its fused kernels takes the tensors. Under `torch.use_deterministic_algorithms(True)` only the flash kernel
+does, whose backward then adds in a fixed order. Otherwise the explicit way runs. In it the mask of the dropout is a
+function of its key and is never kept; D is kept or, on demand, computed again from P. In the fused kernels the mask
+comes from torch's CUDA generator, and the key does not count.
 """
 
 from __future__ import annotations
 
+import enum
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import keyed
@@ -59,6 +67,27 @@ def _replayed(ctx: Any, x: Tensor, drop_key: Tensor) -> Tensor:
     return x if ctx.p == 0.0 else torch.ops.dsx_ops.keyed_dropout(x, ctx.p, drop_key, ctx.site)
 
 
+class Way(enum.Enum):
+    """How attention is computed."""
+
+    EXPLICIT = enum.auto()
+    FUSED = enum.auto()
+    FLASH = enum.auto()  # the one fused kernel whose backward has a fixed order on demand
+
+
+def choose_way(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, any_order: bool) -> Way:
+    """Which way serves these tensors; `mask` as torch's fused attention takes it."""
+    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if query.device.type != "cuda" or (p == 0.0 and not trains):
+        return Way.FUSED if p == 0.0 else Way.EXPLICIT
+    params = cuda.SDPAParams(query, key, value, mask, p, False, False)
+    flash = cuda.can_use_flash_attention(params)
+    if torch.are_deterministic_algorithms_enabled() and not any_order:
+        return Way.FLASH if flash else Way.EXPLICIT
+    fused = flash or cuda.can_use_efficient_attention(params) or cuda.can_use_cudnn_attention(params)
+    return Way.FUSED if fused else Way.EXPLICIT
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -71,24 +100,19 @@ def attention(
     keep_dropped: bool = True,
     any_order: bool = False,
 ) -> Tensor:
-    """[batch, heads, sequence, size per head] from three such. `mask`: broadcastable to [batch, heads, sequence,
-    sequence], bool (True takes part) or added.
+    """[batch, heads, sequence, size per head] from three such.
 
-    `p`: dropout of the probabilities with `drop_key` and `site`; `keep_dropped=False` computes the dropped
-    probabilities again in backward. `any_order`: on CUDA, sums of backward may be taken in any order, which lets
-    torch's fused attention train.
+    Args:
+        mask: broadcastable to [batch, heads, sequence, sequence], bool (True takes part) or added.
+        p: dropout of the probabilities; where attention is explicit, with `drop_key` and `site`.
+        keep_dropped: False computes the dropped probabilities again in backward (explicit attention).
+        any_order: take any fused kernel on CUDA, even where torch.use_deterministic_algorithms asks for a fixed order.
     """
     scale = query.shape[-1] ** -0.5
-    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if p == 0.0 and (any_order or not trains or query.device.type != "cuda"):
-        return scaled_dot_product_attention(query, key, value, attn_mask=_as_torch_wants(mask, query), scale=scale)
-    if any_order and query.device.type == "cuda":
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=_as_torch_wants(mask, query), dropout_p=p, scale=scale
-        )
-    random = keyed.new_key() if drop_key is None else drop_key
-    return _Explicit.apply(query, key, value, mask, scale, p, random, site, keep_dropped)  # type: ignore[return-value]
-
-
-def _as_torch_wants(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    return mask if mask is None or mask.dtype is torch.bool else mask.to(query.dtype)
+    fused_mask = mask if mask is None or mask.dtype is torch.bool else mask.to(query.dtype)
+    way = choose_way(query, key, value, fused_mask, p, any_order)
+    if way is Way.EXPLICIT:
+        random = keyed.new_key() if drop_key is None else drop_key
+        return _Explicit.apply(query, key, value, mask, scale, p, random, site, keep_dropped)  # type: ignore[return-value]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if way is Way.FLASH else nullcontext():
+        return scaled_dot_product_attention(query, key, value, attn_mask=fused_mask, dropout_p=p, scale=scale)

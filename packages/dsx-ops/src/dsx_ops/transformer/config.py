@@ -34,11 +34,10 @@ class TransformerConfig:
     gelu_checkpoint: the GELU's result [batch, sequence, intermediate_size] is computed again in backward instead of
     being kept. attn_dropout_checkpoint: the same for the dropped attention probabilities [batch, heads, sequence,
     sequence]. adjust_init_range: weights of the two result maps begin with initializer_range / sqrt(2 *
-    num_hidden_layers). stochastic_mode: on CUDA torch's fused attention trains too. It is faster and keeps no
-    probabilities, but its backward adds in no fixed order,
-        so two runs differ in the last bits. Without it, every sum has a fixed order: equal seeds give equal bits, run
-        after run.
-        On CPU it changes nothing: what runs there has a fixed order, and is the fastest that there is, in either case.
+    num_hidden_layers).
+    stochastic_mode: on CUDA, take torch's fused attention even where torch.use_deterministic_algorithms(True) asks for
+        sums in a fixed order and that kernel has none. Without that setting of torch's it changes nothing: fused
+        attention trains in either case, and its backward may add in any order. On CPU every sum has a fixed order.
     return_tuple (also called huggingface): `forward` returns (hidden_states,).
     training: the mode that the layer is made in.
     gelu_approximate: "tanh", or "none" for the exact form that most BERT models use.
