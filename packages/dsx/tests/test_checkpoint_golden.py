@@ -112,7 +112,10 @@ def test_a_golden_checkpoint_loads(case, where):
     for name, value in spec["optimizer"]["params"].items():
         if name in group and name != "lr":
             assert group[name] == (tuple(value) if isinstance(value, list) else value)
-    assert numbers["data"] == ({"seed": 0, "epoch": 0, "position": 12} if spec.get("data") else None)
+    if spec.get("data"):  # later versions may say more
+        assert numbers["data"].items() >= {"seed": 0, "epoch": 0, "position": 12}.items()
+    else:
+        assert numbers["data"] is None
     if where == "same" and "scheduler" not in spec["more"]:
         assert losses == pytest.approx(facts["next_losses"], rel=RELATIVE.get(case.name, 1e-5))
     assert all(map(math.isfinite, losses))
