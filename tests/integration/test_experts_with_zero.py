@@ -8,7 +8,6 @@ from dsx_moe import MoE, PackedExperts
 from dsx_testkit import run_ranks
 from torch import nn
 
-pytestmark = pytest.mark.skipif(not hasattr(dsx_comm, "RankSets"), reason="dsx_zero has no rank sets yet")
 HIDDEN, EXPERTS, WORLD = 8, 4, 4
 
 

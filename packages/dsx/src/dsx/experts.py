@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from .config import Config
-from .engine.errors import EngineArgumentError
 from .engine.observers import Event
 from .engine.report import StepReport
 from .utils.logging import logger
@@ -28,7 +27,6 @@ def with_experts(model: nn.Module, config: Config, part: Callable[[str], ModuleT
     Raises:
         ConversionError: the model has no experts of a form that can be converted, or they do not divide.
         MoEConfigError: sizes that do not fit, or layers that were built with ranks in another order.
-        EngineArgumentError: experts on several ranks, and a dsx_zero that cannot divide them.
     """
     section, data_first = config.use("expert_parallel"), config.use("use_data_before_expert_parallelism")
     moe = part("dsx_moe")
@@ -36,13 +34,6 @@ def with_experts(model: nn.Module, config: Config, part: Callable[[str], ModuleT
         part("dsx_zero").release_model(model)  # an earlier engine may have partitioned it
         replaced = moe.apply_config(model, section, use_data_before_expert_parallelism=data_first)
         logger.info("expert_parallel: %d modules (%s ...)", len(replaced), replaced[0] if replaced else "none anew")
-    if not hasattr(part("dsx_comm"), "RankSets") and any(
-        getattr(p, "group_name", "ep_size_1") != "ep_size_1" for p in model.parameters()
-    ):
-        raise EngineArgumentError(
-            "the model's experts are spread over several ranks, expected ep_size 1: this dsx_zero averages every gradient "
-            "over all ranks; train it with dsx_moe.average_gradients, without an engine"
-        )
     layers = moe.name_layers(model)
     for layer in layers.values():
         layer.set_deepspeed_parallelism(use_data_before_expert_parallel_=data_first)

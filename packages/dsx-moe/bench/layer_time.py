@@ -1,0 +1,87 @@
+"""Forward and backward of one layer: dsx-moe, a dense feed-forward layer of equal active flops, DeepSpeed's layer.
+
+    python packages/dsx-moe/bench/layer_time.py [--tokens 4096 --hidden 512 --experts 8 --repeats 15]
+
+Dense has k times the inner size, so that both multiply equally much per token. All systems take turns in one process;
+the figure is the median, and the ratio of medians. DeepSpeed is measured where it can be imported, with capacity factor
+1 as it is, and dsx-moe both so and dropless.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import dsx_comm
+import torch
+from dsx_moe import MoE, PackedExperts
+from torch import nn
+
+
+def feed_forward(hidden: int, inner: int) -> nn.Module:
+    """The dense layer, and the expert."""
+    return nn.Sequential(nn.Linear(hidden, inner), nn.GELU(), nn.Linear(inner, hidden))
+
+
+def deepspeed_layer(args: argparse.Namespace, k: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """DeepSpeed's layer; None where it is not installed."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed  # pyright: ignore[reportMissingImports]
+        from deepspeed.moe.layer import MoE as Theirs  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        print(f"DeepSpeed is left out: {error}")
+        return None
+    deepspeed.init_distributed(dist_backend="gloo")
+    layer = Theirs(args.hidden, feed_forward(args.hidden, 4 * args.hidden), args.experts, k=k)
+    layer.set_deepspeed_parallelism()
+    return lambda x: layer(x)[0]
+
+
+def systems(args: argparse.Namespace, k: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Everything that is compared, by name; the first is the measure of the others."""
+    hidden, inner = args.hidden, 4 * args.hidden
+    torch.manual_seed(0)
+    made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"dense": feed_forward(hidden, k * inner)}
+    for name, options in {"dropless": {"drop_tokens": False}, "capacity 1": {}}.items():
+        copies = MoE(hidden, lambda i: feed_forward(hidden, inner), args.experts, k=k, **options)
+        packed = MoE(hidden, PackedExperts(args.experts, hidden, inner), args.experts, k=k, **options)
+        made[f"dsx-moe, {name}"] = lambda x, layer=copies: layer(x).output
+        made[f"dsx-moe packed, {name}"] = lambda x, layer=packed: layer(x).output
+    theirs = deepspeed_layer(args, k)
+    if theirs is not None:
+        made["DeepSpeed, capacity 1"] = theirs
+    return made
+
+
+def main() -> None:
+    """Measure k = 1 and k = 2 and print a table."""
+    parser = argparse.ArgumentParser()
+    for name, value in {"tokens": 4096, "hidden": 512, "experts": 8, "repeats": 15}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "29581")
+    dsx_comm.init_distributed(dist_backend="gloo")
+    print("| k | layer | median ms | / dense |\n|---|---|---|---|")
+    for k in (1, 2):
+        found = systems(args, k)
+        x = torch.randn(1, args.tokens, args.hidden, requires_grad=True)
+        times: dict[str, list[float]] = {name: [] for name in found}
+        for turn in range(args.repeats + 2):
+            for name, layer in found.items():
+                began = time.perf_counter()
+                layer(x).square().mean().backward()
+                if turn >= 2:
+                    times[name].append(time.perf_counter() - began)
+        dense = statistics.median(times["dense"])
+        for name, spent in times.items():
+            print(f"| {k} | {name} | {statistics.median(spent) * 1e3:.1f} | {statistics.median(spent) / dense:.3f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""How much of the all-to-all is exposed, with a link of known speed and experts that sleep.
+
+    python packages/dsx-moe/bench/overlap.py [--chunks 1 2 4 8]
+
+One process: rows come back to it over a `PacedLink`, and each expert sleeps as long as its rows deserve. The two take
+equally long in all, so a perfect overlap would hide all but the first and the last chunk. Exposed is the time of forward
+and backward beyond the experts' own, over the time in which the link was busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+import torch
+from dsx_moe.dispatch import RankReport, run_exchanged
+from dsx_moe.gating import top1_gating
+from dsx_testkit import PacedLink, PacedTransfer
+
+EXPERTS, TOKENS, HIDDEN = 16, 4096, 64
+
+
+class Arriving:
+    """Rows under way on a paced link."""
+
+    def __init__(self, rows: torch.Tensor, transfer: PacedTransfer) -> None:
+        self.rows, self._transfer = rows, transfer
+
+    def wait(self) -> None:
+        """Return when a real link would have brought them."""
+        self._transfer.wait()
+
+
+class Loopback:
+    """An exchange of one rank with itself."""
+
+    size, rank = 1, 0
+
+    def __init__(self, link: PacedLink) -> None:
+        self.link = link
+
+    def gather_counts(self, own: torch.Tensor) -> torch.Tensor:
+        """The own counts."""
+        return own.view(1, -1)
+
+    def start(self, rows: torch.Tensor, traffic: torch.Tensor) -> Arriving:
+        """Send the rows here."""
+        return Arriving(rows.clone(), self.link.start(rows.numel() * rows.element_size()))
+
+
+class Sleeps(torch.autograd.Function):
+    """As long as the rows deserve, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, rows, seconds):  # pyright: ignore
+        """Sleep."""
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore
+        """Sleep."""
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+def measure(chunks: int, seconds: float) -> tuple[float, float]:
+    """(seconds beyond the experts', seconds in which the link was busy) of a forward and backward."""
+    size = TOKENS * HIDDEN * 4
+    link = PacedLink(bytes_per_second=2 * size / seconds)  # both ways of a forward take as long as the experts
+    exchange = Loopback(link)
+
+    def experts(rows: torch.Tensor, counts: Sequence[int], first: int = 0) -> torch.Tensor:
+        return Sleeps.apply(rows, seconds * rows.shape[0] / TOKENS)  # type: ignore[return-value]
+
+    routing = top1_gating(torch.randn(TOKENS, EXPERTS), drop_tokens=False).routing
+    tokens = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    report = RankReport(torch.cat([routing.counts, torch.tensor([0, 1])]).view(1, -1))
+    began = time.perf_counter()
+    run_exchanged(tokens, routing, experts, exchange, report, chunks).sum().backward()
+    return time.perf_counter() - began - 2 * seconds, link.busy_s
+
+
+def main() -> None:
+    """Measure each number of chunks and print a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--seconds", type=float, default=0.4, help="the experts' time in a forward")
+    args = parser.parse_args()
+    print("| chunks | exposed ms | of the link's time |\n|---|---|---|")
+    for chunks in args.chunks:
+        exposed, busy = min(measure(chunks, args.seconds) for _ in range(3))
+        print(f"| {chunks} | {exposed * 1e3:.0f} | {exposed / busy:.1%} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Dense against a mixture of experts at equal active flops on real text: loss, and steps to the dense model's loss.
+
+    python packages/dsx-moe/bench/steps_to_loss.py [--train-iters 600 --seeds 0 1 2] [flags of examples/gpt_moe.py]
+
+Top-1 experts of the dense layer's size multiply as much per token as the dense layer. Steps to the dense model's last
+held-out loss are interpolated between evaluations; the text is Python's library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import dsx_comm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import gpt_moe
+
+
+def steps_to(curve: list[float], target: float, interval: int) -> float:
+    """Steps at which a falling curve reaches the target; infinite if it does not."""
+    for i, value in enumerate(curve):
+        if value <= target:
+            if i == 0:
+                return float(interval)
+            before = curve[i - 1]
+            return interval * (i + (before - target) / (before - value))
+    return float("inf")
+
+
+def main() -> None:
+    """Train both models from each seed and print a table."""
+    parser = gpt_moe.parser()
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args = parser.parse_args()
+    dsx_comm.init_distributed()
+    print("| seed | dense, bits per byte | MoE | steps of dense / steps of MoE to dense's loss |\n|---|---|---|---|")
+    ratios = []
+    for seed in args.seeds:
+        curves = []
+        for experts in ([1], args.num_experts):
+            mine = argparse.Namespace(**{**vars(args), "num_experts": experts, "seed": seed, "quiet": True})
+            curves.append(gpt_moe.train(gpt_moe.build(mine), mine))
+        dense, mixed = curves
+        ratios.append(args.train_iters / steps_to(mixed, dense[-1], args.eval_interval))
+        print(f"| {seed} | {dense[-1]:.3f} | {mixed[-1]:.3f} | {ratios[-1]:.2f} |", flush=True)
+    print(f"median ratio {statistics.median(ratios):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Bytes that expert parallelism sends on skewed routing, counted: dropless, exact, and what a capacity of 1.25 pads to.
+
+    python packages/dsx-moe/bench/traffic.py [--ranks 4 --tokens 4096 --hidden 512 --experts 8 --k 1]
+
+Nothing is timed. "Exact" are the routed rows that have to leave their rank, both ways. A padded layer sends its whole
+buffer of [experts, capacity] rows, whatever is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import dsx_comm
+import torch
+from dsx_moe import MoE, expert_capacity
+from dsx_testkit import run_ranks
+from torch import nn
+
+
+def forward(rank: int, world: int, args: argparse.Namespace, skew: float) -> tuple[int, list[int]]:
+    """(bytes sent in forward, rows routed to each rank)."""
+    dsx_comm.init_distributed()
+    torch.manual_seed(rank)
+    layer = MoE(args.hidden, nn.Identity(), args.experts, world, k=args.k, drop_tokens=False)
+    with torch.no_grad():
+        layer.gate.wg.weight[0] += skew
+    with dsx_comm.count_traffic() as traffic, torch.no_grad():
+        layer(torch.rand(args.tokens, args.hidden))
+    if layer.stats is None:
+        raise RuntimeError("the layer has not run")
+    return int(traffic.sent_bytes()), layer.stats.kept.view(world, -1).sum(1).tolist()
+
+
+def main() -> None:
+    """Count for several degrees of skew and print a table."""
+    parser = argparse.ArgumentParser()
+    for name, value in {"ranks": 4, "tokens": 4096, "hidden": 512, "experts": 8, "k": 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args()
+    print("| skew | largest share of a rank | sent MB | / exact | / capacity 1.25 |\n|---|---|---|---|---|")
+    for skew in (0.0, 0.001, 0.003, 0.01):
+        results = run_ranks(forward, args.ranks, args, skew, timeout=300)
+        row = args.hidden * 4
+        away = sum(rows[d] for r, (_, rows) in enumerate(results) for d in range(args.ranks) if d != r)
+        exact, sent = 2 * away * row, sum(found for found, _ in results)
+        capacity = expert_capacity(args.tokens, args.experts, 1.25 * args.k)
+        padded = 2 * args.ranks * (args.ranks - 1) * (args.experts // args.ranks) * capacity * row
+        share = max(sum(rows[d] for _, rows in results) for d in range(args.ranks)) / (
+            args.ranks * args.tokens * args.k
+        )
+        print(f"| {skew} | {share:.2f} | {sent / 1e6:.2f} | {sent / exact:.4f} | {sent / padded:.3f} |")
+
+
+if __name__ == "__main__":
+    main()
