@@ -108,3 +108,5 @@ def test_tensor_parallel_section():
     assert TensorParallel().slice_options() == {"preset": None, "config": None, "overlap": False}
     with pytest.raises(ValidationError):
         TensorParallel(autotp_sizes=2)
+    with pytest.raises(ValidationError, match="unknown key 'pattern'"):
+        TensorParallel(partition_config={"layer_specs": [{"pattern": ["qkv"]}]})

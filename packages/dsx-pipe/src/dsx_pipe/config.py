@@ -11,7 +11,9 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch.utils.checkpoint
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from .tensor.rules import rules_of
 
 
 def _whole(value: Any) -> Any:
@@ -55,33 +57,22 @@ class Pipeline(_Section):
         return found
 
 
-class LayerSpecification(_Section):
-    """How layers with matching names are cut."""
-
-    patterns: list[str] = Field(description="regular expressions, matched at the end of a module's or weight's name")
-    partition_type: Literal["column", "row", "skip"] = Field("column", description="how they are cut")
-    shape: list[int] | None = Field(None, description="[number of layers fused into one weight, -1]")
-    partition_dim: Literal[0] | None = Field(None, description="dimension of `shape` that is cut")
-    gather_output: bool = Field(False, description="return the whole output (column)")
-
-
-class PartitionConfig(_Section):
-    """Rules of one's own."""
-
-    use_default_specs: bool = Field(False, description="also use the rules known for the model")
-    layer_specs: list[LayerSpecification] = Field(default_factory=list, description="rules, the first match counts")
-
-
 class TensorParallel(_Section):
     """Automatic tensor parallelism."""
 
     autotp_size: Size = Field(0, description="tensor-parallel size; 0 is off")
     tp_overlap_comm: bool = Field(False, description="add up input gradients while weight gradients are computed")
     preset_model: str | None = Field(None, description="known model family")
-    partition_config: PartitionConfig | None = Field(None, description="which layers are split, and how")
+    partition_config: dict[str, Any] | None = Field(None, description="which layers are split, and how")
+
+    @field_validator("partition_config")
+    @classmethod
+    def _judged(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        """`tensor.rules` knows the keys; what it refuses is refused here, before anything is built."""
+        if value is not None:
+            rules_of(value)
+        return value
 
     def slice_options(self) -> dict[str, Any]:
         """Arguments of `dsx_pipe.tensor.slice_model`."""
-        own = self.partition_config
-        config = None if own is None else own.model_dump(exclude_defaults=False)
-        return {"preset": self.preset_model, "config": config, "overlap": self.tp_overlap_comm}
+        return {"preset": self.preset_model, "config": self.partition_config, "overlap": self.tp_overlap_comm}

@@ -6,15 +6,14 @@ A block that is switched off is accepted as it is; one that is switched on is re
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from .base import Count, Real, Section, Size, Toggle
+from .base import Count, Section, Size, Toggle
 
 __all__ = [
-    "ActivationCheckpointing", "Autotuning", "CompileSection", "Elasticity", "HybridEngine", "Nebula", "Pipeline",
-    "TensorParallel",
+    "ActivationCheckpointing", "Autotuning", "CompileSection", "Elasticity", "HybridEngine", "Nebula",
 ]  # fmt: skip
 
 
@@ -27,18 +26,6 @@ class ActivationCheckpointing(Section):
     number_checkpoints: Count | None = Field(None, description="number of checkpoints the buffer is made for")
     synchronize_checkpoint_boundary: bool = Field(False, description="wait for the device at every boundary")
     profile: bool = Field(False, description="log the time of every checkpointed function")
-
-
-class Pipeline(Section):
-    """Pipeline parallelism."""
-
-    stages: Count | Literal["auto"] = Field("auto", description="number of pipeline stages")
-    partition: str = Field("best", description="how layers are divided over the stages")
-    seed_layers: bool = Field(False, description="build every layer under a seed of its own")
-    activation_checkpoint_interval: Size = Field(0, description="layers per recomputed block; 0 is none")
-    pipe_partitioned: bool = Field(True, description="send activations as slices over the model-parallel group")
-    grad_partitioned: bool = Field(True, description="send gradients as slices over the model-parallel group")
-    use_reentrant: bool = Field(True, description="use reentrant recomputation")
 
 
 class ModelInfo(Section):
@@ -113,15 +100,6 @@ class Nebula(Toggle):
     num_of_version_in_retention: Count = Field(2, description="checkpoints kept")
     enable_nebula_load: bool = Field(True, description="load through the service")
     load_path: str | None = Field(None, description="where to load from")
-
-
-class TensorParallel(Section):
-    """Automatic tensor parallelism."""
-
-    autotp_size: Size = Field(0, description="tensor-parallel size; 0 is off")
-    tp_overlap_comm: bool = Field(False, description="overlap communication")
-    preset_model: str | None = Field(None, description="known model family")
-    partition_config: dict[str, Any] | None = Field(None, description="which layers are split, and how")
 
 
 class CompileSection(Section):

@@ -24,6 +24,7 @@ from dsx_monitor.config import (
     WandbConfig,
 )
 from dsx_nvme import config as aio_section
+from dsx_pipe.config import Pipeline, TensorParallel
 from dsx_sparse_attn.config import SparseAttentionConfig
 from dsx_zero.config import ZeroConfig
 from pydantic import Field
@@ -37,8 +38,6 @@ from .later import (
     Elasticity,
     HybridEngine,
     Nebula,
-    Pipeline,
-    TensorParallel,
 )
 from .training import (
     Amp,
