@@ -1,13 +1,14 @@
-// Optimizer steps, norms and the choice of the instruction set for Python: checks sizes, cuts the work, releases the GIL.
+// Optimizer steps, norms and the choice of the instruction set for Python: checks sizes, cuts the work, releases the
+// GIL.
 #include "work.h"
 
 namespace dsx {
-#define DSX_TABLES(isa)                      \
-    namespace isa {                          \
-    extern const Kernels table;              \
-    extern const QuantKernels quant_table;   \
-    extern const SignKernels sign_table;     \
-    extern const RowKernels row_table;       \
+#define DSX_TABLES(isa) \
+    namespace isa { \
+    extern const Kernels table; \
+    extern const QuantKernels quant_table; \
+    extern const SignKernels sign_table; \
+    extern const RowKernels row_table; \
     const Tables all{&table, &quant_table, &sign_table, &row_table}; \
     }
 DSX_TABLES(base)
@@ -39,15 +40,24 @@ std::vector<Row> rows_of(const Table& table, std::vector<int64_t>& sizes) {
     sizes.resize(table.rows);
     for (size_t i = 0; i < table.rows; ++i) {
         const int64_t* c = table.data + i * STEP_COLUMNS;
-        rows[i] = Row{pointer<char>(c[0]), pointer<const char>(c[1]), pointer<char>(c[2]), pointer<char>(c[3]),
-                      pointer<char>(c[4]), pointer<char>(c[5]), pointer<float>(c[6]), pointer<float>(c[7]), c[8], c[9]};
+        rows[i] = Row{pointer<char>(c[0]),
+                      pointer<const char>(c[1]),
+                      pointer<char>(c[2]),
+                      pointer<char>(c[3]),
+                      pointer<char>(c[4]),
+                      pointer<char>(c[5]),
+                      pointer<float>(c[6]),
+                      pointer<float>(c[7]),
+                      c[8],
+                      c[9]};
         if (c[8] < 0) throw std::invalid_argument("negative size in row " + std::to_string(i));
         sizes[i] = c[8];
     }
     return rows;
 }
 
-Step step_of(int algorithm, const std::vector<int>& dtypes, const std::vector<double>& hyper, int flags, uint32_t seed) {
+Step step_of(int algorithm, const std::vector<int>& dtypes, const std::vector<double>& hyper, int flags,
+             uint32_t seed) {
     if (dtypes.size() != 4) throw std::invalid_argument("expected 4 dtypes: param, grad, state, copy");
     if (hyper.size() != HYPER_COUNT) throw std::invalid_argument("expected 11 hyperparameters");
     Step step{};
@@ -62,8 +72,8 @@ Step step_of(int algorithm, const std::vector<int>& dtypes, const std::vector<do
     return step;
 }
 
-void step(int algorithm, const py::buffer& table_buffer, const std::vector<int>& dtypes, const std::vector<double>& hyper,
-          int flags, uint32_t seed, int threads) {
+void step(int algorithm, const py::buffer& table_buffer, const std::vector<int>& dtypes,
+          const std::vector<double>& hyper, int flags, uint32_t seed, int threads) {
     Table table(table_buffer, STEP_COLUMNS);
     std::vector<int64_t> sizes;
     const std::vector<Row> rows = rows_of(table, sizes);
@@ -71,9 +81,10 @@ void step(int algorithm, const py::buffer& table_buffer, const std::vector<int>&
     if (algorithm < ADAM || (algorithm > ADAM8 && algorithm != TOUCH)) throw std::invalid_argument("unknown algorithm");
     const Kernels& k = kernels();
     py::gil_scoped_release release;
-    Plan(sizes, algorithm == ADAM8 ? BLOCK8 : ALIGN).parallel(sizes, threads, [&](size_t row, int64_t begin, int64_t end) {
-        k.step(s, rows[row], static_cast<int64_t>(row), begin, end);
-    });
+    Plan(sizes, algorithm == ADAM8 ? BLOCK8 : ALIGN)
+        .parallel(sizes, threads, [&](size_t row, int64_t begin, int64_t end) {
+            k.step(s, rows[row], static_cast<int64_t>(row), begin, end);
+        });
 }
 
 // Phase 1 of Lamb; returns |p|^2 and |u|^2 per row, summed in a fixed order.
@@ -101,8 +112,8 @@ std::vector<std::pair<double, double>> lamb_update(const py::buffer& table_buffe
     return out;
 }
 
-void lamb_apply(const py::buffer& table_buffer, const std::vector<int>& dtypes, const std::vector<double>& hyper, int flags,
-                const std::vector<float>& coefficients, int threads) {
+void lamb_apply(const py::buffer& table_buffer, const std::vector<int>& dtypes, const std::vector<double>& hyper,
+                int flags, const std::vector<float>& coefficients, int threads) {
     Table table(table_buffer, STEP_COLUMNS);
     std::vector<int64_t> sizes;
     const std::vector<Row> rows = rows_of(table, sizes);
@@ -116,7 +127,8 @@ void lamb_apply(const py::buffer& table_buffer, const std::vector<int>& dtypes, 
     });
 }
 
-// Rows of (address, numel, dtype). Sum of squares per row in fp64, in a fixed order; not finite when any element is not.
+// Rows of (address, numel, dtype). Sum of squares per row in fp64, in a fixed order; not finite when any element is
+// not.
 std::vector<double> squares(const py::buffer& table_buffer, int threads) {
     Table table(table_buffer, 3);
     std::vector<int64_t> sizes(table.rows);
@@ -152,7 +164,8 @@ void convert(int from, int64_t in, int to, int64_t out, int64_t numel, int threa
     const std::vector<int64_t> sizes{numel};
     py::gil_scoped_release release;
     Plan(sizes, ALIGN).parallel(sizes, threads, [&](size_t, int64_t begin, int64_t end) {
-        k.convert(static_cast<DType>(from), pointer<const char>(in), static_cast<DType>(to), pointer<char>(out), begin, end);
+        k.convert(static_cast<DType>(from), pointer<const char>(in), static_cast<DType>(to), pointer<char>(out), begin,
+                  end);
     });
 }
 
@@ -168,7 +181,8 @@ PYBIND11_MODULE(_C, m) {
     m.def("set_isa", [](const std::string& name) { chosen().isa.use(name); });
     m.def("set_own_threads", [](bool on) { chosen().own_threads = on; });
     m.def("threads_backend", [] {
-        return std::string(dsx_native::Gomp::get().usable() && !chosen().own_threads ? "torch's OpenMP pool" : "std::thread");
+        return std::string(dsx_native::Gomp::get().usable() && !chosen().own_threads ? "torch's OpenMP pool"
+                                                                                     : "std::thread");
     });
     m.def("sanitizer", [] {
 #ifdef __SANITIZE_ADDRESS__
@@ -185,6 +199,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("convert", &convert);
     bind_codes(m);
     bind_ledger(m);
+    bind_matvec(m);
     bind_rows(m);
     bind_sign_runs(m);
     bind_tokens(m);

@@ -22,11 +22,12 @@ struct Chosen {
     dsx_native::IsaChoice<Tables> isa;
     bool own_threads = false;
 };
-Chosen& chosen();         // process-wide: what set_isa and set_own_threads chose
-const Tables& tables();   // the instruction set in use; throws when DSX_ISA names one that cannot run here
+Chosen& chosen();        // process-wide: what set_isa and set_own_threads chose
+const Tables& tables();  // the instruction set in use; throws when DSX_ISA names one that cannot run here
 
 void bind_codes(py::module_& m);
 void bind_ledger(py::module_& m);
+void bind_matvec(py::module_& m);
 void bind_rows(py::module_& m);
 void bind_sign_runs(py::module_& m);
 void bind_tokens(py::module_& m);
@@ -72,9 +73,11 @@ struct Table {
     size_t rows;
 
     Table(const py::buffer& buffer, size_t columns) : info(buffer.request()) {
-        if (info.itemsize != 8 || info.ndim != 1) throw std::invalid_argument("expected a one-dimensional table of int64");
+        if (info.itemsize != 8 || info.ndim != 1)
+            throw std::invalid_argument("expected a one-dimensional table of int64");
         if (info.size % static_cast<py::ssize_t>(columns) != 0)
-            throw std::invalid_argument("expected " + std::to_string(columns) + " numbers per row, got " + std::to_string(info.size) + " in all");
+            throw std::invalid_argument("expected " + std::to_string(columns) + " numbers per row, got " +
+                                        std::to_string(info.size) + " in all");
         data = static_cast<const int64_t*>(info.ptr);
         rows = static_cast<size_t>(info.size) / columns;
     }
