@@ -326,6 +326,50 @@ def test_a_service_that_exits_at_start_or_later_does_not_end_the_program(error, 
     assert len(rows(tmp_path / "job" / "a.csv")) == 7
 
 
+@pytest.mark.parametrize("name", ["wandb", "comet_ml"])
+def test_a_service_that_hangs_at_its_start_does_not_hold_training_up(name, tmp_path, monkeypatch, caplog):
+    begun, go_on, seen = threading.Event(), threading.Event(), []
+
+    def start(**kwargs):
+        begun.set()
+        assert go_on.wait(60)
+
+        def take(values, step):
+            seen.append((values, step))
+
+        return types.SimpleNamespace(log=take, log_metrics=take, finish=lambda: None, end=lambda: None)
+
+    monkeypatch.setattr("dsx_monitor.writers.starting._SECONDS", 0.05)
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=start, start=start))
+    config = {name.removesuffix("_ml"): {"enabled": True}, **csv_config(tmp_path)}
+    with MonitorMaster(config, rank=0) as monitor:
+        assert begun.wait(10) and not go_on.is_set(), "training goes on while the service starts"
+        for step in range(3):
+            monitor.write_events([("a", step, step)])
+        assert not seen and monitor.active == (name.removesuffix("_ml"), "csv_monitor")
+        go_on.set()
+    assert seen[0] == ({"a": 0.0}, 0) and len(seen) == (3 if name == "wandb" else 1)
+    assert len(rows(tmp_path / "job" / "a.csv")) == 4
+
+
+def test_a_service_that_fails_late_in_its_start_is_switched_off_with_one_warning(tmp_path, monkeypatch, caplog):
+    go_on = threading.Event()
+
+    def init(**kwargs):
+        assert go_on.wait(60)
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr("dsx_monitor.writers.starting._SECONDS", 0.05)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    config = {"wandb": {"enabled": True}, **csv_config(tmp_path)}
+    with caplog.at_level(logging.WARNING, "dsx_monitor"), MonitorMaster(config, rank=0) as monitor:
+        go_on.set()
+        for step in range(3):
+            monitor.write_events([("a", step, step)], flush=True)
+        assert monitor.active == ("csv_monitor",)
+    assert len(caplog.records) == 1 and "did not start: RuntimeError: no network" in caplog.text
+
+
 def test_a_keyboard_interrupt_at_the_start_of_a_service_is_the_users(tmp_path, monkeypatch):
     def init(**kwargs):
         raise KeyboardInterrupt

@@ -33,15 +33,17 @@ def _tensorboard(section: Any) -> Writer:
 
 
 def _wandb(section: Any) -> Writer:
+    from .writers.starting import StartingWriter
     from .writers.wandb import WandbWriter
 
-    return WandbWriter(section)
+    return StartingWriter("wandb", WandbWriter, section)
 
 
 def _comet(section: Any) -> Writer:
     from .writers.comet import CometWriter
+    from .writers.starting import StartingWriter
 
-    return CometWriter(section)
+    return StartingWriter("comet", CometWriter, section)
 
 
 def _csv(section: Any) -> Writer:

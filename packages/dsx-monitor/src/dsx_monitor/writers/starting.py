@@ -1,0 +1,73 @@
+"""A writer that is built beside training: a service that hangs when it is reached must not hold up the start.
+
+The writer is built in a thread of its own. Its constructor gets two seconds, in which most mistakes show (a package
+that is missing, nobody logged in); then training goes on, and events wait in the queue until the service is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..events import Event
+from .base import Writer
+
+__all__ = ["StartingWriter"]
+
+logger = logging.getLogger("dsx_monitor")
+
+_SECONDS = 2.0
+
+
+class StartingWriter:
+    """What `build(config)` gives, as soon as it gives it. Called by the queue's thread, it waits for that.
+
+    Args:
+        section: name of the configuration section.
+        build: makes the writer; may take any time.
+        config: the section.
+
+    Raises:
+        BaseException: whatever `build` raised within that time. What it raises later, the next call raises.
+    """
+
+    remote = True
+
+    def __init__(self, section: str, build: Callable[[Any], Writer], config: Any) -> None:
+        self.section = section
+        self._done = threading.Event()
+        self._writer: Writer | None = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._build, args=(build, config), name=f"dsx-monitor-{section}", daemon=True).start()
+        if not self._done.wait(_SECONDS):
+            logger.info("monitor: %s has not started within %.0f s; training goes on meanwhile", section, _SECONDS)
+        elif self._error is not None:
+            raise self._error
+
+    def _build(self, build: Callable[[Any], Writer], config: Any) -> None:
+        try:
+            self._writer = build(config)
+        except BaseException as error:  # noqa: BLE001  raised again where the writer is used
+            self._error = error
+        finally:
+            self._done.set()
+
+    def _started(self) -> Writer:
+        self._done.wait()
+        if self._writer is None:
+            raise RuntimeError(f"it did not start: {type(self._error).__name__}: {self._error}") from self._error
+        return self._writer
+
+    def write(self, events: list[Event]) -> None:
+        """See `Writer`."""
+        self._started().write(events)
+
+    def flush(self) -> None:
+        """See `Writer`."""
+        self._started().flush()
+
+    def close(self) -> None:
+        """See `Writer`."""
+        self._started().close()
