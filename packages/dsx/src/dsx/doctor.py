@@ -23,7 +23,19 @@ from importlib import metadata
 
 OK, WARNING, BROKEN = "ok", "warning", "broken"
 SMALL_SHM_BYTES = 512 * 2**20
-PACKAGES = ("dsx", "dsx-zero", "dsx-comm", "dsx-ops", "dsx-nvme", "dsx-sparse-attn", "dsx-monitor", "dsx-data")
+PACKAGES = (
+    "dsx",
+    "dsx-zero",
+    "dsx-comm",
+    "dsx-ops",
+    "dsx-nvme",
+    "dsx-sparse-attn",
+    "dsx-monitor",
+    "dsx-pipe",
+    "dsx-moe",
+    "dsx-data",
+    "dsx-compress",
+)
 
 
 @dataclass(frozen=True)
