@@ -11,7 +11,7 @@ import time
 import dsx_comm  # noqa: F401
 import pytest
 import torch
-from dsx_pipe import Pipeline, PipelineError, ScheduleError, StageError, build
+from dsx_pipe import Pipeline, PipelineError, PipelineModule, ScheduleError, StageError, build
 from dsx_testkit import RankError, run_ranks
 from torch import nn
 
@@ -160,6 +160,40 @@ def test_the_others_name_the_stage_that_was_killed(tmp_path, backend):
     assert ranks[1].returncode == -signal.SIGKILL
     for r in (0, 2):
         assert ranks[r].returncode == 1 and re.search(r"Error: (stage 1 \(rank 1\)|.*rank 1)", errors[r]), errors[r]
+
+
+class Late(nn.Module):
+    """Its last backward of a step fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen, self.fails = nn.Linear(WIDTH, WIDTH), 0, True
+
+    def forward(self, x):
+        out = self.linear(x)
+        out.register_hook(self._hook)
+        return out
+
+    def _hook(self, gradient):
+        self.seen += 1
+        if self.fails and self.seen == 2:
+            raise ArithmeticError("planted late")
+
+
+def late(rank, world):
+    shared, bad = nn.Linear(WIDTH, WIDTH), Late()
+    layers = [bad, shared, nn.Tanh(), shared]
+    pm = PipelineModule(layers, num_stages=world, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    assert pm.ties
+    pipe, x = Pipeline(pm, "1f1b", micro_batches=2), torch.randn(4, WIDTH)
+    with pytest.raises(StageError, match=r"stage 0 \(rank 0\), micro-batch 1: backward failed: .*planted late"):
+        pipe.step(x, x)  # the other stage has done all of its part when this happens
+    bad.fails = False
+    pipe.step(x, x)
+
+
+def test_the_last_backward_of_a_step_fails_beside_tied_weights():
+    run_ranks(late, 2, backend="dsx", timeout=40)
 
 
 def ends(rank, world, items):

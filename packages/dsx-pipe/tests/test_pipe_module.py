@@ -181,6 +181,26 @@ def test_the_grid_is_an_mpu():
     assert results[3][3] == "d/layer_01-model_01-model_states.pt"
 
 
+class WithPenalty(PipelineModule):
+    calls = 0
+
+    def get_additional_losses(self):
+        self.calls += 1
+        return {"penalty": torch.tensor(float(self.calls))}
+
+
+def additional(rank, world):
+    pm = WithPenalty([nn.Linear(2, 2) for _ in range(2)], num_stages=2, loss_fn=nn.functional.mse_loss)
+    pipe = Pipeline(pm, "1f1b", micro_batches=4)
+    assert pipe.get_additional_losses() == {}
+    pipe.step(torch.ones(4, 2), torch.ones(4, 2))
+    return pipe.get_additional_losses(), pm.calls
+
+
+def test_further_losses_are_averaged_and_known_everywhere():
+    assert run_ranks(additional, 2, backend="dsx") == [({"penalty": 2.5}, 0), ({"penalty": 2.5}, 4)]
+
+
 # - Hugging Face
 
 

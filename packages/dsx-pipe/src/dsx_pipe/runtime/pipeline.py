@@ -58,6 +58,8 @@ class Pipeline:
             differ between the ranks.
         pipe_partitioned: with `slice_group`, send activations in pieces.
         grad_partitioned: with `slice_group`, send gradients in pieces.
+        reduce_tied_gradients: add up the gradients of a `PipelineModule`'s shared weights after each step; False leaves
+            that to the engine.
 
     All ranks of the group construct it together.
 
@@ -83,6 +85,7 @@ class Pipeline:
         slice_group: Any = None,
         pipe_partitioned: bool = True,
         grad_partitioned: bool = True,
+        reduce_tied_gradients: bool = True,
     ) -> None:
         if nonfinite not in ("raise", "ignore"):
             raise PipelineError(f"nonfinite: got {nonfinite!r}, expected 'raise' or 'ignore'")
@@ -96,7 +99,7 @@ class Pipeline:
         self.dynamic_shape = (
             bool(getattr(stage_module, "dynamic_shape", False)) if dynamic_shape is None else dynamic_shape
         )
-        self._batch_fn = batch_fn
+        self._batch_fn, self._reduces_ties = batch_fn, reduce_tied_gradients
         loss_fn = loss_fn if loss_fn is not None else getattr(stage_module, "loss_fn", None)
         mine = self.schedule.stages_of(self.rank)
         if len(mine) != len(parts):
@@ -107,12 +110,13 @@ class Pipeline:
         self.stages = {
             index: Stage(
                 index, module, index == self.schedule.stages - 1, loss_fn, callbacks or StageCallbacks(),
-                nonfinite == "raise", split_backward,
+                nonfinite == "raise", split_backward, getattr(stage_module, "get_additional_losses", None),
             )
             for index, module in zip(mine, parts)
         }  # fmt: skip
         slicing = (slice_group if pipe_partitioned else None, slice_group if grad_partitioned else None)
         self._mailbox = Mailbox(self.groups, self._name_of, slicing)
+        self._additional: dict[str, float] = {}
         self._agreed: dict[tuple[int, int], Spec] = {}
         self._iterator: Iterator[Any] | None = None
         self._last_step: Step | None = None
@@ -220,6 +224,13 @@ class Pipeline:
         """For each stage of this rank, the most micro-batches whose activations the last step kept at one time."""
         return {index: stage.most_kept for index, stage in self.stages.items()}
 
+    def get_additional_losses(self) -> dict[str, float]:
+        """Further losses of the last step, the means over its micro-batches, by name, on every rank.
+
+        They come from the module's `get_additional_losses`, which is asked behind every loss on the last stage.
+        """
+        return dict(self._additional)
+
     def report(self) -> StepReport:
         """What the last step took, measured against its ideal. All ranks call it and get the same."""
         if self._last_step is None:
@@ -242,9 +253,10 @@ class Pipeline:
         step = Step(plan, self.rank, self.stages, self._mailbox, data, mode, agreed)
         step.run()
         self._last_step, self._last_schedule = step, plan
-        if mode.train and not step.poison and hasattr(self.module, "allreduce_tied_weight_gradients"):
-            self.module.allreduce_tied_weight_gradients()
         losses = self._finish(step, plan, mode)
+        # after _finish: a rank that does not know yet that another one failed would wait here for it
+        if mode.train and self._reduces_ties and hasattr(self.module, "allreduce_tied_weight_gradients"):
+            self.module.allreduce_tied_weight_gradients()
         outputs = None
         if mode.keep_outputs and self.is_last_stage:
             kept = self.stages[self.schedule.stages - 1].outputs
@@ -272,21 +284,34 @@ class Pipeline:
         """Tell every rank the losses, or raise on every rank what failed."""
         if step.lost or (step.poison and step.poison[0] == LOST):
             raise self._error_of([Failure.unpack(step.poison[1])] if step.poison else step.failures)
-        row = torch.zeros(1 + plan.micro_batches, dtype=torch.float64)
+        row = torch.zeros(2 + plan.micro_batches, dtype=torch.float64)  # failed, has further losses, losses
         row[0] = float(step.poison is not None)
         has_loss = self.is_last_stage and mode.loss
         if has_loss and step.poison is None:
-            losses = self.stages[self.schedule.stages - 1].losses
-            row[1:] = torch.stack([losses[m].reshape(()).double().cpu() for m in range(plan.micro_batches)])
+            last = self.stages[self.schedule.stages - 1]
+            row[1] = float(bool(last.extras))
+            row[2:] = torch.stack([last.losses[m].reshape(()).double().cpu() for m in range(plan.micro_batches)])
         rows = self._gathered(row)
         if not any(r[0] for r in rows):
-            return rows[self.schedule.stage_ranks[-1]][1:]
+            final = rows[self.schedule.stage_ranks[-1]]
+            self._additional = self._shared_extras() if final[1] else {}
+            return final[2:]
         gathered: list[Any] = [None] * self.groups.size
         packed = [f.pack().decode() for f in step.failures]
         dsx_comm.all_gather_object(gathered, json.dumps(packed), group=self.groups.host)
         failures = [Failure.unpack(text.encode()) for entry in gathered for text in json.loads(entry)]
         failure = first_of(failures)
         raise self._error_of([self._located(failure) if failure.nonfinite else failure])
+
+    def _shared_extras(self) -> dict[str, float]:
+        """The last stage's further losses, their means over the micro-batches, on every rank."""
+        row: list[Any] = [None]
+        if self.is_last_stage:
+            extras = self.stages[self.schedule.stages - 1].extras
+            row = [{name: sum(float(v) for v in values) / len(values) for name, values in extras.items()}]
+        source = self.groups.ranks[self.schedule.stage_ranks[-1]]
+        dsx_comm.broadcast_object_list(row, src=source, group=self.groups.host)
+        return row[0]
 
     def _located(self, failure: Failure) -> Failure:
         """Where a loss that is not finite began: the first stage that makes such values from finite ones."""

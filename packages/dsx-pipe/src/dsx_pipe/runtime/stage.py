@@ -59,6 +59,7 @@ class Stage:
         callbacks: of an engine.
         stop_at_nonfinite: raise NonFiniteLoss when a loss is not finite.
         split: whether an input backward leaves the weights for later; if not it does all of it.
+        extra_losses: gives further losses of the micro-batch whose loss was just computed, by name.
     """
 
     index: int
@@ -68,8 +69,10 @@ class Stage:
     callbacks: StageCallbacks
     stop_at_nonfinite: bool = True
     split: bool = True
+    extra_losses: Callable[[], dict[str, torch.Tensor] | None] | None = None
     kept: dict[int, _Kept] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    extras: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     most_kept: int = 0
 
@@ -77,6 +80,7 @@ class Stage:
         """A step begins: nothing is kept from the one before."""
         self.kept.clear()
         self.losses.clear()
+        self.extras.clear()
         self.outputs.clear()
         self.most_kept = 0
 
@@ -119,6 +123,9 @@ class Stage:
                 + ("pass loss_fn=..." if self.loss_fn is None else "let loss_fn reduce it, with .mean() for example")
             )
         self.losses[micro_batch] = loss.detach()
+        found = self.extra_losses() if self.extra_losses is not None else None
+        for name, value in (found or {}).items():
+            self.extras.setdefault(name, []).append(value.detach())
         scaled = loss / parts if self.callbacks.scale_loss is None else self.callbacks.scale_loss(loss)
         return scaled.reshape(())
 
