@@ -7,7 +7,6 @@ import random
 import resource
 import subprocess
 import sys
-import time
 
 import dsx_nvme
 import pytest
@@ -153,10 +152,8 @@ def test_a_put_that_fails_leaves_the_version_that_was_flushed(tmp_path):
 
 def test_the_holder_of_a_folder_is_named(tmp_path):
     with TensorStore(tmp_path / "s"):
-        begun = time.monotonic()
         with pytest.raises(dsx_nvme.NvmeError, match=f"process {os.getpid()}"):
             TensorStore(tmp_path / "s")
-        assert time.monotonic() - begun < 5  # a folder in use is not waited for
     assert sorted(os.listdir(tmp_path / "s")) == ["index.json", "tensors.dat"]
 
 
