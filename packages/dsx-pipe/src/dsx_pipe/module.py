@@ -52,6 +52,7 @@ class PipelineModule(nn.Module):
 
     Attributes:
         parts: first layer of every stage, and the number of layers.
+        schedule: as given.
         stage_id: this rank's place in the pipeline.
         stage_ranks: for every stage, its place in the pipeline.
         stage_modules: this rank's stages, to be run by `Pipeline` or an engine.
@@ -90,6 +91,7 @@ class PipelineModule(nn.Module):
         else:
             self._specs = flatten_layers(layers)
         self.loss_fn = loss_fn
+        self.schedule = schedule
         self.stage_ranks = _places(schedule, self._grid.pipe_parallel_size, chunks)
         times = None if layer_times is None else [_seconds(t) for t in layer_times]
         self.parts = bounds_of(
@@ -200,15 +202,25 @@ class PipelineModule(nn.Module):
 
     # - running
 
-    def forward(self, value: Any) -> Any:
+    def forward(self, value: Any, stage: int | None = None) -> Any:
         """Run this rank's layers on one micro-batch.
 
+        Args:
+            value: the output of the stage before, or the model's input.
+            stage: which of this rank's stages, where it holds several.
+
         Raises:
-            PipelineError: this rank holds several stages, which do not follow each other.
+            PipelineError: this rank does not hold the stage, or holds several (which do not follow each other) and none
+                is named.
         """
-        if len(self.stage_modules) != 1:
-            raise PipelineError(f"this rank holds {len(self.stage_modules)} stages; run them with dsx_pipe.Pipeline")
-        return self.stage_modules[0](value)
+        mine = self.local_stages()
+        if stage is None and len(mine) == 1:
+            return self.stage_modules[0](value)
+        if stage is None:
+            raise PipelineError(f"this rank holds {len(mine)} stages; run them with dsx_pipe.Pipeline")
+        if stage not in mine:
+            raise PipelineError(f"stage {stage}: this rank holds the stages {mine}")
+        return self.stage_modules[mine.index(stage)](value)
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Recompute that many layers together from now on; 0 is none."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import pipelining
 from ._version import __version__
 from .alike import CALL, config_facts, telling_others
 from .compressing import build_scheduler, compressed
@@ -79,6 +80,7 @@ def build_engine(source: Any, request: Request) -> Engine:
     """The engine for a configuration and the caller's objects. Collective."""
     joins = joins_others(request.dist_init_required)
     zero = part("dsx_zero")
+    request = pipelining.with_grid(request)
     with telling_others(zero, part("dsx_comm"), request, joins=joins):
         world_size = launched_as()[1] if request.mpu is None else _mpu_data_parallel_size(request.mpu)
         config = load_config(source, world_size=world_size)
@@ -89,11 +91,13 @@ def build_engine(source: Any, request: Request) -> Engine:
     with zero.telling(topology.dp_group):
         with_experts(request.model, config, part)
         request = compressed(request, config, part)
+        if pipelining.is_pipeline(request.model):
+            pipelining.prepare(request.model, zero)
         model = _placed(_sparsified(request.model, config), config, topology)
         conversion = convert(model, config, part("dsx_data"))
         plain = _optimizer(model, request, topology, choice)
     sharded, optimizer = _sharded(model, plain, config, topology)
-    engine = Engine(_parts(config, request, topology, sharded, optimizer, choice, conversion))
+    engine = pipelining.build(_parts(config, request, topology, sharded, optimizer, choice, conversion), zero, part("dsx_comm"))
     _destroy_on_release(engine, optimizer)
     if request.training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(request.training_data, collate_fn=request.collate_fn)
@@ -234,10 +238,12 @@ def _optimizer(model: nn.Module, request: Request, topology: Topology, choice: O
 def _sharded(model: nn.Module, optimizer: Any, config: Config, topology: Topology) -> tuple[nn.Module, Any]:
     zero = part("dsx_zero")
     precision = config.precision
+    ranks_of = pipelining.rank_sets(model, part("dsx_comm"))
     return zero.shard(
         model,
         optimizer,
-        process_group=topology.dp_group,
+        process_group=topology.dp_group if ranks_of is None else None,
+        ranks_of=ranks_of,
         config=config.use("zero"),
         precision=zero.Precision(
             gradients=precision.dtype("grad_accum"),

@@ -9,7 +9,8 @@ changed anything.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -67,6 +68,15 @@ class Backwards:
         hook = _ScaledLoss(self)
         scaled.register_hook(hook)
         self._waiting.add(hook)
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Whatever is differentiated inside comes from a loss that the engine has scaled (a pipeline's stages)."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
 
     def begin_scaled(self, loss: _ScaledLoss) -> None:
         """The backward of a scaled loss has begun."""

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of the model's forward."""
 

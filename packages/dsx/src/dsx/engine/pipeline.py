@@ -1,0 +1,308 @@
+"""The engine of a model that is divided into pipeline stages.
+
+    module = dsx.pipe.PipelineModule(layers, num_stages=2, loss_fn=loss_fn)
+    engine, _, loader, _ = dsx.initialize(model=module, training_data=data, config=config)
+    loss = engine.train_batch()            # all micro-batches of an update, and the update
+
+It is the same engine: parts, optimizer, precision, loss scale, schedule, observers and checkpoints are those of `Engine`.
+What differs is who runs forward and backward: the schedule of `dsx_pipe`, which calls back before and after every
+backward. So `forward`, `backward` and `step` are refused.
+
+* The update's micro-batches are its accumulation steps. Below stage 2, gradients are reduced over the data-parallel ranks
+  in the last backward of this rank (where weights have a backward of their own, after all of them), from stage 2 on in
+  every backward, unless `zero_optimization` keeps full gradients.
+* A weight that several stages share has a copy on each. Their gradients are added up after the last backward; one copy
+  counts in the norm.
+* The gradient norm, and with it overflow and clipping, is that of all stages: the pipe axis is one of the groups over which
+  squares are summed (`dsx_comm.RankSet.norm_groups`).
+
+Left out: slicing of what travels between stages over the model-parallel ranks (`pipeline.pipe_partitioned`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from .engine import Engine
+from .errors import EngineArgumentError, EngineError
+from .parts import EngineParts
+
+__all__ = ["PipelineEngine", "PipelineParts", "shared_weight_ranks"]
+
+
+class Ties(Protocol):
+    """One shared weight of this rank (`dsx_pipe.ties.Tie`)."""
+
+    name: str
+    group: Any
+
+    @property
+    def owned(self) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineParts:
+    """What a pipeline needs besides `EngineParts`.
+
+    Attributes:
+        build: (engine, micro-batches, callbacks) -> the runtime (`dsx_pipe.Pipeline`).
+        callbacks: makes `dsx_pipe.StageCallbacks`.
+        ties: shared weights of this rank.
+        sum_over: (tensor, group) -> the tensor, summed over the group in place.
+        mean_over_data: the mean of a number over the data-parallel ranks.
+        read_gradient, write_gradient: a parameter's whole averaged gradient, collective over its data-parallel ranks.
+    """
+
+    build: Callable[..., Any]
+    callbacks: Callable[..., Any]
+    ties: tuple[Any, ...]
+    sum_over: Callable[[torch.Tensor, Any], Any]
+    mean_over_data: Callable[[torch.Tensor], torch.Tensor]
+    read_gradient: Callable[[Any], torch.Tensor | None]
+    write_gradient: Callable[[Any, torch.Tensor], None]
+
+
+def shared_weight_ranks(ranks: Any, ties: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Which ranks share a parameter, where copies of shared weights count in the norm on one stage only.
+
+    Args:
+        ranks: (info) -> `dsx_comm.RankSet`, without regard to shared weights.
+        ties: shared weights of this rank.
+    """
+    copies = {tie.name for tie in ties if not tie.owned}
+
+    def of(info: Any) -> Any:
+        found = ranks(info)
+        return dataclasses.replace(found, counts_in_norm=False) if info.name in copies else found
+
+    return of
+
+
+class PipelineEngine(Engine):
+    """Trains one rank's stages; built by `dsx.initialize` for a `dsx.pipe.PipelineModule`."""
+
+    def __init__(self, parts: EngineParts, pipeline: PipelineParts) -> None:
+        super().__init__(parts)
+        self._pipeline = pipeline
+        self._iterator: Iterator[Any] | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+        self._backwards_left = 0
+        self._pipe = self._build_runtime()
+
+    def _build_runtime(self) -> Any:
+        callbacks = self._pipeline.callbacks(
+            forward=self._forward_of_stage,
+            scale_loss=self._scaled,
+            before_backward=self._before_backward,
+            after_backward=self._after_backward,
+        )
+        return self._pipeline.build(self._parts, self.micro_batches, callbacks)
+
+    # - Training
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Forward and backward of an update's micro-batches, and the update. All ranks call it.
+
+        Args:
+            data_iter: gives (inputs, labels) per micro-batch, `gradient_accumulation_steps` of them; read on the first
+                and the last stage only. Default: `set_dataiterator`'s, `set_dataloader`'s, or the training data's.
+
+        Returns:
+            The mean loss over micro-batches and data-parallel ranks, on every rank, 0-D float32.
+
+        Raises:
+            dsx_pipe.StageError: a stage failed; every rank of the pipeline raises it with the same text.
+        """
+        parts = self._living()
+        if parts.optimizer is None:
+            parts.stepper.step()  # says what is missing
+        source = data_iter if data_iter is not None else self._next_batches()
+        self._pipe.set_batch_fn(self._batch_fn)
+        stages = len(self._pipe.stages)
+        self._backwards_left = stages * self.micro_batches
+        try:
+            with parts.backwards.known(), self._held(), parts.clock.range("forward_backward"):
+                loss = self._pipe.train_batch(source)
+        except BaseException:
+            self.forget_micro_batches()
+            raise
+        parts.window.close()
+        self._sum_shared_weights()
+        loss = self._pipeline.mean_over_data(loss)
+        self._losses.add(loss)
+        self._applied = False
+        self._update({})
+        self.counters.micro_steps += self.micro_batches
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Forward only, in evaluation mode and without gradients. All ranks call it.
+
+        Args:
+            data_iter: as for `train_batch`.
+            return_logits: return (loss, outputs); outputs are None except on the last stage.
+            compute_loss: False returns the outputs alone.
+            reduce_output: "avg" for the mean over micro-batches and data-parallel ranks, None for this pipeline's list.
+            bcast_loss: give the loss to all stages; else it is None except on the last one.
+            num_micro_batches: default: those of an update.
+        """
+        self._living()
+        self._pipe.set_batch_fn(self._batch_fn)
+        found = self._pipe.eval_batch(
+            data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
+        )
+        if not compute_loss or reduce_output != "avg":
+            return found
+        loss, outputs = found if return_logits else (found, None)
+        if loss is not None:
+            loss = self._pipeline.mean_over_data(loss)
+        return (loss, outputs) if return_logits else loss
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of an update."""
+        return self._parts.accumulation.steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As `Engine.set_train_batch_size`: the number of micro-batches follows."""
+        super().set_train_batch_size(train_batch_size)
+        self._pipe = self._build_runtime()
+
+    def _held(self) -> AbstractContextManager[object]:
+        """Where weights have a backward of their own, gradients arrive until the end: then they are reduced once."""
+        if self._pipe.schedule.splits_backward:
+            return self._parts.window.hold()
+        return _NOTHING
+
+    def _forward_of_stage(self, stage: int, micro_batch: int, module: Any, value: Any) -> Any:
+        parts = self._parts
+        if stage == 0:
+            (value,), _ = parts.inputs((value,), {})
+        for hook in parts.hooks:
+            hook.before_forward((value,), {})
+        with parts.autocast():
+            return parts.module(value, stage=stage)
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss.float() * (self._parts.scaler.scale / self.micro_batches)
+
+    def _before_backward(self, stage: int, micro_batch: int, last: bool) -> None:
+        self._backwards_left -= 1
+        self._parts.window.before_backward(boundary=self._backwards_left == 0)
+
+    def _after_backward(self, stage: int, micro_batch: int, last: bool) -> None:
+        """Nothing: the update follows the last one."""
+
+    def _sum_shared_weights(self) -> None:
+        """Each copy's gradient becomes the sum over the stages that hold one."""
+        if self._pipeline.ties:
+            self._parts.optimizer.reduce_gradients()
+        for tie in self._pipeline.ties:
+            parameter = self._parts.module.get_parameter(tie.name)
+            gradient = self._pipeline.read_gradient(parameter)
+            if gradient is None:
+                gradient = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            self._pipeline.sum_over(gradient, tie.group)
+            self._pipeline.write_gradient(parameter, gradient)
+
+    # - Data
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Train on this loader's micro-batches, one pass after the other."""
+        self.training_dataloader, self._iterator = loader, None
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Train on what this iterator gives; None: the loader again."""
+        self._iterator = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Apply `fn` to every item of the data before it is used."""
+        self._batch_fn = fn
+
+    def _next_batches(self) -> Iterator[Any]:
+        if self._iterator is None:
+            if self.training_dataloader is None:
+                raise EngineArgumentError(
+                    "train_batch(): got no data_iter, and there is no training data; pass one, or training_data to "
+                    "dsx.initialize, or call set_dataloader"
+                )
+            self._iterator = _repeated(self.training_dataloader)
+        return self._iterator
+
+    # - The pipeline
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first stage."""
+        return self._pipe.is_first_stage
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self._pipe.is_last_stage
+
+    def reset_activation_shape(self) -> None:
+        """Negotiate shapes again with the next batch. All ranks call it, between two batches."""
+        self._pipe.reset_activation_shape()
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """The module's losses beside the main one, by name; None if there are none."""
+        return self._parts.module.get_additional_losses()
+
+    def pipeline_report(self) -> Any:
+        """Times of the last batch per stage, its bubble measured and by plan (`dsx_pipe.StepReport`). Collective."""
+        return self._pipe.report()
+
+    # - What a pipeline has no place for
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a stage alone is not the model."""
+        self._refuse("forward")
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: most stages have no loss."""
+        self._refuse("backward")
+
+    def scale(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: most stages have no loss."""
+        self._refuse("scale")
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: `train_batch` updates."""
+        self._refuse("step")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise EngineError(
+            f"{call}(): this engine runs a pipeline, in which forward and backward of all micro-batches follow one "
+            "schedule over the ranks; call train_batch(data_iter) or eval_batch(data_iter)"
+        )
+
+
+class _Nothing(AbstractContextManager[None]):
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
+
+
+def _repeated(loader: Any) -> Iterator[Any]:
+    """Pass after pass over a loader."""
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            return
