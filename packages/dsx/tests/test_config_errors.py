@@ -234,7 +234,6 @@ LATER = {
     "autotuning": {"autotuning": {"enabled": True}},
     "sparse_gradients": {"sparse_gradients": True},
     "activation_checkpointing.partition_activations": {"activation_checkpointing": {"partition_activations": True}},
-    "pipeline.stages": {"pipeline": {"stages": 4}},
     "elasticity": {"elasticity": {"enabled": True}},
     "managed_gradient_accumulation": {"managed_gradient_accumulation": False},
     "torch_autocast.lower_precision_safe_modules": {

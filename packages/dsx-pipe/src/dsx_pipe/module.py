@@ -9,6 +9,7 @@ are named by their index in the whole list, so parameter names do not depend on 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -224,8 +225,14 @@ class PipelineModule(nn.Module):
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Recompute that many layers together from now on; 0 is none."""
-        old = self.recomputation
-        self.recomputation = Recomputation(interval, old.function, old.classes)
+        self._set_recomputation(dataclasses.replace(self.recomputation, interval=interval))
+
+    def set_checkpoint_function(self, function: Callable[..., Any]) -> None:
+        """Recompute by this function from now on, as `torch.utils.checkpoint.checkpoint`."""
+        self._set_recomputation(dataclasses.replace(self.recomputation, function=function))
+
+    def _set_recomputation(self, recomputation: Recomputation) -> None:
+        self.recomputation = recomputation
         for stage in self.stage_modules:
             stage.recomputation = self.recomputation  # type: ignore[assignment]
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
         data,
         lr_schedules,
         moe,
-        pipe,
         monitor,
         nvme,
         ops,
+        pipe,
         utils,
         zero,
     )

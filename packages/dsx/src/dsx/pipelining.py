@@ -1,13 +1,17 @@
 """Where `dsx_pipe` meets the engine: a `PipelineModule` given to `dsx.initialize`.
 
 The module says who is where (its grid is the `mpu`), which schedule runs and which weights stages share. This file hands
-that to the engine and lends the runtime what it needs of `dsx_zero` and `dsx_comm`.
+that to the engine and lends the runtime what it needs of `dsx_zero` and `dsx_comm`. Where the configuration asks for stages
+(`pipeline.stages`) or tensor slices (`tensor_parallel.autotp_size`), it makes them of an ordinary model first, because who
+is where decides how the batch is divided.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -20,9 +24,10 @@ from .engine.errors import EngineArgumentError
 from .engine.parts import EngineParts
 from .engine.pipeline import PipelineEngine, PipelineParts, shared_weight_ranks
 from .engine.request import Request
+from .errors import DsxConfigError
 from .utils.logging import logger
 
-__all__ = ["build", "is_pipeline", "rank_sets", "with_grid"]
+__all__ = ["build", "is_pipeline", "rank_sets", "with_parallelism"]
 
 
 def is_pipeline(model: nn.Module) -> bool:
@@ -31,14 +36,128 @@ def is_pipeline(model: nn.Module) -> bool:
     return pipe is not None and isinstance(model, pipe.PipelineModule)
 
 
-def with_grid(request: Request) -> Request:
-    """The request, with the grid of a `PipelineModule` as its `mpu`.
+def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[[str], ModuleType]) -> Request:
+    """The request with the model cut as the configuration asks, and the grid of the ranks as its `mpu`. Collective.
+
+    Args:
+        source: the configuration, as given; what is wrong in it is left to `load_config` to say.
+        joins: whether a process group has to be made.
+        part: imports a sibling package.
 
     Raises:
-        EngineArgumentError: another `mpu` was given.
+        EngineArgumentError: an `mpu` or objects over the uncut model are given beside; the ranks do not divide.
     """
-    if not is_pipeline(request.model):
+    pipeline, slices = _sections(source, part)
+    stages = pipeline.stages if pipeline is not None and pipeline.stages != "auto" else 1
+    sliced = slices.autotp_size if slices is not None else 0
+    if is_pipeline(request.model):
+        _apply(pipeline, stages, request.model, part("dsx_pipe"))
+        if sliced > 1:
+            raise EngineArgumentError(
+                f"tensor_parallel.autotp_size: got {sliced} beside a PipelineModule, whose layers exist already; slice the model "
+                "with dsx.pipe.tensor.slice_model before, and give PipelineModule a topology with a model axis"
+            )
+        return _with_grid(request)
+    if stages <= 1 and sliced <= 1:
         return request
+    if request.mpu is not None:
+        raise EngineArgumentError(
+            f"initialize(mpu=...): got one beside pipeline.stages={stages}, tensor_parallel.autotp_size={sliced} in the "
+            "configuration, which make the groups; leave out one of the two"
+        )
+    comm, pipe = part("dsx_comm"), part("dsx_pipe")
+    if joins:
+        comm.init_distributed(distributed_port=request.distributed_port)
+    world, parts = comm.get_world_size() if comm.is_initialized() else 1, stages * max(1, sliced)
+    if world % parts:
+        raise EngineArgumentError(
+            f"pipeline.stages={stages}, tensor_parallel.autotp_size={sliced}: got {world} ranks, expected a multiple of {parts}"
+        )
+    topology = pipe.PipeModelDataParallelTopology(num_pp=stages, num_mp=max(1, sliced), num_dp=world // parts)
+    request = _without_old_parameters(request)
+    model, grid = request.model, pipe.PipelineParallelGrid(topology)
+    if sliced > 1:
+        _make_equal(model, grid.model, comm)
+        model = importlib.import_module("dsx_pipe.tensor").slice_model(model, grid.model.group, **slices.slice_options())
+    if stages > 1:
+        options = {key: value for key, value in pipeline.module_options().items() if key != "num_stages"}
+        model = pipe.PipelineModule(model, topology=topology, **options)
+        grid = model.mpu()
+    return dataclasses.replace(request, model=model, mpu=grid)
+
+
+def _sections(source: Any, part: Callable[[str], ModuleType]) -> tuple[Any, Any]:
+    """The two sections of a configuration, validated; None for one that is not there or wrong."""
+    from .config.source import read
+
+    try:
+        data = read(source).data
+    except DsxConfigError:
+        return None, None
+    if not isinstance(data.get("pipeline"), dict) and not isinstance(data.get("tensor_parallel"), dict):
+        return None, None
+    part("dsx_pipe")
+    from dsx_pipe.config import Pipeline, TensorParallel  # late: pydantic
+    from pydantic import ValidationError
+
+    found: list[Any] = []
+    for name, kind in (("pipeline", Pipeline), ("tensor_parallel", TensorParallel)):
+        try:
+            found.append(kind.model_validate(data[name]) if isinstance(data.get(name), dict) else None)
+        except ValidationError:
+            found.append(None)
+    return found[0], found[1]
+
+
+def _apply(pipeline: Any, stages: int, module: Any, pipe: ModuleType) -> None:
+    """What the section says to a module that the script has made."""
+    if pipeline is None:
+        return
+    if pipeline.stages != "auto" and stages != module.num_pipeline_stages():
+        raise EngineArgumentError(
+            f"pipeline.stages: got {stages}, and the PipelineModule has {module.num_pipeline_stages()} stages; make them equal, "
+            'or write "auto"'
+        )
+    options = pipeline.module_options()
+    if "activation_checkpoint_interval" in options:
+        module.set_checkpoint_interval(options["activation_checkpoint_interval"])
+    if "activation_checkpoint_func" in options:
+        module.set_checkpoint_function(options["activation_checkpoint_func"])
+    late = [key for key in ("partition", "seed_layers") if key in pipeline.model_fields_set]
+    if late:
+        logger.warning("pipeline.%s: the PipelineModule was made before, with its own", ", pipeline.".join(late))
+
+
+def _without_old_parameters(request: Request) -> Request:
+    """Nothing may hold parameters of the uncut model."""
+    if isinstance(request.optimizer, torch.optim.Optimizer):
+        raise EngineArgumentError(
+            "initialize(optimizer=...): got an optimizer over the whole model, which the configuration cuts; pass a callable that "
+            "makes one from parameters, or name one in the configuration"
+        )
+    given = request.model_parameters
+    if given is None:
+        return request
+    all_of_them = {id(p) for p in request.model.parameters() if p.requires_grad}
+    if not all(isinstance(p, torch.nn.Parameter) for p in given) or not all_of_them <= {id(p) for p in given}:
+        raise EngineArgumentError(
+            "initialize(model_parameters=...): got groups, or some of the parameters of a model that the configuration cuts; "
+            "leave it out and freeze what is not to train"
+        )
+    return dataclasses.replace(request, model_parameters=None)
+
+
+def _make_equal(model: nn.Module, ranks: Any, comm: ModuleType) -> None:
+    """The ranks that slice one model must have made the same one: the first one's values are taken."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            values = tensor.detach().contiguous()
+            comm.broadcast(values, group=ranks.group, group_src=0)
+            tensor.copy_(values)
+
+
+def _with_grid(request: Request) -> Request:
+    """The request, with the grid of a `PipelineModule` as its `mpu`."""
     grid: Any = request.model.mpu()  # type: ignore[operator]
     if request.mpu is not None and request.mpu is not grid:
         raise EngineArgumentError(
@@ -92,6 +211,9 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
             nonfinite="ignore" if parts.config.precision.check_overflow else "raise",
             split_backward=split,
             callbacks=callbacks,
+            slice_group=module.grid.model.group if module.grid.model.size > 1 else None,
+            pipe_partitioned=parts.config.use("pipeline").pipe_partitioned,
+            grad_partitioned=parts.config.use("pipeline").grad_partitioned,
         )
         if made.schedule.splits_backward and not split:
             logger.warning(

@@ -80,7 +80,7 @@ def build_engine(source: Any, request: Request) -> Engine:
     """The engine for a configuration and the caller's objects. Collective."""
     joins = joins_others(request.dist_init_required)
     zero = part("dsx_zero")
-    request = pipelining.with_grid(request)
+    request = pipelining.with_parallelism(source, request, joins, part)
     with telling_others(zero, part("dsx_comm"), request, joins=joins):
         world_size = launched_as()[1] if request.mpu is None else _mpu_data_parallel_size(request.mpu)
         config = load_config(source, world_size=world_size)

@@ -20,12 +20,9 @@ from ..errors import Problem
 
 __all__ = ["MEANINGLESS", "NOT_YET", "asks_for", "meaningless", "not_yet"]
 
-_PIPE = "pipeline parallelism (dsx-pipe)"
-
 NOT_YET: dict[str, str] = {
     "activation_checkpointing": "activation checkpointing in depth (dsx-zero); torch.utils.checkpoint works today",
     "autotuning": "the autotuner of dsx",
-    "checkpoint.parallel_write.pipeline_stage": _PIPE,
     "checkpoint.use_node_local_storage": "checkpoints without a shared file system",
     "compile.deepcompile": "graph passes; torch.compile of blocks works today",
     "datastates_ckpt": "asynchronous checkpoints",
@@ -35,9 +32,7 @@ NOT_YET: dict[str, str] = {
     "hybrid_engine": "generation inside the training engine; no date",
     "managed_gradient_accumulation": "manual accumulation; set_gradient_accumulation_boundary works today",
     "nebula": "checkpoints through a cloud service; no date",
-    "pipeline": _PIPE,
     "sparse_gradients": "sparse reduction of embedding gradients (dsx-comm)",
-    "tensor_parallel": "tensor slicing (dsx-pipe)",
     "torch_autocast.lower_precision_safe_modules": "a data type of reduction per module",
     **{f"zero_optimization.{name}": brings for name, brings in zero_section.NOT_YET.items()},
 }
@@ -65,6 +60,7 @@ MEANINGLESS: dict[str, str] = {
     "bf16.immediate_grad_update": _ALWAYS,
     "checkpoint.checkpoint_serialization": "checkpoints hold no pickled objects",
     "checkpoint.load_universal": "every checkpoint loads at every world size and stage",
+    "checkpoint.parallel_write.pipeline_stage": "every rank writes its own byte ranges, at every stage of a pipeline",
     "checkpoint.writer": "there is one writer; each rank writes its own byte ranges",
     "compile": "it configures compile.deepcompile, which does not exist yet",
     "cuda_visible_devices": "choose devices with `dsx launch --include` or the variable CUDA_VISIBLE_DEVICES",

@@ -15,8 +15,6 @@ backward. So `forward`, `backward` and `step` are refused.
   counts in the norm.
 * The gradient norm, and with it overflow and clipping, is that of all stages: the pipe axis is one of the groups over which
   squares are summed (`dsx_comm.RankSet.norm_groups`).
-
-Left out: slicing of what travels between stages over the model-parallel ranks (`pipeline.pipe_partitioned`).
 """
 
 from __future__ import annotations
