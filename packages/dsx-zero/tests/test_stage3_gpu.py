@@ -42,11 +42,12 @@ def test_gradients_and_memory_on_a_side_stream(reentrant):
     lane = make_lane(torch.device("cuda"))
     assert isinstance(lane, CudaLane)
 
-    def slow_copy(out, shard, ranks):
-        torch.cuda._sleep(2_000_000)  # a gather that arrives late: who does not wait for it reads something else
-        out.copy_(shard)
+    class SlowCopy:
+        def start(self, out, shard, group, label):
+            torch.cuda._sleep(2_000_000)  # a gather that arrives late: who does not wait for it reads something else
+            out.copy_(shard)
 
-    executor = GatherExecutor(units, all_gather=slow_copy, lane=lane, limits=GatherLimits())
+    executor = GatherExecutor(units, transport=SlowCopy(), lane=lane, limits=GatherLimits())
     lifetime = GatherLifetime(units, executor=executor, order=NullOrder(executor))
     UnitHooks(model, units, lifetime)
     x = torch.randn(64, width, device="cuda", requires_grad=True)

@@ -36,13 +36,13 @@ class Sharded:
         for unit in self.units:
             unit.adopt(model, {info.name: info for info in infos})
         self.gathers = 0
-        executor = GatherExecutor(self.units, all_gather=self._copy, lane=DeferringLane(), limits=GatherLimits())
+        executor = GatherExecutor(self.units, transport=self, lane=DeferringLane(), limits=GatherLimits())
         self.lifetime = GatherLifetime(self.units, executor=executor, order=NullOrder(executor))
         for unit in self.units:
             unit.lender = self.lifetime
         self.hooks = UnitHooks(model, self.units, self.lifetime)
 
-    def _copy(self, out, shard, ranks):
+    def start(self, out, shard, group, label):
         self.gathers += 1
         out.copy_(shard)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import dsx_comm
 import torch
 
 from ..homes.home import fetched
@@ -16,6 +15,7 @@ from ..lanes import Lane, Ticket
 from ..order.reduce_executor import ReduceExecutor
 from ..params.flat import FlatGroup
 from ..params.partitioned_unit import PartitionedUnit, UnitState
+from .transport import GatherTransport
 
 __all__ = ["GatherExecutor", "GatherLimits"]
 
@@ -35,21 +35,20 @@ class GatherLimits:
 class GatherExecutor(ReduceExecutor):
     """Issues gathers of units on a lane and frees them. The reductions come from the gradients (``bind``).
 
-    ``all_gather(out, shard, ranks)`` is the asynchronous collective of those who share a buffer; it returns what to wait
-    for, or None when it is done.
+    How they travel is the ``transport``'s affair.
     """
 
     def __init__(
         self,
         units: Sequence[PartitionedUnit],
         *,
-        all_gather: Callable[[torch.Tensor, torch.Tensor, dsx_comm.RankSet], Any],
+        transport: GatherTransport,
         lane: Lane,
         limits: GatherLimits,
     ) -> None:
         super().__init__()
         self._units = {unit.index: unit for unit in units}
-        self._all_gather, self._lane, self._limits = all_gather, lane, limits
+        self._transport, self._lane, self._limits = transport, lane, limits
         self._tickets: dict[int, list[Ticket]] = {}
         self._holds: dict[int, int] = dict.fromkeys(self._units, 0)
         self._passing: list[tuple[Ticket, torch.Tensor]] = []
@@ -79,8 +78,7 @@ class GatherExecutor(ReduceExecutor):
             store.allocate()
             if arrival is not None:
                 arrival.wait()
-            with dsx_comm.unit(name):
-                return self._all_gather(store.fill, shard, group.ranks)
+            return self._transport.start(store.fill, shard, group, name)
 
         return gather
 
@@ -95,13 +93,12 @@ class GatherExecutor(ReduceExecutor):
             def gather(
                 out: torch.Tensor = scratch,
                 shard: torch.Tensor = shard,
-                ranks: dsx_comm.RankSet = group.ranks,
+                group: FlatGroup = group,
                 arrival: Ticket | None = arrival,
             ) -> Any:
                 if arrival is not None:
                     arrival.wait()
-                with dsx_comm.unit(f"{target.name}, past its users"):
-                    return self._all_gather(out, shard, ranks)
+                return self._transport.start(out, shard, group, target.name)
 
             self._passing.append((self._lane.submit(gather), scratch))
 

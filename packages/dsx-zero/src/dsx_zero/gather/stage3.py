@@ -29,6 +29,7 @@ from .hooks import UnitHooks
 from .lifetime import GatherExecutor, GatherLifetime, GatherLimits
 from .publishing import Gathering, share_first
 from .registry import remember
+from .transport import PlainGather
 
 __all__ = ["Stage3", "Stage3Limits", "build_stage3"]
 
@@ -212,7 +213,7 @@ def build_stage3(
     stage.pending, stage.unit_of_original = pending, unit_of_original
     stage.executor = GatherExecutor(
         partitioned,
-        all_gather=all_gather,
+        transport=PlainGather(),
         lane=lane or make_lane(infos[0].device if infos else torch.device("cpu")),
         limits=GatherLimits(limits.prefetch_bucket_size, limits.max_live_parameters),
     )
@@ -229,14 +230,6 @@ def build_stage3(
     for unit in partitioned:
         unit.lender = stage.lifetime
     return stage, plain_of
-
-
-def all_gather(out: torch.Tensor, shard: torch.Tensor, ranks: dsx_comm.RankSet) -> Any:
-    """Start gathering the ranks' shards; what to wait for, or None when it is done."""
-    if ranks.size == 1:
-        out.copy_(shard)
-        return None
-    return dsx_comm.all_gather_into_tensor(out, shard, group=ranks.gather_group, async_op=True)
 
 
 def _resident(
