@@ -79,7 +79,7 @@ def _convert_layers(model: nn.Module, config: Config, data: ModuleType, undo: li
     schedule = data.ProgressiveLayerDrop(section.theta, section.gamma)
     found = data.find_layer_drop(model)
     if found is not None:
-        found.schedule = schedule
+        found.use_schedule(schedule)
         return found
     if {"pld_theta", "progressive_layer_drop"} & set(inspect.signature(model.forward).parameters):
         return data.LayerDrop(schedule, 0)  # the model drops by itself

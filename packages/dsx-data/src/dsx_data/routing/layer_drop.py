@@ -74,20 +74,29 @@ class LayerDrop:
 
     def __init__(self, schedule: ProgressiveLayerDrop, layers: int, *, seed: int = 1234, rescale: bool = True) -> None:
         self.schedule, self.layers, self.seed, self.rescale = schedule, layers, seed, rescale
-        self.step = 0
+        self.update_state(0)
 
     def keep_probability(self, layer: int) -> float:
         """p of layer 0, 1, ... at the current step."""
-        return 1.0 - (layer + 1) / self.layers * (1.0 - self.schedule.get_theta())
+        return self._probabilities[layer]
 
     def keeps(self, layer: int) -> bool:
         """Whether the layer runs at the current step."""
-        return uniform(self.seed, self.step, layer) < self.keep_probability(layer)
+        return self._kept[layer]
 
     def update_state(self, global_step: int) -> None:
         """Go to the step after `global_step` optimizer steps; call it after each of them."""
         self.step = global_step
         self.schedule.update_state(global_step)
+        theta = self.schedule.get_theta()
+        # Decided here, once per step: forwards only look it up, which a compiler can trace.
+        self._probabilities = [1.0 - (layer + 1) / self.layers * (1.0 - theta) for layer in range(self.layers)]
+        self._kept = [uniform(self.seed, global_step, layer) < p for layer, p in enumerate(self._probabilities)]
+
+    def use_schedule(self, schedule: ProgressiveLayerDrop) -> None:
+        """Follow another schedule from the current step on."""
+        self.schedule = schedule
+        self.update_state(self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and step."""

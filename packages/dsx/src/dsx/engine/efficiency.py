@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from .errors import EngineArgumentError, EngineError
@@ -179,8 +178,8 @@ class TokenDropping:
         self._bound = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Before the first training batch: find the converted layers."""
-        if not self._bound and self._module.training and torch.is_grad_enabled():
+        """Before the first batch in training mode: find the converted layers."""
+        if not self._bound and self._module.training:
             if not self._bind(self._module, self.drop):
                 raise EngineError(
                     "random_ltd is enabled and no layer of the model can drop tokens; call"
