@@ -76,6 +76,44 @@ def test_mode_gradients_and_inputs_come_in_any_form(tmp_path):
     assert torch.equal(load_exported(fresh(), tmp_path / "a.safetensors").eval()(x), model.eval()(x))
 
 
+def test_a_cache_that_blocks_fill_is_left_out():
+    class Cache:
+        """Like transformers' caches: a block appends to it in every call."""
+
+        def __init__(self):
+            self.seen = []
+
+        def get_seq_length(self):
+            return len(self.seen)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, cache=None, scale=()):
+            if cache is not None:
+                cache.seen.append(x)
+            return (self.linear(x) * scale[0],)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def forward(self, x):
+            cache, scale = Cache(), (self.scale * 1.0,)
+            for block in self.blocks:
+                (x,) = block(x, cache, scale=scale)
+            return x
+
+    torch.manual_seed(0)
+    config = PostTrainingConfig(bits=3, blocks="blocks", steps=20, learning_rate=1e-3)
+    report = quantize_post_training(Model(), [torch.randn(4, 8) for _ in range(2)], config)
+    assert all(block.after < block.before for block in report.blocks)
+
+
 def test_mistakes_are_named():
     with pytest.raises(CompressionError, match="group_size: 5 does not divide the 16 inputs"):
         quantize_post_training(fresh(), [], PostTrainingConfig(group_size=5))

@@ -36,7 +36,7 @@ def redundancy_clean(
     mpu: Any = None,
     *,
     example: Any = None,
-    tolerance: float = 1e-4,
+    tolerance: float = 1e-3,
     keep_activation_quantizers: bool = True,
 ) -> nn.Module:
     """Make compression permanent, in place.

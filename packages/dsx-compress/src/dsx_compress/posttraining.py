@@ -217,7 +217,12 @@ def _first_calls(model: nn.Module, block: nn.Module, batches: Iterable[Any]) -> 
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    """An argument that can be used again and again: no graph, and no cache of keys and values, which calls would fill."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if type(value) in (tuple, list):
+        return type(value)(_detached(item) for item in value)
+    return None if hasattr(value, "get_seq_length") else value  # a Cache of transformers
 
 
 def _hidden(output: Any) -> torch.Tensor:
