@@ -209,6 +209,12 @@ def ends(rank, world, items):
         pipe.train_batch(iter([x] * 4))
     with pytest.raises(StageError, match="cannot be split into 4"):
         pipe.step(x, x)
+    with pytest.raises(StageError, match=r"the data iterator is a list, expected .*iter\(...\)"):
+        pipe.train_batch([(x, x)] * 4)
+    with pytest.raises(StageError, match="its labels are None"):
+        pipe.train_batch(iter([(x, None)] * 4))
+    with torch.no_grad(), pytest.raises(StageError, match=r"under torch.no_grad\(\)"):
+        pipe.train_batch(iter([(x, x)] * 4))
     return float(pipe.train_batch(iter([(x, x)] * 4)))
 
 

@@ -265,6 +265,9 @@ def reset(rank, world):
     ):
         pipe.step(*data())
     pipe.step(*data(rows=8))  # the pipeline goes on after a failed step
+    layers[rank].requires_grad_(False).zero_grad()
+    pipe.step(*data(rows=8))  # frozen: the same shapes, no gradients
+    assert all(p.grad is None for p in layers[rank].parameters())
 
 
 def test_shapes_may_change_after_a_reset_and_not_without():

@@ -11,6 +11,10 @@ from ..errors import PipelineError
 from .structure import describe, flatten, unflatten
 
 
+class DataError(PipelineError):
+    """The data of a step: it ended, cannot be divided, or is no pair of inputs and labels."""
+
+
 class MicroBatches:
     """The micro-batches of one step, read in order and on demand.
 
@@ -31,7 +35,7 @@ class MicroBatches:
         """(inputs, labels) of a micro-batch, on the device.
 
         Raises:
-            PipelineError: there is no iterator, it has ended, or an item is no pair.
+            DataError: there is no iterator, it has ended, or an item is no pair.
         """
         while len(self._read) <= micro_batch:
             self._read.append(self._next(len(self._read)))
@@ -39,18 +43,23 @@ class MicroBatches:
 
     def _next(self, index: int) -> tuple[Any, Any]:
         if self._source is None:
-            raise PipelineError("this rank holds the first or the last stage and has no data iterator")
+            raise DataError("this rank holds the first or the last stage and has no data iterator")
+        if not hasattr(self._source, "__next__"):
+            raise DataError(
+                f"the data iterator is a {type(self._source).__name__}, expected an iterator over micro-batches: pass "
+                "iter(...) of it, made once and not for every step"
+            )
         try:
             item = next(self._source)
         except StopIteration:
-            raise PipelineError(
+            raise DataError(
                 f"the data iterator ended: got {index} micro-batches, expected {self._count} for a step; drop the "
                 "incomplete step, or wrap the loader in dsx.RepeatingLoader"
             ) from None
         if self._batch_fn is not None:
             item = self._batch_fn(item)
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise PipelineError(f"the data iterator gave {describe(item)}, expected (inputs, labels); use batch_fn")
+            raise DataError(f"the data iterator gave {describe(item)}, expected (inputs, labels); use batch_fn")
         inputs, labels = (self._placed(part) for part in item)
         return inputs, labels
 
@@ -63,7 +72,7 @@ def split_batch(inputs: Any, labels: Any, count: int) -> Iterator[tuple[Any, Any
     """Split a batch along the first dimension of all its tensors; sizes differ by one at most.
 
     Raises:
-        PipelineError: fewer rows than micro-batches.
+        DataError: fewer rows than micro-batches.
     """
     pieces = [_split(part, count) for part in (inputs, labels)]
     yield from zip(*pieces)
@@ -73,7 +82,7 @@ def _split(value: Any, count: int) -> list[Any]:
     structure, tensors, others = flatten(value)
     for tensor in tensors:
         if tensor.dim() == 0 or tensor.shape[0] < count:
-            raise PipelineError(
+            raise DataError(
                 f"a batch of shape {list(tensor.shape)} cannot be split into {count} micro-batches along its first "
                 "dimension"
             )

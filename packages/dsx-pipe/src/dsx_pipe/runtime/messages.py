@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dsx_comm
@@ -52,6 +52,10 @@ class Spec:
         """The spec of a value."""
         structure, tensors, _ = flatten(value)
         return Spec(structure, tuple(TensorSpec.of(t) for t in tensors))
+
+    def without_gradients(self) -> Spec:
+        """The same structure, shapes and dtypes, whoever carries a gradient."""
+        return Spec(self.structure, tuple(replace(t, requires_grad=False) for t in self.tensors))
 
     def __str__(self) -> str:
         return describe_parts(self.structure, [str(t) for t in self.tensors], [])

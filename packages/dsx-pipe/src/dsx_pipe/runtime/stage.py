@@ -98,6 +98,8 @@ class Stage:
             loss: compute the loss (last stage).
             keep_output: keep the output itself (last stage).
         """
+        if train and not torch.is_grad_enabled():
+            raise PipelineError("a training step under torch.no_grad() computes no gradients; use eval_batch")
         with nullcontext() if train else torch.no_grad():
             run = self.callbacks.forward
             output = self.module(value) if run is None else run(self.index, micro_batch, self.module, value)

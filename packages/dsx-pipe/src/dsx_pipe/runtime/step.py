@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import PipelineError
 from ..schedule import Action, Kind, Schedule, Span
-from .data import MicroBatches
+from .data import DataError, MicroBatches
 from .failure import Failure, layer_of
 from .messages import DATA, FAILURE, LOST, Key, Mailbox, PeerLost, Spec
 from .stage import NonFiniteLoss, Stage, as_input
@@ -104,13 +104,10 @@ class Step:
     def _guarded(self, action: Action, arrived: Any) -> Any:
         """Run the computation; an exception becomes a failure of this stage."""
         doing = {Kind.FORWARD: "forward", Kind.WEIGHT: "weight backward"}.get(action.kind, "backward")
-        stage = self.stages[action.stage]
+        stage, labels = self.stages[action.stage], None
         try:
             if action.kind is Kind.FORWARD:
-                inputs, labels = self._data(action, arrived)
-                arrived = inputs
-            else:
-                labels = None
+                arrived, labels = self._data(action, arrived)
             start = time.perf_counter()
             result = self._run(action, arrived, labels)
             self.spans.append(Span(self.rank, action, start, time.perf_counter()))
@@ -123,11 +120,17 @@ class Step:
             layer = layer_of(stage.module, error.__traceback__) if action.kind is Kind.FORWARD else None
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, PipelineError):
-                reason, doing = str(error), "loading data" if "data iterator" in str(error) else doing
+                reason, doing = str(error), "loading data" if isinstance(error, DataError) else doing
             elif action.kind is Kind.FORWARD:
-                reason += f" (the stage's input is {describe(arrived)})"
+                reason += self._context(stage, arrived, labels)
             self._fail(Failure(action.stage, self.rank, action.micro_batch, layer, doing, reason))
         return _NOTHING
+
+    @staticmethod
+    def _context(stage: Stage, arrived: Any, labels: Any) -> str:
+        """What a failed forward was given."""
+        text = f"the stage's input is {describe(arrived)}"
+        return f" ({text}, its labels are {describe(labels)})" if stage.is_last else f" ({text})"
 
     def _run(self, action: Action, arrived: Any, labels: Any) -> Any:
         stage, m = self.stages[action.stage], action.micro_batch
@@ -209,7 +212,7 @@ class Step:
             return
         try:
             if self.agreed is not None and not key.backward:
-                spec = Spec.of(value)
+                spec = Spec.of(value).without_gradients()  # layers may be frozen between steps
                 before = self.agreed.setdefault((destination, key.stage), spec)
                 if before != spec:
                     raise PipelineError(
