@@ -3,8 +3,8 @@
     python packages/dsx-moe/bench/overlap.py [--chunks 1 2 4 8]
 
 One process: rows come back to it over a `PacedLink`, and each expert sleeps as long as its rows deserve. The two take
-equally long in all, so a perfect overlap would hide all but the first and the last chunk. Exposed is the time of forward
-and backward beyond the experts' own, over the time in which the link was busy.
+equally long in all, so a perfect overlap would hide all but the first and the last chunk. Exposed is the time of
+forward and backward beyond the experts' own, over the time in which the link was busy.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _compare(family, world, ep_size, chunks=1):
             torch.testing.assert_close(state[name]["exp_avg"], moments[name]["exp_avg"], rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["deepseek_v3"])
 def test_a_family_trains_like_one_process(family):
     _compare(family, 2, 2, chunks=2)
 

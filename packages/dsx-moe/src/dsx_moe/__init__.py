@@ -12,7 +12,7 @@ from .gate import TopKGate
 from .gating import Gating, expert_capacity, router_z_loss, top1_gating, top2_gating, topk_gating
 from .gradients import average_gradients, broadcast_parameters, clip_grad_norm_
 from .groups import ExpertGroups, expert_groups_of, make_exchange
-from .huggingface import ListedExpertBlock, PackedExpertShard, RouterRule, apply_expert_parallel, restore_experts
+from .huggingface import ListedExpertBlock, PackedExpertShard, apply_expert_parallel, restore_experts
 from .layer import MoE, MoEOutput, has_moe_layers, name_layers
 from .marks import (
     configure_moe_param_groups,
@@ -24,6 +24,7 @@ from .marks import (
     split_params_into_shared_and_expert_params,
 )
 from .routing import Routing
+from .rules import RouterRule
 from .segments import segment_matmul
 from .state import (
     ExpertSlice,

@@ -12,7 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import nn
 
 from .errors import MoEConfigError
-from .huggingface import RouterRule, apply_expert_parallel
+from .huggingface import apply_expert_parallel
+from .rules import RouterRule
 
 __all__ = ["ExpertParallelConfig", "apply_config"]
 

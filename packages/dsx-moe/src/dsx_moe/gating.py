@@ -3,7 +3,7 @@
 With T tokens, E experts, gates g = softmax(logits) and the 0/1 mask m of the experts a token asked for:
 
     capacity  C = max(ceil(T / E * capacity_factor * k), min_capacity)
-    loss      l = E * sum_e mean_t(g[t, e]) * mean_t(m[t, e])          (top-k: divided by k; top-2: m of the first choice)
+    loss      l = E * sum_e mean_t(g[t, e]) * mean_t(m[t, e])   (top-k: over k; top-2: m of the first choice)
 
 * top-1: expert argmax(g), or argmax(logits + Gumbel noise); weight g, as it is. Random token selection keeps C tokens
   of each expert at random, else the earliest are kept.

@@ -142,6 +142,7 @@ def _check_order(groups: ExpertGroups) -> None:
     expected = next(ranks for ranks in _all_expert_groups(groups) if dsx_comm.get_rank() in ranks)
     if list(groups.expert.ranks) != expected:
         raise MoEConfigError(
-            f"the groups {groups.name!r} exist already with the ranks {list(groups.expert.ranks)}, expected {expected}: "
+            f"the groups {groups.name!r} exist already with the ranks {list(groups.expert.ranks)}, expected "
+            f"{expected}: "
             "use one value of use_data_before_expert_parallelism for all layers of a size"
         )

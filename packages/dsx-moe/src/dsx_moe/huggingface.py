@@ -20,11 +20,8 @@ parameters stay, and each rank holds its slice of them. Left out: loading withou
 from __future__ import annotations
 
 import copy
-import inspect
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,34 +35,12 @@ from .groups import expert_groups_of
 from .layer import ExpertDispatch
 from .marks import mark_expert_parameters
 from .routing import build_routing
+from .rules import RouterRule, children_of, completed, find_experts, is_packed, number_of_experts
 from .segments import segment_matmul
 from .state import gather_numbered, gather_rows_of_experts
 from .stats import LayerStats, stats_of
 
 _PROBE_TOKENS = 12
-_ROUTERS = ("gate", "router")
-
-
-@dataclass(frozen=True)
-class RouterRule:
-    """How a linear router's logits become experts and weights (listed experts only).
-
-    Attributes:
-        top_k: experts per token; None: the block's `top_k` or `num_experts_per_tok`.
-        score_func: "softmax" or "sigmoid".
-        route_norm: divide the weights by their sum; None: the block's `norm_topk_prob`, else True.
-        route_scale: what the weights are multiplied by.
-        router, experts, shared_experts, shared_experts_gate: names of the block's children; None: found, or none.
-    """
-
-    top_k: int | None = None
-    score_func: Literal["softmax", "sigmoid"] = "softmax"
-    route_norm: bool | None = None
-    route_scale: float = 1.0
-    router: str | None = None
-    experts: str | None = None
-    shared_experts: str | None = None
-    shared_experts_gate: str | None = None
 
 
 class PackedExpertShard(ExpertShard):
@@ -146,10 +121,10 @@ class ListedExpertBlock(nn.Module):
 
     def __init__(self, block: nn.Module, rule: RouterRule, dispatch: ExpertDispatch, name: str) -> None:
         super().__init__()
-        names = _children_of(block, rule, name)
+        names = children_of(block, rule, name)
         experts = block.get_submodule(names["experts"])
         groups = dispatch.groups
-        self.rule, self.dispatch, self.name, self.names = _complete(block, rule, name), dispatch, name, names
+        self.rule, self.dispatch, self.name, self.names = completed(block, rule, name), dispatch, name, names
         self.num_experts = len(list(experts.children()))
         count = self.num_experts // groups.expert.size
         listed = list(experts.children())
@@ -244,7 +219,7 @@ def apply_expert_parallel(
         MoEConfigError: `ep_size` does not fit the ranks.
     """
     rule = rule or RouterRule()
-    found = _find(model, pattern, rule)
+    found = find_experts(model, pattern, rule)
     if not found:
         where = f"matches {pattern!r} and " if pattern else ""
         raise ConversionError(
@@ -252,7 +227,7 @@ def apply_expert_parallel(
             "tokens, experts and weights; or a ModuleList beside a linear router (give pattern and rule to name it)"
         )
     for name, module in found.items():
-        total = _number_of_experts(module, rule, name)
+        total = number_of_experts(module, rule, name)
         if total % ep_size:
             raise ConversionError(f"{name}: got {total} experts, expected a multiple of ep_size = {ep_size}")
         if check and not any(p.is_meta for p in module.parameters()):
@@ -260,7 +235,7 @@ def apply_expert_parallel(
     groups = expert_groups_of(ep_size, data_before_expert=use_data_before_expert_parallel)
     dispatch = ExpertDispatch(groups, overlap_chunks, devices_per_node, tensor_group)
     for name, module in found.items():
-        if _is_packed(module):
+        if is_packed(module):
             made: nn.Module = PackedExpertShard(module, dispatch, name)
         else:
             made = ListedExpertBlock(module, rule, dispatch, name)
@@ -278,76 +253,6 @@ def restore_experts(model: nn.Module) -> list[str]:
     for name, module in found.items():
         model.set_submodule(name, module.restored())
     return list(found)
-
-
-# - the rule
-
-
-def _find(model: nn.Module, pattern: str | None, rule: RouterRule) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in found):
-            continue
-        if not name or (pattern is not None and not re.fullmatch(pattern, name)):
-            continue
-        if _is_packed(module) or (pattern is not None and _looks_listed(module, rule)) or _is_listed(module):
-            found[name] = module
-    return found
-
-
-def _is_packed(module: nn.Module) -> bool:
-    total, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
-    if not isinstance(total, int) or not parameters or isinstance(module, ExpertShard):
-        return False
-    if any(p.dim() < 2 or p.shape[0] != total for p in parameters) or all(p.dim() < 3 for p in parameters):
-        return False
-    takes = [
-        p
-        for p in inspect.signature(type(module).forward).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "self"
-    ]
-    return len(takes) == 3
-
-
-def _is_listed(module: nn.Module) -> bool:
-    experts = getattr(module, "experts", None)
-    routers = [getattr(module, name, None) for name in _ROUTERS]
-    return isinstance(experts, nn.ModuleList) and any(
-        isinstance(router, nn.Linear) and router.out_features == len(experts) for router in routers
-    )
-
-
-def _looks_listed(module: nn.Module, rule: RouterRule) -> bool:
-    return isinstance(getattr(module, rule.experts or "experts", None), nn.ModuleList)
-
-
-def _children_of(block: nn.Module, rule: RouterRule, name: str) -> dict[str, str]:
-    experts = rule.experts or "experts"
-    router = rule.router or next((r for r in _ROUTERS if isinstance(getattr(block, r, None), nn.Module)), None)
-    if router is None or not isinstance(getattr(block, experts, None), nn.ModuleList):
-        raise ConversionError(
-            f"{name}: it has the children {', '.join(n for n, _ in block.named_children())}; say which are the router "
-            "and the list of experts (RouterRule(router=..., experts=...))"
-        )
-    shared = rule.shared_experts or next(
-        (s for s in ("shared_experts", "shared_expert") if isinstance(getattr(block, s, None), nn.Module)), ""
-    )
-    gate = rule.shared_experts_gate or ("shared_expert_gate" if getattr(block, "shared_expert_gate", None) else "")
-    return {"router": router, "experts": experts, "shared_experts": shared, "shared_experts_gate": gate}
-
-
-def _complete(block: nn.Module, rule: RouterRule, name: str) -> RouterRule:
-    top_k = rule.top_k or getattr(block, "top_k", None) or getattr(block, "num_experts_per_tok", None)
-    if not isinstance(top_k, int):
-        raise ConversionError(f"{name}: got no number of experts per token; give RouterRule(top_k=...)")
-    norm = getattr(block, "norm_topk_prob", True) if rule.route_norm is None else rule.route_norm
-    return RouterRule(top_k, rule.score_func, bool(norm), rule.route_scale)
-
-
-def _number_of_experts(module: nn.Module, rule: RouterRule, name: str) -> int:
-    if _is_packed(module):
-        return int(module.num_experts)  # type: ignore[arg-type]
-    return len(list(module.get_submodule(_children_of(module, rule, name)["experts"]).children()))
 
 
 def _is_feed_forward(module: nn.Module) -> bool:
@@ -375,7 +280,7 @@ def _probe(module: nn.Module, rule: RouterRule, name: str) -> None:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            if _is_packed(module):
+            if is_packed(module):
                 inputs = _probe_inputs(module, int(module.num_experts))  # type: ignore[arg-type]
                 expected, got = module(*inputs), _packed_reference(module, *inputs, feed_forward=False)
             else:
@@ -433,7 +338,7 @@ def _tokens(module: nn.Module, size: int) -> torch.Tensor:
 
 
 def _listed_size(module: nn.Module, rule: RouterRule, name: str) -> int:
-    router = module.get_submodule(_children_of(module, rule, name)["router"])
+    router = module.get_submodule(children_of(module, rule, name)["router"])
     return int(next(router.parameters()).shape[-1])
 
 

@@ -78,7 +78,8 @@ class GatheredExperts:
         start = sum(per_rank[:rank])
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel(), device=order.device)
-        return _Keep.apply(out.index_select(0, inverse), tuple(per_rank), start, rank, self.group)  # type: ignore[no-any-return]
+        kept: Any = _Keep.apply(out.index_select(0, inverse), tuple(per_rank), start, rank, self.group)
+        return kept
 
 
 class _Copy(torch.autograd.Function):
