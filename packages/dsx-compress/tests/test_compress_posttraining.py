@@ -8,6 +8,7 @@ from dsx_compress import (
     PostTrainingConfig,
     export_model,
     fake_quantize,
+    is_compressed,
     load_exported,
     quantize_post_training,
 )
@@ -130,7 +131,7 @@ def test_mistakes_are_named():
         model.head.weight[0, 0] = float("inf")
     with pytest.raises(CompressionError, match=r"head\.weight: got 0 NaN and 1 infinite"):
         quantize_post_training(model, [])
-    assert not nn.utils.parametrize.is_parametrized(model)
+    assert not is_compressed(model)
     done = fresh()
     quantize_post_training(done, [])
     with pytest.raises(CompressionError, match="compressed already"):

@@ -187,6 +187,12 @@ def test_a_model_that_the_caller_prepared_is_taken_as_it_is():
         dsx.initialize(model=init_compression(fresh(), only), config=config(compression_training=compression()))
 
 
+def test_a_prepared_model_without_the_section_is_said(caplog):
+    with caplog.at_level("WARNING", logger="dsx"):
+        dsx.initialize(model=init_compression(fresh(), compression()), config=config())
+    assert "advances no schedule" in caplog.text
+
+
 def test_learnable_scores_are_trained_whatever_the_caller_passes():
     model = fresh()
     for given in (list(model.parameters()), [{"params": list(model.parameters())}]):
@@ -247,9 +253,9 @@ def test_moq_keeps_the_masters_whole():
 
 
 def test_moq_with_eigenvalues_keeps_steep_blocks_precise_for_longer():
-    section = {"enabled": True, "layer_name": "blocks", "layer_num": 2, "max_iter": 5}
+    section = {"enabled": True, "layer_name": "blocks", "layer_num": 2, "max_iter": 3, "gas_boundary_resolution": 4}
     engine = build(0, quantize_training=moq(eigenvalue=section))
-    steps(engine, 16)
+    steps(engine, 9)
     bits = bits_of(engine)
     # relative eigenvalue of the steepest block is 1: factor 5 instead of 1
     assert max(bits["blocks.0.up"], bits["blocks.1.up"]) > bits["head"]

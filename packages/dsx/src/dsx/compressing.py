@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from .config import Config
 from .engine.errors import EngineArgumentError
@@ -37,12 +38,16 @@ def compressed(request: Request, config: Config, part: Callable[[str], ModuleTyp
         CompressionError: patterns that match nothing, shapes that do not fit, and the like.
         EngineArgumentError: the caller's optimizer cannot get the learnable scores.
     """
-    asked = _asked(config)
+    asked, model = _asked(config), request.model
     if not asked.methods():
         _note_layer_reduction(asked)
+        if any(map(parametrize.is_parametrized, model.modules())) and part("dsx_compress").is_compressed(model):
+            logger.warning(
+                "the model was prepared by init_compression, but the configuration has no compression_training: the engine "
+                "advances no schedule; add the section, or step a CompressionScheduler yourself"
+            )
         return request
     compress = part("dsx_compress")
-    model = request.model
     part("dsx_zero").release_model(model)  # an earlier engine may have partitioned it
     if compress.is_compressed(model):
         return request
