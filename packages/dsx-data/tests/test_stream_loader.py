@@ -109,6 +109,14 @@ def test_a_dataset_that_shares_itself_out_resumes_at_its_own_layout_only(workers
         TrainingLoader(SharesItself(), LoaderOptions(3, num_workers=1)).load_state_dict(state)
 
 
+def test_a_shared_stream_is_read_whole_by_every_worker(caplog):
+    expected = groups(loaders(SharedStream(Stream(24)), 1))
+    assert groups(loaders(SharedStream(SharesItself()), 2, num_workers=2)) == expected
+    assert not caplog.text
+    loaders(SharesItself(), 2)
+    assert "all 2 train on the same samples; wrap it in dsx_data.SharedStream" in caplog.text
+
+
 def test_mistakes_are_named():
     with pytest.raises(DataArgumentError, match="shuffle_window"):
         SharedStream([1], shuffle_window=-1)

@@ -4,7 +4,8 @@ torch leaves it to an iterable dataset to give each rank and each worker process
 round: every reader sees the same stream, and takes its share of each global micro-batch by counting. So the samples of
 each global batch are those of the stream in order, whatever the number of ranks and workers, and a position in the
 stream is one number. The price: every reader produces, or skips, every sample. Where the dataset has a method `skip(n)`,
-as those of Hugging Face `datasets` have, a resumed run skips with it.
+as those of Hugging Face `datasets` have, a resumed run skips with it. A dataset that shares itself out among worker
+processes is read as if there were none; one that shares itself out among ranks must not be wrapped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as worker_module
 
 from ..errors import DataArgumentError
 from ..randomness import generator
@@ -87,9 +89,22 @@ class StreamReader(IterableDataset):
         source = self.stream.read(seed=self.seed, epoch=self.epoch, position=self.position)
         size = share.micro_batch_size * share.world_size
         index = 0
-        while group := list(islice(source, size)):
+        while group := _read_as_one(source, size):
             # torch asks its workers in turn, so worker k of K makes micro-batches k, k + K, ... An incomplete group is
             # the last one: ranks take equally many of it, or none with drop_last.
             if index % workers == number and (len(group) == size or not share.drop_last):
                 yield from rank_share(group, rank=share.rank, world_size=share.world_size, drop_last=share.drop_last)
             index += 1
+
+
+def _read_as_one(source: Iterator[Any], count: int) -> list[Any]:
+    """The next `count` samples, read as if this process were no worker of a loader.
+
+    A dataset that asks `get_worker_info()` (those of Hugging Face do) would yield only this worker's part.
+    """
+    known = worker_module._worker_info
+    worker_module._worker_info = None
+    try:
+        return list(islice(source, count))
+    finally:
+        worker_module._worker_info = known

@@ -104,6 +104,12 @@ class TrainingLoader:
             self._track = SharedStreamTrack(reader, options.seed)
             return {"dataset": reader, **batches}
         if isinstance(dataset, IterableDataset):
+            if options.world_size > 1 and options.rank == 0:
+                logger.warning(
+                    "every rank reads the iterable dataset %s as it comes: unless it shares itself out among the ranks, all"
+                    " %d train on the same samples; wrap it in dsx_data.SharedStream to have it shared out",
+                    type(getattr(dataset, "source", dataset)).__name__, options.world_size,
+                )  # fmt: skip
             self._track = StreamTrack(dataset, options.world_size, options.num_workers)
             return {"dataset": dataset, **batches}
         if options.budget is not None:
