@@ -9,9 +9,9 @@ user's own `autograd.Function` with parameters among its arguments computes all 
 
 The graph and what it saved live until the weight part is done; schedules count it so.
 
-Not split, and done whole in the input part: stages whose input needs no gradient, and graphs with a reentrant
-checkpoint, which cannot be asked for single gradients. A parameter that several junctions use belongs to the input
-part.
+Not split: a stage whose input needs no gradient (the first) does all of it in the weight part, since no other stage
+waits for it; a graph with a reentrant checkpoint, which cannot be asked for single gradients, all in the input part. A
+parameter that several junctions use belongs to the input part.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ class DeferredWeights:
 
     def __init__(self) -> None:
         self.junctions: list[tuple[Any, list[torch.Tensor | None], list[GradientEdge]]] = []
+        self.whole: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def run(self) -> None:
         """Compute the gradients and add them to the parameters' `.grad`; frees the graph."""
+        whole, self.whole = self.whole, None
+        if whole is not None:
+            torch.autograd.backward(*whole)
         ends: list[GradientEdge] = []
         grads: list[torch.Tensor] = []
         while self.junctions:
@@ -72,7 +76,10 @@ def input_backward(outputs: Sequence[torch.Tensor], grads: Grads, inputs: Sequen
     if not used:
         return deferred
     graph = _Graph([get_gradient_edge(o).node for o in used], [get_gradient_edge(i).node for i in inputs])
-    if graph.reentrant or not graph.on_path:
+    if not graph.on_path:
+        deferred.whole = (used, filled)
+        return deferred
+    if graph.reentrant:
         torch.autograd.backward(used, filled)
         return deferred
     branches, early = graph.branches()
