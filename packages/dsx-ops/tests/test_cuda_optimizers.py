@@ -305,7 +305,8 @@ def test_nothing_is_written_outside(emulator):
 def test_a_missing_barrier_is_found_and_divergence_is_an_error():
     """The emulator itself: what the tests above rest on."""
     source = Path(__file__).resolve().parents[1] / "native" / "cuda"
-    if not source.is_dir() or shutil.which("g++") is None:
+    shared = Path(__file__).resolve().parents[3] / "tools" / "native"
+    if not source.is_dir() or not shared.is_dir() or shutil.which("g++") is None:
         pytest.skip("needs the CUDA sources, which the wheel does not have, and g++")
     program = r"""
 #include <cstdio>
@@ -337,7 +338,7 @@ int main() {
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "main.cpp")
         path.write_text(program)
-        include = [f"-I{source}", f"-I{source.parent / 'include'}"]
+        include = [f"-I{source}", f"-I{source.parent / 'include'}", f"-I{shared}"]
         subprocess.check_call(
             ["g++", "-std=c++17", "-DDSX_CUDA_EMULATED=1", *include, str(path), "-o", f"{folder}/main"]
         )

@@ -1,9 +1,11 @@
-// Compiled once per instruction set (namespace DSX_ISA). Plain loops that the compiler vectorises; blocks stay in the L1 cache.
+// Compiled once per instruction set (namespace DSX_ISA). Plain loops that the compiler vectorises; blocks stay in the
+// L1 cache.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
 
 #include "dsx_comm/kernels.h"
+#include "dsx_native/half.h"
 #if defined(DSX_ISA_AVX2) || defined(DSX_ISA_AVX512)
 #include <immintrin.h>
 #define DSX_WIDE 1
@@ -14,6 +16,8 @@
 namespace dsx {
 namespace DSX_ISA {
 namespace {
+
+using namespace dsx_native;
 
 constexpr int64_t BLOCK = 1024;  // elements
 
@@ -49,82 +53,56 @@ void copy(void* dst, const void* src, size_t bytes, bool stream) {
 }
 
 // 16-bit floats
-struct Bf16 { uint16_t bits; };
-struct F16 { uint16_t bits; };
+struct Bf16 {
+    uint16_t bits;
+};
+struct F16 {
+    uint16_t bits;
+};
 
-inline float bits_to_float(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
-inline uint32_t float_to_bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
+void widen(const Bf16* in, float* out, int64_t n) { widen_row<BFLOAT16>(&in->bits, out, n); }
+void widen(const F16* in, float* out, int64_t n) { widen_row<FLOAT16>(&in->bits, out, n); }
+void narrow(const float* in, Bf16* out, int64_t n) { narrow_row<BFLOAT16>(in, &out->bits, n); }
+void narrow(const float* in, F16* out, int64_t n) { narrow_row<FLOAT16>(in, &out->bits, n); }
 
-inline float widen_one(Bf16 x) { return bits_to_float(static_cast<uint32_t>(x.bits) << 16); }
-inline Bf16 narrow_bf16(float f) {
-    uint32_t u = float_to_bits(f);
-    uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;  // to nearest, ties to even
-    return {static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
-}
-
-inline float widen_one(F16 x) {
-    uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
-    if (magnitude >= 0x7c00u)  // inf, nan (made quiet, as the hardware does)
-        return bits_to_float(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13) | (magnitude > 0x7c00u ? 0x400000u : 0u));
-    if (magnitude >= 0x400u) return bits_to_float(sign | ((magnitude << 13) + 0x38000000u));
-    float small = static_cast<float>(magnitude) * 5.9604644775390625e-8f;  // subnormal: units of 2^-24
-    return bits_to_float(sign | float_to_bits(small));
-}
-inline F16 narrow_f16(float f) {
-    uint32_t u = float_to_bits(f), sign = (u >> 16) & 0x8000u;
-    u &= 0x7fffffffu;
-    if (u > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u | ((u >> 13) & 0x3ffu))};
-    if (u >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds to infinity
-    if (u < 0x38800000u) {  // subnormal: the addition rounds to units of 2^-24, ties to even
-        float shifted = bits_to_float(u) + 0.5f;
-        return {static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3f000000u))};
-    }
-    uint32_t rounded = u + 0xfffu + ((u >> 13) & 1u);
-    return {static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13))};
-}
-
-void widen(const Bf16* in, float* out, int64_t n) {
-    for (int64_t i = 0; i < n; i++) out[i] = widen_one(in[i]);
-}
-void narrow(const float* in, Bf16* out, int64_t n) {
-    for (int64_t i = 0; i < n; i++) out[i] = narrow_bf16(in[i]);
-}
-void widen(const F16* in, float* out, int64_t n) {
-    int64_t i = 0;
-#if defined(DSX_WIDE)
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
-#endif
-    for (; i < n; i++) out[i] = widen_one(in[i]);
-}
-void narrow(const float* in, F16* out, int64_t n) {
-    int64_t i = 0;
-#if defined(DSX_WIDE)
-    for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), 0));
-#endif
-    for (; i < n; i++) out[i] = narrow_f16(in[i]);
-}
-
-struct Sum { template <class T> static T apply(T a, T b) { return add(a, b, std::is_integral<T>{}); }
+struct Sum {
+    template <class T> static T apply(T a, T b) { return add(a, b, std::is_integral<T>{}); }
     // unsigned arithmetic: integers wrap around, as torch's do
-    template <class T> static T add(T a, T b, std::true_type) { using U = std::make_unsigned_t<T>; return static_cast<T>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b))); }
-    template <class T> static T add(T a, T b, std::false_type) { return a + b; } };
-struct Product { template <class T> static T apply(T a, T b) { return mul(a, b, std::is_integral<T>{}); }
-    template <class T> static T mul(T a, T b, std::true_type) { return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b)); }
-    template <class T> static T mul(T a, T b, std::false_type) { return a * b; } };
+    template <class T> static T add(T a, T b, std::true_type) {
+        using U = std::make_unsigned_t<T>;
+        return static_cast<T>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
+    }
+    template <class T> static T add(T a, T b, std::false_type) { return a + b; }
+};
+struct Product {
+    template <class T> static T apply(T a, T b) { return mul(a, b, std::is_integral<T>{}); }
+    template <class T> static T mul(T a, T b, std::true_type) {
+        return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+    }
+    template <class T> static T mul(T a, T b, std::false_type) { return a * b; }
+};
 // NaN wins, as in torch.minimum and torch.maximum
-struct Min { template <class T> static T apply(T a, T b) { return ((a < b) | (a != a)) ? a : b; } };
-struct Max { template <class T> static T apply(T a, T b) { return ((a > b) | (a != a)) ? a : b; } };
-struct And { template <class T> static T apply(T a, T b) { return static_cast<T>(a & b); } };
-struct Or { template <class T> static T apply(T a, T b) { return static_cast<T>(a | b); } };
-struct Xor { template <class T> static T apply(T a, T b) { return static_cast<T>(a ^ b); } };
+struct Min {
+    template <class T> static T apply(T a, T b) { return ((a < b) | (a != a)) ? a : b; }
+};
+struct Max {
+    template <class T> static T apply(T a, T b) { return ((a > b) | (a != a)) ? a : b; }
+};
+struct And {
+    template <class T> static T apply(T a, T b) { return static_cast<T>(a & b); }
+};
+struct Or {
+    template <class T> static T apply(T a, T b) { return static_cast<T>(a | b); }
+};
+struct Xor {
+    template <class T> static T apply(T a, T b) { return static_cast<T>(a ^ b); }
+};
 
-template <class T>
-void divide(T* values, double by, int64_t n) {
+template <class T> void divide(T* values, double by, int64_t n) {
     if (by == 1.0) return;
     const auto whole = static_cast<int64_t>(by);
-    const bool exact = static_cast<double>(whole) == by && (whole & (whole - 1)) == 0;  // by a power of two: the same bits
+    const bool exact =
+        static_cast<double>(whole) == by && (whole & (whole - 1)) == 0;  // by a power of two: the same bits
     if (exact && !std::is_integral<T>::value) {
         const T factor = static_cast<T>(1.0 / by);
         for (int64_t i = 0; i < n; i++) values[i] = static_cast<T>(values[i] * factor);
@@ -135,22 +113,19 @@ void divide(T* values, double by, int64_t n) {
 }
 
 // to[i] = x[i] op y[i]; `to` may be x or y. What the compiler is told not to fear would cost half of the speed.
-template <class Op, class T>
-void pair(T* to, const T* x, const T* y, int64_t n) {
+template <class Op, class T> void pair(T* to, const T* x, const T* y, int64_t n) {
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; i++) to[i] = Op::apply(x[i], y[i]);
 }
 
-template <class T>
-void scale(T* to, const T* from, T factor, int64_t n) {
+template <class T> void scale(T* to, const T* from, T factor, int64_t n) {
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; i++) to[i] = Product::apply(from[i], factor);
 }
 
-// One block, T is what lies in memory and what is computed in: into = sources in order. Only the last step writes to `into`, which may be
-// any of the sources.
-template <class Op, class T>
-void accumulate(T* into, const ReduceArgs& a, int64_t at, int64_t n) {
+// One block, T is what lies in memory and what is computed in: into = sources in order. Only the last step writes to
+// `into`, which may be any of the sources.
+template <class Op, class T> void accumulate(T* into, const ReduceArgs& a, int64_t at, int64_t n) {
     alignas(64) T acc[BLOCK], scaled[BLOCK];
     auto source = [&](int r, T* place) {
         const T* from = static_cast<const T*>(a.sources[r]) + at;
@@ -183,11 +158,11 @@ inline void stream_one(void* to, __m128i v) { _mm_stream_si128(static_cast<__m12
 using Register = __m128i;
 #endif
 
-// Two sources past the cache, from register to memory: by way of a block in the cache it takes an eighth to a third longer. `factor`: of
-// floats, at the end. `to` is aligned as a T is.
-template <class Op, class T>
-void stream_pair(T* to, const T* x, const T* y, T factor, int64_t n) {
-    constexpr bool wraps = std::is_integral<T>::value && (std::is_same<Op, Sum>::value || std::is_same<Op, Product>::value);
+// Two sources past the cache, from register to memory: by way of a block in the cache it takes an eighth to a third
+// longer. `factor`: of floats, at the end. `to` is aligned as a T is.
+template <class Op, class T> void stream_pair(T* to, const T* x, const T* y, T factor, int64_t n) {
+    constexpr bool wraps =
+        std::is_integral<T>::value && (std::is_same<Op, Sum>::value || std::is_same<Op, Product>::value);
     using Element = typename std::conditional<wraps, std::make_unsigned<T>, std::enable_if<true, T>>::type::type;
     typedef Element Vector __attribute__((vector_size(WIDTH)));
     constexpr auto step = WIDTH / static_cast<int64_t>(sizeof(T));
@@ -213,15 +188,13 @@ void stream_pair(T* to, const T* x, const T* y, T factor, int64_t n) {
 }
 
 // The factor that a division by a power of two is; 0: no such.
-template <class T>
-T factor_of(double divide) {
+template <class T> T factor_of(double divide) {
     if (divide == 1.0) return T(1);
     return !std::is_integral<T>::value && divide == 2.0 ? static_cast<T>(0.5) : T(0);
 }
 #endif
 
-template <class Op, class T>
-void reduce(const ReduceArgs& a) {
+template <class Op, class T> void reduce(const ReduceArgs& a) {
 #if defined(DSX_X86)
     const T factor = factor_of<T>(a.divide);
     const bool aligned = reinterpret_cast<uintptr_t>(a.dst) % sizeof(T) == 0;
@@ -241,8 +214,7 @@ void reduce(const ReduceArgs& a) {
     }
 }
 
-template <class Op, class T>
-void reduce16(const ReduceArgs& a) {
+template <class Op, class T> void reduce16(const ReduceArgs& a) {
     alignas(64) float acc[BLOCK], next[BLOCK];
     alignas(64) T out[BLOCK];
     const float premultiply = static_cast<float>(a.premultiply);
@@ -262,17 +234,14 @@ void reduce16(const ReduceArgs& a) {
     }
 }
 
-template <class T>
-void fill_integers(ReduceFn* row) {
+template <class T> void fill_integers(ReduceFn* row) {
     row[0] = reduce<Sum, T>, row[1] = reduce<Product, T>, row[2] = reduce<Min, T>, row[3] = reduce<Max, T>;
     row[4] = reduce<And, T>, row[5] = reduce<Or, T>, row[6] = reduce<Xor, T>;
 }
-template <class T>
-void fill_floats(ReduceFn* row) {
+template <class T> void fill_floats(ReduceFn* row) {
     row[0] = reduce<Sum, T>, row[1] = reduce<Product, T>, row[2] = reduce<Min, T>, row[3] = reduce<Max, T>;
 }
-template <class T>
-void fill_short_floats(ReduceFn* row) {
+template <class T> void fill_short_floats(ReduceFn* row) {
     row[0] = reduce16<Sum, T>, row[1] = reduce16<Product, T>, row[2] = reduce16<Min, T>, row[3] = reduce16<Max, T>;
 }
 

@@ -1,5 +1,6 @@
 // Moving blocks of rows between the user's tensors and fp32 tiles: converted, transposed, padded with zeros.
 #pragma once
+#include "dsx_native/half.h"
 #include "simd.h"
 
 namespace dsx_sparse {
@@ -16,57 +17,17 @@ static inline const char* row_address(const Tensor4& t, DType dtype, int64_t bat
 // n elements, any dtype, to fp32.
 static inline void widen(DType dtype, const char* from, float* to, int64_t n) {
     const uint16_t* half = reinterpret_cast<const uint16_t*>(from);
-    int64_t i = 0;
-    if (dtype == F32) {
-        __builtin_memcpy(to, from, 4 * n);
-        return;
-    }
-#if defined(DSX_ISA_AVX512)
-    for (; i + 16 <= n; i += 16) {
-        const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(half + i));
-        constexpr __mmask16 all = (__mmask16)-1;
-        const __m512 wide = dtype == BF16
-                                ? (__m512)_mm512_maskz_slli_epi32(all, _mm512_maskz_cvtepu16_epi32(all, h), 16)
-                                : _mm512_maskz_cvtph_ps(all, h);
-        store(to + i, (vf)wide);
-    }
-#elif defined(DSX_ISA_AVX2)
-    for (; i + 8 <= n; i += 8) {
-        const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(half + i));
-        const __m256 wide =
-            dtype == BF16 ? (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16) : _mm256_cvtph_ps(h);
-        store(to + i, (vf)wide);
-    }
-#endif
-    for (; i < n; ++i) to[i] = dtype == BF16 ? widen_bf16(half[i]) : widen_f16(half[i]);
+    if (dtype == F32) __builtin_memcpy(to, from, 4 * n);
+    else if (dtype == BF16) dsx_native::widen_row<dsx_native::BFLOAT16>(half, to, n);
+    else dsx_native::widen_row<dsx_native::FLOAT16>(half, to, n);
 }
 
 // n elements of fp32 to any dtype.
 static inline void narrow(DType dtype, const float* from, char* to, int64_t n) {
     uint16_t* half = reinterpret_cast<uint16_t*>(to);
-    if (dtype == F32) {
-        __builtin_memcpy(to, from, 4 * n);
-        return;
-    }
-    int64_t i = 0;
-#if defined(DSX_ISA_AVX512)
-    for (; i + 16 <= n; i += 16) {
-        const vf x = load(from + i);
-        const __m256i h = dtype == BF16 ? _mm512_maskz_cvtepi32_epi16((__mmask16)-1, (__m512i)bf16_bits(x))
-                                        : _mm512_maskz_cvtps_ph((__mmask16)-1, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(half + i), h);
-    }
-#elif defined(DSX_ISA_AVX2)
-    for (; i + 8 <= n; i += 8) {
-        const vf x = load(from + i);
-        const __m256i bits = (__m256i)bf16_bits(x);
-        const __m128i h =
-            dtype == BF16 ? _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1))
-                          : _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(half + i), h);
-    }
-#endif
-    for (; i < n; ++i) half[i] = dtype == BF16 ? narrow_bf16(from[i]) : narrow_f16(from[i]);
+    if (dtype == F32) __builtin_memcpy(to, from, 4 * n);
+    else if (dtype == BF16) dsx_native::narrow_row<dsx_native::BFLOAT16>(from, half, n);
+    else dsx_native::narrow_row<dsx_native::FLOAT16>(from, half, n);
 }
 
 // Rows of a tensor as fp32 [rows x padded dim], read where they lie if that is what they are, else copied into `room`.

@@ -1,10 +1,12 @@
-// Runs CUDA kernels on the host, for tests on machines without a GPU: the same sources, compiled by g++ with -DDSX_CUDA_EMULATED.
+// Runs CUDA kernels on the host, for tests on machines without a GPU: the same sources, compiled by g++ with
+// -DDSX_CUDA_EMULATED.
 //
-// Every thread of a block is a fiber. __syncthreads and the warp functions are waits: a fiber gives the processor back, and goes on
-// when all that must arrive have arrived. Warps and threads run in an order that the test chooses (forward, backward, shuffled by a seed), shared
-// memory is filled with NaN before each block, and arriving at different barriers, or leaving while others wait, is an error.
-// So a missing barrier, an uninitialised sum or a divergent shuffle changes a result or fails. What it cannot show: races between the
-// instructions of one warp, the memory model, speed. One-dimensional grids and blocks, static shared memory.
+// Every thread of a block is a fiber. __syncthreads and the warp functions are waits: a fiber gives the processor back,
+// and goes on when all that must arrive have arrived. Warps and threads run in an order that the test chooses (forward,
+// backward, shuffled by a seed), shared memory is filled with NaN before each block, and arriving at different
+// barriers, or leaving while others wait, is an error. So a missing barrier, an uninitialised sum or a divergent
+// shuffle changes a result or fails. What it cannot show: races between the instructions of one warp, the memory model,
+// speed. One-dimensional grids and blocks, static shared memory.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
@@ -22,6 +24,8 @@
 #include <string>
 #include <unordered_set>
 #include <vector>
+
+#include "dsx_native/half.h"
 
 #define __global__
 #define __device__
@@ -56,7 +60,7 @@ struct Fiber {
 };
 
 class Machine {
-public:
+  public:
     static Machine& get() {
         static Machine machine;
         return machine;
@@ -67,7 +71,8 @@ public:
 
     void run(int64_t blocks, unsigned threads, const std::function<void()>& kernel) {
         std::lock_guard<std::mutex> one_at_a_time(mutex);
-        if (threads == 0 || threads % WARP || threads > 1024) throw std::runtime_error("emulator: blocks must be whole warps, at most 1024 threads");
+        if (threads == 0 || threads % WARP || threads > 1024)
+            throw std::runtime_error("emulator: blocks must be whole warps, at most 1024 threads");
         if (blocks > 0x7fffffff) throw std::runtime_error("emulator: more blocks than a grid can have");
         ++launches;
         body = &kernel;
@@ -84,9 +89,9 @@ public:
         }
     }
 
-    // What the launches since start_trace() did to device memory. `sectors`: distinct pieces of 32 bytes, which is what must
-    // cross the memory bus at least. `requested`: sectors that the warps' accesses asked for, one access of all lanes at a
-    // time; 32 * requested is larger than `bytes` where lanes are apart.
+    // What the launches since start_trace() did to device memory. `sectors`: distinct pieces of 32 bytes, which is what
+    // must cross the memory bus at least. `requested`: sectors that the warps' accesses asked for, one access of all
+    // lanes at a time; 32 * requested is larger than `bytes` where lanes are apart.
     struct Traffic {
         uint64_t accesses = 0, bytes = 0, requested = 0;
         std::unordered_set<uintptr_t> sectors;
@@ -111,7 +116,7 @@ public:
         return snapshots.data() + thread / WARP * WARP;
     }
 
-private:
+  private:
     struct Access {
         uintptr_t at;
         uint32_t size;
@@ -189,7 +194,8 @@ private:
         if (__start_dsx_shared) memset(__start_dsx_shared, 0xff, (size_t)(__stop_dsx_shared - __start_dsx_shared));
         for (unsigned t = 0; t < threads; ++t) fibers[t].state = Fiber::READY;
         do {
-            // One warp after another, each as far as it comes without the others: the most unequal pace that barriers allow.
+            // One warp after another, each as far as it comes without the others: the most unequal pace that barriers
+            // allow.
             for (unsigned warp : permuted(threads / WARP)) run_warp(warp * WARP);
         } while (release_block(threads));
     }
@@ -219,8 +225,8 @@ private:
         return true;
     }
 
-    // The n-th access of every lane counts as one request of the warp: right as long as lanes take the same path, which is
-    // all but the end of a tensor.
+    // The n-th access of every lane counts as one request of the warp: right as long as lanes take the same path, which
+    // is all but the end of a tensor.
     void add_trace(unsigned threads) {
         for (unsigned first = 0; first < threads; first += WARP) {
             for (size_t n = 0;; ++n) {
@@ -286,18 +292,6 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 inline uint32_t __float_as_uint(float f) { return emu::unpack<uint32_t>(emu::pack(f)); }
 inline float __uint_as_float(uint32_t u) { return emu::unpack<float>(emu::pack(u)); }
 
-// IEEE half, rounding to nearest even, as the hardware's conversions.
-inline float emu_half_to_float(uint16_t h) {
-    const uint32_t sign = (h & 0x8000u) << 16, magnitude = h & 0x7fffu;
-    if (magnitude >= 0x7c00u) return __uint_as_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-    const float value = (float)magnitude;  // exact
-    if (magnitude < 0x400u) return __uint_as_float(sign | __float_as_uint(value * 5.9604644775390625e-8f));
-    return __uint_as_float(sign | ((magnitude << 13) + 0x38000000u));
-}
-inline uint16_t emu_float_to_half(float f) {
-    const uint32_t b = __float_as_uint(f), sign = b >> 16 & 0x8000u, magnitude = b & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return (uint16_t)0x7fff;
-    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
-    if (magnitude < 0x38800000u) return (uint16_t)(sign | (__float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u));
-    return (uint16_t)(sign | ((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13));
-}
+// The hardware's conversions; its NaN is 0x7fff.
+inline float emu_half_to_float(uint16_t h) { return dsx_native::f16_to_float(h); }
+inline uint16_t emu_float_to_half(float f) { return f != f ? (uint16_t)0x7fff : dsx_native::float_to_f16(f); }

@@ -1,4 +1,5 @@
-// Sixteen floats at a time, in whatever registers the instruction set has. Included by files compiled per instruction set.
+// Sixteen floats at a time, in whatever registers the instruction set has. Included by files compiled per instruction
+// set.
 //
 // F and U behave like a float and a uint32_t of 16 lanes: one 512-bit register, two of 256 or four of 128 bits. The
 // sixteen lanes are the same on every machine, which makes sums taken per lane equal too. Everything here is in the
@@ -8,6 +9,7 @@
 #include <stdint.h>
 
 #include "dsx_ops/kernels.h"
+#include "dsx_native/half.h"
 #ifdef DSX_X86
 #include <immintrin.h>
 #endif
@@ -16,8 +18,8 @@ namespace dsx {
 namespace DSX_ISA {
 
 #define DSX_INLINE inline __attribute__((always_inline))
-// What is a short instruction or two with AVX2 and a loop over lanes without: there a call, because a copy at every place made the
-// baseline's files take twice as long to compile as the others together.
+// What is a short instruction or two with AVX2 and a loop over lanes without: there a call, because a copy at every
+// place made the baseline's files take twice as long to compile as the others together.
 #if defined(DSX_ISA_AVX2) || defined(DSX_ISA_AVX512)
 #define DSX_INLINE_HERE inline __attribute__((always_inline))
 #else
@@ -40,42 +42,112 @@ typedef int32_t ireg __attribute__((vector_size(WIDTH)));
 typedef uint16_t hreg __attribute__((vector_size(WIDTH / 2)));
 typedef uint8_t breg __attribute__((vector_size(WIDTH / 4)));
 
-// Loads and stores of whole registers: a memcpy of 64 bytes is split into pieces of 16 by the compiler, and the registers read back
-// from such pieces wait for all of them.
+// Loads and stores of whole registers: a memcpy of 64 bytes is split into pieces of 16 by the compiler, and the
+// registers read back from such pieces wait for all of them.
 typedef float freg_at __attribute__((vector_size(WIDTH), aligned(1), may_alias));
 typedef uint16_t hreg_at __attribute__((vector_size(WIDTH / 2), aligned(1), may_alias));
 
-struct F { freg r[REGS]; };
-struct U { ureg r[REGS]; };
+struct F {
+    freg r[REGS];
+};
+struct U {
+    ureg r[REGS];
+};
 
 #define DSX_EACH for (int i = 0; i < REGS; ++i)
 #define DSX_BINARY(T, op) \
-    static DSX_INLINE T operator op(T a, T b) { T c; DSX_EACH c.r[i] = a.r[i] op b.r[i]; return c; }
+    static DSX_INLINE T operator op(T a, T b) { \
+        T c; \
+        DSX_EACH c.r[i] = a.r[i] op b.r[i]; \
+        return c; \
+    }
+// clang-format off
 DSX_BINARY(F, +) DSX_BINARY(F, -) DSX_BINARY(F, *) DSX_BINARY(F, /)
 DSX_BINARY(U, +) DSX_BINARY(U, -) DSX_BINARY(U, *) DSX_BINARY(U, &) DSX_BINARY(U, |) DSX_BINARY(U, ^)
+// clang-format on
 #undef DSX_BINARY
 
-static DSX_INLINE U operator<<(U a, int n) { U c; DSX_EACH c.r[i] = a.r[i] << n; return c; }
-static DSX_INLINE U operator>>(U a, int n) { U c; DSX_EACH c.r[i] = a.r[i] >> n; return c; }
-static DSX_INLINE F splat(float x) { F c; DSX_EACH c.r[i] = x - (freg){}; return c; }
-static DSX_INLINE U splatu(uint32_t x) { U c; DSX_EACH c.r[i] = x + (ureg){}; return c; }
-static DSX_INLINE U bits(F a) { U c; DSX_EACH c.r[i] = (ureg)a.r[i]; return c; }
-static DSX_INLINE F floats(U a) { F c; DSX_EACH c.r[i] = (freg)a.r[i]; return c; }
+static DSX_INLINE U operator<<(U a, int n) {
+    U c;
+    DSX_EACH c.r[i] = a.r[i] << n;
+    return c;
+}
+static DSX_INLINE U operator>>(U a, int n) {
+    U c;
+    DSX_EACH c.r[i] = a.r[i] >> n;
+    return c;
+}
+static DSX_INLINE F splat(float x) {
+    F c;
+    DSX_EACH c.r[i] = x - (freg){};
+    return c;
+}
+static DSX_INLINE U splatu(uint32_t x) {
+    U c;
+    DSX_EACH c.r[i] = x + (ureg){};
+    return c;
+}
+static DSX_INLINE U bits(F a) {
+    U c;
+    DSX_EACH c.r[i] = (ureg)a.r[i];
+    return c;
+}
+static DSX_INLINE F floats(U a) {
+    F c;
+    DSX_EACH c.r[i] = (freg)a.r[i];
+    return c;
+}
 // Masks are all-ones or zero per lane.
-static DSX_INLINE U less(F a, F b) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] < b.r[i]); return c; }
-static DSX_INLINE U lessu(U a, U b) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] < b.r[i]); return c; }
-static DSX_INLINE U is_nan(F a) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] != a.r[i]); return c; }
-static DSX_INLINE U equalu(U a, U b) { U c; DSX_EACH c.r[i] = (ureg)(a.r[i] == b.r[i]); return c; }
-static DSX_INLINE U select(U mask, U a, U b) { U c; DSX_EACH c.r[i] = (ireg)mask.r[i] ? a.r[i] : b.r[i]; return c; }
+static DSX_INLINE U less(F a, F b) {
+    U c;
+    DSX_EACH c.r[i] = (ureg)(a.r[i] < b.r[i]);
+    return c;
+}
+static DSX_INLINE U lessu(U a, U b) {
+    U c;
+    DSX_EACH c.r[i] = (ureg)(a.r[i] < b.r[i]);
+    return c;
+}
+static DSX_INLINE U is_nan(F a) {
+    U c;
+    DSX_EACH c.r[i] = (ureg)(a.r[i] != a.r[i]);
+    return c;
+}
+static DSX_INLINE U equalu(U a, U b) {
+    U c;
+    DSX_EACH c.r[i] = (ureg)(a.r[i] == b.r[i]);
+    return c;
+}
+static DSX_INLINE U select(U mask, U a, U b) {
+    U c;
+    DSX_EACH c.r[i] = (ireg)mask.r[i] ? a.r[i] : b.r[i];
+    return c;
+}
 static DSX_INLINE F select(U mask, F a, F b) { return floats(select(mask, bits(a), bits(b))); }
 static DSX_INLINE F absolute(F a) { return floats(bits(a) & splatu(0x7fffffffu)); }
 // b < a ? b : a, and a < b ? b : a: a when either is NaN.
 #if defined(DSX_ISA_AVX512)
-static DSX_INLINE F smaller(F a, F b) { F c; c.r[0] = (freg)_mm512_maskz_min_ps((__mmask16)-1, (__m512)b.r[0], (__m512)a.r[0]); return c; }
-static DSX_INLINE F larger(F a, F b) { F c; c.r[0] = (freg)_mm512_maskz_max_ps((__mmask16)-1, (__m512)b.r[0], (__m512)a.r[0]); return c; }
+static DSX_INLINE F smaller(F a, F b) {
+    F c;
+    c.r[0] = (freg)_mm512_maskz_min_ps((__mmask16)-1, (__m512)b.r[0], (__m512)a.r[0]);
+    return c;
+}
+static DSX_INLINE F larger(F a, F b) {
+    F c;
+    c.r[0] = (freg)_mm512_maskz_max_ps((__mmask16)-1, (__m512)b.r[0], (__m512)a.r[0]);
+    return c;
+}
 #elif defined(DSX_ISA_AVX2)
-static DSX_INLINE F smaller(F a, F b) { F c; DSX_EACH c.r[i] = (freg)_mm256_min_ps((__m256)b.r[i], (__m256)a.r[i]); return c; }
-static DSX_INLINE F larger(F a, F b) { F c; DSX_EACH c.r[i] = (freg)_mm256_max_ps((__m256)b.r[i], (__m256)a.r[i]); return c; }
+static DSX_INLINE F smaller(F a, F b) {
+    F c;
+    DSX_EACH c.r[i] = (freg)_mm256_min_ps((__m256)b.r[i], (__m256)a.r[i]);
+    return c;
+}
+static DSX_INLINE F larger(F a, F b) {
+    F c;
+    DSX_EACH c.r[i] = (freg)_mm256_max_ps((__m256)b.r[i], (__m256)a.r[i]);
+    return c;
+}
 #else
 static DSX_INLINE F smaller(F a, F b) { return select(less(b, a), b, a); }
 static DSX_INLINE F larger(F a, F b) { return select(less(a, b), b, a); }
@@ -106,7 +178,11 @@ static DSX_INLINE F larger_magnitude(F a, F b) {
     return select(lessu(bits(a), bits(b)), b, a);
 #endif
 }
-static DSX_INLINE F to_float(U a) { F c; DSX_EACH c.r[i] = __builtin_convertvector((ireg)a.r[i], freg); return c; }
+static DSX_INLINE F to_float(U a) {
+    F c;
+    DSX_EACH c.r[i] = __builtin_convertvector((ireg)a.r[i], freg);
+    return c;
+}
 
 static DSX_INLINE F root(F a) {
     F c;
@@ -137,8 +213,12 @@ static DSX_INLINE F floor_of(F a) {
 #endif
 }
 
-static DSX_INLINE F load32(const void* at) { F c; DSX_EACH c.r[i] = (freg)((const freg_at*)at)[i]; return c; }
-static DSX_INLINE void store32(void* at, F a) { DSX_EACH ((freg_at*)at)[i] = (freg_at)a.r[i]; }
+static DSX_INLINE F load32(const void* at) {
+    F c;
+    DSX_EACH c.r[i] = (freg)((const freg_at*)at)[i];
+    return c;
+}
+static DSX_INLINE void store32(void* at, F a) { DSX_EACH((freg_at*)at)[i] = (freg_at)a.r[i]; }
 
 // 16-bit integers, widened.
 static DSX_INLINE U load16(const void* at) {
@@ -159,7 +239,7 @@ static DSX_INLINE void store16(void* at, U a) {
     packed = _mm256_permute4x64_epi64(packed, 0xd8);
     _mm256_storeu_si256((__m256i*)at, packed);
 #else
-    DSX_EACH ((hreg_at*)at)[i] = (hreg_at)__builtin_convertvector(a.r[i], hreg);
+    DSX_EACH((hreg_at*)at)[i] = (hreg_at) __builtin_convertvector(a.r[i], hreg);
 #endif
 }
 static DSX_INLINE_HERE U load8(const void* at) {
@@ -232,51 +312,18 @@ static DSX_INLINE F bf16_to_float(U h) { return floats(h << 16); }
 static DSX_INLINE U float_to_bf16(F a) {
 #if defined(DSX_ISA_AVX512)
     const __m512i b = (__m512i)a.r[0], half = _mm512_add_epi32(b, _mm512_set1_epi32(0x7fff));
-    const __m512i rounded = _mm512_mask_add_epi32(half, _mm512_test_epi32_mask(b, _mm512_set1_epi32(0x10000)), half, _mm512_set1_epi32(1));
+    const __m512i rounded =
+        _mm512_mask_add_epi32(half, _mm512_test_epi32_mask(b, _mm512_set1_epi32(0x10000)), half, _mm512_set1_epi32(1));
     const __mmask16 numbers = _mm512_cmp_ps_mask((__m512)a.r[0], (__m512)a.r[0], _CMP_ORD_Q);
     U c;
     c.r[0] = (ureg)_mm512_mask_srli_epi32(_mm512_set1_epi32(0x7fc0), numbers, rounded, 16);
     return c;
 #else
-    U b = bits(a);
-    U rounded = (b + splatu(0x7fffu) + ((b >> 16) & splatu(1))) >> 16;
-    return select(is_nan(a), splatu(0x7fc0u), rounded);
+    U c;
+    DSX_EACH c.r[i] = dsx_native::lanes_to_bf16<ureg>(a.r[i]);
+    return c;
 #endif
 }
-
-#if !defined(DSX_ISA_AVX2) && !defined(DSX_ISA_AVX512)
-static inline float half_to_float(uint32_t h) {
-    uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3ffu, out;
-    if (exponent == 31) {
-        out = sign | 0x7f800000u | (mantissa << 13) | (mantissa ? 0x400000u : 0);
-    } else if (exponent) {
-        out = sign | ((exponent + 112) << 23) | (mantissa << 13);
-    } else {
-        float value = (float)mantissa * 5.9604644775390625e-8f;  // 2^-24
-        __builtin_memcpy(&out, &value, 4);
-        out |= sign;
-    }
-    float f;
-    __builtin_memcpy(&f, &out, 4);
-    return f;
-}
-static inline uint32_t float_to_half(float f) {
-    uint32_t b;
-    __builtin_memcpy(&b, &f, 4);
-    uint32_t sign = (b >> 16) & 0x8000u, magnitude = b & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu);
-    if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // rounds to or is infinity
-    if (magnitude < 0x38800000u) {                        // subnormal half: let the adder round
-        float value, magic = 0.5f;
-        __builtin_memcpy(&value, &magnitude, 4);
-        value += magic;
-        uint32_t out;
-        __builtin_memcpy(&out, &value, 4);
-        return sign | (out - 0x3f000000u);
-    }
-    return sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13);
-}
-#endif
 
 static DSX_INLINE_HERE F load_half(const void* at) {
     F c;
@@ -289,7 +336,7 @@ static DSX_INLINE_HERE F load_half(const void* at) {
     DSX_EACH for (int k = 0; k < PER; ++k) {
         uint16_t raw;
         __builtin_memcpy(&raw, h + i * PER + k, 2);
-        c.r[i][k] = half_to_float(raw);
+        c.r[i][k] = dsx_native::f16_to_float(raw);
     }
 #endif
     return c;
@@ -301,7 +348,7 @@ static DSX_INLINE_HERE void store_half(void* at, F a) {
     DSX_EACH _mm_storeu_si128((__m128i*)at + i, _mm256_cvtps_ph((__m256)a.r[i], _MM_FROUND_TO_NEAREST_INT));
 #else
     DSX_EACH for (int k = 0; k < PER; ++k) {
-        uint16_t raw = (uint16_t)float_to_half(a.r[i][k]);
+        const uint16_t raw = dsx_native::float_to_f16(a.r[i][k]);
         __builtin_memcpy((char*)at + 2 * (i * PER + k), &raw, 2);
     }
 #endif
@@ -365,14 +412,22 @@ static DSX_INLINE void fence() {
 // Sixteen fp64 sums, one per lane.
 typedef double dreg __attribute__((vector_size(WIDTH)));
 constexpr int DREGS = 2 * REGS;
-struct D { dreg r[DREGS]; };
-static DSX_INLINE D zero_sums() { D d; for (int i = 0; i < DREGS; ++i) d.r[i] = (dreg){}; return d; }
+struct D {
+    dreg r[DREGS];
+};
+static DSX_INLINE D zero_sums() {
+    D d;
+    for (int i = 0; i < DREGS; ++i) d.r[i] = (dreg){};
+    return d;
+}
 static DSX_INLINE void add_squares(D& sum, F a) {
     DSX_EACH for (int k = 0; k < 2; ++k) {
 #if defined(DSX_ISA_AVX512)
-        dreg d = (dreg)_mm512_maskz_cvtps_pd((__mmask8)-1, k ? _mm512_extractf32x8_ps((__m512)a.r[i], 1) : _mm512_castps512_ps256((__m512)a.r[i]));
+        dreg d = (dreg)_mm512_maskz_cvtps_pd(
+            (__mmask8)-1, k ? _mm512_extractf32x8_ps((__m512)a.r[i], 1) : _mm512_castps512_ps256((__m512)a.r[i]));
 #elif defined(DSX_ISA_AVX2)
-        dreg d = (dreg)_mm256_cvtps_pd(k ? _mm256_extractf128_ps((__m256)a.r[i], 1) : _mm256_castps256_ps128((__m256)a.r[i]));
+        dreg d = (dreg)_mm256_cvtps_pd(k ? _mm256_extractf128_ps((__m256)a.r[i], 1)
+                                         : _mm256_castps256_ps128((__m256)a.r[i]));
 #else
         typedef float part __attribute__((vector_size(WIDTH / 2)));
         part x[2];
