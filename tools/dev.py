@@ -54,6 +54,7 @@ def lint(_: list[str]) -> int:
     environment = ensure()
     environment.run("-m", "ruff", "check", ".")
     environment.run("-m", "ruff", "format", "--check", ".")
+    environment.run("tools/format_native.py", "--check")
     _lint_imports(environment)
     environment.run("-m", "pyright")
     return 0

@@ -25,7 +25,7 @@ from workspace import TESTKIT, all_packages, read_toml, requirement_name  # noqa
 TORCH = os.environ.get("DSX_TORCH", "torch==2.13.0")
 BUILD_TOOLS = ("hatchling>=1.24", "editables>=0.5", "pybind11>=2.13,<4", "ninja>=1.11", "numpy")
 TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3")
-LINT_TOOLS = ("ruff>=0.14", "import-linter>=2.5", "pyright>=1.1.400")
+LINT_TOOLS = ("ruff>=0.14", "import-linter>=2.5", "pyright>=1.1.400", "clang-format>=23,<24")
 NATIVE_SUFFIXES = {".cpp", ".h", ".hpp", ".cu", ".cuh", ".inc"}
 
 

@@ -1,11 +1,11 @@
 """What the CUDA kernels move and what they occupy, without a GPU: bytes per element by the emulator, registers, spills
 and occupancy by nvcc.
 
-    python packages/dsx-ops/bench/cuda_kernels.py [--archs 80 90 100] [--only traffic|resources] [--write]
+    python packages/dsx-ops/bench/cuda_kernels.py [--archs 80 90 100] [--write]
 
-Prints two tables for Markdown. `--write` also replaces native/cuda/emulator/resources.tsv, with which the tests
-compare. Needs a C++ compiler; the second table needs nvcc, and about two minutes of one core. Speed is not in it: no
-kernel runs on a GPU here.
+Prints two tables for Markdown. `--write` puts them into native/cuda/KERNELS.md, and the second one into
+native/cuda/emulator/resources.tsv, with which the tests compare. Needs a C++ compiler and nvcc, and about two minutes
+of one core. Speed is not in it: no kernel runs on a GPU here.
 """
 
 from __future__ import annotations
@@ -21,49 +21,77 @@ import build
 import resources
 import traffic
 
+DOCUMENT = resources.SOURCES / "KERNELS.md"
+TEXT = """# The CUDA kernels in numbers
 
-def print_traffic() -> None:
+Made by `bench/cuda_kernels.py --write`, not by hand. No kernel has run on a GPU yet: these are counts, not speeds.
+
+## Bytes per element
+
+Counted by the emulator. *Must move*: the inputs and outputs. *Moves*: the distinct 32-byte sectors that the launches
+touch; partial sums of column sums are in it, and their share falls with the number of rows. *Asks for*: what the threads
+load and store, caches included; more than *moves* means that something is read again. *Lanes together*: bytes asked for
+per byte of the sectors that the warps ask for; above 100 % lanes share bytes, 50 % means that two loads of a thread share
+a sector (eight fp32 neighbours are two words of 16 bytes).
+
+{traffic}
+
+## Registers and occupancy
+
+Compiled by nvcc {release}. Occupancy: the share of a multiprocessor's 2048 threads that can be there at once, for blocks
+of the given threads; kernels whose blocks are smaller for short rows hold as many or more. A quarter is enough here: each
+thread has 16 to 128 bytes in flight. No kernel spills registers.
+
+{resources}
+"""
+
+
+def traffic_table() -> str:
     """One line per job and dtype."""
     module = build.load(build.build())
-    print("| kernel | dtype | must move | moves | asks for | lanes together | bytes per access |")
-    print("|---|---|---|---|---|---|---|")
+    lines = ["| kernel | dtype | must move | moves | asks for | lanes together | bytes per access |", "|---" * 7 + "|"]
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         name = str(dtype).removeprefix("torch.")
         for job in traffic.jobs(module, dtype):
             t = traffic.measure(module, job)
             figures = f"{t.needed:.2f} | {t.moved:.2f} | {t.asked:.2f} | {t.shared:.0%} | {t.width:.1f}"
-            print(f"| {t.name} | {name} | {figures} |", flush=True)
+            lines.append(f"| {t.name} | {name} | {figures} |")
+    return "\n".join(lines)
 
 
-def print_resources(archs: list[int], write: bool) -> int:
+def resources_table(found: list[resources.Resources], archs: list[int]) -> str:
     """One line per kernel."""
+    lines = [f"| kernel | threads | {' | '.join(f'sm_{a}: registers, occupancy' for a in archs)} |"]
+    lines.append("|---" * (2 + len(archs)) + "|")
+    for r in (r for r in found if r.arch == archs[0]):
+        same = [o for o in found if (o.source, o.kernel) == (r.source, r.kernel)]
+        cells = [f"{o.registers}, {o.occupancy():.0%}" + (f", {o.spilled} B spilled" * (o.spilled > 0)) for o in same]
+        lines.append(f"| {r.source}: `{r.kernel}` | {r.threads} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Both tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--archs", type=int, nargs="+", default=list(resources.ARCHS))
+    parser.add_argument("--write", action="store_true", help="replace KERNELS.md and resources.tsv")
+    options = parser.parse_args()
+    moved = traffic_table()
+    print(moved)
     compiler = resources.nvcc()
     if compiler is None:
         print("no nvcc in CUDA_HOME/bin or on PATH: no table of registers")
         return 1
-    found = [r for arch in archs for source in resources.sources() for r in resources.measure(source, arch, compiler)]
-    if write:
+    sources = resources.sources()
+    found = [r for arch in options.archs for source in sources for r in resources.measure(source, arch, compiler)]
+    occupied = resources_table(found, options.archs)
+    print(occupied)
+    if options.write:
         resources.write_table(found, compiler)
-    print(f"| kernel | threads | {' | '.join(f'sm_{a}: registers, occupancy' for a in archs)} |")
-    print("|---" * (2 + len(archs)) + "|")
-    for r in (r for r in found if r.arch == archs[0]):
-        same = [o for o in found if (o.source, o.kernel) == (r.source, r.kernel)]
-        cells = [f"{o.registers}, {o.occupancy():.0%}" + (f", {o.spilled} B spilled" * (o.spilled > 0)) for o in same]
-        print(f"| {r.source}: `{r.kernel}` | {r.threads} | {' | '.join(cells)} |")
+        release = resources.release(compiler)
+        DOCUMENT.write_text(TEXT.format(traffic=moved, resources=occupied, release=release))
     return 0
-
-
-def main() -> int:
-    """Both tables, or one of them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--archs", type=int, nargs="+", default=list(resources.ARCHS))
-    parser.add_argument("--only", choices=["traffic", "resources"])
-    parser.add_argument("--write", action="store_true", help="replace resources.tsv")
-    options = parser.parse_args()
-    if options.only != "resources":
-        print_traffic()
-    return print_resources(options.archs, options.write) if options.only != "traffic" else 0
 
 
 if __name__ == "__main__":

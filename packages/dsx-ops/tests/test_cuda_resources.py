@@ -28,7 +28,7 @@ def check(resources, source, arch):
     known = {(r.source, r.kernel, r.arch): r for r in table}
     assert [r for r in found if r.spilled] == []
     assert {r.kernel for r in found} == {r.kernel for r in table if (r.source, r.arch) == (source, arch)}, (
-        "kernels came or went: bench/cuda_kernels.py --only resources --write"
+        "kernels came or went: bench/cuda_kernels.py --write"
     )
     if release == table_release:  # another compiler gives other numbers
         more = [r for r in found if r.registers > known[r.source, r.kernel, r.arch].registers]

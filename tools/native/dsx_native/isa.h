@@ -1,6 +1,7 @@
 // The instruction set in use, out of those that dsx_build.py compiled one after the other into one module.
 //
-// A package hands in its tables of kernels, narrowest set first; what this CPU cannot run is left out. DSX_ISA names one, else the widest runs.
+// A package hands in its tables of kernels, narrowest set first; what this CPU cannot run is left out. DSX_ISA names
+// one, else the widest runs.
 #pragma once
 #include <algorithm>
 #include <cstdlib>

@@ -1,7 +1,7 @@
 // Ranges on threads: torch's own OpenMP pool when the process has one, else threads of ours.
 //
-// torch loads its libgomp with global visibility, so GOMP_parallel is found by name; linking libgomp ourselves could put a second
-// pool into the process. The caller says how many threads (torch.get_num_threads()).
+// torch loads its libgomp with global visibility, so GOMP_parallel is found by name; linking libgomp ourselves could
+// put a second pool into the process. The caller says how many threads (torch.get_num_threads()).
 #pragma once
 #include <dlfcn.h>
 
@@ -35,7 +35,9 @@ template <class Body> void on_threads(int threads, bool own_threads, const Body&
     if (threads <= 1) return body(0, 1);
     const Gomp& gomp = Gomp::get();
     if (gomp.usable() && !own_threads) {
-        struct Context { const Body* body; } context{&body};
+        struct Context {
+            const Body* body;
+        } context{&body};
         gomp.parallel(
             [](void* raw) {
                 const Gomp& g = Gomp::get();

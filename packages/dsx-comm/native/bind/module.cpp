@@ -1,5 +1,5 @@
-// The only file that knows Python. Addresses come in as integers; sizes and dtypes were checked by the Python side, ranks and codes are
-// checked here. Every call that may wait releases the interpreter lock.
+// The only file that knows Python. Addresses come in as integers; sizes and dtypes were checked by the Python side,
+// ranks and codes are checked here. Every call that may wait releases the interpreter lock.
 #include <pthread.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -40,7 +40,9 @@ struct Mapping {
     ~Mapping() { munmap(at, bytes); }
 };
 
-struct Forked : std::runtime_error { using std::runtime_error::runtime_error; };
+struct Forked : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
 
 pid_t this_process = getpid();  // a handler of fork keeps it right: asking the kernel in every call costs too much
 
@@ -54,13 +56,15 @@ struct Core {
         : mapping(fd, total, eager), group(mapping.at, std::move(s)), boxes(group) {}
 
     bool inherited() const { return owner != this_process; }
-    // A child of the process would act in the place of its parent, with locks and threads as they were in the moment of the fork.
+    // A child of the process would act in the place of its parent, with locks and threads as they were in the moment of
+    // the fork.
     void check_process() const {
         if (inherited())
-            throw Forked("process " + std::to_string(this_process) + " was forked from process " + std::to_string(owner) +
-                         ", which is rank " + group.name(group.rank()) +
-                         ": it cannot take that rank's place in a group. Communicate in the parent, or start processes with "
-                         "the method 'spawn'");
+            throw Forked(
+                "process " + std::to_string(this_process) + " was forked from process " + std::to_string(owner) +
+                ", which is rank " + group.name(group.rank()) +
+                ": it cannot take that rank's place in a group. Communicate in the parent, or start processes with "
+                "the method 'spawn'");
     }
 };
 using CorePtr = std::shared_ptr<Core>;
@@ -73,8 +77,8 @@ void destroy(Core* core) {
 template <class T> T* pointer(Address a) { return reinterpret_cast<T*>(a); }
 
 ReduceSpec spec_of(int dtype, int reduce, bool average, double premultiply) {
-    if (dtype < 0 || dtype >= static_cast<int>(Dtype::count) || reduce < 0 || reduce >= static_cast<int>(Reduce::count) ||
-        !kernels().reduce[dtype][reduce])
+    if (dtype < 0 || dtype >= static_cast<int>(Dtype::count) || reduce < 0 ||
+        reduce >= static_cast<int>(Reduce::count) || !kernels().reduce[dtype][reduce])
         throw std::invalid_argument("no such reduction");
     return {static_cast<Dtype>(dtype), static_cast<Reduce>(reduce), premultiply, average};
 }
@@ -107,8 +111,8 @@ struct Pending {
 struct PyGroup {
     CorePtr core;
 
-    PyGroup(int fd, size_t total, size_t eager, int rank, std::vector<int> names, int lock_fd, double spin_us, double yield_us,
-            double look_s, int64_t one_shot, const std::string& stores) {
+    PyGroup(int fd, size_t total, size_t eager, int rank, std::vector<int> names, int lock_fd, double spin_us,
+            double yield_us, double look_s, int64_t one_shot, const std::string& stores) {
         Settings s;
         if (stores == "plain") s.stores = Outlet::Way::plain;
         if (stores == "past") s.stores = Outlet::Way::past;
@@ -158,8 +162,9 @@ struct PyGroup {
     py::object barrier(Words words, double timeout, bool async) {
         return issue(words, async, [=](Group& g) { g.barrier(timeout); });
     }
-    py::object all_reduce(Address data, int64_t count, int dtype, int reduce, bool average, double premultiply, int64_t memory,
-                          int64_t offset, const Addresses& bases, Words words, double timeout, bool async) {
+    py::object all_reduce(Address data, int64_t count, int dtype, int reduce, bool average, double premultiply,
+                          int64_t memory, int64_t offset, const Addresses& bases, Words words, double timeout,
+                          bool async) {
         auto spec = spec_of(dtype, reduce, average, premultiply);
         auto where = symmetric(memory, offset, bases);
         return issue(words, async, [=](Group& g) { g.all_reduce(pointer<void>(data), count, spec, where, timeout); });
@@ -169,19 +174,20 @@ struct PyGroup {
         check_parts({outputs});
         auto where = symmetric(memory, offset, bases);
         return issue(words, async, [=](Group& g) {
-            g.all_gather(pointer<void>(source), reinterpret_cast<char* const*>(outputs.data()), bytes, code, where, timeout);
+            g.all_gather(pointer<void>(source), reinterpret_cast<char* const*>(outputs.data()), bytes, code, where,
+                         timeout);
         });
     }
-    py::object reduce_scatter(Address output, Addresses inputs, std::vector<int64_t> counts, int dtype, int reduce, bool average,
-                              double premultiply, int64_t memory, int64_t offset, const Addresses& bases, Words words,
-                              double timeout, bool async) {
+    py::object reduce_scatter(Address output, Addresses inputs, std::vector<int64_t> counts, int dtype, int reduce,
+                              bool average, double premultiply, int64_t memory, int64_t offset, const Addresses& bases,
+                              Words words, double timeout, bool async) {
         check_parts({inputs});
         if (counts.size() != inputs.size()) throw std::invalid_argument("one count per rank");
         auto spec = spec_of(dtype, reduce, average, premultiply);
         auto where = symmetric(memory, offset, bases);
         return issue(words, async, [=](Group& g) {
-            g.reduce_scatter(pointer<void>(output), reinterpret_cast<const char* const*>(inputs.data()), counts.data(), spec, where,
-                             timeout);
+            g.reduce_scatter(pointer<void>(output), reinterpret_cast<const char* const*>(inputs.data()), counts.data(),
+                             spec, where, timeout);
         });
     }
     py::object broadcast(Address data, int64_t bytes, int code, int root, Words words, double timeout, bool async) {
@@ -207,13 +213,15 @@ struct PyGroup {
         check_root(root);
         if (core->group.rank() == root) check_parts({inputs});
         return issue(words, async, [=](Group& g) {
-            g.scatter(reinterpret_cast<const char* const*>(inputs.data()), pointer<void>(output), bytes, code, root, timeout);
+            g.scatter(reinterpret_cast<const char* const*>(inputs.data()), pointer<void>(output), bytes, code, root,
+                      timeout);
         });
     }
-    py::object all_to_all(Addresses inputs, std::vector<int64_t> in_bytes, Addresses outputs, std::vector<int64_t> out_bytes,
-                          int code, Words words, double timeout, bool async) {
+    py::object all_to_all(Addresses inputs, std::vector<int64_t> in_bytes, Addresses outputs,
+                          std::vector<int64_t> out_bytes, int code, Words words, double timeout, bool async) {
         check_parts({inputs, outputs});
-        if (in_bytes.size() != inputs.size() || out_bytes.size() != inputs.size()) throw std::invalid_argument("one size per rank");
+        if (in_bytes.size() != inputs.size() || out_bytes.size() != inputs.size())
+            throw std::invalid_argument("one size per rank");
         return issue(words, async, [=](Group& g) {
             g.all_to_all(reinterpret_cast<const char* const*>(inputs.data()), in_bytes.data(),
                          reinterpret_cast<char* const*>(outputs.data()), out_bytes.data(), code, timeout);
@@ -242,7 +250,8 @@ struct PyGroup {
     }
 };
 
-size_t format(int fd, int size, size_t in_bytes, size_t slice_bytes, size_t mailbox_bytes, uint64_t nonce0, uint64_t nonce1) {
+size_t format(int fd, int size, size_t in_bytes, size_t slice_bytes, size_t mailbox_bytes, uint64_t nonce0,
+              uint64_t nonce1) {
     Layout layout{size, in_bytes, slice_bytes, mailbox_bytes};
     Mapping mapping(fd, layout.total(), PAGE);
     Group::format(mapping.at, layout, nonce0, nonce1);
@@ -267,8 +276,8 @@ py::tuple layout(int fd) {
     return py::make_tuple(g->in_bytes, g->slice_bytes, g->size);
 }
 
-void reduce_now(Address dst, const Addresses& sources, int64_t count, int dtype, int reduce, bool average, double premultiply,
-                const std::string& isa, bool past_cache) {
+void reduce_now(Address dst, const Addresses& sources, int64_t count, int dtype, int reduce, bool average,
+                double premultiply, const std::string& isa, bool past_cache) {
     auto spec = spec_of(dtype, reduce, average, premultiply);
     const Kernels& k = isa.empty() ? kernels() : kernels_named(isa);
     ReduceArgs a{};
@@ -327,9 +336,8 @@ PYBIND11_MODULE(_C, m) {
         .def("all_to_all", &PyGroup::all_to_all)
         .def("transfer", &PyGroup::transfer)
         .def("serve_transfers", &PyGroup::serve_transfers)
-        .def("poison", [](PyGroup& g, const std::string& text, bool hang) {
-            g.core->group.poison(hang ? Failure::hang : Failure::aborted, text);
-        })
+        .def("poison", [](PyGroup& g, const std::string& text,
+                          bool hang) { g.core->group.poison(hang ? Failure::hang : Failure::aborted, text); })
         .def("poison_text", [](PyGroup& g) { return g.core->group.poison_text(); })
         .def("lost", [](PyGroup& g) { return g.core->group.lost(); })
         .def("close", &PyGroup::close);

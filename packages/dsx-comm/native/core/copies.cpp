@@ -8,13 +8,12 @@
 namespace dsx {
 
 void Group::show(char* place, const char* from, size_t bytes) {
-    if (size() == 2)
-        put(place, from, bytes);
-    else
-        outlet_.copy(place, from, bytes);
+    if (size() == 2) put(place, from, bytes);
+    else outlet_.copy(place, from, bytes);
 }
 
-void Group::all_gather(const void* source, char* const* outputs, int64_t bytes, int code, const Symmetric& where, double timeout) {
+void Group::all_gather(const void* source, char* const* outputs, int64_t bytes, int code, const Symmetric& where,
+                       double timeout) {
     auto doing = begin("all_gather", timeout);
     Descriptor mine = descriptor(Call::all_gather, bytes, code);
     mine.memory = where.memory;
@@ -25,7 +24,8 @@ void Group::all_gather(const void* source, char* const* outputs, int64_t bytes, 
 }
 
 // Each rank copies from the peers' memory.
-void Group::symmetric_all_gather(char* const* outputs, const Symmetric& where, const Doing& doing, const Descriptor& mine) {
+void Group::symmetric_all_gather(char* const* outputs, const Symmetric& where, const Doing& doing,
+                                 const Descriptor& mine) {
     const auto memory = peers(where);
     const bool stream = is_large(mine.bytes * size());
     for (int k = 0; k < size(); k++) {
@@ -73,7 +73,8 @@ void Group::broadcast(void* data, int64_t bytes, int code, int root, double time
         if (rank() == root && s < chunks.n)
             outlet_.copy(in(root, step_ + 1), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
         if (rank() != root && s >= 1)
-            k_.copy(user + chunks.begin(s - 1), in(root, step_), static_cast<size_t>(chunks.size(s - 1)), is_large(bytes));
+            k_.copy(user + chunks.begin(s - 1), in(root, step_), static_cast<size_t>(chunks.size(s - 1)),
+                    is_large(bytes));
     });
 }
 
@@ -114,8 +115,8 @@ void Group::scatter(const char* const* inputs, void* output, int64_t bytes, int 
 }
 
 // The first step shows all sizes, so that every rank finds the same fault, and how many steps there are.
-void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char* const* outputs, const int64_t* out_bytes,
-                       int code, double timeout) {
+void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char* const* outputs,
+                       const int64_t* out_bytes, int code, double timeout) {
     auto doing = begin("all_to_all", timeout);
     const int P = size();
     const auto row = static_cast<size_t>(P) * sizeof(int64_t);
@@ -127,10 +128,12 @@ void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char*
     for (int r = 0; r < P; r++) {
         const int64_t* sends = r == rank() ? in_bytes : reinterpret_cast<const int64_t*>(in(r, step_));
         for (int q = 0; q < P; q++) {
-            const int64_t expected = (q == rank() ? out_bytes : reinterpret_cast<const int64_t*>(in(q, step_) + row))[r];
+            const int64_t expected =
+                (q == rank() ? out_bytes : reinterpret_cast<const int64_t*>(in(q, step_) + row))[r];
             if (sends[q] != expected)
-                throw Mismatch("all_to_all: rank " + name(r) + " sends " + std::to_string(sends[q]) + " bytes to rank " + name(q) +
-                               ", which expects " + std::to_string(expected) + " from it. No data was exchanged.");
+                throw Mismatch("all_to_all: rank " + name(r) + " sends " + std::to_string(sends[q]) +
+                               " bytes to rank " + name(q) + ", which expects " + std::to_string(expected) +
+                               " from it. No data was exchanged.");
             if (q != r) largest = std::max(largest, sends[q]);
         }
     }
@@ -144,7 +147,8 @@ void Group::all_to_all(const char* const* inputs, const int64_t* in_bytes, char*
             const int64_t gives = s < chunks.n ? std::min(in_bytes[r], chunks.begin(s + 1)) - chunks.begin(s) : 0;
             if (gives > 0) put(in(rank(), r, step_ + 1), inputs[r] + chunks.begin(s), static_cast<size_t>(gives));
             const int64_t takes = s >= 1 ? std::min(out_bytes[r], chunks.begin(s)) - chunks.begin(s - 1) : 0;
-            if (takes > 0) k_.copy(outputs[r] + chunks.begin(s - 1), in(r, rank(), step_), static_cast<size_t>(takes), stream);
+            if (takes > 0)
+                k_.copy(outputs[r] + chunks.begin(s - 1), in(r, rank(), step_), static_cast<size_t>(takes), stream);
         }
     });
 }

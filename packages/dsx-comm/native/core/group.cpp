@@ -36,8 +36,9 @@ std::string say(const Descriptor& d) {
 }  // namespace
 
 const char* dtype_name(int64_t code) {
-    static const char* const names[] = {"float32", "float64", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "int64",
-                                        "bool", "complex64", "complex128", "a dtype of its own"};
+    static const char* const names[] = {
+        "float32", "float64",   "bfloat16",   "float16",           "int8", "uint8", "int16", "int32", "int64",
+        "bool",    "complex64", "complex128", "a dtype of its own"};
     return names[std::min<int64_t>(code, sizeof names / sizeof *names - 1)];
 }
 
@@ -66,7 +67,10 @@ void Group::format(void* memory, const Layout& layout, uint64_t nonce0, uint64_t
 Group::Doing Group::begin(const char* what, double timeout) {
     check_poison();
     calls_++;
-    Doing doing{what, Clock::now() + std::chrono::microseconds(static_cast<int64_t>(std::min(timeout, 1e9) * 1e6)), timeout, {}};
+    Doing doing{what,
+                Clock::now() + std::chrono::microseconds(static_cast<int64_t>(std::min(timeout, 1e9) * 1e6)),
+                timeout,
+                {}};
     check_leases(doing);
     return doing;
 }
@@ -111,8 +115,8 @@ bool Group::open(const Doing& doing, const Descriptor& mine) {
 std::vector<const char*> Group::peers(const Symmetric& where) const {
     std::vector<const char*> found(static_cast<size_t>(size()));
     for (int r = 0; r < size(); r++)
-        found[static_cast<size_t>(r)] = where.bases[static_cast<size_t>(r)] +
-                                        (r == rank() ? where.offset : header(r)->doing[step_ & 1].offset);
+        found[static_cast<size_t>(r)] =
+            where.bases[static_cast<size_t>(r)] + (r == rank() ? where.offset : header(r)->doing[step_ & 1].offset);
     return found;
 }
 

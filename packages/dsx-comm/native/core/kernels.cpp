@@ -4,10 +4,16 @@
 #include "dsx_native/isa.h"
 
 namespace dsx {
-namespace base { extern const Kernels table; }
+namespace base {
+extern const Kernels table;
+}
 #ifdef DSX_X86
-namespace avx2 { extern const Kernels table; }
-namespace avx512 { extern const Kernels table; }
+namespace avx2 {
+extern const Kernels table;
+}
+namespace avx512 {
+extern const Kernels table;
+}
 #endif
 
 namespace {

@@ -99,7 +99,9 @@ void Mailboxes::match(int peer, Incoming& incoming) const {
     Transfer& t = *incoming.into;
     if (incoming.total == t.bytes && incoming.code == t.code) return;
     incoming.unwanted = true;
-    const auto say = [](int64_t bytes, int64_t code) { return std::to_string(bytes) + " bytes of " + dtype_name(code); };
+    const auto say = [](int64_t bytes, int64_t code) {
+        return std::to_string(bytes) + " bytes of " + dtype_name(code);
+    };
     t.error = "recv: rank " + group_.name(peer) + " sent " + say(incoming.total, incoming.code) + " with tag " +
               std::to_string(incoming.tag) + ", rank " + group_.name(group_.rank()) + " expects " +
               say(t.bytes, t.code);
@@ -107,9 +109,10 @@ void Mailboxes::match(int peer, Incoming& incoming) const {
 
 bool Mailboxes::usable(Transfer& t) {
     if (t.leases.hold()) return true;
-    t.error = std::string(t.sending ? "send to" : "recv from") + " rank " + group_.name(t.peer) +
-              ": the memory of the tensor was freed or moved (its storage was resized) while the call used it; wait for the "
-              "call first";
+    t.error =
+        std::string(t.sending ? "send to" : "recv from") + " rank " + group_.name(t.peer) +
+        ": the memory of the tensor was freed or moved (its storage was resized) while the call used it; wait for the "
+        "call first";
     t.failure = Failure::aborted;
     t.done = completed_ = true;
     group_.poison(Failure::aborted, "rank " + group_.name(group_.rank()) + ": " + t.error);
@@ -143,10 +146,8 @@ bool Mailboxes::pull(int peer) {
 }
 
 void Mailboxes::finish_receive(Incoming& incoming) {
-    if (incoming.aside)
-        incoming.aside->complete = true;
-    else
-        incoming.into->done = completed_ = true;
+    if (incoming.aside) incoming.aside->complete = true;
+    else incoming.into->done = completed_ = true;
     incoming = {};
 }
 
@@ -179,8 +180,8 @@ void Mailboxes::give_up_on_the_lost() {
     progress();
     auto fail = [&](Transfer& t, const std::string& who) {
         // the peer may have ended because another one did: all who are gone are named
-        t.error = std::string(t.sending ? "send to" : "recv from") + " rank " + who + ": its process has ended (ended by now: rank(s) " +
-                  group_.names(lost) + ")";
+        t.error = std::string(t.sending ? "send to" : "recv from") + " rank " + who +
+                  ": its process has ended (ended by now: rank(s) " + group_.names(lost) + ")";
         t.failure = Failure::lost;
         t.done = true;
     };
@@ -224,8 +225,8 @@ void Mailboxes::wait(const TransferPtr& t, double timeout) {
     }
 }
 
-// The caller gets its memory back. What had not begun is called off; a message half under way goes on from, or into, memory of its own, so that
-// the two sides stay in step.
+// The caller gets its memory back. What had not begun is called off; a message half under way goes on from, or into,
+// memory of its own, so that the two sides stay in step.
 void Mailboxes::abandon(const TransferPtr& t) {
     std::lock_guard<std::mutex> hold(lock_);
     if (t->done) return;
@@ -253,11 +254,21 @@ void Mailboxes::abandon(const TransferPtr& t) {
 
 void Mailboxes::wait_for(const TransferPtr& t, double timeout) {
     Flag& bell = group_.doorbell(group_.rank());
-    const auto until = Group::Clock::now() + std::chrono::microseconds(static_cast<int64_t>(std::min(timeout, 1e9) * 1e6));
+    const auto until =
+        Group::Clock::now() + std::chrono::microseconds(static_cast<int64_t>(std::min(timeout, 1e9) * 1e6));
     struct Count {
         Mailboxes& m;
-        explicit Count(Mailboxes& m_) : m(m_) { std::lock_guard<std::mutex> h(m.lock_); m.waiters_++; }
-        ~Count() { { std::lock_guard<std::mutex> h(m.lock_); m.waiters_--; } m.changed_.notify_all(); }
+        explicit Count(Mailboxes& m_) : m(m_) {
+            std::lock_guard<std::mutex> h(m.lock_);
+            m.waiters_++;
+        }
+        ~Count() {
+            {
+                std::lock_guard<std::mutex> h(m.lock_);
+                m.waiters_--;
+            }
+            m.changed_.notify_all();
+        }
     } count(*this);
     for (;;) {
         const uint64_t rung = bell.value.load(std::memory_order_seq_cst);
@@ -272,9 +283,9 @@ void Mailboxes::wait_for(const TransferPtr& t, double timeout) {
         give_up_on_the_lost();
         if (Group::Clock::now() >= until) {
             std::string who = t->peer < 0 ? "any rank" : "rank " + group_.name(t->peer);
-            throw WaitTimeout(std::string(t->sending ? "send to " : "recv from ") + who + " (tag " + std::to_string(t->tag) +
-                              ", " + std::to_string(t->bytes) + " bytes): it did not come within " + std::to_string(timeout) +
-                              " s");
+            throw WaitTimeout(std::string(t->sending ? "send to " : "recv from ") + who + " (tag " +
+                              std::to_string(t->tag) + ", " + std::to_string(t->bytes) +
+                              " bytes): it did not come within " + std::to_string(timeout) + " s");
         }
     }
 }

@@ -30,8 +30,7 @@ int64_t width_of(const ReduceSpec& spec) { return static_cast<int64_t>(size_of(s
 class Reducer {
   public:
     Reducer(const Kernels& k, const ReduceSpec& spec, int ranks)
-        : run_(k.reduce[static_cast<int>(spec.dtype)][static_cast<int>(spec.reduce)]),
-          width_(width_of(spec)),
+        : run_(k.reduce[static_cast<int>(spec.dtype)][static_cast<int>(spec.reduce)]), width_(width_of(spec)),
           sources_(static_cast<size_t>(ranks)) {
         args_.nsources = ranks;
         args_.sources = sources_.data();
@@ -76,13 +75,14 @@ void Group::one_shot_all_reduce(void* data, const ReduceSpec& spec, const Doing&
     sum.run(data, mine.bytes);
 }
 
-// Chunk c passes three stages, one per step: the peers' slices are shown (in), the own slice is summed and shown (out), the peers'
-// sums are fetched. In one step the three stages of three chunks run interleaved.
+// Chunk c passes three stages, one per step: the peers' slices are shown (in), the own slice is summed and shown (out),
+// the peers' sums are fetched. In one step the three stages of three chunks run interleaved.
 void Group::staged_all_reduce(char* data, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine) {
     const Slices slices(mine.bytes, size(), static_cast<int64_t>(layout_.slice_bytes));
     const int64_t n = slices.chunks.n;
     Reducer sum(k_, spec, size());
-    // calls act(rank, place in data, bytes) for the part at `at` of the slices of chunk c that belong to others; false: there is none
+    // calls act(rank, place in data, bytes) for the part at `at` of the slices of chunk c that belong to others; false:
+    // there is none
     auto theirs = [&](int64_t c, int64_t at, auto&& act) {
         bool any = false;
         for (int k = 1; k < size(); k++) {
@@ -108,15 +108,18 @@ void Group::staged_all_reduce(char* data, const ReduceSpec& spec, const Doing& d
         outlet_.step(mine.bytes);
         bool any = true;
         for (int64_t at = 0; any && at < slices.limit; at += BLOCK) {
-            any = s < n && theirs(s, at, [&](int r, char* p, size_t bytes) { put(in(rank(), r, step_ + 1) + at, p, bytes); });
+            any = s < n &&
+                  theirs(s, at, [&](int r, char* p, size_t bytes) { put(in(rank(), r, step_ + 1) + at, p, bytes); });
             if (s >= 1 && s - 1 < n) any |= own(s - 1, at);
-            if (s >= 2) any |= theirs(s - 2, at, [&](int r, char* p, size_t bytes) { put(p, out(r, step_) + at, bytes); });
+            if (s >= 2)
+                any |= theirs(s - 2, at, [&](int r, char* p, size_t bytes) { put(p, out(r, step_) + at, bytes); });
         }
     });
 }
 
 // Each rank sums its slice over the peers' memory and writes it there: no staging.
-void Group::symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const Doing& doing, const Descriptor& mine) {
+void Group::symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const Doing& doing,
+                                 const Descriptor& mine) {
     const auto from = peers(where);
     auto place = [&](int r, int64_t at) { return const_cast<char*>(from[static_cast<size_t>(r)]) + at; };
     const int64_t each = static_cast<int64_t>(up(static_cast<size_t>((mine.bytes + size() - 1) / size()), LINE));
@@ -155,7 +158,8 @@ bool Group::past_cache(const Scattered& parts) const {
 }
 
 // Each rank sums its part over the peers' memory.
-void Group::symmetric_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Symmetric& where, const Doing& doing) {
+void Group::symmetric_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Symmetric& where,
+                                     const Doing& doing) {
     const auto from = peers(where);
     const int64_t skip = parts.inputs[rank()] - parts.inputs[0], own = parts.bytes(rank());
     Reducer sum(k_, spec, size());
@@ -169,7 +173,8 @@ void Group::symmetric_reduce_scatter(const Scattered& parts, const ReduceSpec& s
 }
 
 // Chunk c passes two stages, one per step: the peers' parts are shown, the own one is summed.
-void Group::staged_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine) {
+void Group::staged_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Doing& doing,
+                                  const Descriptor& mine) {
     int64_t largest = 0;
     for (int r = 0; r < size(); r++) largest = std::max(largest, parts.bytes(r));
     const auto limit = static_cast<int64_t>(layout_.slice_bytes);
@@ -194,7 +199,8 @@ void Group::staged_reduce_scatter(const Scattered& parts, const ReduceSpec& spec
     auto take = [&](int64_t c, int64_t at) {
         const int64_t bytes = left(c, rank(), at), begin = chunks.begin(c) + at;
         if (bytes <= 0) return false;
-        for (int r = 0; r < size(); r++) sum.source(r) = r == rank() ? parts.inputs[r] + begin : in(r, rank(), step_) + at;
+        for (int r = 0; r < size(); r++)
+            sum.source(r) = r == rank() ? parts.inputs[r] + begin : in(r, rank(), step_) + at;
         sum.run(parts.output + begin, bytes);
         return true;
     };

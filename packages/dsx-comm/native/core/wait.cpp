@@ -33,8 +33,8 @@ void wake(Flag& flag) { syscall(SYS_futex, futex_word(flag), FUTEX_WAKE, 1 << 30
 
 }  // namespace
 
-// The store of the value and the load of the sleepers are both seq_cst, and so are the sleeper's increment and its load of the
-// value: one of the two sees the other.
+// The store of the value and the load of the sleepers are both seq_cst, and so are the sleeper's increment and its load
+// of the value: one of the two sees the other.
 void Group::raise_flag(Flag& flag, uint64_t value) {
     flag.value.store(value, std::memory_order_seq_cst);
     if (flag.sleepers.load(std::memory_order_seq_cst) != 0) wake(flag);
@@ -47,16 +47,15 @@ void Group::ring(Flag& flag) {
 
 bool Group::slice(Flag& flag, uint64_t value) const {
     if (flag.value.load(std::memory_order_acquire) >= value) return true;
-    // Sleeping and being woken costs a virtual machine 50 to 100 us, in which the others would fall asleep in turn: busy waiting must
-    // last longer than that. After a moment it gives way to whoever else wants the core.
+    // Sleeping and being woken costs a virtual machine 50 to 100 us, in which the others would fall asleep in turn:
+    // busy waiting must last longer than that. After a moment it gives way to whoever else wants the core.
     const auto start = Clock::now();
     const auto pure = start + std::chrono::nanoseconds(static_cast<int64_t>(set_.spin_us * 1e3));
     const auto until = start + std::chrono::nanoseconds(static_cast<int64_t>(set_.yield_us * 1e3));
     for (auto now = start; now < until; now = Clock::now()) {
         if (now < pure)
             for (int i = 0; i < 32 && flag.value.load(std::memory_order_acquire) < value; i++) relax();
-        else
-            sched_yield();
+        else sched_yield();
         if (flag.value.load(std::memory_order_acquire) >= value) return true;
     }
     flag.sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -90,9 +89,10 @@ void Group::await(const Doing& doing) {
 
 void Group::check_leases(const Doing& doing) {
     if (!leases_ || leases_->hold()) return;
-    std::string text = std::string(doing.what) + " #" + std::to_string(calls_) + ": on rank " + name(rank()) +
-                       " the memory of a tensor was freed or moved (its storage was resized) while the call used it; wait "
-                       "for the call first";
+    std::string text =
+        std::string(doing.what) + " #" + std::to_string(calls_) + ": on rank " + name(rank()) +
+        " the memory of a tensor was freed or moved (its storage was resized) while the call used it; wait "
+        "for the call first";
     poison(Failure::aborted, text);
     throw Aborted(text);
 }
@@ -113,7 +113,9 @@ void Group::await_one(int peer, const Doing& doing) {
     while (!slice(flag, step_)) {
         check_poison();
         look_or_give_up(doing);
-        const auto gone = lost(), late = behind(step_);  // in this order: while anybody is behind, nobody has left this step in good order
+        const auto gone = lost(),
+                   late = behind(
+                       step_);  // in this order: while anybody is behind, nobody has left this step in good order
         if (!gone.empty() && !late.empty()) {
             std::string text = std::string(doing.what) + " #" + std::to_string(calls_) + ": rank(s) " + names(gone) +
                                " ended while rank " + name(rank()) + " waited (killed, or left without taking part)";
@@ -144,7 +146,7 @@ std::vector<int> Group::lost() const {
     if (set_.lock_fd < 0) return found;
     for (int r = 0; r < size(); r++) {
         if (r == rank()) continue;
-        struct flock probe {};
+        struct flock probe{};
         probe.l_type = F_WRLCK;
         probe.l_whence = SEEK_SET;
         probe.l_start = r;

@@ -1,5 +1,5 @@
-// Ranks as threads of one process, so that the thread and address sanitizers see both sides of every byte that is shared.
-// Built and run by tests/sanitize_shm.py; exit code 0: all results right, no finding.
+// Ranks as threads of one process, so that the thread and address sanitizers see both sides of every byte that is
+// shared. Built and run by tests/sanitize_shm.py; exit code 0: all results right, no finding.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -32,11 +32,12 @@ constexpr size_t LARGEST = 70'001;
 std::vector<std::vector<float>> pools[2];
 
 void make_pools(int size) {
-    for (auto& pool : pools) pool.assign(static_cast<size_t>(size), std::vector<float>(LARGEST * static_cast<size_t>(size) + 64));
+    for (auto& pool : pools)
+        pool.assign(static_cast<size_t>(size), std::vector<float>(LARGEST * static_cast<size_t>(size) + 64));
 }
 
-// A call's data, filled with `value`: in ordinary memory or in either pool, at an offset. In half of the calls all ranks take the same, in the
-// others each takes what it likes.
+// A call's data, filled with `value`: in ordinary memory or in either pool, at an offset. In half of the calls all
+// ranks take the same, in the others each takes what it likes.
 struct Place {
     std::vector<float> ordinary;
     Symmetric where;
@@ -79,9 +80,11 @@ void collectives(Group& g, int round, std::mt19937& random) {
             Place mine(g, round, random, n, static_cast<float>(me + 1));
             std::vector<float> out(n * static_cast<size_t>(P));
             std::vector<char*> places;
-            for (int r = 0; r < P; r++) places.push_back(reinterpret_cast<char*>(out.data() + n * static_cast<size_t>(r)));
+            for (int r = 0; r < P; r++)
+                places.push_back(reinterpret_cast<char*>(out.data() + n * static_cast<size_t>(r)));
             g.all_gather(mine.data, places.data(), numel * 4, -1, mine.where, 30);
-            for (size_t i = 0; i < out.size(); i++) expect(out[i] == static_cast<float>(i / n + 1), "all_gather", me, round);
+            for (size_t i = 0; i < out.size(); i++)
+                expect(out[i] == static_cast<float>(i / n + 1), "all_gather", me, round);
             break;
         }
         case 2: {
@@ -114,11 +117,11 @@ void collectives(Group& g, int round, std::mt19937& random) {
             for (int r = 0; r < P; r++) to.push_back(reinterpret_cast<char*>(out.data() + n * static_cast<size_t>(r)));
             std::vector<int64_t> bytes(static_cast<size_t>(P), numel * 4);
             g.all_to_all(from.data(), bytes.data(), to.data(), bytes.data(), -1, 30);
-            for (size_t i = 0; i < out.size(); i++) expect(out[i] == static_cast<float>(i / n + 1), "all_to_all", me, round);
+            for (size_t i = 0; i < out.size(); i++)
+                expect(out[i] == static_cast<float>(i / n + 1), "all_to_all", me, round);
             break;
         }
-        default:
-            g.barrier(30);
+        default: g.barrier(30);
     }
 }
 

@@ -9,16 +9,19 @@ namespace {
 // numbers: format, dtype of x, group, offset, nodes, devices, pipeline, slice.
 Quant quant_of(const std::vector<int64_t>& n, bool stochastic, uint32_t seed, int64_t written) {
     if (n.size() != 8) throw std::invalid_argument("expected 8 numbers");
-    const Quant q{static_cast<Format>(n[0]), static_cast<DType>(n[1]), n[2], stochastic, seed, n[3], n[4], n[5], n[6], n[7], written >= STREAM_ABOVE};
+    const Quant q{
+        static_cast<Format>(n[0]), static_cast<DType>(n[1]), n[2], stochastic, seed, n[3], n[4], n[5], n[6], n[7],
+        written >= STREAM_ABOVE};
     if (q.format < INT8 || q.format > E5M2) throw std::invalid_argument("unknown format");
     const bool halves = q.format == INT4 || q.format == INT4_ASYM;
-    if (q.group <= 0 || (halves && q.group % 2 != 0)) throw std::invalid_argument("expected a positive group size, even for 4 bits");
+    if (q.group <= 0 || (halves && q.group % 2 != 0))
+        throw std::invalid_argument("expected a positive group size, even for 4 bits");
     return q;
 }
 
 // addresses: x, codes, scale, zero (0 when symmetric).
-void quantize(bool forward, const std::vector<int64_t>& addresses, const std::vector<int64_t>& numbers, int64_t numel, bool stochastic,
-              uint32_t seed, int threads) {
+void quantize(bool forward, const std::vector<int64_t>& addresses, const std::vector<int64_t>& numbers, int64_t numel,
+              bool stochastic, uint32_t seed, int threads) {
     if (addresses.size() != 4 || numel < 0) throw std::invalid_argument("expected 4 addresses");
     const Quant q = quant_of(numbers, stochastic, seed, numel * (numbers.size() > 1 && numbers[1] == F32 ? 4 : 2));
     const QuantKernels& k = *tables().quant;
@@ -32,12 +35,13 @@ void quantize(bool forward, const std::vector<int64_t>& addresses, const std::ve
     });
 }
 
-// Sum of what several ranks' codes stand for, times factor: as fp32 (out_numbers empty; to[0]) or as codes again (to: codes, scale, zero).
-// from: codes, scale, zero. strides: bytes of codes and number of scales between ranks.
-void reduce_codes(const std::vector<int64_t>& from, const std::vector<int64_t>& numbers, int64_t ranks, const std::vector<int64_t>& strides,
-                  double factor, const std::vector<int64_t>& to, const std::vector<int64_t>& out_numbers, int64_t numel, bool stochastic,
-                  uint32_t seed, int threads) {
-    if (from.size() != 3 || to.size() != 3 || strides.size() != 2) throw std::invalid_argument("expected 3 addresses on both sides and 2 strides");
+// Sum of what several ranks' codes stand for, times factor: as fp32 (out_numbers empty; to[0]) or as codes again (to:
+// codes, scale, zero). from: codes, scale, zero. strides: bytes of codes and number of scales between ranks.
+void reduce_codes(const std::vector<int64_t>& from, const std::vector<int64_t>& numbers, int64_t ranks,
+                  const std::vector<int64_t>& strides, double factor, const std::vector<int64_t>& to,
+                  const std::vector<int64_t>& out_numbers, int64_t numel, bool stochastic, uint32_t seed, int threads) {
+    if (from.size() != 3 || to.size() != 3 || strides.size() != 2)
+        throw std::invalid_argument("expected 3 addresses on both sides and 2 strides");
     const Quant q = quant_of(numbers, false, 0, 0);
     const bool again = !out_numbers.empty();
     Quant o = again ? quant_of(out_numbers, stochastic, seed, 0) : q;
@@ -53,21 +57,21 @@ void reduce_codes(const std::vector<int64_t>& from, const std::vector<int64_t>& 
         for (int64_t at = begin; at < end; at += grain) {
             const int64_t stop = std::min(end, at + grain);
             float* out = again ? sum.data() : pointer<float>(to[0]) + at;
-            k.reduce(q, pointer<const char>(from[0]), pointer<const float>(from[1]), pointer<const float>(from[2]), ranks, strides[0], strides[1], f,
-                     out, at, stop);
+            k.reduce(q, pointer<const char>(from[0]), pointer<const float>(from[1]), pointer<const float>(from[2]),
+                     ranks, strides[0], strides[1], f, out, at, stop);
             if (!again) continue;
             Quant part = o;
             part.dtype = F32;
             part.offset += at;
             const int64_t g = at / o.group;
             float* zero = pointer<float>(to[2]);
-            k.quantize(part, reinterpret_cast<const char*>(out), pointer<char>(to[0]) + (halves ? at / 2 : at), pointer<float>(to[1]) + g,
-                       zero ? zero + g : nullptr, 0, stop - at);
+            k.quantize(part, reinterpret_cast<const char*>(out), pointer<char>(to[0]) + (halves ? at / 2 : at),
+                       pointer<float>(to[1]) + g, zero ? zero + g : nullptr, 0, stop - at);
         }
     });
 }
 
-// ---- signs --------------------------------------------------------------------------------------------------------------
+// ---- signs ------------------------------------------------------------------------------------------
 
 void pack_signs(int dtype, int64_t x, int64_t bits, int64_t numel, int threads) {
     const SignKernels& k = *tables().sign;
@@ -92,7 +96,8 @@ void unpack_signs(int64_t bits, int64_t scales, int dtype, int64_t out, int64_t 
     });
 }
 
-constexpr int64_t STRETCH = 1 << 18;  // elements read forwards at a time: the processor's own prefetching has to see a stream
+constexpr int64_t STRETCH =
+    1 << 18;  // elements read forwards at a time: the processor's own prefetching has to see a stream
 
 // Returns the scale |x + error| / sqrt(numel).
 float compress_signs(int dtype, int64_t x, int64_t error, int64_t bits, int64_t numel, int threads) {
@@ -125,7 +130,8 @@ void mean_of_signs(int64_t bits, int64_t scales, int64_t ranks, int64_t out, int
     const float factor = static_cast<float>(1.0 / static_cast<double>(ranks));
     py::gil_scoped_release release;
     Plan(sizes, ALIGN).parallel(sizes, threads, [&](size_t, int64_t begin, int64_t end) {
-        k.mean(pointer<const char>(bits), (numel + 7) / 8, pointer<const float>(scales), ranks, factor, pointer<char>(out), begin, end);
+        k.mean(pointer<const char>(bits), (numel + 7) / 8, pointer<const float>(scales), ranks, factor,
+               pointer<char>(out), begin, end);
     });
 }
 

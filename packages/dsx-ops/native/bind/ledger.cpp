@@ -1,10 +1,13 @@
-// Addresses of many tensors, read and checked in one call, instead of asking each of them in Python for one attribute after the other.
+// Addresses of many tensors, read and checked in one call, instead of asking each of them in Python for one attribute
+// after the other.
 //
-// Tensors are looked at through DLPack's table of C functions, which torch.Tensor offers as `__dlpack_c_exchange_api__`: no header of torch,
-// nothing known of its classes. The first two structs below are those of that standard (dlpack.h, version 1.3).
+// Tensors are looked at through DLPack's table of C functions, which torch.Tensor offers as
+// `__dlpack_c_exchange_api__`: no header of torch, nothing known of its classes. The first two structs below are those
+// of that standard (dlpack.h, version 1.3).
 //
-// The step before has swept the caches, so that looking means waiting for memory, a few lines per tensor. A ledger remembers where
-// things lay the last time and asks for them some rows ahead. An address that is no longer anything does no harm: it is a hint, never read.
+// The step before has swept the caches, so that looking means waiting for memory, a few lines per tensor. A ledger
+// remembers where things lay the last time and asks for them some rows ahead. An address that is no longer anything
+// does no harm: it is a hint, never read.
 #include "work.h"
 
 namespace dsx {
@@ -21,7 +24,8 @@ struct DLTensor {
 struct DLPackExchangeAPI {
     uint32_t major, minor;
     void *older, *allocator, *managed_from_object, *managed_to_object;
-    int (*tensor_from_object)(void* object, DLTensor* out);  // borrows; sets a Python error and returns -1 when it cannot
+    int (*tensor_from_object)(void* object,
+                              DLTensor* out);  // borrows; sets a Python error and returns -1 when it cannot
     void* current_stream;
 };
 constexpr int32_t DLPACK_CPU = 1;
@@ -30,7 +34,8 @@ constexpr size_t AHEAD = 8;  // rows
 const DLPackExchangeAPI* exchange_of(const py::capsule& capsule) {
     const auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     if (!api) throw py::error_already_set();
-    if (api->major != 1 || !api->tensor_from_object) throw std::invalid_argument("expected DLPack's exchange functions, version 1");
+    if (api->major != 1 || !api->tensor_from_object)
+        throw std::invalid_argument("expected DLPack's exchange functions, version 1");
     return api;
 }
 
@@ -51,10 +56,11 @@ struct Column {
 };
 
 class Ledger {
-public:
-    // `sizes`: like the table, how many elements each tensor must have. `columns`: (index, key, DLPack's type code, bits); the first two are
-    // parameter and gradient.
-    Ledger(const py::capsule& exchange, const std::vector<std::tuple<size_t, py::object, int, int>>& columns, const py::buffer& sizes_buffer)
+  public:
+    // `sizes`: like the table, how many elements each tensor must have. `columns`: (index, key, DLPack's type code,
+    // bits); the first two are parameter and gradient.
+    Ledger(const py::capsule& exchange, const std::vector<std::tuple<size_t, py::object, int, int>>& columns,
+           const py::buffer& sizes_buffer)
         : api_(exchange_of(exchange)) {
         const Table sizes(sizes_buffer, STEP_COLUMNS);
         if (columns.size() < 2) throw std::invalid_argument("expected columns of parameters and gradients");
@@ -66,15 +72,17 @@ public:
         seen_.resize(sizes.rows * columns_.size());
     }
 
-    // The table gets the addresses of today's tensors. False, and the table is of no use, when one of them is not as it should be:
-    // the caller finds out which, and names it.
+    // The table gets the addresses of today's tensors. False, and the table is of no use, when one of them is not as it
+    // should be: the caller finds out which, and names it.
     bool read(const py::list& params, const py::list& states, long long step, const py::buffer& table_buffer) {
         const Table table(table_buffer, STEP_COLUMNS);
         const size_t rows = sizes_.size() / STEP_COLUMNS;
-        if (table.info.readonly || table.rows != rows || params.size() != rows || states.size() != rows) throw std::invalid_argument("expected one row per parameter");
+        if (table.info.readonly || table.rows != rows || params.size() != rows || states.size() != rows)
+            throw std::invalid_argument("expected one row per parameter");
         for (size_t row = 0; row < rows; ++row) {
             if (row + AHEAD < rows) prefetch(row + AHEAD);
-            if (!read_row(PyList_GET_ITEM(params.ptr(), row), PyList_GET_ITEM(states.ptr(), row), step, row, static_cast<int64_t*>(table.info.ptr))) {
+            if (!read_row(PyList_GET_ITEM(params.ptr(), row), PyList_GET_ITEM(states.ptr(), row), step, row,
+                          static_cast<int64_t*>(table.info.ptr))) {
                 PyErr_Clear();  // of what is no tensor, or one without an address
                 return false;
             }
@@ -82,7 +90,7 @@ public:
         return true;
     }
 
-private:
+  private:
     struct Seen {
         const char *object, *shape;
     };
@@ -90,7 +98,8 @@ private:
     void prefetch(size_t row) const {
         for (size_t i = row * columns_.size(); i < (row + 1) * columns_.size(); ++i) {
             __builtin_prefetch(seen_[i].object);
-            for (int line = -64; line <= 128; line += 64) __builtin_prefetch(seen_[i].shape + line);  // what lies around a shape: torch's own notes of a tensor
+            for (int line = -64; line <= 128; line += 64)
+                __builtin_prefetch(seen_[i].shape + line);  // what lies around a shape: torch's own notes of a tensor
         }
     }
 
@@ -100,20 +109,26 @@ private:
         PyObject* count = PyDict_GetItemWithError(state, step_.ptr());
         if (!count || !PyLong_CheckExact(count) || PyLong_AsLongLong(count) != step) return false;
         for (size_t i = 0; i < columns_.size(); ++i) {
-            PyObject* object = i == 0 ? param : i == 1 ? grad.ptr() : PyDict_GetItemWithError(state, columns_[i].key.ptr());
+            PyObject* object = i == 0   ? param
+                               : i == 1 ? grad.ptr()
+                                        : PyDict_GetItemWithError(state, columns_[i].key.ptr());
             const size_t at = row * STEP_COLUMNS + columns_[i].index;
-            if (!object || !look(object, columns_[i], sizes_[at], table[at], seen_[row * columns_.size() + i])) return false;
+            if (!object || !look(object, columns_[i], sizes_[at], table[at], seen_[row * columns_.size() + i]))
+                return false;
         }
         return true;
     }
 
-    // The address of `object`, when it is a contiguous tensor in host memory, of this column's dtype and `numel` elements.
+    // The address of `object`, when it is a contiguous tensor in host memory, of this column's dtype and `numel`
+    // elements.
     bool look(PyObject* object, const Column& column, int64_t numel, int64_t& address, Seen& seen) const {
         DLTensor t;
         if (api_->tensor_from_object(object, &t) != 0) return false;
         int64_t found = 1;
         for (int32_t d = 0; d < t.ndim; ++d) found *= t.shape[d];
-        if (t.device_type != DLPACK_CPU || t.code != column.code || t.bits != column.bits || t.lanes != 1 || found != numel) return false;
+        if (t.device_type != DLPACK_CPU || t.code != column.code || t.bits != column.bits || t.lanes != 1 ||
+            found != numel)
+            return false;
         if (numel > 0 && (!t.data || !contiguous(t))) return false;
         seen = Seen{reinterpret_cast<const char*>(object), reinterpret_cast<const char*>(t.shape)};
         address = reinterpret_cast<int64_t>(t.data) + static_cast<int64_t>(t.byte_offset);
@@ -131,7 +146,8 @@ private:
 
 void bind_ledger(py::module_& m) {
     py::class_<Ledger>(m, "Ledger", py::module_local())
-        .def(py::init<const py::capsule&, const std::vector<std::tuple<size_t, py::object, int, int>>&, const py::buffer&>())
+        .def(py::init<const py::capsule&, const std::vector<std::tuple<size_t, py::object, int, int>>&,
+                      const py::buffer&>())
         .def("read", &Ledger::read);
 }
 

@@ -39,7 +39,8 @@ std::vector<float> split_pairs(const float* x, int64_t vectors, int64_t columns)
 }
 
 // addresses: codes, scales, x, out. numbers: rows, columns, groups of a row, vectors.
-void quantized_matvec(int bits, const std::vector<int64_t>& addresses, const std::vector<int64_t>& numbers, int threads) {
+void quantized_matvec(int bits, const std::vector<int64_t>& addresses, const std::vector<int64_t>& numbers,
+                      int threads) {
     if (addresses.size() != 4 || numbers.size() != 4) throw std::invalid_argument("expected 4 addresses and 4 numbers");
     const int64_t rows = numbers[0], columns = numbers[1], groups = numbers[2], vectors = numbers[3];
     if (bits != 8 && bits != 4) throw std::invalid_argument("expected 8 or 4 bits");
@@ -47,7 +48,8 @@ void quantized_matvec(int bits, const std::vector<int64_t>& addresses, const std
         throw std::invalid_argument("expected groups that divide the columns");
     if (groups > 1 && (columns / groups) % MATVEC_BLOCK != 0)
         throw std::invalid_argument("expected groups of a multiple of 32 codes");
-    const PackedMatrix matrix{pointer<const uint8_t>(addresses[0]), pointer<const float>(addresses[1]), columns, groups};
+    const PackedMatrix matrix{pointer<const uint8_t>(addresses[0]), pointer<const float>(addresses[1]), columns,
+                              groups};
     const MatvecKernels& kernels = matvec_kernels();
     const auto kernel = bits == 8 ? kernels.int8 : kernels.int4;
     const float* x = pointer<const float>(addresses[2]);

@@ -7,7 +7,7 @@ namespace dsx {
 namespace {
 
 constexpr int64_t PARTIALS = SIGN_PIECE / CHUNK;  // sums per piece, the last ones unused in a shorter piece
-constexpr int64_t TOGETHER = 1 << 18;  // elements of neighbouring runs that are read twice while in a cache
+constexpr int64_t TOGETHER = 1 << 18;             // elements of neighbouring runs that are read twice while in a cache
 
 const SignPiece* pieces_at(int64_t address) { return pointer<const SignPiece>(address); }
 

@@ -1,4 +1,5 @@
-// Rows gathered and scattered by index, for Python: memory is copied, nothing is computed, so there is no instruction set to choose.
+// Rows gathered and scattered by index, for Python: memory is copied, nothing is computed, so there is no instruction
+// set to choose.
 #include <cstring>
 #ifdef DSX_X86
 #include <emmintrin.h>
@@ -13,15 +14,17 @@ namespace {
 void copy_past_caches(char* to, const char* from, int64_t bytes) {
 #ifdef DSX_X86
     for (int64_t i = 0; i < bytes; i += 16)
-        _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+        _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                         _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
 #else
     std::memcpy(to, from, static_cast<size_t>(bytes));
 #endif
 }
 
-// addresses: full [batch, sequence] rows (or [sequence, batch]), part [batch, kept] rows (or [kept, batch]), indices int64 [batch, kept].
-// sizes: batch, kept, sequence, bytes per row. The indices are in range.
-void move_rows(bool gather, const std::vector<int64_t>& a, const std::vector<int64_t>& sizes, bool batch_first, int threads) {
+// addresses: full [batch, sequence] rows (or [sequence, batch]), part [batch, kept] rows (or [kept, batch]), indices
+// int64 [batch, kept]. sizes: batch, kept, sequence, bytes per row. The indices are in range.
+void move_rows(bool gather, const std::vector<int64_t>& a, const std::vector<int64_t>& sizes, bool batch_first,
+               int threads) {
     if (a.size() != 3 || sizes.size() != 4) throw std::invalid_argument("expected 3 addresses and 4 sizes");
     const int64_t batch = sizes[0], kept = sizes[1], sequence = sizes[2], bytes = sizes[3], rows = batch * kept;
     char *full = pointer<char>(a[0]), *part = pointer<char>(a[1]);

@@ -1,8 +1,8 @@
 // Products of a few vectors with a matrix of 8- or 4-bit codes; compiled once per instruction set.
 //
-// The codes are read once from memory and never written as floats: a quarter or an eighth of the bytes of fp32, which is
-// what bounds such a product. Sums are taken in fp32, in four accumulators of sixteen lanes for each group, so that every
-// instruction set adds in the same order; only the fused multiply-add of AVX2 and later rounds less.
+// The codes are read once from memory and never written as floats: a quarter or an eighth of the bytes of fp32, which
+// is what bounds such a product. Sums are taken in fp32, in four accumulators of sixteen lanes for each group, so that
+// every instruction set adds in the same order; only the fused multiply-add of AVX2 and later rounds less.
 #include "dsx_ops/matvec.h"
 
 #include "dsx_ops/kernels.h"

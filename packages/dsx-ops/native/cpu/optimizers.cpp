@@ -1,8 +1,8 @@
 // One pass over parameter, gradient and states per optimizer; compiled once per instruction set.
 //
-// A kernel reads sixteen elements of every stream, works in fp32, and writes them back. What is left at the end of a row goes
-// through the same code on a padded copy, so an element's result depends neither on its place nor on how the row was
-// cut into ranges. The bytes moved are the floor of each algorithm (fp32 Adam: 28 per parameter).
+// A kernel reads sixteen elements of every stream, works in fp32, and writes them back. What is left at the end of a
+// row goes through the same code on a padded copy, so an element's result depends neither on its place nor on how the
+// row was cut into ranges. The bytes moved are the floor of each algorithm (fp32 Adam: 28 per parameter).
 #include "dsx_ops/kernels.h"
 #include "dsx_ops/tiles.h"
 #include "dsx_ops/vec.h"
@@ -20,8 +20,10 @@ struct H {
     int32_t flags;
     explicit DSX_INLINE H(const Hyper& h)
         : beta1(splat(h.beta1)), one_minus_beta1(splat(h.one_minus_beta1)), beta2(splat(h.beta2)),
-          one_minus_beta2(splat(h.one_minus_beta2)), eps(splat(h.eps)), decay(splat(h.flags & DECOUPLED ? h.decay : 1.0f)), l2(splat(h.l2)),
-          step_size(splat(h.step_size)), inv_denom(splat(h.inv_denom)), grad_mul(splat((h.flags & MAXIMIZE ? -1.0f : 1.0f) * (h.flags & UNSCALE ? h.grad_mul : 1.0f))),
+          one_minus_beta2(splat(h.one_minus_beta2)), eps(splat(h.eps)),
+          decay(splat(h.flags & DECOUPLED ? h.decay : 1.0f)), l2(splat(h.l2)), step_size(splat(h.step_size)),
+          inv_denom(splat(h.inv_denom)),
+          grad_mul(splat((h.flags & MAXIMIZE ? -1.0f : 1.0f) * (h.flags & UNSCALE ? h.grad_mul : 1.0f))),
           damp(splat(h.damp)), flags(h.flags) {}
     bool DSX_INLINE on(Flag f) const { return flags & f; }
 };
@@ -86,8 +88,7 @@ struct Sgd {
     }
 };
 
-template <class A>
-void core(const H& h, float* p, const float* g, float* s0, float* s1, int64_t n) {
+template <class A> void core(const H& h, float* p, const float* g, float* s0, float* s1, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) {
         F x = load32(p + i), a = s0 ? load32(s0 + i) : splat(0.0f), b = splat(0.0f);
         if (A::STATES > 1) b = load32(s1 + i);
@@ -98,25 +99,27 @@ void core(const H& h, float* p, const float* g, float* s0, float* s1, int64_t n)
     }
 }
 
-// Without tiles: for the combinations of dtypes that training uses, where the way through the first-level cache and back costs as much as the update.
+// Without tiles: for the combinations of dtypes that training uses, where the way through the first-level cache and
+// back costs as much as the update.
 template <class A, DType P, DType G, DType S>
 DSX_INLINE void direct_lanes(const H& h, const Row& row, int64_t e, int64_t count) {
     F p = Parameter<P>::load(row, e, count), g = Padded<G>::load(row.grad, e, count);
-    F a = Padded<S>::load(row.state0, e, count), b = A::STATES > 1 ? Padded<S>::load(row.state1, e, count) : splat(0.0f);
+    F a = Padded<S>::load(row.state0, e, count),
+      b = A::STATES > 1 ? Padded<S>::load(row.state1, e, count) : splat(0.0f);
     A::apply(h, p, gradient(h, g), a, b);
     Parameter<P>::store(row, e, count, p);
     Padded<S>::store(row.state0, e, count, a);
     if (A::STATES > 1) Padded<S>::store(row.state1, e, count, b);
 }
-template <class A, DType P, DType G, DType S> void direct(const Step& step, const Row& row, int64_t begin, int64_t end) {
+template <class A, DType P, DType G, DType S>
+void direct(const Step& step, const Row& row, int64_t begin, int64_t end) {
     const H h(step.hyper);
     int64_t e = begin;
     for (; e + LANES <= end; e += LANES) direct_lanes<A, P, G, S>(h, row, e, LANES);
     if (e < end) direct_lanes<A, P, G, S>(h, row, e, end - e);
 }
 
-template <class A>
-void elementwise(const Step& step, const Row& row, int64_t begin, int64_t end) {
+template <class A> void elementwise(const Step& step, const Row& row, int64_t begin, int64_t end) {
     if (step.grad == BF16 && step.copy == NONE && row.state0) {
         if (step.param == BF16 && step.state == F32) return direct<A, BF16, BF16, F32>(step, row, begin, end);
         if (step.param == BF16 && step.state == BF16) return direct<A, BF16, BF16, BF16>(step, row, begin, end);
@@ -139,7 +142,7 @@ void elementwise(const Step& step, const Row& row, int64_t begin, int64_t end) {
     if (step.copy != NONE) fence();
 }
 
-// ---- Lamb: two passes, because its trust ratio needs the norm of the whole update -------------------------------------
+// ---- Lamb: two passes, because its trust ratio needs the norm of the whole update -------------------
 
 DSX_INLINE F lamb_direction(const H& h, F p, F m, F v) {
     F u = m / (h.on(EPS_INSIDE) ? root(v + h.eps) : root(v) + h.eps);
@@ -213,7 +216,7 @@ void run_step(const Step& step, const Row& row, int64_t index, int64_t begin, in
     }
 }
 
-// ---- norm and scale ---------------------------------------------------------------------------------------------------
+// ---- norm and scale ---------------------------------------------------------------------------------
 
 template <DType T> void squares_of(const char* data, int64_t begin, int64_t end, double* partials) {
     for (int64_t at = begin; at < end; at += CHUNK) {

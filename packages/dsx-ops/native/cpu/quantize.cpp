@@ -1,7 +1,8 @@
-// Groupwise int8, int4 and fp8: two passes over a group that stays in cache (range, then codes); compiled once per instruction set.
+// Groupwise int8, int4 and fp8: two passes over a group that stays in cache (range, then codes); compiled once per
+// instruction set.
 //
-// A format is a small struct: how many bits, which range, how sixteen scaled numbers become codes and back. Where a group's codes
-// go is an index function (for ZeRO++'s swizzle), not a pass.
+// A format is a small struct: how many bits, which range, how sixteen scaled numbers become codes and back. Where a
+// group's codes go is an index function (for ZeRO++'s swizzle), not a pass.
 #include "dsx_ops/kernels.h"
 #include "dsx_ops/tiles.h"
 #include "dsx_ops/vec.h"
@@ -16,13 +17,12 @@ constexpr float UNIT24 = 5.9604644775390625e-8f;  // 2^-24
 
 // Up with the probability of the fraction; `random` has 24 bits.
 DSX_INLINE F round_random(F t, U random) {
-    return floor_of(multiply_add(to_float(random), splat(UNIT24), t));  // the product is exact: the same bits without a fused multiply-add
+    return floor_of(multiply_add(to_float(random), splat(UNIT24),
+                                 t));  // the product is exact: the same bits without a fused multiply-add
 }
-DSX_INLINE F limit(F t, float low, float high) {
-    return larger(smaller(t, splat(high)), splat(low));
-}
+DSX_INLINE F limit(F t, float low, float high) { return larger(smaller(t, splat(high)), splat(low)); }
 
-// ---- formats ----------------------------------------------------------------------------------------------------------------
+// ---- formats ----------------------------------------------------------------------------------------
 
 template <int BITS_, bool SYMMETRIC_> struct Integer {
     static constexpr int BITS = BITS_;
@@ -31,7 +31,8 @@ template <int BITS_, bool SYMMETRIC_> struct Integer {
     static constexpr float RANGE = (float)LEVELS;
 
     template <bool STOCHASTIC> static DSX_INLINE U encode(F t, U random) {
-        // To nearest, what the scale was made for does not leave the range: it exceeds it by a few units in the last place at most.
+        // To nearest, what the scale was made for does not leave the range: it exceeds it by a few units in the last
+        // place at most.
         if (STOCHASTIC) t = limit(round_random(t, random), SYMMETRIC ? -RANGE : 0.0f, RANGE);
         return (bits(t + splat(MAGIC)) - splatu(MAGIC_BITS)) & splatu((1u << BITS) - 1);
     }
@@ -41,8 +42,8 @@ template <int BITS_, bool SYMMETRIC_> struct Integer {
     }
 };
 
-// Eight bits of float: sign, 7 - MANTISSA bits of exponent with the given bias. TOP is the largest finite code, NAN_CODE a NaN; what is
-// between them (e5m2 only) is infinity.
+// Eight bits of float: sign, 7 - MANTISSA bits of exponent with the given bias. TOP is the largest finite code,
+// NAN_CODE a NaN; what is between them (e5m2 only) is infinity.
 template <int MANTISSA, int BIAS, uint32_t TOP, uint32_t INFINITE> struct Float8 {
     static constexpr int BITS = 8;
     static constexpr bool SYMMETRIC = true;
@@ -79,7 +80,7 @@ template <int MANTISSA, int BIAS, uint32_t TOP, uint32_t INFINITE> struct Float8
 typedef Float8<3, 7, 0x7e, 0x7f> FloatE4M3;
 typedef Float8<2, 15, 0x7b, 0x7c> FloatE5M2;
 
-// ---- codes in memory --------------------------------------------------------------------------------------------------------
+// ---- codes in memory --------------------------------------------------------------------------------
 
 template <int BITS> DSX_INLINE void write_codes(U code, char* codes, int64_t i, int64_t count) {
     char* at = codes + (BITS == 8 ? i : i / 2);
@@ -111,13 +112,15 @@ DSX_INLINE int64_t place(const Quant& q, int64_t g) {
     return (((within / q.slice) * q.devices + device) * q.nodes + node) * q.slice + within % q.slice;
 }
 
-// Noise::first for sixteen elements after the other. Counting on is cheaper than beginning anew, and right unless the low half of an index overflows.
+// Noise::first for sixteen elements after the other. Counting on is cheaper than beginning anew, and right unless the
+// low half of an index overflows.
 struct NoiseRun {
     uint32_t seed;
     bool overflows;
     U lanes, key;
     DSX_INLINE NoiseRun(uint32_t seed_, int64_t begin, int64_t end)
-        : seed(seed_), overflows((begin >> 32) != ((end + LANES) >> 32)), lanes(lane_numbers() + splatu((uint32_t)begin)), key(splatu(noise_key(seed_, begin))) {}
+        : seed(seed_), overflows((begin >> 32) != ((end + LANES) >> 32)),
+          lanes(lane_numbers() + splatu((uint32_t)begin)), key(splatu(noise_key(seed_, begin))) {}
     DSX_INLINE U at(int64_t index) {
         if (overflows) return Noise(seed, index).first;
         const U random = mix(lanes ^ key);
@@ -126,7 +129,7 @@ struct NoiseRun {
     }
 };
 
-// ---- kernels ----------------------------------------------------------------------------------------------------------------
+// ---- kernels ----------------------------------------------------------------------------------------
 
 struct Range {
     float base, width;  // base: subtracted before scaling
@@ -173,7 +176,8 @@ template <class FORMAT, DType T> DSX_INLINE Range range_of(const char* x, int64_
 template <class FORMAT, DType T, bool STOCHASTIC>
 void quantize_of(const Quant& q, const char* x, char* codes, float* scale, float* zero, int64_t begin, int64_t end) {
     for (int64_t from = begin; from < end; from += q.group) {
-        const int64_t to = end - from < q.group ? end : from + q.group, g = place(q, from / q.group), shift = g * q.group - from;
+        const int64_t to = end - from < q.group ? end : from + q.group, g = place(q, from / q.group),
+                      shift = g * q.group - from;
         const Range range = range_of<FORMAT, T>(x, from, to);
         const float step = range.width / FORMAT::RANGE;
         scale[g] = step;
@@ -185,7 +189,8 @@ void quantize_of(const Quant& q, const char* x, char* codes, float* scale, float
             return FORMAT::template encode<STOCHASTIC>(t, STOCHASTIC ? noise.at(q.offset + i) >> 8 : splatu(0));
         };
         int64_t i = from;
-        for (; i + LANES <= to; i += LANES) write_codes<FORMAT::BITS>(code_at(Access<T>::load(x, i), i), codes, i + shift, LANES);
+        for (; i + LANES <= to; i += LANES)
+            write_codes<FORMAT::BITS>(code_at(Access<T>::load(x, i), i), codes, i + shift, LANES);
         if (i < to) write_codes<FORMAT::BITS>(code_at(Padded<T>::load(x, i, to - i), i), codes, i + shift, to - i);
     }
 }
@@ -213,8 +218,11 @@ template <bool SYMMETRIC> struct Values<Integer<4, SYMMETRIC>> {
         uint64_t raw = 0;
         if (count >= LANES) __builtin_memcpy(&raw, codes + i / 2, 8);
         else __builtin_memcpy(&raw, codes + i / 2, (count + 1) / 2);
-        const __m512i halves = _mm512_permutexvar_epi32(_mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0), _mm512_castsi128_si512(_mm_cvtsi64_si128((long long)raw)));
-        const __m512i index = _mm512_srlv_epi32(halves, _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0));
+        const __m512i halves =
+            _mm512_permutexvar_epi32(_mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0),
+                                     _mm512_castsi128_si512(_mm_cvtsi64_si128((long long)raw)));
+        const __m512i index =
+            _mm512_srlv_epi32(halves, _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0));
         F v;
         v.r[0] = (freg)_mm512_permutexvar_ps(index, (__m512)table.r[0]);  // looks at the low four bits alone
         return v;
@@ -223,9 +231,11 @@ template <bool SYMMETRIC> struct Values<Integer<4, SYMMETRIC>> {
 #endif
 
 template <class FORMAT, DType T>
-void dequantize_of(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin, int64_t end) {
+void dequantize_of(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin,
+                   int64_t end) {
     for (int64_t from = begin; from < end; from += q.group) {
-        const int64_t to = end - from < q.group ? end : from + q.group, g = place(q, from / q.group), shift = g * q.group - from;
+        const int64_t to = end - from < q.group ? end : from + q.group, g = place(q, from / q.group),
+                      shift = g * q.group - from;
         const Values<FORMAT> values(scale[g], FORMAT::SYMMETRIC ? 0.0f : zero[g]);
         const bool stream = q.stream && ((uintptr_t)(x + from * Access<T>::SIZE) & 63) == 0;
         int64_t i = from;
@@ -239,12 +249,14 @@ void dequantize_of(const Quant& q, const char* codes, const float* scale, const 
     if (q.stream) fence();
 }
 
-// Adds what RANKS ranks' codes of [from, to), all of one group, stand for to out, or begins it. The sum stays in a register meanwhile.
+// Adds what RANKS ranks' codes of [from, to), all of one group, stand for to out, or begins it. The sum stays in a
+// register meanwhile.
 template <class FORMAT, int RANKS>
-DSX_INLINE void add_ranks(const char* codes, const float* scale, const float* zero, int64_t code_stride, int64_t scale_stride, bool first, F factor, float* out,
-                          int64_t from, int64_t to) {
+DSX_INLINE void add_ranks(const char* codes, const float* scale, const float* zero, int64_t code_stride,
+                          int64_t scale_stride, bool first, F factor, float* out, int64_t from, int64_t to) {
     Values<FORMAT> values[RANKS];
-    for (int r = 0; r < RANKS; ++r) values[r] = Values<FORMAT>(scale[r * scale_stride], FORMAT::SYMMETRIC ? 0.0f : zero[r * scale_stride]);
+    for (int r = 0; r < RANKS; ++r)
+        values[r] = Values<FORMAT>(scale[r * scale_stride], FORMAT::SYMMETRIC ? 0.0f : zero[r * scale_stride]);
     columns(to - from, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
         F sum = values[0].at(codes, from + i, count);
         if (!first) sum = Padded<F32>::load((char*)out, i, count) + sum;
@@ -254,8 +266,8 @@ DSX_INLINE void add_ranks(const char* codes, const float* scale, const float* ze
 }
 
 template <class FORMAT>
-void reduce_of(const Quant& q, const char* codes, const float* scale, const float* zero, int64_t ranks, int64_t code_stride,
-               int64_t scale_stride, float factor, float* out, int64_t begin, int64_t end) {
+void reduce_of(const Quant& q, const char* codes, const float* scale, const float* zero, int64_t ranks,
+               int64_t code_stride, int64_t scale_stride, float factor, float* out, int64_t begin, int64_t end) {
     for (int64_t from = begin; from < end;) {
         const int64_t g = from / q.group, border = (g + 1) * q.group, to = end < border ? end : border;
         for (int64_t r = 0; r < ranks;) {
@@ -263,15 +275,17 @@ void reduce_of(const Quant& q, const char* codes, const float* scale, const floa
             const F times = splat(r + several == ranks ? factor : 1.0f);
             const char* c = codes + r * code_stride;
             const float *s = scale + r * scale_stride + g, *z = zero + (FORMAT::SYMMETRIC ? 0 : r * scale_stride + g);
-            if (several == 4) add_ranks<FORMAT, 4>(c, s, z, code_stride, scale_stride, r == 0, times, out + (from - begin), from, to);
-            else add_ranks<FORMAT, 1>(c, s, z, code_stride, scale_stride, r == 0, times, out + (from - begin), from, to);
+            if (several == 4)
+                add_ranks<FORMAT, 4>(c, s, z, code_stride, scale_stride, r == 0, times, out + (from - begin), from, to);
+            else
+                add_ranks<FORMAT, 1>(c, s, z, code_stride, scale_stride, r == 0, times, out + (from - begin), from, to);
             r += several;
         }
         from = to;
     }
 }
 
-// ---- formats and dtypes -----------------------------------------------------------------------------------------------------
+// ---- formats and dtypes -----------------------------------------------------------------------------
 
 template <class FORMAT>
 void quantize_as(const Quant& q, const char* x, char* codes, float* scale, float* zero, int64_t begin, int64_t end) {
@@ -286,31 +300,33 @@ void quantize_as(const Quant& q, const char* x, char* codes, float* scale, float
 }
 
 template <class FORMAT>
-void dequantize_as(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin, int64_t end) {
+void dequantize_as(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin,
+                   int64_t end) {
     if (q.dtype == BF16) return dequantize_of<FORMAT, BF16>(q, codes, scale, zero, x, begin, end);
     if (q.dtype == F16) return dequantize_of<FORMAT, F16>(q, codes, scale, zero, x, begin, end);
     dequantize_of<FORMAT, F32>(q, codes, scale, zero, x, begin, end);
 }
 
 // Calls function<format>(arguments).
-#define DSX_BY_FORMAT(function, ...)                                        \
-    switch (q.format) {                                                     \
-        case INT8: return function<Integer<8, true>>(__VA_ARGS__);          \
-        case INT4: return function<Integer<4, true>>(__VA_ARGS__);          \
-        case INT8_ASYM: return function<Integer<8, false>>(__VA_ARGS__);    \
-        case INT4_ASYM: return function<Integer<4, false>>(__VA_ARGS__);    \
-        case E4M3: return function<FloatE4M3>(__VA_ARGS__);                 \
-        case E5M2: return function<FloatE5M2>(__VA_ARGS__);                 \
+#define DSX_BY_FORMAT(function, ...) \
+    switch (q.format) { \
+        case INT8: return function<Integer<8, true>>(__VA_ARGS__); \
+        case INT4: return function<Integer<4, true>>(__VA_ARGS__); \
+        case INT8_ASYM: return function<Integer<8, false>>(__VA_ARGS__); \
+        case INT4_ASYM: return function<Integer<4, false>>(__VA_ARGS__); \
+        case E4M3: return function<FloatE4M3>(__VA_ARGS__); \
+        case E5M2: return function<FloatE5M2>(__VA_ARGS__); \
     }
 
 void quantize(const Quant& q, const char* x, char* codes, float* scale, float* zero, int64_t begin, int64_t end) {
     DSX_BY_FORMAT(quantize_as, q, x, codes, scale, zero, begin, end)
 }
-void dequantize(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin, int64_t end) {
+void dequantize(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin,
+                int64_t end) {
     DSX_BY_FORMAT(dequantize_as, q, codes, scale, zero, x, begin, end)
 }
-void reduce(const Quant& q, const char* codes, const float* scale, const float* zero, int64_t ranks, int64_t code_stride,
-            int64_t scale_stride, float factor, float* out, int64_t begin, int64_t end) {
+void reduce(const Quant& q, const char* codes, const float* scale, const float* zero, int64_t ranks,
+            int64_t code_stride, int64_t scale_stride, float factor, float* out, int64_t begin, int64_t end) {
     DSX_BY_FORMAT(reduce_of, q, codes, scale, zero, ranks, code_stride, scale_stride, factor, out, begin, end)
 }
 

@@ -1,7 +1,8 @@
 // Layer norm and softmax, a row at a time, and functions of x + bias; compiled once per instruction set.
 //
-// A row is read from memory once: the passes after the first find it in cache. Sums go over four sets of sixteen lanes and are then
-// folded, in the same order everywhere; sums over rows go over blocks of rows that the caller cuts the same way for any thread count.
+// A row is read from memory once: the passes after the first find it in cache. Sums go over four sets of sixteen lanes
+// and are then folded, in the same order everywhere; sums over rows go over blocks of rows that the caller cuts the
+// same way for any thread count.
 #include "dsx_ops/kernels.h"
 #include "dsx_ops/math.h"
 #include "dsx_ops/tiles.h"
@@ -13,8 +14,8 @@ namespace {
 
 constexpr int64_t UNROLL = 4 * LANES;
 
-// f(set, column, count) for all columns, four sets of lanes in turn; count is how many of the sixteen are there. Sums kept per set do not wait for
-// each other, and the sets are constants to the compiler, so that they stay in registers.
+// f(set, column, count) for all columns, four sets of lanes in turn; count is how many of the sixteen are there. Sums
+// kept per set do not wait for each other, and the sets are constants to the compiler, so that they stay in registers.
 template <class Body> DSX_INLINE void columns_in_sets(int64_t cols, const Body& f) {
     int64_t c = 0;
     for (; c + UNROLL <= cols; c += UNROLL)
@@ -30,7 +31,8 @@ struct Sums {
 // Sum over columns of f(column, count).
 template <class Body> DSX_INLINE float row_sum(int64_t cols, const Body& f) {
     Sums sums;
-    columns_in_sets(cols, [&](int k, int64_t c, int64_t count) __attribute__((always_inline)) { sums.add(k, f(c, count)); });
+    columns_in_sets(cols,
+                    [&](int k, int64_t c, int64_t count) __attribute__((always_inline)) { sums.add(k, f(c, count)); });
     return sums.total();
 }
 
@@ -43,12 +45,14 @@ template <DType T> DSX_INLINE void put(char* base, int64_t i, int64_t count, F a
     if (stream) Padded<T>::stream(base, i, count, a);
     else Padded<T>::store(base, i, count, a);
 }
-// Asks for sixteen elements of the next row, in a loop that reads nothing from memory: else memory would rest meanwhile. Beyond the last row this is
-// a hint that leads nowhere.
-template <DType T> DSX_INLINE void ask_for_next(const char* row, int64_t cols, int64_t i) { __builtin_prefetch(row + (cols + i) * Access<T>::SIZE); }
+// Asks for sixteen elements of the next row, in a loop that reads nothing from memory: else memory would rest
+// meanwhile. Beyond the last row this is a hint that leads nowhere.
+template <DType T> DSX_INLINE void ask_for_next(const char* row, int64_t cols, int64_t i) {
+    __builtin_prefetch(row + (cols + i) * Access<T>::SIZE);
+}
 DSX_INLINE bool on_line(const char* at) { return ((uintptr_t)at & 63) == 0; }
 
-// ---- layer norm -----------------------------------------------------------------------------------------------------------
+// ---- layer norm -------------------------------------------------------------------------------------
 
 template <DType T> void layer_norm_of(const NormRows& n, int64_t begin, int64_t end) {
     const int64_t cols = n.cols;
@@ -64,19 +68,25 @@ template <DType T> void layer_norm_of(const NormRows& n, int64_t begin, int64_t 
             });
             x = total;
         }
-        const float mean = row_sum(cols, [&](int64_t c, int64_t count) DSX_LAMBDA { return Padded<T>::load(x, c, count); }) * share;
+        const float mean =
+            row_sum(cols, [&](int64_t c, int64_t count) DSX_LAMBDA { return Padded<T>::load(x, c, count); }) * share;
         const F centre = splat(mean);
-        const float variance = row_sum(cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
-            F d = Padded<T>::load(x, c, count) - centre;
-            if (count < LANES) d = floats(bits(d) & present(count));
-            return d * d;
-        }) * share;
+        const float variance = row_sum(cols,
+                                       [&](int64_t c, int64_t count) DSX_LAMBDA {
+                                           F d = Padded<T>::load(x, c, count) - centre;
+                                           if (count < LANES) d = floats(bits(d) & present(count));
+                                           return d * d;
+                                       }) *
+                               share;
         const float rstd = 1.0f / __builtin_sqrtf(variance + n.eps);
         const F scale = splat(rstd);
         const bool stream = n.stream && on_line(y);
         columns(cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
             F xhat = (Padded<T>::load(x, c, count) - centre) * scale;
-            put<T>(y, c, count, xhat * Padded<F32>::load((const char*)n.weight, c, count) + Padded<F32>::load((const char*)n.bias, c, count), stream);
+            put<T>(y, c, count,
+                   xhat * Padded<F32>::load((const char*)n.weight, c, count) +
+                       Padded<F32>::load((const char*)n.bias, c, count),
+                   stream);
         });
         n.mean[row] = mean;
         n.rstd[row] = rstd;
@@ -84,7 +94,8 @@ template <DType T> void layer_norm_of(const NormRows& n, int64_t begin, int64_t 
     if (n.stream) fence();
 }
 
-template <DType T, bool INVERSE, bool EXTRA> void layer_norm_back_as(const NormBackRows& n, int64_t begin, int64_t end, float* dweight, float* dbias) {
+template <DType T, bool INVERSE, bool EXTRA>
+void layer_norm_back_as(const NormBackRows& n, int64_t begin, int64_t end, float* dweight, float* dbias) {
     const int64_t cols = n.cols;
     const float share = 1.0f / (float)cols;
     for (int64_t row = begin; row < end; ++row) {
@@ -94,7 +105,8 @@ template <DType T, bool INVERSE, bool EXTRA> void layer_norm_back_as(const NormB
         auto xhat_at = [&](int64_t c, int64_t count) DSX_LAMBDA {
             F s = Padded<T>::load(saved, c, count);
             if (!INVERSE) return (s - mean) * rstd;
-            return (s - Padded<F32>::load((const char*)n.bias, c, count)) * Padded<F32>::load((const char*)n.inverse, c, count);
+            return (s - Padded<F32>::load((const char*)n.bias, c, count)) *
+                   Padded<F32>::load((const char*)n.inverse, c, count);
         };
         Sums first, second;
         columns_in_sets(cols, [&](int k, int64_t c, int64_t count) DSX_LAMBDA {
@@ -119,12 +131,16 @@ template <DType T, bool INVERSE, bool EXTRA> void layer_norm_back_as(const NormB
     }
     if (n.stream) fence();
 }
-template <DType T> void layer_norm_back_of(const NormBackRows& n, int64_t begin, int64_t end, float* dweight, float* dbias) {
-    if (n.inverse) return n.extra ? layer_norm_back_as<T, true, true>(n, begin, end, dweight, dbias) : layer_norm_back_as<T, true, false>(n, begin, end, dweight, dbias);
-    return n.extra ? layer_norm_back_as<T, false, true>(n, begin, end, dweight, dbias) : layer_norm_back_as<T, false, false>(n, begin, end, dweight, dbias);
+template <DType T>
+void layer_norm_back_of(const NormBackRows& n, int64_t begin, int64_t end, float* dweight, float* dbias) {
+    if (n.inverse)
+        return n.extra ? layer_norm_back_as<T, true, true>(n, begin, end, dweight, dbias)
+                       : layer_norm_back_as<T, true, false>(n, begin, end, dweight, dbias);
+    return n.extra ? layer_norm_back_as<T, false, true>(n, begin, end, dweight, dbias)
+                   : layer_norm_back_as<T, false, false>(n, begin, end, dweight, dbias);
 }
 
-// ---- softmax --------------------------------------------------------------------------------------------------------------
+// ---- softmax ----------------------------------------------------------------------------------------
 
 constexpr uint32_t LOWEST = 0xff800000u;  // -inf
 
@@ -158,7 +174,8 @@ struct Mask {
             default: return masked<MASK_F16>(zero, 0, 1);
         }
     }
-    DSX_INLINE Mask(const SoftmaxRows& s, int64_t row) : kind(s.mask_kind), at(s.mask), one(splat(0.0f)), hides_row(false) {
+    DSX_INLINE Mask(const SoftmaxRows& s, int64_t row)
+        : kind(s.mask_kind), at(s.mask), one(splat(0.0f)), hides_row(false) {
         if (kind == MASK_NONE) return;
         at += s.mask_start[row] * (kind == MASK_F32 ? 4 : kind == MASK_BOOL ? 1 : 2);
         if (s.column_step) return;
@@ -218,7 +235,8 @@ template <DType T> void softmax_of(const SoftmaxRows& s, int64_t begin, int64_t 
         });
         const F share = splat(total == 0.0f ? 0.0f : 1.0f / total);
         const bool stream = s.stream && on_line(out);
-        columns(s.cols, [&](int64_t c, int64_t count) DSX_LAMBDA { put<T>(out, c, count, load32(scratch + c) * share, stream); });
+        columns(s.cols, [&](int64_t c, int64_t count)
+                            DSX_LAMBDA { put<T>(out, c, count, load32(scratch + c) * share, stream); });
     }
     if (s.stream) fence();
 }
@@ -228,17 +246,20 @@ template <DType T> void softmax_back_of(const SoftmaxRows& s, int64_t begin, int
     for (int64_t row = begin; row < end; ++row) {
         const int64_t at = row * s.cols * Access<T>::SIZE;
         const char *y = s.x + at, *grad = s.grad + at;
-        const F dot = splat(row_sum(s.cols, [&](int64_t c, int64_t count) DSX_LAMBDA { return Padded<T>::load(grad, c, count) * Padded<T>::load(y, c, count); }));
+        const F dot = splat(row_sum(s.cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
+            return Padded<T>::load(grad, c, count) * Padded<T>::load(y, c, count);
+        }));
         char* out = s.out + at;
         const bool stream = s.stream && on_line(out);
         columns(s.cols, [&](int64_t c, int64_t count) DSX_LAMBDA {
-            put<T>(out, c, count, (scale * Padded<T>::load(y, c, count)) * (Padded<T>::load(grad, c, count) - dot), stream);
+            put<T>(out, c, count, (scale * Padded<T>::load(y, c, count)) * (Padded<T>::load(grad, c, count) - dot),
+                   stream);
         });
     }
     if (s.stream) fence();
 }
 
-// ---- functions of x + bias --------------------------------------------------------------------------------------------------
+// ---- functions of x + bias --------------------------------------------------------------------------
 
 constexpr float GELU_A = 0.7978845608f, GELU_B = 0.044715f;
 
@@ -260,7 +281,8 @@ template <BiasForm FORM> DSX_INLINE F function(const BiasRows& b, F u, F other, 
         u = larger(u, splat(-FAR));
         const F near = smaller(u, splat(FAR)), s = tanh_gate(near);
         if (FORM == GELU_TANH) return u * s;
-        F slope = s + ((near * s) * (splat(1.0f) - s)) * (splat(2.0f * GELU_A) * (splat(1.0f) + splat(3.0f * GELU_B) * (near * near)));
+        F slope = s + ((near * s) * (splat(1.0f) - s)) *
+                          (splat(2.0f * GELU_A) * (splat(1.0f) + splat(3.0f * GELU_B) * (near * near)));
         return other * slope;
     }
     F density;
@@ -285,7 +307,9 @@ template <BiasForm FORM, DType T> void bias_function_of(const BiasRows& b, int64
             if (two) other = Padded<T>::load(b.other, at + i, count);
             F out = function<FORM>(b, u, other, at + i);
             put<T>(b.out, at + i, count, out, stream);
-            if (sums) Padded<F32>::store((char*)sums, col + i, count, Padded<F32>::load((const char*)sums, col + i, count) + out);
+            if (sums)
+                Padded<F32>::store((char*)sums, col + i, count,
+                                   Padded<F32>::load((const char*)sums, col + i, count) + out);
         });
         at += n;
     }
@@ -309,7 +333,7 @@ void bias_function(const BiasRows& b, int64_t begin, int64_t end, float* sums) {
     }
 }
 
-// ---- dtypes -----------------------------------------------------------------------------------------------------------------
+// ---- dtypes -----------------------------------------------------------------------------------------
 
 void layer_norm(const NormRows& n, int64_t begin, int64_t end) {
     if (n.dtype == BF16) return layer_norm_of<BF16>(n, begin, end);

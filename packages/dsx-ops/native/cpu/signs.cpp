@@ -1,7 +1,7 @@
 // One bit per element, with error feedback; compiled once per instruction set.
 //
-// Packing is a comparison and a move of its mask. Compression needs its scale first, so it reads x and the error twice: 20 bytes per
-// element in all, against the seven passes of separate operations.
+// Packing is a comparison and a move of its mask. Compression needs its scale first, so it reads x and the error twice:
+// 20 bytes per element in all, against the seven passes of separate operations.
 #include "dsx_ops/kernels.h"
 #include "dsx_ops/tiles.h"
 #include "dsx_ops/vec.h"
@@ -105,7 +105,8 @@ void compress(DType dtype, const char* x, char* error, float scale, char* bits, 
     compress_of<F32>(x, error, scale, bits, begin, end);
 }
 
-void mean(const char* bits, int64_t stride, const float* scales, int64_t ranks, float factor, char* out, int64_t begin, int64_t end) {
+void mean(const char* bits, int64_t stride, const float* scales, int64_t ranks, float factor, char* out, int64_t begin,
+          int64_t end) {
     const F times = splat(factor);
     groups(begin, end, [&](int64_t i, int64_t count) {
         F sum[GROUP / LANES];
@@ -116,7 +117,8 @@ void mean(const char* bits, int64_t stride, const float* scales, int64_t ranks, 
             for (int64_t k = 0; k < GROUP / LANES; ++k)
                 sum[k] = sum[k] + signed_scale(lane_mask((uint32_t)(word >> (k * LANES)) & 0xffffu), magnitude);
         }
-        for (int64_t k = 0; k < GROUP / LANES; ++k) Padded<F32>::store(out, i + k * LANES, count - k * LANES, sum[k] * times);
+        for (int64_t k = 0; k < GROUP / LANES; ++k)
+            Padded<F32>::store(out, i + k * LANES, count - k * LANES, sum[k] * times);
     });
 }
 

@@ -1,5 +1,5 @@
-// The driver: whether it can run this module, and its functions for contexts. They are looked up in the library that torch has loaded, so that the
-// module loads on machines that have none.
+// The driver: whether it can run this module, and its functions for contexts. They are looked up in the library that
+// torch has loaded, so that the module loads on machines that have none.
 #include "launch.cuh"
 #ifndef DSX_CUDA_EMULATED
 #include <dlfcn.h>

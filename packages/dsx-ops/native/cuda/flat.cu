@@ -1,4 +1,5 @@
-// Norm with overflow check, and scaling, over lists of tensors. Sums are fp64 and taken in a fixed order: the same in every run.
+// Norm with overflow check, and scaling, over lists of tensors. Sums are fp64 and taken in a fixed order: the same in
+// every run.
 #include "memory.cuh"
 #include "reduce.cuh"
 
@@ -65,7 +66,8 @@ __device__ __forceinline__ float read_factor(const Scalar& s) {
     if (s.type == SCALAR_F64) return (float)fetch(static_cast<const double*>(s.at));
     return fetch(static_cast<const float*>(s.at));
 }
-__global__ void __launch_bounds__(THREADS) scale_chunks(const __grid_constant__ Table<Flat> table, const Scalar factor) {
+__global__ void __launch_bounds__(THREADS)
+    scale_chunks(const __grid_constant__ Table<Flat> table, const Scalar factor) {
     const float f = read_factor(factor);
     const Piece piece = piece_of(table, (int32_t)blockIdx.x);
     char* data = table.rows[piece.row].data;
@@ -96,9 +98,8 @@ void squares(const Where& where, const Flat* rows, size_t count, double* out, do
 
 void scale(const Where& where, const Flat* rows, size_t count, const Scalar& factor) {
     OnDevice on(where);
-    for_tables(rows, count, aligned, [&](const Table<Flat>& table) {
-        launch(where, scale_chunks, table.chunks(), THREADS, table, factor);
-    });
+    for_tables(rows, count, aligned,
+               [&](const Table<Flat>& table) { launch(where, scale_chunks, table.chunks(), THREADS, table, factor); });
 }
 
 }  // namespace cuda

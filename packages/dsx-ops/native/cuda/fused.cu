@@ -1,7 +1,8 @@
-// Bias + GELU and residual + dropout(x + bias), forward and backward: elementwise, with the sums over rows that a bias needs.
+// Bias + GELU and residual + dropout(x + bias), forward and backward: elementwise, with the sums over rows that a bias
+// needs.
 //
-// Every element crosses memory once. Backward walks down the columns of a tile (column_sums in rows.cuh), so that the bias's
-// gradient costs no further pass; without a bias the same walk sums nothing.
+// Every element crosses memory once. Backward walks down the columns of a tile (column_sums in rows.cuh), so that the
+// bias's gradient costs no further pass; without a bias the same walk sums nothing.
 #include "rows.cuh"
 
 namespace dsx {
@@ -27,7 +28,8 @@ __device__ __forceinline__ float dropped(const Drop& d, float value, int64_t ele
     return Noise(d.seed, d.offset + element).first >> 8 >= d.threshold ? value * d.scale : 0.0f;
 }
 
-// WIDTH elements of a vector along the columns; they may begin again at column 0. `whole`: they do not, and are aligned.
+// WIDTH elements of a vector along the columns; they may begin again at column 0. `whole`: they do not, and are
+// aligned.
 template <int WIDTH>
 __device__ __forceinline__ Floats<WIDTH> along(const Vector& v, int64_t column, int64_t cols, int n, bool whole) {
     if (whole) return load<WIDTH>(v.dtype, v.at, column, n, true);
@@ -103,8 +105,8 @@ template <int WIDTH> struct GeluBackward {
     __device__ __forceinline__ Raw<WIDTH> load_other(DType dtype, int64_t i, int n, bool whole) const {
         return load_raw<WIDTH>(dtype, x, i, n, whole);
     }
-    __device__ __forceinline__ void apply(const Streams& s, DType dtype, Floats<WIDTH>& g, const Raw<WIDTH>& other, int64_t,
-                                          int64_t c, int n) const {
+    __device__ __forceinline__ void apply(const Streams& s, DType dtype, Floats<WIDTH>& g, const Raw<WIDTH>& other,
+                                          int64_t, int64_t c, int n) const {
         Floats<WIDTH> u = decode(dtype, other);
         if (bias.at != nullptr) {
             const Floats<WIDTH> b = load<WIDTH>(bias.dtype, bias.at, c, n, n == WIDTH && s.whole_bias);
@@ -116,8 +118,8 @@ template <int WIDTH> struct GeluBackward {
 template <int WIDTH> struct DropBackward {
     Drop drop;
     __device__ __forceinline__ Raw<WIDTH> load_other(DType, int64_t, int, bool) const { return {}; }
-    __device__ __forceinline__ void apply(const Streams&, DType, Floats<WIDTH>& g, const Raw<WIDTH>&, int64_t i, int64_t,
-                                          int) const {
+    __device__ __forceinline__ void apply(const Streams&, DType, Floats<WIDTH>& g, const Raw<WIDTH>&, int64_t i,
+                                          int64_t, int) const {
         for (int k = 0; k < WIDTH; ++k) g.x[k] = dropped(drop, g.x[k], i + k);
     }
 };
@@ -135,7 +137,8 @@ template <int WIDTH, class Op> struct GradientWalk {
         const bool whole = n == WIDTH && s.whole_rows;
         return {load_raw<WIDTH>(dtype, s.grad, i, n, whole), op.load_other(dtype, i, n, whole)};
     }
-    __device__ __forceinline__ void use(const Loaded& loaded, int64_t row, int64_t c, int n, Floats<WIDTH>* sums) const {
+    __device__ __forceinline__ void use(const Loaded& loaded, int64_t row, int64_t c, int n,
+                                        Floats<WIDTH>* sums) const {
         const int64_t i = row * s.r.cols + c;
         Floats<WIDTH> g = decode(dtype, loaded.grad);
         op.apply(s, dtype, g, loaded.other, i, c, n);
@@ -154,12 +157,13 @@ template <class Op>
 void start_forward(const Where& where, const Rows& r, const Op& op, const Vector& bias, const char* residual, char* y) {
     by_width(r.dtype, [&](auto width) {
         constexpr int WIDTH = decltype(width)::value;
-        const bool whole = fits_words<WIDTH>(op.x, r.dtype) && fits_words<WIDTH>(residual, r.dtype) &&
-                           fits_words<WIDTH>(y, r.dtype);
+        const bool whole =
+            fits_words<WIDTH>(op.x, r.dtype) && fits_words<WIDTH>(residual, r.dtype) && fits_words<WIDTH>(y, r.dtype);
         const bool whole_bias = r.cols % WIDTH == 0 && whole_vector<WIDTH>(bias);
         const int64_t numel = r.rows * r.cols, per_block = WIDTH * FORWARD_THREADS;
         const Shape s{r.dtype, numel, Divisor(r.cols), whole, whole_bias};
-        launch(where, forward<WIDTH, Op>, (numel + per_block - 1) / per_block, FORWARD_THREADS, s, op, bias, residual, y);
+        launch(where, forward<WIDTH, Op>, (numel + per_block - 1) / per_block, FORWARD_THREADS, s, op, bias, residual,
+               y);
     });
 }
 
@@ -180,8 +184,8 @@ void bias_gelu(const Where& where, const Rows& r, const char* x, Vector bias, bo
     start_forward(where, r, GeluForward{x, tanh}, bias, nullptr, y);
 }
 
-void bias_gelu_backward(const Where& where, const Rows& r, const char* grad, const char* x, Vector bias, bool tanh, char* dx,
-                        char* dbias, float* partials) {
+void bias_gelu_backward(const Where& where, const Rows& r, const char* grad, const char* x, Vector bias, bool tanh,
+                        char* dx, char* dbias, float* partials) {
     OnDevice on(where);
     by_width(r.dtype, [&](auto width) {
         constexpr int WIDTH = decltype(width)::value;
@@ -190,7 +194,8 @@ void bias_gelu_backward(const Where& where, const Rows& r, const char* grad, con
     });
 }
 
-void dropout(const Where& where, const Rows& r, const char* x, Vector bias, const char* residual, const Drop& drop, char* y) {
+void dropout(const Where& where, const Rows& r, const char* x, Vector bias, const char* residual, const Drop& drop,
+             char* y) {
     OnDevice on(where);
     start_forward(where, r, DropForward{x, drop}, bias, residual, y);
 }

@@ -1,5 +1,5 @@
-// How kernels are started: on a stream that the caller names, with errors as exceptions. The <<<>>> syntax is not used, so that the same
-// sources compile for the GPU by nvcc and for the emulator by g++.
+// How kernels are started: on a stream that the caller names, with errors as exceptions. The <<<>>> syntax is not used,
+// so that the same sources compile for the GPU by nvcc and for the emulator by g++.
 #pragma once
 #ifdef DSX_CUDA_EMULATED
 #include "emulator/cuda_emu.h"
@@ -24,7 +24,8 @@ namespace cuda {
 struct OnDevice {
     explicit OnDevice(const Where&) {}
 };
-template <class... P, class... A> void launch(const Where&, void (*kernel)(P...), int64_t blocks, int threads, A&&... arguments) {
+template <class... P, class... A>
+void launch(const Where&, void (*kernel)(P...), int64_t blocks, int threads, A&&... arguments) {
     if (blocks == 0) return;
     std::tuple<std::decay_t<P>...> held(std::forward<A>(arguments)...);
     emu::Machine::get().run(blocks, (unsigned)threads, [&] { std::apply(kernel, held); });
@@ -34,8 +35,10 @@ inline void check(cudaError_t code, const char* what) {
     if (code == cudaSuccess) return;
     std::string text = std::string(what) + ": " + cudaGetErrorName(code) + ": " + cudaGetErrorString(code);
     if (code == cudaErrorUnsupportedPtxVersion || code == cudaErrorNoKernelImageForDevice)
-        text += "; this GPU's architecture is not among those that dsx-ops was built for (DSX_CUDA_ARCHS), and the driver cannot compile for it: "
-                "rebuild with that architecture, or update the driver";
+        text +=
+            "; this GPU's architecture is not among those that dsx-ops was built for (DSX_CUDA_ARCHS), and the driver "
+            "cannot compile for it: "
+            "rebuild with that architecture, or update the driver";
     throw std::runtime_error(text);
 }
 
@@ -49,24 +52,25 @@ struct OnDevice {
     explicit OnDevice(const Where& where) : guard(driver(), primary_contexts(), where.device) {}
 };
 
-template <class... P, class... A> void launch(const Where& where, void (*kernel)(P...), int64_t blocks, int threads, A&&... arguments) {
+template <class... P, class... A>
+void launch(const Where& where, void (*kernel)(P...), int64_t blocks, int threads, A&&... arguments) {
     if (blocks == 0) return;
     if (blocks > 0x7fffffff) throw std::runtime_error("more blocks than a grid can have");
     std::tuple<std::decay_t<P>...> held(std::forward<A>(arguments)...);
     const auto start = [&](auto&... value) {
         void* pointers[] = {const_cast<void*>(static_cast<const void*>(&value))...};
-        check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3((unsigned)blocks), dim3((unsigned)threads), pointers, 0,
-                               reinterpret_cast<cudaStream_t>(where.stream)),
+        check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3((unsigned)blocks), dim3((unsigned)threads),
+                               pointers, 0, reinterpret_cast<cudaStream_t>(where.stream)),
               "launching a kernel of dsx-ops");
     };
     std::apply(start, held);
 }
 #endif
 
-// ---- lists of tensors -------------------------------------------------------------------------------------------------
+// ---- lists of tensors -------------------------------------------------------------------------------
 //
-// A launch goes over many tensors at once. Their descriptions travel as a kernel argument (no copy to the device, fit for graph capture);
-// each block takes one chunk of one tensor and finds it by binary search.
+// A launch goes over many tensors at once. Their descriptions travel as a kernel argument (no copy to the device, fit
+// for graph capture); each block takes one chunk of one tensor and finds it by binary search.
 
 #if defined(DSX_CUDA_EMULATED) || (defined(CUDART_VERSION) && CUDART_VERSION >= 12010)
 constexpr bool LARGE_ARGUMENTS = true;  // up to 32 KB of them; before CUDA 12.1 there were 4 KB
@@ -93,7 +97,8 @@ struct Piece {
 };
 
 // The part of a table that is this block's.
-template <class RowType> __device__ __forceinline__ Piece piece_of(const Table<RowType>& table, int32_t block, int64_t chunk = CUDA_CHUNK) {
+template <class RowType>
+__device__ __forceinline__ Piece piece_of(const Table<RowType>& table, int32_t block, int64_t chunk = CUDA_CHUNK) {
     int low = 0, high = table.count;
     while (high - low > 1) {
         const int middle = (low + high) / 2;

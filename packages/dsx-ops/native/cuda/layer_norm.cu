@@ -2,11 +2,11 @@
 //
 // Forward: the threads of a row hold it in registers; input and output cross memory once.
 //
-// Backward: grad and input cross memory once too. Blocks walk over the rows; the threads keep their columns' parts of dweight
-// and dbias in registers, 16 columns each, and a second kernel adds the blocks' parts. Up to 512 columns a warp has a row, and
-// the loop over rows has no barrier; up to 8192 columns a block has a row, with one barrier per row. (32 columns per thread
-// need more registers than there are, or leave one block per multiprocessor.) Longer rows leave no registers for the sums: dx
-// comes first, and the column sums read grad and input once more.
+// Backward: grad and input cross memory once too. Blocks walk over the rows; the threads keep their columns' parts of
+// dweight and dbias in registers, 16 columns each, and a second kernel adds the blocks' parts. Up to 512 columns a warp
+// has a row, and the loop over rows has no barrier; up to 8192 columns a block has a row, with one barrier per row. (32
+// columns per thread need more registers than there are, or leave one block per multiprocessor.) Longer rows leave no
+// registers for the sums: dx comes first, and the column sums read grad and input once more.
 #include "rows.cuh"
 
 namespace dsx {
@@ -131,14 +131,16 @@ template <int WIDTH> struct Terms {
     }
 };
 
-constexpr int WALKED = 16;              // columns that a thread has at most
-constexpr int WALKING_WARPS = 4;        // of a block whose warps have a row each
-constexpr int WALKING_THREADS = 512;    // at most, of a block that has a row
+constexpr int WALKED = 16;            // columns that a thread has at most
+constexpr int WALKING_WARPS = 4;      // of a block whose warps have a row each
+constexpr int WALKING_THREADS = 512;  // at most, of a block that has a row
 constexpr int64_t WALKED_ROW = WALKED * WALKING_THREADS;
-template <bool ROW_PER_WARP> constexpr int walking_threads() { return ROW_PER_WARP ? WALKING_WARPS * WARP : WALKING_THREADS; }
+template <bool ROW_PER_WARP> constexpr int walking_threads() {
+    return ROW_PER_WARP ? WALKING_WARPS * WARP : WALKING_THREADS;
+}
 
-// Thread `rank` of `span` owns the columns WIDTH (k span + rank) on, for k below HELD / WIDTH. ROW_PER_WARP: span is 32, and
-// the warps of a block have rows of their own; else the block has one row at a time.
+// Thread `rank` of `span` owns the columns WIDTH (k span + rank) on, for k below HELD / WIDTH. ROW_PER_WARP: span is
+// 32, and the warps of a block have rows of their own; else the block has one row at a time.
 template <int WIDTH, int HELD, bool ROW_PER_WARP>
 __global__ void __launch_bounds__(walking_threads<ROW_PER_WARP>(), ROW_PER_WARP ? 4 : 1)
     norm_backward(const Rows r, const Backward b) {
@@ -206,7 +208,8 @@ __global__ void __launch_bounds__(walking_threads<ROW_PER_WARP>(), ROW_PER_WARP 
 }
 
 // dx of rows that are too long for norm_backward: read twice, the second time out of the cache.
-template <int WIDTH> __global__ void __launch_bounds__(LONG_ROW_THREADS) norm_backward_long(const Rows r, const Backward b) {
+template <int WIDTH>
+__global__ void __launch_bounds__(LONG_ROW_THREADS) norm_backward_long(const Rows r, const Backward b) {
     __shared__ float scratch[LONG_ROW_THREADS / WARP];
     const DType dtype = narrowed<WIDTH>(r.dtype);
     const int64_t row = blockIdx.x, base = row * r.cols;
@@ -255,8 +258,8 @@ template <class F> void for_walked_rows(int64_t cols, F f) {
     else if (cols <= WALKED * WARP) f(Holding<WALKED>(), std::true_type(), few);
     else f(Holding<WALKED>(), std::false_type(), threads_for(cols, WALKED, WALKING_THREADS));
 }
-// Blocks of norm_backward: 65536 threads, about what the largest GPUs hold of them at once. Each block leaves two partial sums
-// per column.
+// Blocks of norm_backward: 65536 threads, about what the largest GPUs hold of them at once. Each block leaves two
+// partial sums per column.
 int64_t walking_blocks(const Rows& r) {
     int64_t found = 0;
     for_walked_rows(r.cols, [&](auto, auto row_per_warp, int threads) {
@@ -284,8 +287,8 @@ template <int WIDTH> void start_backward(const Where& where, const Rows& r, cons
 
 int64_t norm_slabs(const Rows& r) { return r.cols <= WALKED_ROW ? walking_blocks(r) : tiling_of(r).slabs; }
 
-void layer_norm(const Where& where, const Rows& r, const char* x, const char* residual, char* total, Vector weight, Vector bias,
-                float eps, char* y, float* mean, float* rstd) {
+void layer_norm(const Where& where, const Rows& r, const char* x, const char* residual, char* total, Vector weight,
+                Vector bias, float eps, char* y, float* mean, float* rstd) {
     OnDevice on(where);
     const Forward f{x, residual, total, weight, bias, eps, y, mean, rstd};
     by_width(r.dtype, [&](auto width) {
@@ -293,7 +296,8 @@ void layer_norm(const Where& where, const Rows& r, const char* x, const char* re
         const bool rows = whole_rows<WIDTH>(r, {x, y, residual, total});
         const bool vectors = whole_vector<WIDTH>(weight) && whole_vector<WIDTH>(bias);
         for_rows(r.rows, r.cols, [&](auto team, auto held, int64_t blocks, int threads) {
-            launch(where, norm_rows<decltype(team), decltype(held)::value, WIDTH>, blocks, threads, r, f, rows, vectors);
+            launch(where, norm_rows<decltype(team), decltype(held)::value, WIDTH>, blocks, threads, r, f, rows,
+                   vectors);
         });
     });
 }

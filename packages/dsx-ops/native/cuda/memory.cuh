@@ -1,8 +1,8 @@
 // Elements in memory and in registers: N neighbours at a time, in any of the dtypes, computed with in fp32.
 //
-// Memory is read and written in words of 16 bytes where addresses allow it: four fp32 elements, or eight of 16 bits. Loads
-// come first and conversions after, so that a thread has all its loads in flight at once. Conversions give the bits of the
-// CPU kernels (NaN becomes the quiet NaN).
+// Memory is read and written in words of 16 bytes where addresses allow it: four fp32 elements, or eight of 16 bits.
+// Loads come first and conversions after, so that a thread has all its loads in flight at once. Conversions give the
+// bits of the CPU kernels (NaN becomes the quiet NaN).
 #pragma once
 #include <type_traits>
 
@@ -15,11 +15,19 @@
 namespace dsx {
 namespace cuda {
 
-struct alignas(16) Words4 { uint32_t w[4]; };
-struct alignas(8) Words2 { uint32_t w[2]; };
-template <int N> struct Floats { float x[N]; };
+struct alignas(16) Words4 {
+    uint32_t w[4];
+};
+struct alignas(8) Words2 {
+    uint32_t w[2];
+};
+template <int N> struct Floats {
+    float x[N];
+};
 // N elements as they lie in memory; 16-bit ones in the first N / 2 words.
-template <int N> struct Raw { uint32_t w[N]; };
+template <int N> struct Raw {
+    uint32_t w[N];
+};
 
 // Every access to device memory goes through these two, so that the emulator can count them.
 template <class T> __device__ __forceinline__ T fetch(const T* at) {
@@ -35,8 +43,8 @@ template <class T> __device__ __forceinline__ void put(T* at, const T& value) {
     *at = value;
 }
 
-// The compiler loads again what it has loaded before: what could be loaded again cheaply, out of the cache, does not occupy
-// registers in the meantime.
+// The compiler loads again what it has loaded before: what could be loaded again cheaply, out of the cache, does not
+// occupy registers in the meantime.
 __device__ __forceinline__ void forget_loads() { asm volatile("" ::: "memory"); }
 
 __host__ __device__ __forceinline__ constexpr int size_of(DType t) { return t == NONE ? 0 : t == F32 ? 4 : 2; }
@@ -222,7 +230,7 @@ template <int N> __device__ __forceinline__ void split(const Floats<N>& master, 
     }
 }
 
-// ---- division by a number that is known at the launch ------------------------------------------------------------------
+// ---- division by a number that is known at the launch -----------------------------------------------
 
 // A 64-bit division costs about a hundred instructions. Numbers below 2^31 are divided by a multiplication and a shift
 // (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994), larger ones as usual.
@@ -244,7 +252,7 @@ struct Divisor {
     static constexpr int64_t LIMIT = 0x7fffffff;
 };
 
-// ---- noise: a hash of seed and element index, the same on every device -------------------------------------------------
+// ---- noise: a hash of seed and element index, the same on every device ------------------------------
 
 __device__ __forceinline__ uint32_t mix(uint32_t x) {
     x = (x ^ (x >> 16)) * 0x7feb352du;

@@ -1,9 +1,9 @@
-// One pass over parameter, gradient and states per optimizer; the arithmetic of native/cpu/optimizers.cpp, operation by operation,
-// so that both give the same bits (compiled without contraction).
+// One pass over parameter, gradient and states per optimizer; the arithmetic of native/cpu/optimizers.cpp, operation by
+// operation, so that both give the same bits (compiled without contraction).
 //
-// Bound by memory: a thread takes four neighbours of every stream (eight where all streams have 16 bits), all loads before the
-// first use. The dtypes are a type argument for the common combinations and numbers at run time for the rest; the branches are
-// the same for a whole block.
+// Bound by memory: a thread takes four neighbours of every stream (eight where all streams have 16 bits), all loads
+// before the first use. The dtypes are a type argument for the common combinations and numbers at run time for the
+// rest; the branches are the same for a whole block.
 #include "memory.cuh"
 #include "reduce.cuh"
 
@@ -11,7 +11,7 @@ namespace dsx {
 namespace cuda {
 namespace {
 
-// ---- rules for one element ------------------------------------------------------------------------------------------------
+// ---- rules for one element --------------------------------------------------------------------------
 
 __device__ __forceinline__ float gradient(const Hyper& h, float g) {
     if (h.flags & UNSCALE) g = g * h.grad_mul;
@@ -66,15 +66,17 @@ __device__ __forceinline__ float lamb_direction(const Hyper& h, float p, float m
     return h.flags & L2 ? u + h.l2 * p : u;
 }
 
-// ---- dtypes of the streams ------------------------------------------------------------------------------------------------
+// ---- dtypes of the streams --------------------------------------------------------------------------
 
 struct AnyTypes {
     DType param, grad, state, copy;
-    static constexpr int WIDTH = 4;  // elements that a thread takes at a time
+    static constexpr int WIDTH = 4;   // elements that a thread takes at a time
+    static constexpr int BLOCKS = 3;  // that share a multiprocessor at least: as many as do without spilling registers
 };
 template <DType P, DType G, DType S, DType C> struct Types {
     static constexpr DType param = P, grad = G, state = S, copy = C;
     static constexpr int WIDTH = P != F32 && G != F32 && S != F32 && C != F32 ? 8 : 4;
+    static constexpr int BLOCKS = WIDTH == 8 || P == SPLIT || (G == F32 && C != NONE) ? 2 : 3;
     static bool match(const Step& s) { return s.param == P && s.grad == G && s.state == S && s.copy == C; }
 };
 
@@ -90,7 +92,8 @@ __device__ __forceinline__ Floats<N> param_of(const T& t, const Raw<N>& raw, con
     return t.param == SPLIT ? join(raw, low) : decode(t.param, raw);
 }
 template <int N, class T>
-__device__ __forceinline__ void store_param(const T& t, const Row& row, int64_t i, int n, bool whole, const Floats<N>& p) {
+__device__ __forceinline__ void store_param(const T& t, const Row& row, int64_t i, int n, bool whole,
+                                            const Floats<N>& p) {
     if (t.param == SPLIT) {
         Raw<N> weight, low;
         split(p, weight, low);
@@ -102,10 +105,11 @@ __device__ __forceinline__ void store_param(const T& t, const Row& row, int64_t 
     if (t.copy != NONE) store(t.copy, row.copy, i, n, whole, p);
 }
 
-// ---- elementwise ----------------------------------------------------------------------------------------------------------
+// ---- elementwise ------------------------------------------------------------------------------------
 
 template <class Rule, class T>
-__global__ void __launch_bounds__(THREADS) elementwise(const __grid_constant__ Table<Row> table, const T t, const HyperSource numbers) {
+__global__ void __launch_bounds__(THREADS, T::BLOCKS)
+    elementwise(const __grid_constant__ Table<Row> table, const T t, const HyperSource numbers) {
     const Hyper h = numbers.get();
     if (h.flags & SKIP) return;
     const Piece piece = piece_of(table, (int32_t)blockIdx.x);
@@ -115,7 +119,8 @@ __global__ void __launch_bounds__(THREADS) elementwise(const __grid_constant__ T
     for (int64_t i = piece.begin + N * threadIdx.x; i < piece.end; i += N * blockDim.x) {
         const int n = count_of<N>(piece.end, i);
         const bool whole = n == N && table.aligned[piece.row];
-        const Raw<N> raw_p = load_raw<N>(t.param, row.param, i, n, whole), raw_g = load_raw<N>(t.grad, row.grad, i, n, whole);
+        const Raw<N> raw_p = load_raw<N>(t.param, row.param, i, n, whole),
+                     raw_g = load_raw<N>(t.grad, row.grad, i, n, whole);
         Raw<N> low = {}, raw_a = {}, raw_b = {};
         if (t.param == SPLIT) low = load_raw<N>(BF16, row.low_bits, i, n, whole);
         if (stateful) raw_a = load_raw<N>(t.state, row.state0, i, n, whole);
@@ -129,11 +134,11 @@ __global__ void __launch_bounds__(THREADS) elementwise(const __grid_constant__ T
     }
 }
 
-// ---- Lamb -----------------------------------------------------------------------------------------------------------------
+// ---- Lamb -------------------------------------------------------------------------------------------
 
 // Phase 1: moments, and per chunk the squared norms of parameter and direction.
-__global__ void __launch_bounds__(THREADS)
-    lamb_update(const __grid_constant__ Table<Row> table, const AnyTypes t, const HyperSource numbers, double* partials) {
+__global__ void __launch_bounds__(THREADS) lamb_update(const __grid_constant__ Table<Row> table, const AnyTypes t,
+                                                       const HyperSource numbers, double* partials) {
     __shared__ double scratch[THREADS / WARP];
     const Hyper h = numbers.get();
     const bool skip = h.flags & SKIP;
@@ -144,8 +149,10 @@ __global__ void __launch_bounds__(THREADS)
         const int n = count_of<4>(piece.end, i);
         const bool whole = n == 4 && table.aligned[piece.row];
         Raw<4> low = {};
-        const Raw<4> raw_p = load_raw<4>(t.param, row.param, i, n, whole), raw_g = load_raw<4>(t.grad, row.grad, i, n, whole);
-        const Raw<4> raw_m = load_raw<4>(t.state, row.state0, i, n, whole), raw_v = load_raw<4>(t.state, row.state1, i, n, whole);
+        const Raw<4> raw_p = load_raw<4>(t.param, row.param, i, n, whole),
+                     raw_g = load_raw<4>(t.grad, row.grad, i, n, whole);
+        const Raw<4> raw_m = load_raw<4>(t.state, row.state0, i, n, whole),
+                     raw_v = load_raw<4>(t.state, row.state1, i, n, whole);
         if (t.param == SPLIT) low = load_raw<4>(BF16, row.low_bits, i, n, whole);
         const Floats<4> p = param_of(t, raw_p, low), g = decode(t.grad, raw_g);
         Floats<4> m = decode(t.state, raw_m), v = decode(t.state, raw_v);
@@ -168,7 +175,8 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // Adds the chunks of one row, always in the same order.
-__global__ void __launch_bounds__(THREADS) lamb_norms(const __grid_constant__ Table<Row> table, const double* partials, double* squares) {
+__global__ void __launch_bounds__(THREADS)
+    lamb_norms(const __grid_constant__ Table<Row> table, const double* partials, double* squares) {
     __shared__ double scratch[THREADS / WARP];
     const int row = (int)blockIdx.x;
     double p_sum = 0, u_sum = 0;
@@ -185,8 +193,8 @@ __global__ void __launch_bounds__(THREADS) lamb_norms(const __grid_constant__ Ta
 }
 
 // Phase 2: the direction again from the moments just written, times the row's coefficient.
-__global__ void __launch_bounds__(THREADS)
-    lamb_apply(const __grid_constant__ Table<Row> table, const AnyTypes t, const HyperSource numbers, const float* coefficients) {
+__global__ void __launch_bounds__(THREADS) lamb_apply(const __grid_constant__ Table<Row> table, const AnyTypes t,
+                                                      const HyperSource numbers, const float* coefficients) {
     const Hyper h = numbers.get();
     if (h.flags & SKIP) return;
     const Piece piece = piece_of(table, (int32_t)blockIdx.x);
@@ -197,7 +205,8 @@ __global__ void __launch_bounds__(THREADS)
         const bool whole = n == 4 && table.aligned[piece.row];
         Raw<4> low = {};
         const Raw<4> raw_p = load_raw<4>(t.param, row.param, i, n, whole);
-        const Raw<4> raw_m = load_raw<4>(t.state, row.state0, i, n, whole), raw_v = load_raw<4>(t.state, row.state1, i, n, whole);
+        const Raw<4> raw_m = load_raw<4>(t.state, row.state0, i, n, whole),
+                     raw_v = load_raw<4>(t.state, row.state1, i, n, whole);
         if (t.param == SPLIT) low = load_raw<4>(BF16, row.low_bits, i, n, whole);
         Floats<4> p = param_of(t, raw_p, low);
         const Floats<4> m = decode(t.state, raw_m), v = decode(t.state, raw_v);
@@ -206,25 +215,29 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// ---- 8-bit states ---------------------------------------------------------------------------------------------------------
+// ---- 8-bit states -----------------------------------------------------------------------------------
 //
-// Codes, scales and folded numbers are explained in native/cpu/adam8.cpp. A warp takes a block of 256 elements, eight per lane.
+// Codes, scales and folded numbers are explained in native/cpu/adam8.cpp. A warp takes a block of 256 elements, eight
+// per lane.
 
 constexpr float LARGEST_CODE = 1.875f, BELOW_LARGEST = LARGEST_CODE * 0.99999905f;
 constexpr float SMALLEST_NORMAL = 1.1754944e-38f, LARGEST = 3.4028235e38f;
 
 struct First {
-    static constexpr float UNIT = 5.192296858534828e33f, INVERSE = 1.925929944387236e-34f, LIMIT = 8192.0f;  // 2^112, 2^-112, 2^13
+    static constexpr float UNIT = 5.192296858534828e33f, INVERSE = 1.925929944387236e-34f,
+                           LIMIT = 8192.0f;  // 2^112, 2^-112, 2^13
 };
 struct Second {
-    static constexpr float UNIT = 7.922816251426434e28f, INVERSE = 1.262177448353619e-29f, LIMIT = 536870912.0f;  // 2^96, 2^-96, 2^29
+    static constexpr float UNIT = 7.922816251426434e28f, INVERSE = 1.262177448353619e-29f,
+                           LIMIT = 536870912.0f;  // 2^96, 2^-96, 2^29
 };
 
 // Second moments are counted in units of (1 - beta2) / (1 - beta1)^2.
 struct Numbers8 {
     float beta1, beta2, decode0, decode1, from_units, grad_mul, l2, eps, step_size;
     __device__ __forceinline__ explicit Numbers8(const Hyper& h) {
-        const float units = h.one_minus_beta1 * h.one_minus_beta1 / h.one_minus_beta2, root = sqrtf(units) / h.inv_denom;
+        const float units = h.one_minus_beta1 * h.one_minus_beta1 / h.one_minus_beta2,
+                    root = sqrtf(units) / h.inv_denom;
         beta1 = h.beta1;
         beta2 = h.beta2 * units;
         decode0 = beta1 / LARGEST_CODE;
@@ -237,7 +250,9 @@ struct Numbers8 {
     }
 };
 
-__device__ __forceinline__ float decode8(uint32_t code, float unit, float by) { return (__uint_as_float(code << 20) * unit) * by; }
+__device__ __forceinline__ float decode8(uint32_t code, float unit, float by) {
+    return (__uint_as_float(code << 20) * unit) * by;
+}
 
 // From a moment to a code: `before` is 1 unless a scale is out of the common range.
 struct Encoding {
@@ -263,7 +278,8 @@ __device__ __forceinline__ uint32_t pair_noise(uint32_t seed, int64_t i) {
 
 constexpr int PER_LANE = BLOCK8 / WARP / 4;  // groups of four
 
-__global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<Row> table, const AnyTypes t, const HyperSource numbers) {
+__global__ void __launch_bounds__(THREADS)
+    adam8(const __grid_constant__ Table<Row> table, const AnyTypes t, const HyperSource numbers) {
     const Hyper hyper = numbers.get();
     if (hyper.flags & SKIP) return;
     const Numbers8 h(hyper);
@@ -281,7 +297,8 @@ __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<R
             const int n = count_of<4>(piece.end, i);
             const bool whole = n == 4 && table.aligned[piece.row];
             Raw<4> low = {};
-            const Raw<4> raw_p = load_raw<4>(t.param, row.param, i, n, whole), raw_g = load_raw<4>(t.grad, row.grad, i, n, whole);
+            const Raw<4> raw_p = load_raw<4>(t.param, row.param, i, n, whole),
+                         raw_g = load_raw<4>(t.grad, row.grad, i, n, whole);
             c0[part] = load_bytes(row.state0, i, n, whole);
             c1[part] = load_bytes(row.state1, i, n, whole);
             if (t.param == SPLIT) low = load_raw<4>(BF16, row.low_bits, i, n, whole);
@@ -299,7 +316,8 @@ __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<R
         const float by0 = scale0 * h.decode0, by1 = scale1 * h.decode1;
         const float new0 = scale0 * h.beta1 + most, new1 = scale1 * h.beta2 + most * most;
         const bool finite = new0 <= LARGEST && new1 <= LARGEST;
-        const bool careful = !(by0 <= First::LIMIT && new0 <= First::LIMIT && by1 <= Second::LIMIT && new1 <= Second::LIMIT);
+        const bool careful =
+            !(by0 <= First::LIMIT && new0 <= First::LIMIT && by1 <= Second::LIMIT && new1 <= Second::LIMIT);
         const Encoding encode0(new0, First::INVERSE, careful), encode1(new1, Second::INVERSE, careful);
         if (lane == 0) {
             put(row.scale0 + first / BLOCK8, finite ? new0 : nanf(""));
@@ -314,10 +332,12 @@ __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<R
             Raw<4> rounded = {};
             for (int k = 0; k < 4; ++k) {
                 if (k >= n) continue;
-                const uint32_t random = pair_noise(hyper.seed, row.offset + i + k), noise = k % 2 ? random & 0xfffffu : random >> 12;
+                const uint32_t random = pair_noise(hyper.seed, row.offset + i + k),
+                               noise = k % 2 ? random & 0xfffffu : random >> 12;
                 const uint32_t old0 = c0[part] >> 8 * k & 0xffu, old1 = c1[part] >> 8 * k & 0xffu;
                 const float x = g[part].x[k], magnitude = decode8(old0 & 0x7fu, First::UNIT, by0);
-                const float m = (old0 & 0x80u ? -magnitude : magnitude) + x, v = decode8(old1, Second::UNIT, by1) + x * x;
+                const float m = (old0 & 0x80u ? -magnitude : magnitude) + x,
+                            v = decode8(old1, Second::UNIT, by1) + x * x;
                 const uint32_t sign = finite ? __float_as_uint(m) >> 24 & 0x80u : 0;
                 const uint32_t code1 = encode1(v, noise);
                 new_c0 |= (encode0(fabsf(m), noise) | sign) << 8 * k;
@@ -341,7 +361,7 @@ __global__ void __launch_bounds__(THREADS) adam8(const __grid_constant__ Table<R
     }
 }
 
-// ---- numbers that lie on the device ---------------------------------------------------------------------------------------
+// ---- numbers that lie on the device -----------------------------------------------------------------
 
 __device__ double read(const Scalar& s) {
     if (s.at == nullptr) return s.value;
@@ -378,36 +398,44 @@ __global__ void __launch_bounds__(WARP) lower(const Recipe r, Hyper* out) {
     *out = h;
 }
 
-// ---- start ----------------------------------------------------------------------------------------------------------------
+// ---- start ------------------------------------------------------------------------------------------
 
 // Every stream may be read in words: of 16 bytes, or of four codes.
 bool aligned(const Step& s, const Row& r) {
     const int state = s.algorithm == ADAM8 ? 4 : 16;
-    return fits(r.param, 16) && fits(r.grad, 16) && fits(r.state0, state) && fits(r.state1, state) && fits(r.low_bits, 16) &&
-           fits(r.copy, 16);
+    return fits(r.param, 16) && fits(r.grad, 16) && fits(r.state0, state) && fits(r.state1, state) &&
+           fits(r.low_bits, 16) && fits(r.copy, 16);
 }
 
 template <class Rule, class T>
 void start_as(const Where& where, const Table<Row>& table, const T& t, const HyperSource& numbers) {
     launch(where, elementwise<Rule, T>, table.chunks(), THREADS, table, t, numbers);
 }
-template <class Rule> void start(const Where& where, const Table<Row>& table, const Step& s, const HyperSource& numbers) {
-    if (Types<F32, F32, F32, NONE>::match(s)) return start_as<Rule>(where, table, Types<F32, F32, F32, NONE>(), numbers);
+template <class Rule>
+void start(const Where& where, const Table<Row>& table, const Step& s, const HyperSource& numbers) {
+    if (Types<F32, F32, F32, NONE>::match(s))
+        return start_as<Rule>(where, table, Types<F32, F32, F32, NONE>(), numbers);
     start_as<Rule>(where, table, AnyTypes{s.param, s.grad, s.state, s.copy}, numbers);
 }
 // Adam is where the time goes in practice.
 template <> void start<Adam>(const Where& where, const Table<Row>& table, const Step& s, const HyperSource& numbers) {
-    if (Types<F32, F32, F32, NONE>::match(s)) return start_as<Adam>(where, table, Types<F32, F32, F32, NONE>(), numbers);
-    if (Types<F32, F32, F32, BF16>::match(s)) return start_as<Adam>(where, table, Types<F32, F32, F32, BF16>(), numbers);
-    if (Types<F32, BF16, F32, BF16>::match(s)) return start_as<Adam>(where, table, Types<F32, BF16, F32, BF16>(), numbers);
-    if (Types<BF16, BF16, F32, NONE>::match(s)) return start_as<Adam>(where, table, Types<BF16, BF16, F32, NONE>(), numbers);
-    if (Types<BF16, BF16, BF16, NONE>::match(s)) return start_as<Adam>(where, table, Types<BF16, BF16, BF16, NONE>(), numbers);
-    if (Types<SPLIT, BF16, F32, NONE>::match(s)) return start_as<Adam>(where, table, Types<SPLIT, BF16, F32, NONE>(), numbers);
+    if (Types<F32, F32, F32, NONE>::match(s))
+        return start_as<Adam>(where, table, Types<F32, F32, F32, NONE>(), numbers);
+    if (Types<F32, F32, F32, BF16>::match(s))
+        return start_as<Adam>(where, table, Types<F32, F32, F32, BF16>(), numbers);
+    if (Types<F32, BF16, F32, BF16>::match(s))
+        return start_as<Adam>(where, table, Types<F32, BF16, F32, BF16>(), numbers);
+    if (Types<BF16, BF16, F32, NONE>::match(s))
+        return start_as<Adam>(where, table, Types<BF16, BF16, F32, NONE>(), numbers);
+    if (Types<BF16, BF16, BF16, NONE>::match(s))
+        return start_as<Adam>(where, table, Types<BF16, BF16, BF16, NONE>(), numbers);
+    if (Types<SPLIT, BF16, F32, NONE>::match(s))
+        return start_as<Adam>(where, table, Types<SPLIT, BF16, F32, NONE>(), numbers);
     start_as<Adam>(where, table, AnyTypes{s.param, s.grad, s.state, s.copy}, numbers);
 }
 
-void start_table(const Where& where, const Table<Row>& table, const Step& s, const HyperSource& numbers, double* squares, double* partials,
-                 const float* coefficients) {
+void start_table(const Where& where, const Table<Row>& table, const Step& s, const HyperSource& numbers,
+                 double* squares, double* partials, const float* coefficients) {
     const AnyTypes any{s.param, s.grad, s.state, s.copy};
     switch (s.algorithm) {
         case ADAM: return start<Adam>(where, table, s, numbers);
@@ -430,15 +458,16 @@ void prepare(const Where& where, const Recipe& recipe, Hyper* out) {
     launch(where, lower, 1, WARP, recipe, out);
 }
 
-void step(const Where& where, const Step& s, const Row* rows, size_t count, const Hyper* hyper_at, double* squares, double* partials,
-          const float* coefficients) {
+void step(const Where& where, const Step& s, const Row* rows, size_t count, const Hyper* hyper_at, double* squares,
+          double* partials, const float* coefficients) {
     OnDevice on(where);
     const HyperSource numbers{s.hyper, hyper_at};
-    for_tables(rows, count, [&](const Row& r) { return aligned(s, r); },
-               [&](const Table<Row>& table) {
-                   start_table(where, table, s, numbers, squares, partials, coefficients);
-                   if (partials) partials += 2 * table.chunks();
-               });
+    for_tables(
+        rows, count, [&](const Row& r) { return aligned(s, r); },
+        [&](const Table<Row>& table) {
+            start_table(where, table, s, numbers, squares, partials, coefficients);
+            if (partials) partials += 2 * table.chunks();
+        });
 }
 
 }  // namespace cuda

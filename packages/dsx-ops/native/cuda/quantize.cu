@@ -1,10 +1,10 @@
 // Groupwise int8, int4 and fp8, swizzled and reduced: the bits of native/cpu/quantize.cpp.
 //
-// What is quantised is a tensor, or the sum of what several ranks' codes stand for; the second never exists in memory. A warp
-// (groups of more than 512: a block) holds its group in registers between the range and the codes, so that it is read once;
-// groups of more than 8192 are read again. The other direction goes element by element, eight or four neighbours per thread.
-// The format is a number at run time: the branch on it is the same for a whole launch, and is taken once per group of
-// neighbours.
+// What is quantised is a tensor, or the sum of what several ranks' codes stand for; the second never exists in memory.
+// A warp (groups of more than 512: a block) holds its group in registers between the range and the codes, so that it is
+// read once; groups of more than 8192 are read again. The other direction goes element by element, eight or four
+// neighbours per thread. The format is a number at run time: the branch on it is the same for a whole launch, and is
+// taken once per group of neighbours.
 #include "memory.cuh"
 #include "reduce.cuh"
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ float round_random(float t, uint32_t random) {
     return t < nearest ? nearest - 1.0f : nearest;
 }
 
-// ---- formats; see the CPU's file for what they are ----------------------------------------------------------------------
+// ---- formats; see the CPU's file for what they are --------------------------------------------------
 
 template <int BITS_, bool SYMMETRIC_> struct Integer {
     static constexpr bool SYMMETRIC = SYMMETRIC_;
@@ -94,10 +94,12 @@ __device__ __forceinline__ float range_of(Format f) {
     return range;
 }
 
-// ---- codes in memory ----------------------------------------------------------------------------------------------------
+// ---- codes in memory --------------------------------------------------------------------------------
 
 // N codes (4 or 8), one per byte of the words.
-template <int N> struct Bytes { uint32_t w[N / 4]; };
+template <int N> struct Bytes {
+    uint32_t w[N / 4];
+};
 
 // A word whose bytes are the nibbles of 16 bits, and back.
 __device__ __forceinline__ uint32_t spread_nibbles(uint32_t packed) {
@@ -130,7 +132,8 @@ __device__ __forceinline__ Bytes<N> read_codes(bool four_bits, const char* codes
     return found;
 }
 template <int N>
-__device__ __forceinline__ void write_codes(bool four_bits, char* codes, int64_t i, int n, bool whole, const Bytes<N>& b) {
+__device__ __forceinline__ void write_codes(bool four_bits, char* codes, int64_t i, int n, bool whole,
+                                            const Bytes<N>& b) {
     if (four_bits) {
         char* to = codes + i / 2;
         uint32_t packed = join_nibbles(b.w[0]);
@@ -189,7 +192,7 @@ struct Places {
     }
 };
 
-// ---- what is quantised --------------------------------------------------------------------------------------------------
+// ---- what is quantised ------------------------------------------------------------------------------
 
 // A source gives WIDTH elements at a time: what it loads is `Kept`, and `values` makes numbers of it.
 template <int WIDTH_> struct Tensor {
@@ -201,7 +204,9 @@ template <int WIDTH_> struct Tensor {
     __device__ __forceinline__ Kept read(int64_t i, int n) const {
         return load_raw<WIDTH>(narrowed<WIDTH>(dtype), x, i, n, n == WIDTH && whole);
     }
-    __device__ __forceinline__ Floats<WIDTH> values(const Kept& kept) const { return decode(narrowed<WIDTH>(dtype), kept); }
+    __device__ __forceinline__ Floats<WIDTH> values(const Kept& kept) const {
+        return decode(narrowed<WIDTH>(dtype), kept);
+    }
 };
 
 // The sum over ranks of what their codes stand for.
@@ -213,8 +218,7 @@ struct Ranks {
     Codes codes;
     bool whole;  // eight elements, counted from the beginning, share a group, and their codes are aligned words
 
-    template <int N, int RANKS_AT_ONCE>
-    __device__ __forceinline__ Floats<N> sum(int64_t i, int n, bool words) const {
+    template <int N, int RANKS_AT_ONCE> __device__ __forceinline__ Floats<N> sum(int64_t i, int n, bool words) const {
         const int64_t g = group.quotient(i);
         Floats<N> total = {};
 #pragma unroll RANKS_AT_ONCE
@@ -252,7 +256,7 @@ struct Ranks {
     __device__ __forceinline__ Floats<WIDTH> values(const Kept& kept) const { return kept; }
 };
 
-// ---- kernels ------------------------------------------------------------------------------------------------------------
+// ---- kernels ----------------------------------------------------------------------------------------
 
 constexpr int GROUP_THREADS = 256;  // of blocks whose warps have a group each
 constexpr int KEPT = 16;            // elements of a group that a thread holds
@@ -266,7 +270,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     __shared__ float scratch[THREADS / WARP];
     const int64_t group = Team::first(), from = group * q.group;
     if (from >= numel) return;  // the whole team
-    const int64_t to = numel - from < q.group ? numel : from + q.group, g = places.of(group), shift = g * q.group - from;
+    const int64_t to = numel - from < q.group ? numel : from + q.group, g = places.of(group),
+                  shift = g * q.group - from;
     const int64_t own = from + WIDTH * Team::rank(), stride = WIDTH * Team::size();
     const bool symmetric = !has_zero(q.format);
     typename Source::Kept kept[HELD > 0 ? GROUPS : 1];
@@ -326,7 +331,8 @@ struct Dequant {
 };
 template <int WIDTH>
 __global__ void __launch_bounds__(FLAT_THREADS, 4)
-    dequantize_elements(const Dequant d, const char* codes, const float* scale, const float* zero, char* x, int64_t numel) {
+    dequantize_elements(const Dequant d, const char* codes, const float* scale, const float* zero, char* x,
+                        int64_t numel) {
     const DType dtype = narrowed<WIDTH>(d.dtype);
     const int64_t first = WIDTH * ((int64_t)blockIdx.x * TURNS * FLAT_THREADS + threadIdx.x);
     Bytes<WIDTH> bytes[TURNS];
@@ -371,7 +377,7 @@ __global__ void __launch_bounds__(FLAT_THREADS) add_ranks(const Ranks ranks, flo
     store(F32, reinterpret_cast<char*>(out), i, n, whole && n == Ranks::WIDTH, ranks.read(i, n));
 }
 
-// ---- start --------------------------------------------------------------------------------------------------------------
+// ---- start ------------------------------------------------------------------------------------------
 
 // f(team, elements held per thread (0: none), blocks, threads)
 template <class F> void by_group(const Quant& q, int64_t numel, const F& f) {
@@ -388,21 +394,22 @@ void start_quantize(const Where& where, const Quant& q, const Source& source, in
                     float* zero) {
     const bool whole = q.group % Source::WIDTH == 0 && fits_codes<Source::WIDTH>(q.format, codes);
     by_group(q, numel, [&](auto team, auto held, int64_t blocks, int threads) {
-        launch(where, quantize_groups<decltype(team), decltype(held)::value, Source>, blocks, threads, q, Places(q), source,
-               numel, codes, scale, zero, whole);
+        launch(where, quantize_groups<decltype(team), decltype(held)::value, Source>, blocks, threads, q, Places(q),
+               source, numel, codes, scale, zero, whole);
     });
 }
 Ranks ranks_of(const Quant& q, const Codes& from) {
     const int64_t words = halves(q.format) ? Ranks::WIDTH / 2 : Ranks::WIDTH;
-    const bool whole = q.group % Ranks::WIDTH == 0 && fits_codes<Ranks::WIDTH>(q.format, from.codes) &&
-                       from.code_stride % words == 0;
+    const bool whole =
+        q.group % Ranks::WIDTH == 0 && fits_codes<Ranks::WIDTH>(q.format, from.codes) && from.code_stride % words == 0;
     return {q.format, Divisor(q.group), from, whole};
 }
 int64_t blocks_for(int64_t numel, int64_t per_block) { return (numel + per_block - 1) / per_block; }
 
 }  // namespace
 
-void quantize(const Where& where, const Quant& q, const char* x, int64_t numel, char* codes, float* scale, float* zero) {
+void quantize(const Where& where, const Quant& q, const char* x, int64_t numel, char* codes, float* scale,
+              float* zero) {
     OnDevice on(where);
     by_width(q.dtype, [&](auto width) {
         constexpr int WIDTH = decltype(width)::value;
@@ -418,15 +425,15 @@ void dequantize(const Where& where, const Quant& q, const char* codes, const flo
         constexpr int WIDTH = decltype(width)::value;
         const bool whole = q.group % WIDTH == 0 && fits_words<WIDTH>(x, q.dtype) && fits_codes<WIDTH>(q.format, codes);
         const Dequant d{q.format, q.dtype, Divisor(q.group), Places(q), whole};
-        launch(where, dequantize_elements<WIDTH>, blocks_for(numel, WIDTH * TURNS * FLAT_THREADS), FLAT_THREADS, d, codes,
-               scale, zero, x, numel);
+        launch(where, dequantize_elements<WIDTH>, blocks_for(numel, WIDTH * TURNS * FLAT_THREADS), FLAT_THREADS, d,
+               codes, scale, zero, x, numel);
     });
 }
 
 void reduce_codes(const Where& where, const Quant& q, const Codes& from, int64_t numel, float* out) {
     OnDevice on(where);
-    launch(where, add_ranks, blocks_for(numel, Ranks::WIDTH * FLAT_THREADS), FLAT_THREADS, ranks_of(q, from), out, numel,
-           fits(out, 16));
+    launch(where, add_ranks, blocks_for(numel, Ranks::WIDTH * FLAT_THREADS), FLAT_THREADS, ranks_of(q, from), out,
+           numel, fits(out, 16));
 }
 
 void requantize(const Where& where, const Quant& q, const Codes& from, int64_t numel, const Quant& to, char* codes,

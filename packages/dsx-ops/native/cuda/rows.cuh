@@ -6,14 +6,15 @@
 namespace dsx {
 namespace cuda {
 
-// ---- rows ----------------------------------------------------------------------------------------------------------------
+// ---- rows -------------------------------------------------------------------------------------------
 //
-// Up to 1024 columns a warp has a row (no barrier, many rows in flight), beyond that a block of as many threads as the row
-// needs. A thread holds at most 32 elements of a row in registers; rows of more than 16384 columns are read again instead.
+// Up to 1024 columns a warp has a row (no barrier, many rows in flight), beyond that a block of as many threads as the
+// row needs. A thread holds at most 32 elements of a row in registers; rows of more than 16384 columns are read again
+// instead.
 
-constexpr int FEW = 8, MANY = 32;     // elements of a row that a thread holds
-constexpr int ROW_THREADS = 256;      // of blocks whose warps have a row each
-constexpr int LONG_ROW_THREADS = 512; // at most, of blocks that have a row
+constexpr int FEW = 8, MANY = 32;      // elements of a row that a thread holds
+constexpr int ROW_THREADS = 256;       // of blocks whose warps have a row each
+constexpr int LONG_ROW_THREADS = 512;  // at most, of blocks that have a row
 constexpr int64_t SHORT_ROW = FEW * WARP, WARP_ROW = MANY * WARP, HELD_ROW = MANY * LONG_ROW_THREADS;
 
 // For __launch_bounds__: the threads of a block at most, and how many blocks share a multiprocessor at least.
@@ -48,8 +49,8 @@ template <class F> void for_rows(int64_t rows, int64_t cols, F f) {
     else f(BlockTeam(), Holding<0>(), rows, LONG_ROW_THREADS);
 }
 
-// What make(column, n, first) gives for WIDTH columns of one row at a time: kept in registers when the row fits (HELD), else
-// asked for again at every visit; `first` says whether it is the first one.
+// What make(column, n, first) gives for WIDTH columns of one row at a time: kept in registers when the row fits (HELD),
+// else asked for again at every visit; `first` says whether it is the first one.
 template <class Team, int HELD, int WIDTH, class Make> struct RowValues {
     static constexpr int GROUPS = HELD / WIDTH;
     typedef decltype(std::declval<Make>()(int64_t(), int(), bool())) Value;
@@ -90,10 +91,11 @@ __device__ __forceinline__ RowValues<Team, HELD, WIDTH, Make> row_values(const M
     return RowValues<Team, HELD, WIDTH, Make>(make, cols);
 }
 
-// ---- column sums -----------------------------------------------------------------------------------------------------------
+// ---- column sums ------------------------------------------------------------------------------------
 //
-// Two kernels and no atomics: the rows of every slab are summed per column, then the slabs. Which rows make a slab, and in
-// which order all is added, depends on the tensor's shape and dtype only: every run on every GPU gives the same bits.
+// Two kernels and no atomics: the rows of every slab are summed per column, then the slabs. Which rows make a slab, and
+// in which order all is added, depends on the tensor's shape and dtype only: every run on every GPU gives the same
+// bits.
 
 constexpr int COLUMN_THREADS = 256;
 constexpr int COLUMN_WARPS = COLUMN_THREADS / WARP;
@@ -102,10 +104,11 @@ constexpr int ROWS_AT_ONCE = 2;  // of a warp: their loads are in flight togethe
 struct Tiling {
     int64_t tiles, slabs;
 };
-// Blocks of column_sums: a warp's width of columns each, times slabs. About 1024 blocks fill the largest GPUs; more slabs
-// would be more partial sums to write and to read again.
+// Blocks of column_sums: a warp's width of columns each, times slabs. About 1024 blocks fill the largest GPUs; more
+// slabs would be more partial sums to write and to read again.
 inline Tiling tiling_of(const Rows& r) {
-    const int64_t tile = WARP * width_of(r.dtype), tiles = (r.cols + tile - 1) / tile, step = COLUMN_WARPS * ROWS_AT_ONCE;
+    const int64_t tile = WARP * width_of(r.dtype), tiles = (r.cols + tile - 1) / tile,
+                  step = COLUMN_WARPS * ROWS_AT_ONCE;
     const int64_t wanted = tiles >= 16 ? 64 : tiles <= 2 ? 512 : 1024 / tiles, found = (r.rows + step - 1) / step;
     return {tiles, found < 1 ? 1 : found < wanted ? found : wanted};
 }
@@ -126,7 +129,7 @@ __device__ __forceinline__ void store_block_sums(const Floats<WIDTH> (&sums)[VEC
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         __syncthreads();  // the shared memory may still be read
-        // Element k of lane l lies at k * WARP + l: the lanes of a warp write to different banks.
+                          // Element k of lane l lies at k * WARP + l: the lanes of a warp write to different banks.
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) shared[warp * ACROSS + k * WARP + lane] = sums[v].x[k];
         __syncthreads();
@@ -167,8 +170,8 @@ __device__ __forceinline__ void column_sums(const Rows& r, const Tiling& t, cons
 struct Targets {
     Vector first, second;
 };
-// out[c] = sum over slabs of partials[vector, slab, c]. A block has 32 columns of one vector; its warps share the slabs, and
-// have eight loads in flight.
+// out[c] = sum over slabs of partials[vector, slab, c]. A block has 32 columns of one vector; its warps share the
+// slabs, and have eight loads in flight.
 static __global__ void __launch_bounds__(THREADS)
     add_slabs(const float* partials, int64_t slabs, int64_t cols, int64_t tiles, const Targets out) {
     constexpr int WARPS = THREADS / WARP, AT_ONCE = 8;
@@ -180,7 +183,8 @@ static __global__ void __launch_bounds__(THREADS)
     for (int64_t s = warp; s < slabs && c < cols; s += AT_ONCE * WARPS) {
         float loaded[AT_ONCE];
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) loaded[k] = s + k * WARPS < slabs ? fetch(mine + (s + k * WARPS) * cols) : 0.0f;
+        for (int k = 0; k < AT_ONCE; ++k)
+            loaded[k] = s + k * WARPS < slabs ? fetch(mine + (s + k * WARPS) * cols) : 0.0f;
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) sum = sum + loaded[k];
     }

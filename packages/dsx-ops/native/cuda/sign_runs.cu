@@ -1,5 +1,5 @@
-// Signs and scales of many runs of one flat fp32 buffer in one launch; see signs.cuh. A block takes one piece of a run, as the
-// caller's table on the device says.
+// Signs and scales of many runs of one flat fp32 buffer in one launch; see signs.cuh. A block takes one piece of a run,
+// as the caller's table on the device says.
 #include "signs.cuh"
 
 namespace dsx {
@@ -54,11 +54,11 @@ void unpack_sign_runs(const Where& where, const SignPieces& p, const char* bits,
            reinterpret_cast<char*>(out));
 }
 
-void mean_of_sign_runs(const Where& where, const SignPieces& p, const char* bits, int64_t bit_stride, const float* scales,
-                       int64_t scale_stride, int64_t ranks, float* out) {
+void mean_of_sign_runs(const Where& where, const SignPieces& p, const char* bits, int64_t bit_stride,
+                       const float* scales, int64_t scale_stride, int64_t ranks, float* out) {
     OnDevice on(where);
-    launch(where, mean_pieces<RunTable>, p.count, SIGN_THREADS, table_of(p), bits, bit_stride, scales, scale_stride, ranks,
-           (float)(1.0 / (double)ranks), fits(out, 16), out);
+    launch(where, mean_pieces<RunTable>, p.count, SIGN_THREADS, table_of(p), bits, bit_stride, scales, scale_stride,
+           ranks, (float)(1.0 / (double)ranks), fits(out, 16), out);
 }
 
 }  // namespace cuda

@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(SIGN_THREADS) pack(const WholeTensor tensor, c
     });
 }
 
-__global__ void __launch_bounds__(THREADS) root_mean(const double* partials, int64_t count, int64_t numel, float* scale) {
+__global__ void __launch_bounds__(THREADS)
+    root_mean(const double* partials, int64_t count, int64_t numel, float* scale) {
     __shared__ double scratch[THREADS / WARP];
     double sum = 0;
     for (int64_t p = threadIdx.x; p < count; p += blockDim.x) sum = sum + fetch(partials + p);
@@ -27,8 +28,8 @@ __global__ void __launch_bounds__(THREADS) root_mean(const double* partials, int
 }
 
 // Rows of bits, each with its scale. `pieces`: of a row.
-__global__ void __launch_bounds__(SIGN_THREADS)
-    unpack(const WholeTensor row, int64_t pieces, const char* bits, const float* scale, DType dtype, char* out, bool whole) {
+__global__ void __launch_bounds__(SIGN_THREADS) unpack(const WholeTensor row, int64_t pieces, const char* bits,
+                                                       const float* scale, DType dtype, char* out, bool whole) {
     const int64_t number = blockIdx.x / pieces, bytes = (row.numel + OCTET - 1) / OCTET, first = number * row.numel;
     const float magnitude = fetch(scale + number);
     const auto read = [&](int64_t i, int n) -> uint32_t {
@@ -51,8 +52,8 @@ void pack_signs(const Where& where, DType dtype, const char* x, char* bits, int6
     launch(where, pack, tensor.count(), SIGN_THREADS, tensor, values(dtype, x), bits);
 }
 
-void compress_signs(const Where& where, DType dtype, const char* x, float* error, char* bits, float* scale, double* partials,
-                    int64_t numel) {
+void compress_signs(const Where& where, DType dtype, const char* x, float* error, char* bits, float* scale,
+                    double* partials, int64_t numel) {
     OnDevice on(where);
     const WholeTensor tensor{numel};
     const Values v = values(dtype, x), e = values(F32, error);
@@ -69,12 +70,13 @@ void unpack_signs(const Where& where, const char* bits, const float* scale, DTyp
     launch(where, unpack, rows * row.count(), SIGN_THREADS, row, row.count(), bits, scale, dtype, out, whole);
 }
 
-void mean_of_signs(const Where& where, const char* bits, const float* scales, int64_t ranks, float* out, int64_t numel) {
+void mean_of_signs(const Where& where, const char* bits, const float* scales, int64_t ranks, float* out,
+                   int64_t numel) {
     OnDevice on(where);
     const WholeTensor tensor{numel};
     const int64_t bytes = (numel + OCTET - 1) / OCTET;
-    launch(where, mean_pieces<WholeTensor>, tensor.count(), SIGN_THREADS, tensor, bits, bytes, scales, (int64_t)1, ranks,
-           (float)(1.0 / (double)ranks), fits(out, 16), out);
+    launch(where, mean_pieces<WholeTensor>, tensor.count(), SIGN_THREADS, tensor, bits, bytes, scales, (int64_t)1,
+           ranks, (float)(1.0 / (double)ranks), fits(out, 16), out);
 }
 
 }  // namespace cuda

@@ -1,9 +1,9 @@
-// One bit per element, with error feedback (what the arithmetic is: native/cpu/signs.cpp): what the kernels for one tensor and
-// for the runs of a flat buffer share. A thread takes eight neighbours, which make one byte, and has the loads of two such
-// octets in flight.
+// One bit per element, with error feedback (what the arithmetic is: native/cpu/signs.cpp): what the kernels for one
+// tensor and for the runs of a flat buffer share. A thread takes eight neighbours, which make one byte, and has the
+// loads of two such octets in flight.
 //
-// Per element: compress reads value and error twice, since the scale depends on all of them, and writes error and bit; unpack
-// reads a bit and writes the value; mean reads a bit per rank and writes four bytes.
+// Per element: compress reads value and error twice, since the scale depends on all of them, and writes error and bit;
+// unpack reads a bit and writes the value; mean reads a bit per rank and writes four bytes.
 #pragma once
 #include "memory.cuh"
 #include "reduce.cuh"
@@ -11,7 +11,7 @@
 namespace dsx {
 namespace cuda {
 
-constexpr int OCTET = 8;          // elements of a byte
+constexpr int OCTET = 8;  // elements of a byte
 constexpr int SIGN_THREADS = 256;
 
 // Which elements a block has. Piece number b of one tensor, whose bits begin at byte 0:

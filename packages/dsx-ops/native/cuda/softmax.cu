@@ -1,5 +1,5 @@
-// softmax(scale x + mask) over the last dimension, and its backward. The threads of a row hold it in registers (rows.cuh): input
-// and output cross memory once, in backward gradient, result and output.
+// softmax(scale x + mask) over the last dimension, and its backward. The threads of a row hold it in registers
+// (rows.cuh): input and output cross memory once, in backward gradient, result and output.
 #include "rows.cuh"
 
 namespace dsx {
@@ -46,7 +46,8 @@ __device__ __forceinline__ void mask_scores(const Scores& s, int64_t at, int64_t
         } else {
             for (int j = 0; j < WIDTH / 4; ++j) words[j] = 0;
             for (int k = 0; k < WIDTH; ++k)
-                if (k < n) words[k / 4] |= (uint32_t)(uint8_t)fetch(m.at + at + (c + k) * m.column_stride) << 8 * (k % 4);
+                if (k < n)
+                    words[k / 4] |= (uint32_t)(uint8_t)fetch(m.at + at + (c + k) * m.column_stride) << 8 * (k % 4);
         }
         for (int k = 0; k < WIDTH; ++k)
             if ((words[k / 4] >> 8 * (k % 4) & 0xffu) == 0) v.x[k] = -INFINITY;
@@ -54,7 +55,8 @@ __device__ __forceinline__ void mask_scores(const Scores& s, int64_t at, int64_t
 }
 
 template <class Team, int HELD, int WIDTH>
-__global__ void __launch_bounds__(row_threads<Team>(), row_blocks<Team, HELD>()) softmax_rows(const Rows r, const Scores s, char* y) {
+__global__ void __launch_bounds__(row_threads<Team>(), row_blocks<Team, HELD>())
+    softmax_rows(const Rows r, const Scores s, char* y) {
     __shared__ float scratch[LONG_ROW_THREADS / WARP];
     const DType dtype = narrowed<WIDTH>(r.dtype);
     const int64_t row = Team::first(), base = row * r.cols;
@@ -148,8 +150,8 @@ void softmax_backward(const Where& where, const Rows& r, const char* grad, const
         constexpr int WIDTH = decltype(width)::value;
         const bool whole = whole_rows<WIDTH>(r, {grad, y, dx});
         for_rows(r.rows, r.cols, [&](auto team, auto held, int64_t blocks, int threads) {
-            launch(where, softmax_rows_backward<decltype(team), decltype(held)::value, WIDTH>, blocks, threads, r, grad, y,
-                   scale, dx, whole);
+            launch(where, softmax_rows_backward<decltype(team), decltype(held)::value, WIDTH>, blocks, threads, r, grad,
+                   y, scale, dx, whole);
         });
     });
 }

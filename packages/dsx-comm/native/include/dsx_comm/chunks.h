@@ -1,5 +1,5 @@
-// How a message is cut up: into chunks, one a step, and these into blocks, so that what comes from memory and what lies in the cache is
-// handled in turn and neither waits for the other.
+// How a message is cut up: into chunks, one a step, and these into blocks, so that what comes from memory and what lies
+// in the cache is handled in turn and neither waits for the other.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace dsx {
 
-constexpr int64_t BLOCK = 16384;           // bytes that are handled in one go inside a chunk
+constexpr int64_t BLOCK = 16384;  // bytes that are handled in one go inside a chunk
 
 // Outputs of this many bytes do not fit the caches beside their inputs: write past them.
 inline bool is_large(int64_t bytes) { return bytes >= 2 << 20; }
@@ -32,7 +32,9 @@ struct Chunks {
 
 // The same, each piece cut again into one slice a rank. Rank r's slice of chunk c is the bytes [begin, begin + length).
 struct Slices {
-    struct Span { int64_t begin, length; };
+    struct Span {
+        int64_t begin, length;
+    };
 
     Slices(int64_t total, int ranks, int64_t limit_) : chunks(total, limit_ * ranks), n(ranks), limit(limit_) {}
     Span of(int64_t c, int r) const {

@@ -1,9 +1,10 @@
 // One rank's view of a group in shared memory, and the collectives.
 //
-// Everything advances in steps. In a step a rank writes into the places that are its in this step (segment.h) and then *posts* the step's
-// number; what it wrote in step s its peers read after they saw s, and before they post s + 1. So a rank that has seen everybody
-// at s - 1 may write where anybody wrote in s - 2: two parities are enough, and one wait per step. All ranks take the same number of steps in a
-// call, which follows from the call's arguments; that these agree is checked first (Descriptor).
+// Everything advances in steps. In a step a rank writes into the places that are its in this step (segment.h) and then
+// *posts* the step's number; what it wrote in step s its peers read after they saw s, and before they post s + 1. So a
+// rank that has seen everybody at s - 1 may write where anybody wrote in s - 2: two parities are enough, and one wait
+// per step. All ranks take the same number of steps in a call, which follows from the call's arguments; that these
+// agree is checked first (Descriptor).
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -21,20 +22,30 @@
 
 namespace dsx {
 
-struct PeerLost : std::runtime_error { using std::runtime_error::runtime_error; };
-struct WaitTimeout : std::runtime_error { using std::runtime_error::runtime_error; };
-struct Mismatch : std::runtime_error { using std::runtime_error::runtime_error; };
-struct Aborted : std::runtime_error { using std::runtime_error::runtime_error; };
-struct Hang : std::runtime_error { using std::runtime_error::runtime_error; };
+struct PeerLost : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+struct WaitTimeout : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+struct Mismatch : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+struct Aborted : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+struct Hang : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
 
 struct Settings {
     int rank = 0;
-    std::vector<int> names;     // global ranks, for messages
-    int lock_fd = -1;           // file whose byte r rank r keeps locked while it lives; -1: liveness is not watched
-    double spin_us = 20.0;      // waiting that keeps the core
-    double yield_us = 300.0;    // waiting that gives way to others, from the start; then the rank sleeps
-    double look_s = 0.1;        // how long it sleeps before it looks whether the others live; a failure wakes it
-    int64_t one_shot = 16384;   // messages up to this many bytes are reduced by everybody at once
+    std::vector<int> names;    // global ranks, for messages
+    int lock_fd = -1;          // file whose byte r rank r keeps locked while it lives; -1: liveness is not watched
+    double spin_us = 20.0;     // waiting that keeps the core
+    double yield_us = 300.0;   // waiting that gives way to others, from the start; then the rank sleeps
+    double look_s = 0.1;       // how long it sleeps before it looks whether the others live; a failure wakes it
+    int64_t one_shot = 16384;  // messages up to this many bytes are reduced by everybody at once
     Outlet::Way stores = Outlet::Way::measured;
     std::function<void()> look{};  // called now and then by who waits; what it throws ends the wait
 };
@@ -72,19 +83,19 @@ class Group {
     void barrier(double timeout);
     void all_reduce(void* data, int64_t count, const ReduceSpec& spec, const Symmetric& where, double timeout);
     // `code`: what the bytes are (kernels.h's Dtype, or a higher number), only compared; -1: bytes
-    void all_gather(const void* source, char* const* outputs, int64_t bytes, int code, const Symmetric& where, double timeout);
+    void all_gather(const void* source, char* const* outputs, int64_t bytes, int code, const Symmetric& where,
+                    double timeout);
     void reduce_scatter(void* output, const char* const* inputs, const int64_t* counts, const ReduceSpec& spec,
                         const Symmetric& where, double timeout);
     void broadcast(void* data, int64_t bytes, int code, int root, double timeout);
     void reduce(void* data, int64_t count, int root, const ReduceSpec& spec, double timeout);
     void gather(const void* source, char* const* outputs, int64_t bytes, int code, int root, double timeout);
     void scatter(const char* const* inputs, void* output, int64_t bytes, int code, int root, double timeout);
-    void all_to_all(const char* const* inputs, const int64_t* in_bytes, char* const* outputs, const int64_t* out_bytes, int code,
-                    double timeout);
+    void all_to_all(const char* const* inputs, const int64_t* in_bytes, char* const* outputs, const int64_t* out_bytes,
+                    int code, double timeout);
 
     // While `call` runs the caller's memory must stay where it is: a call that finds it gone fails on all ranks.
-    template <class Call>
-    void with_leases(const Leases& leases, Call&& call) {
+    template <class Call> void with_leases(const Leases& leases, Call&& call) {
         struct Reset {
             const Leases*& place;
             ~Reset() { place = nullptr; }
@@ -97,7 +108,7 @@ class Group {
     bool poisoned() const { return group()->poison.load(std::memory_order_acquire) != 0; }
     void poison(Failure kind, const std::string& text);  // every rank's next or present wait throws this
     void check_poison() const;
-    std::vector<int> lost() const;             // ranks whose process has ended
+    std::vector<int> lost() const;  // ranks whose process has ended
     std::vector<int> behind(uint64_t step) const;
 
     // - waiting, shared with the mailboxes
@@ -117,8 +128,15 @@ class Group {
     std::string poison_text() const;
 
   private:
-    struct Settled { ~Settled() { settle_stores(); } };  // the caller's memory is written when the call is over
-    struct Doing { const char* what; Clock::time_point until; double timeout; Settled settled; };
+    struct Settled {
+        ~Settled() { settle_stores(); }
+    };  // the caller's memory is written when the call is over
+    struct Doing {
+        const char* what;
+        Clock::time_point until;
+        double timeout;
+        Settled settled;
+    };
     // Of a reduce-scatter: where the parts lie, and how many elements of `width` bytes each has.
     struct Scattered {
         char* output;
@@ -139,13 +157,14 @@ class Group {
     char* out(int r, uint64_t step) const { return base_ + layout_.out(layout_.area_of(r, step), step); }
 
     Doing begin(const char* what, double timeout);
-    void describe(const Descriptor& mine);      // writes this rank's line for the coming step
-    void post();                                // the coming step is done
-    void await(const Doing& doing);             // everybody has posted what this rank posted last
+    void describe(const Descriptor& mine);  // writes this rank's line for the coming step
+    void post();                            // the coming step is done
+    void await(const Doing& doing);         // everybody has posted what this rank posted last
     void await_one(int peer, const Doing& doing);
-    void check_leases(const Doing& doing);      // throws, and tells the others, if the caller's memory is gone
+    void check_leases(const Doing& doing);  // throws, and tells the others, if the caller's memory is gone
     void look_or_give_up(const Doing& doing);
-    // After await: throws unless all lines of the last step are alike; true if all name the same symmetric memory (or none).
+    // After await: throws unless all lines of the last step are alike; true if all name the same symmetric memory (or
+    // none).
     bool agree(const Descriptor& mine) const;
     [[noreturn]] void disagree(const Descriptor& mine) const;
     bool open(const Doing& doing, const Descriptor& mine);  // one step: describe, post, await, agree
@@ -153,10 +172,9 @@ class Group {
     void show(char* place, const char* from, size_t bytes);  // into the place of what all read
     std::vector<const char*> peers(const Symmetric& where) const;
     // body(s) for s = 0 .. n, and a step between each two. The first one shows `mine`, and the ranks agree on it.
-    // Symmetric memory helps only where all ranks' data lies in it, which the first step of a call tells; if some have it and some do not,
-    // those without forget what they showed in that step, and all begin again as if nobody had.
-    template <class Body>
-    void in_steps(int64_t n, const Doing& doing, const Descriptor& mine, Body body) {
+    // Symmetric memory helps only where all ranks' data lies in it, which the first step of a call tells; if some have
+    // it and some do not, those without forget what they showed in that step, and all begin again as if nobody had.
+    template <class Body> void in_steps(int64_t n, const Doing& doing, const Descriptor& mine, Body body) {
         for (int64_t s = 0; s <= n; s++) {
             if (s == 0) describe(mine);
             if (s == 1 && !agree(mine)) {
@@ -171,12 +189,15 @@ class Group {
         }
     }
 
-    void symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const Doing& doing, const Descriptor& mine);
+    void symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const Doing& doing,
+                              const Descriptor& mine);
     void staged_all_reduce(char* data, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
     void one_shot_all_reduce(void* data, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
     bool past_cache(const Scattered& parts) const;
-    void symmetric_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Symmetric& where, const Doing& doing);
-    void staged_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
+    void symmetric_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Symmetric& where,
+                                  const Doing& doing);
+    void staged_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Doing& doing,
+                               const Descriptor& mine);
     void symmetric_all_gather(char* const* outputs, const Symmetric& where, const Doing& doing, const Descriptor& mine);
     void staged_all_gather(const char* from, char* const* outputs, const Doing& doing, const Descriptor& mine);
 
@@ -185,7 +206,7 @@ class Group {
     Settings set_;
     const Kernels& k_;
     Outlet outlet_;
-    uint64_t step_ = 0;   // last step this rank posted
+    uint64_t step_ = 0;  // last step this rank posted
     uint64_t calls_ = 0;
     const Leases* leases_ = nullptr;  // of the call that runs
 };

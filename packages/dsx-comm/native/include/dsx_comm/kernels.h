@@ -1,4 +1,5 @@
-// The arithmetic of the collectives: sums (and the like) of several buffers in a fixed order, and copies past the cache.
+// The arithmetic of the collectives: sums (and the like) of several buffers in a fixed order, and copies past the
+// cache.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,9 +13,13 @@ enum class Reduce : int { sum, product, min, max, band, bor, bxor, count };
 
 inline size_t size_of(Dtype d) {
     switch (d) {
-        case Dtype::f64: case Dtype::i64: return 8;
-        case Dtype::f32: case Dtype::i32: return 4;
-        case Dtype::bf16: case Dtype::f16: case Dtype::i16: return 2;
+        case Dtype::f64:
+        case Dtype::i64: return 8;
+        case Dtype::f32:
+        case Dtype::i32: return 4;
+        case Dtype::bf16:
+        case Dtype::f16:
+        case Dtype::i16: return 2;
         default: return 1;
     }
 }
@@ -35,7 +40,8 @@ using ReduceFn = void (*)(const ReduceArgs&);
 
 struct Kernels {
     const char* name;
-    ReduceFn reduce[static_cast<int>(Dtype::count)][static_cast<int>(Reduce::count)];  // null: no meaning (bits of floats)
+    ReduceFn reduce[static_cast<int>(Dtype::count)]
+                   [static_cast<int>(Reduce::count)];  // null: no meaning (bits of floats)
     void (*copy)(void* dst, const void* src, size_t bytes, bool stream);
     // What was written past the cache is in order with other stores only after `settle_stores`.
 };
@@ -46,7 +52,7 @@ inline void settle_stores() {
 #endif
 }
 
-const Kernels& kernels();                     // chosen once: DSX_ISA, else the widest this CPU has
+const Kernels& kernels();                          // chosen once: DSX_ISA, else the widest this CPU has
 const Kernels& kernels_named(const std::string&);  // throws: unknown, or this CPU cannot run it
 std::vector<std::string> runnable_isas();
 

@@ -1,8 +1,8 @@
 // Sends and receives between two ranks: a ring of two slots per direction, messages matched by tag in order of issue.
 //
-// Nothing here blocks another: `progress` moves whatever can be moved, in all directions, so two ranks may send to each other first and
-// receive later. A message for which no receive is posted stays in its slots, unless it stands before one that is asked for: then it
-// is put aside in private memory.
+// Nothing here blocks another: `progress` moves whatever can be moved, in all directions, so two ranks may send to each
+// other first and receive later. A message for which no receive is posted stays in its slots, unless it stands before
+// one that is asked for: then it is put aside in private memory.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -18,17 +18,17 @@ namespace dsx {
 
 struct Transfer {
     bool sending;
-    int peer;            // -1: from anyone
+    int peer;  // -1: from anyone
     int64_t tag;
     char* data;
     int64_t bytes;
-    int64_t code;        // what the bytes are (segment.h)
-    Leases leases{};     // of the caller's memory
+    int64_t code;     // what the bytes are (segment.h)
+    Leases leases{};  // of the caller's memory
     int64_t moved = 0;
     bool done = false;
     std::string error{};                  // of a finished transfer
     Failure failure = Failure::mismatch;  // of what kind it is
-    std::vector<char> own{};  // takes the place of the caller's memory when nobody waits any more
+    std::vector<char> own{};              // takes the place of the caller's memory when nobody waits any more
 };
 using TransferPtr = std::shared_ptr<Transfer>;
 
@@ -37,14 +37,21 @@ class Mailboxes {
     explicit Mailboxes(Group& group);
     TransferPtr send(int peer, const void* data, int64_t bytes, int64_t tag, int64_t code, Leases leases);
     TransferPtr receive(int peer, void* data, int64_t bytes, int64_t tag, int64_t code, Leases leases);
-    bool finished(const TransferPtr& transfer);            // moves what can be moved; throws what failed
-    void wait(const TransferPtr& transfer, double timeout);  // a transfer whose wait has failed never touches its data again
-    void background();                                     // body of the thread that serves asynchronous transfers
-    bool wants_thread();                                   // once true when something is under way: start the thread
+    bool finished(const TransferPtr& transfer);  // moves what can be moved; throws what failed
+    void wait(const TransferPtr& transfer,
+              double timeout);  // a transfer whose wait has failed never touches its data again
+    void background();          // body of the thread that serves asynchronous transfers
+    bool wants_thread();        // once true when something is under way: start the thread
     void stop();
 
   private:
-    struct Aside { int from; int64_t tag; int64_t code; std::vector<char> data; bool complete = false; };
+    struct Aside {
+        int from;
+        int64_t tag;
+        int64_t code;
+        std::vector<char> data;
+        bool complete = false;
+    };
     // A message that arrives. `unwanted`: it is not what the receive expects; it is taken out of the box and dropped.
     struct Incoming {
         bool active = false;
@@ -54,11 +61,13 @@ class Mailboxes {
         bool unwanted = false;
     };
 
-    Mailbox* box(int src, int dst) const { return reinterpret_cast<Mailbox*>(group_.at(group_.layout().mailbox(src, dst))); }
+    Mailbox* box(int src, int dst) const {
+        return reinterpret_cast<Mailbox*>(group_.at(group_.layout().mailbox(src, dst)));
+    }
     char* slot(int src, int dst, uint64_t n) const {
         return reinterpret_cast<char*>(box(src, dst)) + sizeof(Mailbox) + (n & 1) * group_.layout().mailbox_bytes;
     }
-    bool progress();                 // under lock_; true: something moved
+    bool progress();  // under lock_; true: something moved
     bool push(int peer);
     bool pull(int peer);
     bool start(int peer, Incoming& incoming, const Mailbox::Slot& piece);

@@ -1,11 +1,11 @@
-// Writing into memory that other ranks have read last (segment.h: where ranks take turns with a place, it does not come to that): through the
-// cache, or past it.
+// Writing into memory that other ranks have read last (segment.h: where ranks take turns with a place, it does not come
+// to that): through the cache, or past it.
 //
-// Where the two cores share a cache, lines that the reader holds come back quickly and plain stores are best. Where they do not
-// (chiplets, sockets; a hypervisor may move the cores of a virtual machine at any time), every store first has to fetch its line from the other side:
-// measured on one machine within a minute, 50 or 330 ns for a line there and back, 9 or 2 GB/s for a plain copy, 12 GB/s for one past
-// the cache in either case. So the first block of a step is a probe: it is written plainly and timed. A decision of this rank
-// alone; it changes no result.
+// Where the two cores share a cache, lines that the reader holds come back quickly and plain stores are best. Where
+// they do not (chiplets, sockets; a hypervisor may move the cores of a virtual machine at any time), every store first
+// has to fetch its line from the other side: measured on one machine within a minute, 50 or 330 ns for a line there and
+// back, 9 or 2 GB/s for a plain copy, 12 GB/s for one past the cache in either case. So the first block of a step is a
+// probe: it is written plainly and timed. A decision of this rank alone; it changes no result.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -41,9 +41,9 @@ class Outlet {
   private:
     static constexpr int64_t LARGE = 1 << 20;  // smaller messages stay in the caches whatever they cost
     static constexpr size_t PROBE = 8192;
-    static constexpr double SLOW = 4e9;        // bytes per second, between the two speeds above
-    static constexpr int AGAIN = 8;            // steps past the cache between two probes
-    static constexpr int SURE = 2;             // probes in a row that agree: one may have been interrupted
+    static constexpr double SLOW = 4e9;  // bytes per second, between the two speeds above
+    static constexpr int AGAIN = 8;      // steps past the cache between two probes
+    static constexpr int SURE = 2;       // probes in a row that agree: one may have been interrupted
 
     void judge(bool slow) {
         agreeing_ = slow == past_ ? 0 : agreeing_ + 1;

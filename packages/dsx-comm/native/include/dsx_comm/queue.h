@@ -1,5 +1,5 @@
-// Calls of one group in order of issue. A synchronous call runs in its caller's thread; an asynchronous one in a thread that is started
-// on first use, or in the thread that waits for it, whichever comes first.
+// Calls of one group in order of issue. A synchronous call runs in its caller's thread; an asynchronous one in a thread
+// that is started on first use, or in the thread that waits for it, whichever comes first.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -13,7 +13,7 @@ namespace dsx {
 
 struct Item {
     std::function<void()> run;
-    bool done = false;            // guarded by the queue's lock
+    bool done = false;  // guarded by the queue's lock
     std::exception_ptr error;
 };
 using ItemPtr = std::shared_ptr<Item>;
@@ -109,9 +109,7 @@ class Queue {
         std::exception_ptr error;
         try {
             item->run();
-        } catch (...) {
-            error = std::current_exception();
-        }
+        } catch (...) { error = std::current_exception(); }
         item->run = nullptr;
         hold.lock();
         item->error = error;

@@ -5,10 +5,11 @@
 //   then per rank     in[2] (in_bytes each), out[2] (slice_bytes each)
 //   then per (src, dst) a ring of two mailbox slots; untouched pages cost nothing
 //
-// In a mailbox the sender writes the slots and the receiver the tail counter. Areas change hands: what rank r shows rank q alone and what q
-// shows r lie in two places that the two swap whenever both have been read, so that a rank writes where it has read last. Such lines are in
-// its cache already, and its alone: reading them has taken them from the writer. Lines that the other core read last have to be taken back one by one
-// first. Measured on two cores: 40 GB/s against 6 where these share a cache, against 2 (9 past the cache) where they do not.
+// In a mailbox the sender writes the slots and the receiver the tail counter. Areas change hands: what rank r shows
+// rank q alone and what q shows r lie in two places that the two swap whenever both have been read, so that a rank
+// writes where it has read last. Such lines are in its cache already, and its alone: reading them has taken them from
+// the writer. Lines that the other core read last have to be taken back one by one first. Measured on two cores: 40
+// GB/s against 6 where these share a cache, against 2 (9 past the cache) where they do not.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -32,16 +33,27 @@ struct alignas(LINE) Flag {
 // Why a group is unusable.
 enum class Failure : int32_t { lost, timeout, mismatch, aborted, hang };
 
-enum class Call : int32_t { none, all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, barrier };
+enum class Call : int32_t {
+    none,
+    all_reduce,
+    all_gather,
+    reduce_scatter,
+    broadcast,
+    reduce,
+    gather,
+    scatter,
+    all_to_all,
+    barrier
+};
 
 // What a rank says it is doing, compared by all before data is used.
 struct alignas(LINE) Descriptor {
     int32_t call = 0, dtype = 0, reduce = 0, root = -1;
     int64_t bytes = 0;
-    int64_t shape = 0;        // hash of what else must agree (sizes of uneven parts)
-    int64_t memory = -1;      // symmetric memory: its number, else -1
-    int64_t offset = 0;       // of this rank's data in it
-    uint64_t sequence = 0;    // number of the call
+    int64_t shape = 0;      // hash of what else must agree (sizes of uneven parts)
+    int64_t memory = -1;    // symmetric memory: its number, else -1
+    int64_t offset = 0;     // of this rank's data in it
+    uint64_t sequence = 0;  // number of the call
 };
 static_assert(sizeof(Descriptor) == LINE, "one cache line");
 
@@ -63,9 +75,9 @@ struct alignas(PAGE) GroupHeader {
 
 struct alignas(LINE) Mailbox {
     struct Slot {
-        int64_t tag, total;   // of the message this piece belongs to
-        int64_t bytes;        // of this piece
-        int64_t code;         // what the bytes are: kernels.h's Dtype, or a higher number
+        int64_t tag, total;  // of the message this piece belongs to
+        int64_t bytes;       // of this piece
+        int64_t code;        // what the bytes are: kernels.h's Dtype, or a higher number
     };
     alignas(LINE) std::atomic<uint64_t> head;  // pieces written
     alignas(LINE) std::atomic<uint64_t> tail;  // pieces taken
@@ -82,7 +94,9 @@ struct Layout {
     size_t rank_area() const { return up(2 * in_bytes + 2 * slice_bytes, PAGE); }
     size_t mailbox_area() const { return up(sizeof(Mailbox) + 2 * mailbox_bytes, PAGE); }
     size_t header(int rank) const { return PAGE * (1 + static_cast<size_t>(rank)); }
-    size_t area(int rank) const { return PAGE * (1 + static_cast<size_t>(size)) + rank_area() * static_cast<size_t>(rank); }
+    size_t area(int rank) const {
+        return PAGE * (1 + static_cast<size_t>(size)) + rank_area() * static_cast<size_t>(rank);
+    }
     size_t in(int rank, uint64_t step) const { return area(rank) + (step & 1) * in_bytes; }
     size_t out(int rank, uint64_t step) const { return area(rank) + 2 * in_bytes + (step & 1) * slice_bytes; }
     // steps of one parity alternate
@@ -90,7 +104,8 @@ struct Layout {
     // in whose area lies what `rank` shows to all: with several readers there is nobody to swap with
     int area_of(int rank, uint64_t step) const { return size == 2 && swapped(step) ? 1 - rank : rank; }
     size_t mailbox(int src, int dst) const {
-        return area(size) + mailbox_area() * (static_cast<size_t>(src) * static_cast<size_t>(size) + static_cast<size_t>(dst));
+        return area(size) +
+               mailbox_area() * (static_cast<size_t>(src) * static_cast<size_t>(size) + static_cast<size_t>(dst));
     }
     size_t eager() const { return area(size); }  // up to here memory is taken at start
     size_t total() const { return mailbox(size - 1, size - 1) + mailbox_area(); }

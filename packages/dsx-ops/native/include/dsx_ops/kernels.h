@@ -7,8 +7,18 @@
 
 namespace dsx {
 
-enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2, SPLIT = 3, NONE = 4 };  // SPLIT: bf16 weight + 16 low bits of its fp32 master
-enum Algorithm : int32_t { ADAM = 0, ADAGRAD = 1, LION = 2, SGD = 3, ADAM8 = 4, LAMB_UPDATE = 5, LAMB_APPLY = 6, TOUCH = 7 };
+// SPLIT: a bf16 weight and the 16 low bits of its fp32 master.
+enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2, SPLIT = 3, NONE = 4 };
+enum Algorithm : int32_t {
+    ADAM = 0,
+    ADAGRAD = 1,
+    LION = 2,
+    SGD = 3,
+    ADAM8 = 4,
+    LAMB_UPDATE = 5,
+    LAMB_APPLY = 6,
+    TOUCH = 7
+};
 
 // One tensor of an update. Pointers that an algorithm does not use are null.
 struct Row {
@@ -27,24 +37,24 @@ struct Row {
 struct Hyper {
     float beta1, one_minus_beta1, beta2, one_minus_beta2;
     float eps;
-    float decay;       // decoupled weight decay: parameters are multiplied by this
-    float l2;          // weight decay added to the gradient
-    float step_size;   // lr / (1 - beta1^t), or lr
-    float inv_denom;   // 1 / sqrt(1 - beta2^t), or 1
-    float grad_mul;    // 1 / grad_scale
-    float damp;        // SGD: 1 - dampening (1 in the first step)
+    float decay;      // decoupled weight decay: parameters are multiplied by this
+    float l2;         // weight decay added to the gradient
+    float step_size;  // lr / (1 - beta1^t), or lr
+    float inv_denom;  // 1 / sqrt(1 - beta2^t), or 1
+    float grad_mul;   // 1 / grad_scale
+    float damp;       // SGD: 1 - dampening (1 in the first step)
     int32_t flags;
-    uint32_t seed;     // ADAM8
+    uint32_t seed;  // ADAM8
 };
 
 enum Flag : int32_t {
-    UNSCALE = 1,       // multiply gradients by grad_mul
-    L2 = 2,            // add l2 * p to the gradient
-    DECOUPLED = 4,     // multiply p by decay
-    MOMENTUM = 8,      // SGD has a buffer
+    UNSCALE = 1,    // multiply gradients by grad_mul
+    L2 = 2,         // add l2 * p to the gradient
+    DECOUPLED = 4,  // multiply p by decay
+    MOMENTUM = 8,   // SGD has a buffer
     NESTEROV = 16,
-    EPS_INSIDE = 32,   // Lamb: sqrt(v + eps)
-    MAXIMIZE = 64,     // negate gradients
+    EPS_INSIDE = 32,  // Lamb: sqrt(v + eps)
+    MAXIMIZE = 64,    // negate gradients
 };
 
 struct Step {
@@ -56,36 +66,38 @@ struct Step {
     const int64_t* partial_start;
 };
 
-constexpr int64_t LANES = 16;      // elements per step of every kernel, whatever the instruction set
-constexpr int64_t ALIGN = 64;      // thread borders fall on multiples of this, counted from a row's start
-constexpr int64_t BLOCK8 = 256;    // elements per scale of the 8-bit states
-constexpr int64_t CHUNK = 4096;    // elements per partial sum of a reduction
+constexpr int64_t LANES = 16;    // elements per step of every kernel, whatever the instruction set
+constexpr int64_t ALIGN = 64;    // thread borders fall on multiples of this, counted from a row's start
+constexpr int64_t BLOCK8 = 256;  // elements per scale of the 8-bit states
+constexpr int64_t CHUNK = 4096;  // elements per partial sum of a reduction
 
-// Groupwise codes of x. INT8, INT4 symmetric: scale = max|x| / (2^(bits-1) - 1). Asymmetric: scale = (max - min) / (2^bits - 1), zero = min.
-// E4M3, E5M2: scale = max|x| / largest number of the format.
-enum Format : int32_t { INT8 = 0, INT4 = 1, INT8_ASYM = 2, INT4_ASYM = 3, E4M3 = 4, E5M2 = 5 };  // INT4: even element in the low half
+// Groupwise codes of x. INT8, INT4 symmetric: scale = max|x| / (2^(bits-1) - 1). Asymmetric: scale = (max - min) /
+// (2^bits - 1), zero = min. E4M3, E5M2: scale = max|x| / largest number of the format. INT4: the even element is in the
+// low half of a byte.
+enum Format : int32_t { INT8 = 0, INT4 = 1, INT8_ASYM = 2, INT4_ASYM = 3, E4M3 = 4, E5M2 = 5 };
 
 struct Quant {
     Format format;
-    DType dtype;       // of x
-    int64_t group;     // elements per scale; even for INT4
+    DType dtype;    // of x
+    int64_t group;  // elements per scale; even for INT4
     bool stochastic;
     uint32_t seed;
     int64_t offset;
-    // Where the groups go (and come from): x is [nodes, devices, chunk], the codes are [pipeline, devices, nodes, chunk / pipeline].
-    // slice: groups per chunk / pipeline; 0 leaves the groups where they are.
+    // Where the groups go (and come from): x is [nodes, devices, chunk], the codes are [pipeline, devices, nodes, chunk
+    // / pipeline]. slice: groups per chunk / pipeline; 0 leaves the groups where they are.
     int64_t nodes, devices, pipeline, slice;
-    bool stream;       // write past the caches (dequantize, reduce)
+    bool stream;  // write past the caches (dequantize, reduce)
 };
 
 struct QuantKernels {
     // [begin, end) in elements of x; begin is a multiple of the group.
     void (*quantize)(const Quant& q, const char* x, char* codes, float* scale, float* zero, int64_t begin, int64_t end);
-    void (*dequantize)(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin, int64_t end);
-    // out[i - begin] = factor times the sum over ranks, in order, of what their codes stand for. Rank r's codes, scales and zeros begin
-    // r times the strides further. begin is even.
-    void (*reduce)(const Quant& q, const char* codes, const float* scale, const float* zero, int64_t ranks, int64_t code_stride,
-                   int64_t scale_stride, float factor, float* out, int64_t begin, int64_t end);
+    void (*dequantize)(const Quant& q, const char* codes, const float* scale, const float* zero, char* x, int64_t begin,
+                       int64_t end);
+    // out[i - begin] = factor times the sum over ranks, in order, of what their codes stand for. Rank r's codes, scales
+    // and zeros begin r times the strides further. begin is even.
+    void (*reduce)(const Quant& q, const char* codes, const float* scale, const float* zero, int64_t ranks,
+                   int64_t code_stride, int64_t scale_stride, float factor, float* out, int64_t begin, int64_t end);
 };
 
 // One bit per element: 1 for >= 0 (also -0), 0 for negative and NaN; element i in bit i % 8 of byte i / 8.
@@ -98,12 +110,13 @@ struct SignKernels {
     // Packs the signs of t = x + error and leaves t - scale sign(t) in error.
     void (*compress)(DType dtype, const char* x, char* error, float scale, char* bits, int64_t begin, int64_t end);
     // out = (sum over ranks, in order, of scales[r] sign_r) factor; rank r's bits begin at bits + r stride.
-    void (*mean)(const char* bits, int64_t stride, const float* scales, int64_t ranks, float factor, char* out, int64_t begin, int64_t end);
+    void (*mean)(const char* bits, int64_t stride, const float* scales, int64_t ranks, float factor, char* out,
+                 int64_t begin, int64_t end);
 };
 
-// A part of a run of a flat fp32 buffer whose signs share one scale: elements [begin, end), at most SIGN_PIECE of them, `begin` a multiple
-// of 8; their bits begin at byte `byte` of what is sent, their scale is number `scale`. The pieces of a run begin SIGN_PIECE apart or where
-// its bits go to another place.
+// A part of a run of a flat fp32 buffer whose signs share one scale: elements [begin, end), at most SIGN_PIECE of them,
+// `begin` a multiple of 8; their bits begin at byte `byte` of what is sent, their scale is number `scale`. The pieces
+// of a run begin SIGN_PIECE apart or where its bits go to another place.
 constexpr int64_t SIGN_PIECE = 4 * CHUNK;
 struct SignPiece {
     int64_t begin, end, byte, scale;
@@ -123,8 +136,9 @@ struct NormRows {
 struct NormBackRows {
     DType dtype;
     int64_t cols;
-    const float *weight, *bias, *inverse;  // inverse: 1 / weight, when `saved` is the output; else null and `saved` is the input
-    const char *grad, *saved, *extra;      // extra: null, or added to dx
+    const float *weight, *bias,
+        *inverse;  // inverse: 1 / weight, when `saved` is the output; else null and `saved` is the input
+    const char *grad, *saved, *extra;  // extra: null, or added to dx
     const float *mean, *rstd;
     char* dx;
     bool stream;
@@ -136,23 +150,30 @@ struct SoftmaxRows {
     DType dtype;
     int64_t cols;
     float scale;
-    const char *x, *grad;     // backward: x is the forward's result
+    const char *x, *grad;  // backward: x is the forward's result
     char* out;
     MaskKind mask_kind;
-    const char* mask;         // the mask's element for row r and column c: start of r + c * column_step
+    const char* mask;           // the mask's element for row r and column c: start of r + c * column_step
     const int64_t* mask_start;  // per row, in elements
-    int64_t column_step;      // 0 or 1
+    int64_t column_step;        // 0 or 1
     bool stream;
 };
 
 // Elementwise functions of x + bias, bias along rows of `cols` elements. Ranges are in elements of the whole tensor.
-enum BiasForm : int32_t { GELU_TANH = 0, GELU_ERF = 1, GELU_TANH_BACK = 2, GELU_ERF_BACK = 3, DROPOUT = 4, DROPOUT_RESIDUAL = 5 };
+enum BiasForm : int32_t {
+    GELU_TANH = 0,
+    GELU_ERF = 1,
+    GELU_TANH_BACK = 2,
+    GELU_ERF_BACK = 3,
+    DROPOUT = 4,
+    DROPOUT_RESIDUAL = 5
+};
 struct BiasRows {
     BiasForm form;
     DType dtype;
     int64_t cols;
-    const char *x, *other;    // other: the gradient (backward forms), the residual (DROPOUT_RESIDUAL)
-    const float* bias;        // null: none
+    const char *x, *other;  // other: the gradient (backward forms), the residual (DROPOUT_RESIDUAL)
+    const float* bias;      // null: none
     char* out;
     uint32_t threshold, seed;
     float keep_scale;
@@ -164,7 +185,8 @@ struct RowKernels {
     void (*layer_norm)(const NormRows& n, int64_t begin, int64_t end);
     // Adds to dweight and dbias [cols].
     void (*layer_norm_backward)(const NormBackRows& n, int64_t begin, int64_t end, float* dweight, float* dbias);
-    void (*softmax)(const SoftmaxRows& s, int64_t begin, int64_t end, float* scratch);  // scratch: cols rounded up to 16
+    void (*softmax)(const SoftmaxRows& s, int64_t begin, int64_t end,
+                    float* scratch);  // scratch: cols rounded up to 16
     void (*softmax_backward)(const SoftmaxRows& s, int64_t begin, int64_t end);
     // Adds the unrounded results to sums [cols] unless that is null.
     void (*bias_function)(const BiasRows& b, int64_t begin, int64_t end, float* sums);
@@ -174,7 +196,8 @@ struct RowKernels {
 
 struct Kernels {
     const char* name;
-    // Both work on the elements [begin, end) of one row; begin is a multiple of ALIGN (BLOCK8, CHUNK where they matter).
+    // Both work on the elements [begin, end) of one row; begin is a multiple of ALIGN (BLOCK8, CHUNK where they
+    // matter).
     void (*step)(const Step& step, const Row& row, int64_t row_index, int64_t begin, int64_t end);
     // Sum of squares of [begin, end) in fp64, in lane order: one number per CHUNK.
     void (*squares)(DType dtype, const char* data, int64_t begin, int64_t end, double* partials);

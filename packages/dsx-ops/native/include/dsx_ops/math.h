@@ -1,4 +1,5 @@
-// exp and the error function of sixteen floats. The baseline has no fused multiply-add, so its last bits may differ from the others'.
+// exp and the error function of sixteen floats. The baseline has no fused multiply-add, so its last bits may differ
+// from the others'.
 #pragma once
 #include "dsx_ops/vec.h"
 
@@ -6,8 +7,8 @@ namespace dsx {
 namespace DSX_ISA {
 namespace {
 
-// e^r for r = c - n ln 2, |r| <= ln 2 / 2, ln 2 in two parts (Cody & Waite): 1 + r q(r), q the polynomial of degree 4 whose largest relative
-// error is least, 9.2e-8.
+// e^r for r = c - n ln 2, |r| <= ln 2 / 2, ln 2 in two parts (Cody & Waite): 1 + r q(r), q the polynomial of degree 4
+// whose largest relative error is least, 9.2e-8.
 DSX_INLINE F exponential_near_zero(F n, F c) {
     F r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), c));
     F q = multiply_add(splat(8.290272206e-3f), r, splat(4.189816117e-2f));
@@ -17,13 +18,15 @@ DSX_INLINE F exponential_near_zero(F n, F c) {
     return multiply_add(q, r, splat(1.0f));
 }
 
-// e^x for x <= 88 to 2 units in the last place. What is no normal number is 0 (with AVX-512 only below e^-104); NaN stays.
+// e^x for x <= 88 to 2 units in the last place. What is no normal number is 0 (with AVX-512 only below e^-104); NaN
+// stays.
 DSX_INLINE F exponential(F x) {
 #if defined(DSX_ISA_AVX512)
     // The instruction that scales by a power of two rounds to zero by itself what is too small.
     F c = larger(x, splat(-106.0f));
     F n = c * splat(1.44269504f);
-    n.r[0] = (freg)_mm512_maskz_roundscale_ps((__mmask16)-1, (__m512)n.r[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    n.r[0] =
+        (freg)_mm512_maskz_roundscale_ps((__mmask16)-1, (__m512)n.r[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     F p = exponential_near_zero(n, c);
     p.r[0] = (freg)_mm512_maskz_scalef_ps((__mmask16)-1, (__m512)p.r[0], (__m512)n.r[0]);
     return p;

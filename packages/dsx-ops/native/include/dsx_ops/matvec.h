@@ -13,8 +13,9 @@ struct PackedMatrix {
 };
 constexpr int64_t MATVEC_BLOCK = 32;
 
-// out[v * out_stride + row] = sum over columns of x[v * columns + column] * code * scale, for rows begin to end and every
-// v below `vectors`. For 4 bits x is in the order of `split_pairs`: in each block of 32 the even columns come first.
+// out[v * out_stride + row] = sum over columns of x[v * columns + column] * code * scale, for rows begin to end and
+// every v below `vectors`. For 4 bits x is in the order of `split_pairs`: in each block of 32 the even columns come
+// first.
 struct MatvecKernels {
     void (*int8)(const PackedMatrix&, const float* x, int64_t vectors, float* out, int64_t out_stride, int64_t begin,
                  int64_t end);

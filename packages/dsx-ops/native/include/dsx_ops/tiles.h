@@ -6,16 +6,16 @@ namespace dsx {
 namespace DSX_ISA {
 namespace {
 
-// ---- tiles --------------------------------------------------------------------------------------------------------
+// ---- tiles ------------------------------------------------------------------------------------------
 //
-// A tile is a stretch of a row that stays in the first-level cache. Streams that are fp32 are worked on where they lie; others
-// are converted into fp32 tiles and back. So there is one fp32 kernel per algorithm, not one per combination of dtypes.
+// A tile is a stretch of a row that stays in the first-level cache. Streams that are fp32 are worked on where they lie;
+// others are converted into fp32 tiles and back. So there is one fp32 kernel per algorithm, not one per combination of
+// dtypes.
 
 constexpr int64_t TILE = 512;
 constexpr int size_of(DType t) { return t == NONE ? 0 : t == F32 ? 4 : 2; }
 
-template <DType FROM, DType TO>
-void map(const char* in, char* out, int64_t n, F factor, bool scaled) {
+template <DType FROM, DType TO> void map(const char* in, char* out, int64_t n, F factor, bool scaled) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         F x = Access<FROM>::load(in, i);
@@ -46,7 +46,9 @@ void convert_n(DType from, const char* in, DType to, char* out, int64_t n) {
 // nearest, ties away from zero: that gives 65536 masters to every weight, so 16 bits always complete it. (With ties to
 // even it would be 65537 for even weights.)
 DSX_INLINE F joined(U weight, U low) { return floats((weight << 16) + ((low ^ splatu(0x8000u)) - splatu(0x8000u))); }
-DSX_INLINE void join(const char* weight, const char* low, char* out, int64_t i) { store32(out + 4 * i, joined(load16(weight + 2 * i), load16(low + 2 * i))); }
+DSX_INLINE void join(const char* weight, const char* low, char* out, int64_t i) {
+    store32(out + 4 * i, joined(load16(weight + 2 * i), load16(low + 2 * i)));
+}
 DSX_INLINE void split(const char* master, char* weight, char* low, int64_t i) {
     F a = load32(master + 4 * i);
     U b = select(is_nan(a), splatu(0x7fc00000u), bits(a));
@@ -143,7 +145,9 @@ DSX_INLINE void store_codes16(char* at, int64_t count, U codes) {
 // The parameter of a row.
 template <DType P> struct Parameter {
     static DSX_INLINE F load(const Row& row, int64_t i, int64_t count) { return Padded<P>::load(row.param, i, count); }
-    static DSX_INLINE void store(const Row& row, int64_t i, int64_t count, F a) { Padded<P>::store(row.param, i, count, a); }
+    static DSX_INLINE void store(const Row& row, int64_t i, int64_t count, F a) {
+        Padded<P>::store(row.param, i, count, a);
+    }
 };
 template <> struct Parameter<SPLIT> {
     static DSX_INLINE F load(const Row& row, int64_t i, int64_t count) {
@@ -180,7 +184,7 @@ struct Stream {
     }
 };
 
-// ---- noise and block maxima ------------------------------------------------------------------------------------------
+// ---- noise and block maxima -------------------------------------------------------------------------
 
 DSX_INLINE U mix(U x) {
     x = (x ^ (x >> 16)) * splatu(0x7feb352du);
@@ -190,8 +194,8 @@ DSX_INLINE U mix(U x) {
 
 DSX_INLINE U second_noise(U first) { return first * splatu(0x9e3779b1u); }
 
-// Random numbers of 32 bits, keyed by seed and element index. `second` costs one multiplication more; its high bits do not go with the
-// high bits of `first`.
+// Random numbers of 32 bits, keyed by seed and element index. `second` costs one multiplication more; its high bits do
+// not go with the high bits of `first`.
 DSX_INLINE U lane_numbers() {
     uint32_t lane[16];
     for (uint32_t k = 0; k < 16; ++k) lane[k] = k;
@@ -199,14 +203,17 @@ DSX_INLINE U lane_numbers() {
     __builtin_memcpy(&numbers, lane, 64);
     return numbers;
 }
-DSX_INLINE uint32_t noise_key(uint32_t seed, int64_t index) { return seed + (uint32_t)((uint64_t)index >> 32) * 0x9e3779b9u; }
+DSX_INLINE uint32_t noise_key(uint32_t seed, int64_t index) {
+    return seed + (uint32_t)((uint64_t)index >> 32) * 0x9e3779b9u;
+}
 
 struct Noise {
     U first, second;
     DSX_INLINE Noise(uint32_t seed, int64_t index) {
         const uint32_t low = (uint32_t)index;
         U lanes = lane_numbers() + splatu(low), key = splatu(noise_key(seed, index));
-        if (low > 0xfffffff0u) key = select(lessu(lanes, splatu(low)), splatu(noise_key(seed, index + LANES)), key);  // carry
+        if (low > 0xfffffff0u)
+            key = select(lessu(lanes, splatu(low)), splatu(noise_key(seed, index + LANES)), key);  // carry
         first = mix(lanes ^ key);
         second = second_noise(first);
     }
@@ -251,8 +258,12 @@ struct Smaller {  // b < a ? b : a
 };
 struct LargerMagnitude {  // as integers, so that NaN is above infinity
 #if defined(DSX_ISA_AVX512) || defined(DSX_ISA_AVX2)
-    static DSX_INLINE __m256 of8(__m256 a, __m256 b) { return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(b))); }
-    static DSX_INLINE __m128 of4(__m128 a, __m128 b) { return _mm_castsi128_ps(_mm_max_epu32(_mm_castps_si128(a), _mm_castps_si128(b))); }
+    static DSX_INLINE __m256 of8(__m256 a, __m256 b) {
+        return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+    }
+    static DSX_INLINE __m128 of4(__m128 a, __m128 b) {
+        return _mm_castsi128_ps(_mm_max_epu32(_mm_castps_si128(a), _mm_castps_si128(b)));
+    }
 #else
     static DSX_INLINE float of1(float a, float b) {
         uint32_t x, y;

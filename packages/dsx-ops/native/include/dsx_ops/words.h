@@ -1,7 +1,8 @@
-// Two elements per lane of 32 bits, as bf16 numbers lie in memory: the even element low, the odd one high. Compiled per instruction set.
+// Two elements per lane of 32 bits, as bf16 numbers lie in memory: the even element low, the odd one high. Compiled per
+// instruction set.
 //
-// For kernels bound by arithmetic: 32 elements of 16 bits are one load, and parting them is a shift and a mask, where widening
-// sixteen by sixteen costs more. The even elements fill one register of floats, the odd ones another.
+// For kernels bound by arithmetic: 32 elements of 16 bits are one load, and parting them is a shift and a mask, where
+// widening sixteen by sixteen costs more. The even elements fill one register of floats, the odd ones another.
 #pragma once
 #include "dsx_ops/tiles.h"
 
@@ -26,9 +27,12 @@ DSX_INLINE U and_or(U a, U b, U c) {
 }
 
 DSX_INLINE U low_words(U a) { return a & splatu(LOW); }
-DSX_INLINE U join_low(U even, U odd) { return even | (odd << 16); }                            // both below 2^16
-DSX_INLINE U join_high(U even, U odd) { return and_or(odd, splatu(HIGH), even >> 16); }       // of both the high halves
-DSX_INLINE U shift_words(U a, int n) { DSX_EACH a.r[i] = (ureg)((wreg)a.r[i] >> n); return a; }  // to the right, each word for itself
+DSX_INLINE U join_low(U even, U odd) { return even | (odd << 16); }                      // both below 2^16
+DSX_INLINE U join_high(U even, U odd) { return and_or(odd, splatu(HIGH), even >> 16); }  // of both the high halves
+DSX_INLINE U shift_words(U a, int n) {
+    DSX_EACH a.r[i] = (ureg)((wreg)a.r[i] >> n);
+    return a;
+}  // to the right, each word for itself
 
 DSX_INLINE U larger_words(U a, U b) {
 #if defined(DSX_ISA_AVX512)
@@ -58,7 +62,8 @@ template <bool SIGNED> DSX_INLINE_HERE U load_bytes_as_words(const void* at) {
     U c;
 #if defined(DSX_ISA_AVX512)
     const __m256i raw = _mm256_loadu_si256((const __m256i*)at);
-    c.r[0] = (ureg)(SIGNED ? _mm512_maskz_cvtepi8_epi16((__mmask32)-1, raw) : _mm512_maskz_cvtepu8_epi16((__mmask32)-1, raw));
+    c.r[0] = (ureg)(SIGNED ? _mm512_maskz_cvtepi8_epi16((__mmask32)-1, raw)
+                           : _mm512_maskz_cvtepu8_epi16((__mmask32)-1, raw));
 #elif defined(DSX_ISA_AVX2)
     DSX_EACH {
         const __m128i raw = _mm_loadu_si128((const __m128i*)at + i);
@@ -69,7 +74,8 @@ template <bool SIGNED> DSX_INLINE_HERE U load_bytes_as_words(const void* at) {
     uint16_t wide[32];
     __builtin_memcpy(raw, at, 32);
     for (int k = 0; k < 32; ++k) wide[k] = SIGNED ? (uint16_t)(int8_t)raw[k] : raw[k];
-    DSX_EACH for (int k = 0; k < PER; ++k) c.r[i][k] = wide[2 * (i * PER + k)] | (uint32_t)wide[2 * (i * PER + k) + 1] << 16;
+    DSX_EACH for (int k = 0; k < PER; ++k) c.r[i][k] = wide[2 * (i * PER + k)] | (uint32_t)wide[2 * (i * PER + k) + 1]
+                                                                                     << 16;
 #endif
     return c;
 }
@@ -79,7 +85,8 @@ DSX_INLINE_HERE void store_words_as_bytes(void* at, U a) {
     _mm256_storeu_si256((__m256i*)at, _mm512_maskz_cvtepi16_epi8((__mmask32)-1, (__m512i)a.r[0]));
 #elif defined(DSX_ISA_AVX2)
     const __m256i low = _mm256_set1_epi16(255);
-    const __m256i packed = _mm256_packus_epi16(_mm256_and_si256((__m256i)a.r[0], low), _mm256_and_si256((__m256i)a.r[1], low));
+    const __m256i packed =
+        _mm256_packus_epi16(_mm256_and_si256((__m256i)a.r[0], low), _mm256_and_si256((__m256i)a.r[1], low));
     _mm256_storeu_si256((__m256i*)at, _mm256_permute4x64_epi64(packed, 0xd8));
 #else
     uint8_t raw[32];
@@ -92,11 +99,14 @@ DSX_INLINE_HERE void store_words_as_bytes(void* at, U a) {
 }
 
 // 32 elements, parted and joined again.
-struct Pair { F even, odd; };
+struct Pair {
+    F even, odd;
+};
 
 DSX_INLINE_HERE Pair parted(F first, F second) {
 #if defined(DSX_ISA_AVX512)
-    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0),
+                  odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
     Pair p;
     p.even.r[0] = (freg)_mm512_permutex2var_ps((__m512)first.r[0], even, (__m512)second.r[0]);
     p.odd.r[0] = (freg)_mm512_permutex2var_ps((__m512)first.r[0], odd, (__m512)second.r[0]);
@@ -120,12 +130,14 @@ DSX_INLINE_HERE Pair parted(F first, F second) {
 }
 DSX_INLINE_HERE void rejoined(Pair p, F& first, F& second) {
 #if defined(DSX_ISA_AVX512)
-    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), high = _mm512_or_si512(low, _mm512_set1_epi32(8));
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0),
+                  high = _mm512_or_si512(low, _mm512_set1_epi32(8));
     first.r[0] = (freg)_mm512_permutex2var_ps((__m512)p.even.r[0], low, (__m512)p.odd.r[0]);
     second.r[0] = (freg)_mm512_permutex2var_ps((__m512)p.even.r[0], high, (__m512)p.odd.r[0]);
 #elif defined(DSX_ISA_AVX2)
     DSX_EACH {
-        const __m256 low = _mm256_unpacklo_ps((__m256)p.even.r[i], (__m256)p.odd.r[i]), high = _mm256_unpackhi_ps((__m256)p.even.r[i], (__m256)p.odd.r[i]);
+        const __m256 low = _mm256_unpacklo_ps((__m256)p.even.r[i], (__m256)p.odd.r[i]),
+                     high = _mm256_unpackhi_ps((__m256)p.even.r[i], (__m256)p.odd.r[i]);
         (i ? second : first).r[0] = (freg)_mm256_permute2f128_ps(low, high, 0x20);
         (i ? second : first).r[1] = (freg)_mm256_permute2f128_ps(low, high, 0x31);
     }
