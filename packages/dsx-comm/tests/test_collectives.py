@@ -4,7 +4,7 @@ import dsx_comm
 import pytest
 import torch
 import torch.distributed as dist
-from dsx_testkit import run_ranks
+from dsx_testkit import count_calls, run_ranks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8]
 R = dsx_comm.ReduceOp
@@ -390,3 +390,22 @@ def test_without_a_process_group_the_error_says_what_to_call():
         with pytest.raises(dsx_comm.CommError, match="init_distributed"):
             call()
     assert not dist.is_initialized()
+
+
+def calls_of(rank, world, op):
+    tensor, whole = torch.ones(256), torch.ones(256 * world)
+    dsx_comm.check_first_calls(0)
+    counts = []
+    for call in (lambda: dsx_comm.all_reduce(tensor, op), lambda: dsx_comm.reduce_scatter_tensor(tensor, whole, op)):
+        call()
+        with count_calls("dsx_comm") as found:
+            call()
+        counts.append(found.total)
+    return counts
+
+
+def test_a_mean_on_a_backend_without_one_is_a_sum_and_a_division():
+    sums, means = (
+        run_ranks(calls_of, 2, op, backend="gloo")[0] for op in (dsx_comm.ReduceOp.SUM, dsx_comm.ReduceOp.AVG)
+    )
+    assert all(mean <= plain + 3 for plain, mean in zip(sums, means)), (sums, means)

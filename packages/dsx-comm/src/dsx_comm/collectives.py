@@ -57,13 +57,23 @@ def settle(handle: Any, async_op: bool) -> Any:
 
 
 def _averaged(
-    issue: Callable[..., Any], tensor: torch.Tensor, kind: Any, to: Membership, divide: bool = True
-) -> Handle:
-    """AVG where the backend has none: SUM, then a division on whoever has the result."""
+    issue: Callable[..., Any],
+    tensor: torch.Tensor,
+    kind: Any,
+    to: Membership,
+    divide: bool = True,
+    at_once: bool = False,
+) -> Any:
+    """AVG where the backend has none: SUM, then a division on whoever has the result. Done already with `at_once`."""
     if kind is not _AVG or to.averages(tensor):
         return issue(kind)
     work = issue(_SUM)
-    return Handle([work], (lambda: tensor.div_(to.size)) if divide else None)
+    if not at_once:
+        return Handle([work], (lambda: tensor.div_(to.size)) if divide else None)
+    settle(work, False)  # a handle of ours would only be waited for
+    if divide:
+        tensor.div_(to.size)
+    return None
 
 
 # - reductions
@@ -106,7 +116,8 @@ def start_all_reduce(tensor: torch.Tensor, kind: Any, to: Membership, at_once: b
             return composed.all_reduce(tensor, kind, to)
         packed = tensor.contiguous()
         return _then(composed.all_reduce(packed, kind, to), lambda: tensor.copy_(packed))
-    return _averaged(lambda k: dist.all_reduce(tensor, k, to.group, async_op=True), tensor, kind, to)
+    start = lambda k: dist.all_reduce(tensor, k, to.group, async_op=True)  # noqa: E731
+    return _averaged(start, tensor, kind, to, at_once=at_once)
 
 
 def _then(first: Handle, finish: Callable[[], Any]) -> Handle:
@@ -137,7 +148,8 @@ def reduce(
         if to.composes(tensor) and tensor.is_contiguous():
             return settle(_composed_reduce(tensor, target, kind, to), async_op)
         start = lambda k: dist.reduce(tensor, dst, k, to.group, async_op=True)  # noqa: E731
-        return settle(_averaged(start, tensor, kind, to, divide=to.rank == target), async_op)
+        divides = to.rank == target
+        return settle(_averaged(start, tensor, kind, to, divide=divides, at_once=not async_op), async_op)
 
     return run(call, issue, async_op)
 
@@ -193,7 +205,8 @@ def start_reduce_scatter(
     place, flat = _flat(output), _flat(source)
     if at_once and to.shared:
         return native(place, flat, kind, to.group)
-    return _averaged(lambda k: native(place, flat, k, to.group, async_op=True), output, kind, to)
+    start = lambda k: native(place, flat, k, to.group, async_op=True)  # noqa: E731
+    return _averaged(start, output, kind, to, at_once=at_once)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,7 +241,7 @@ def reduce_scatter(
         if to.composes(output):
             return settle(composed.reduce_scatter_parts(output, parts, kind, to), async_op)
         start = lambda k: dist.reduce_scatter(output, parts, k, to.group, async_op=True)  # noqa: E731
-        return settle(_averaged(start, output, kind, to), async_op)
+        return settle(_averaged(start, output, kind, to, at_once=not async_op), async_op)
 
     return run(call, issue, async_op)
 
