@@ -338,3 +338,8 @@ def test_a_second_engine_on_the_same_model_starts_plain(caplog):
     assert [type(block) for block in model.transformer.h] != kinds
     second = engine_of(model)
     assert [type(block) for block in model.transformer.h] == kinds and first is not second
+
+
+def test_verify_refuses_what_has_nothing_to_compare_with():
+    with pytest.raises(ValueError, match="progressive_layer_drop changes what is computed from step to step"):
+        dsx.verify(Model, config(**LAYERS), lambda step: torch.zeros(2, 16, dtype=torch.int64))
