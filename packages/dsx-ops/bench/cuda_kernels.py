@@ -82,7 +82,7 @@ def main() -> int:
     compiler = resources.nvcc()
     if compiler is None:
         print("no nvcc in CUDA_HOME/bin or on PATH: no table of registers")
-        return 1
+        return 1 if options.write else 0
     sources = resources.sources()
     found = [r for arch in options.archs for source in sources for r in resources.measure(source, arch, compiler)]
     occupied = resources_table(found, options.archs)

@@ -56,6 +56,15 @@ def test_the_table_has_every_source_and_architecture_without_spills(resources):
     assert [r for r in table if r.occupancy() < 0.25 and r.threads > 32] == []
 
 
+def test_the_document_says_what_the_table_says(resources):
+    release, table = resources.read_table()
+    text = (resources.SOURCES / "KERNELS.md").read_text()
+    assert f"Compiled by nvcc {release}." in text
+    for r in table:
+        line = [x for x in text.splitlines() if x.startswith(f"| {r.source}: `{r.kernel}` | {r.threads} |")]
+        assert len(line) == 1 and f"| {r.registers}, {r.occupancy():.0%}" in line[0], (r, line)
+
+
 def test_occupancy_is_that_of_the_programming_guide(resources):
     def share(threads, registers, shared=0):
         return resources.Resources("", "", 90, threads, registers, shared, 0, 0).occupancy()
