@@ -114,3 +114,32 @@ def test_training_equals_one_process(stage, ep_size, packed, drop):
 @pytest.mark.parametrize("drop", [True, False])
 def test_training_equals_one_process_everywhere(stage, ep_size, packed, drop):
     compare(stage, ep_size, packed, drop)
+
+
+def _held(rank, world, ep_size):
+    dsx_comm.init_distributed()
+    found = {}
+    for stage in (1, 2, 3):
+        made = []
+
+        def adam(params, made=made):
+            made.append(torch.optim.AdamW(params, lr=0.02))
+            return made[0]
+
+        model, optimizer = dsx_zero.shard(build(ep_size, True, False), adam, stage=stage)
+        model(batch(rank, 0)).backward()
+        optimizer.step()
+        found[stage] = sum(state["exp_avg"].numel() for state in made[0].state.values())
+        optimizer.release()
+    return found
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_states_of_experts_are_divided_among_all_ranks(ep_size):
+    """Over the ranks that share the experts out, and over those that hold the same ones: nothing is kept twice."""
+    everything = sum(p.numel() for p in build(1, True, False).parameters())
+    results = run_ranks(_held, WORLD, ep_size)
+    for stage in (1, 2, 3):
+        held = [found[stage] for found in results]
+        assert everything <= sum(held) <= everything + 64 * WORLD  # flat buffers are padded a little
+        assert max(held) <= 1.2 * everything / WORLD + 16
