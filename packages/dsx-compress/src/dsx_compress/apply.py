@@ -141,6 +141,11 @@ def _plan(model: nn.Module, config: CompressionTraining, sliced: int) -> list[Ca
             weight = layer.weight
             if not isinstance(weight, nn.Parameter) and not parametrize.is_parametrized(layer, "weight"):
                 raise CompressionError(f"{match.name}: its weight is {type(weight).__name__}, expected a parameter")
+            if hasattr(weight, "full_tensor"):  # a partition of dsx_zero, or a DTensor
+                raise CompressionError(
+                    f"{match.name}: its weight is partitioned over ranks ({type(weight).__name__}), expected a whole one; call "
+                    "init_compression before the model is sharded, and build the model outside of zero.Init"
+                )
             settings = section.different_groups.get(match.group)
             planned += _BUILDERS[method](model, match, layer, kind, section.shared_parameters, settings, sliced)
     return planned
