@@ -175,7 +175,7 @@ class RankSets:
     @classmethod
     def of_groups(cls, groups: ParallelGroups) -> RankSets:
         """The sets over the groups of this process. Collective where groups have to be made."""
-        data = groups.axis("sequence_data")
+        data = groups.axis("sequence_data" if groups.size("sequence") > 1 else "data")
         norm = [data]
         for kind in ("model", "tensor", "pipe"):
             # Megatron's model-parallel group has the stages of a pipeline in it, a topology's axis has not

@@ -12,11 +12,13 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+from dsx_comm import RankSets
+
 from .config import Config
 from .engine.request import Request, launched_as
 from .utils.logging import logger
 
-__all__ = ["config_facts", "telling_others"]
+__all__ = ["config_facts", "ranks_of_job", "telling_others"]
 
 CALL = "dsx.initialize"
 
@@ -46,8 +48,15 @@ def _is_own(path: str) -> bool:
     return path.split(".")[0] in _OWN or path.endswith(("path", "dir", "_file"))
 
 
+def ranks_of_job(sets: RankSets | None) -> Any:
+    """The process group whose ranks must have the same configuration: the data-parallel one; with model parallelism all
+    ranks (None), since those that hold slices of one model step together.
+    """
+    return None if sets is None or len(sets.data.norm_groups) > 1 else sets.data.group
+
+
 @contextmanager
-def telling_others(zero: Any, comm: Any, request: Request, *, joins: bool) -> Iterator[None]:
+def telling_others(zero: Any, comm: Any, request: Request, *, joins: bool, group: Any = None) -> Iterator[None]:
     """Around what is judged before there may be a process group: an error in it ends `initialize` on the other ranks too.
 
     Where they wait for this rank in `init_distributed`, it joins them to say so. Under `torch.distributed.elastic` (torchrun,
@@ -56,12 +65,12 @@ def telling_others(zero: Any, comm: Any, request: Request, *, joins: bool) -> It
     Args:
         zero, comm: the packages `dsx_zero` and `dsx_comm`.
         joins: whether `initialize` makes the process group.
+        group: the ranks of the job, where there is a process group already; None: all.
     """
     try:
         yield
     except Exception as error:
         if comm.is_initialized():
-            group = None if request.mpu is None else request.mpu.get_data_parallel_group()
             with zero.telling(group):
                 raise
         if joins and launched_as()[1] > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from dsx_comm import RankSets
 from torch import nn
 
 from .config import Config
@@ -38,7 +39,6 @@ from .engine.observers import (
     TimeLine,
     TrainingEvents,
 )
-from .engine.parts import Topology
 from .engine.report import Counters, StepReport
 from .engine.sessions import CurvatureSession, FlopsSession, NoiseSession, TimelineSession
 
@@ -56,7 +56,7 @@ class Watched:
     """
 
     config: Config
-    topology: Topology
+    topology: RankSets
     module: nn.Module
     optimizer: Any
     counters: Counters
@@ -180,7 +180,7 @@ def _add_figures(to: Watched, watch: Watch) -> None:
         tokens = TokenCount()
         if every or events:
             watch.hooks.append(tokens)
-        watch.add(Throughput(timer, tokens.take, to.topology.dp_world_size))
+        watch.add(Throughput(timer, tokens.take, to.topology.batches[1]))
     if events and to.distributed:
         sent = watch.add(SentBytes())
         watch.closing.callback(to.comm.observe(sent))
@@ -230,8 +230,8 @@ def _flops(to: Watched, section: Any, timer: Any) -> FlopsSession:
     profiler = monitoring.FlopsProfiler(to.module)
     profiler.facts = monitoring.RunFacts(
         world_size=topology.world_size,
-        data_parallel=topology.dp_world_size,
-        model_parallel=topology.mp_world_size,
+        data_parallel=topology.batches[1],
+        model_parallel=topology.model_size,
         batch_size=config.batch.micro,
         system=f"ZeRO stage {config.zero.stage}",
     )
@@ -325,15 +325,15 @@ def _aside(to: Watched, paused: Callable[[], AbstractContextManager[Any]]) -> It
         yield
 
 
-def mean_over_ranks(comm: ModuleType, topology: Topology) -> Callable[[torch.Tensor], Any] | None:
+def mean_over_ranks(comm: ModuleType, topology: RankSets) -> Callable[[torch.Tensor], Any] | None:
     """Averages a tensor over the data-parallel ranks in place; None with one rank."""
-    if topology.dp_world_size == 1:
+    if topology.data.size == 1:
         return None
-    return lambda tensor: comm.all_reduce(tensor, comm.ReduceOp.AVG, topology.dp_group)
+    return lambda tensor: comm.all_reduce(tensor, comm.ReduceOp.AVG, topology.data.group)
 
 
 def _noise(to: Watched, section: Any, squares: Any) -> NoiseSession:
-    batch, ranks = to.config.batch, to.topology.dp_world_size
+    batch, ranks = to.config.batch, to.topology.batches[1]
     if batch.micro >= batch.train:
         raise EngineArgumentError(
             f"gradient_noise_scale.enabled: got one micro-batch of {batch.micro} samples per step, expected several;"

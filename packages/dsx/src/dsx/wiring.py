@@ -8,7 +8,6 @@ then touch the process group, then move and cast the model, then build what depe
 from __future__ import annotations
 
 import importlib
-import os
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -16,11 +15,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from dsx_comm import RankSets
 from torch import nn
 
 from . import pipelining
 from ._version import __version__
-from .alike import CALL, config_facts, telling_others
+from .alike import CALL, config_facts, ranks_of_job, telling_others
 from .compressing import build_scheduler, compressed
 from .config import Config, load_config
 from .data import LoaderOptions
@@ -32,7 +32,8 @@ from .engine.compressing import CompressionSession
 from .engine.engine import Engine
 from .engine.errors import EngineArgumentError
 from .engine.inputs import CastInputs, InputChain, PassInputs
-from .engine.parts import EngineParts, EngineSettings, Topology
+from .engine.parts import EngineParts, EngineSettings
+from .engine.places import places_of_model
 from .engine.report import Counters
 from .engine.request import Request, joins_others, launched_as
 from .engine.schedule import DrivenSchedule, NoSchedule, ScheduleDriver
@@ -79,16 +80,16 @@ def part(name: str) -> ModuleType:
 def build_engine(source: Any, request: Request) -> Engine:
     """The engine for a configuration and the caller's objects. Collective."""
     joins = joins_others(request.dist_init_required)
-    zero = part("dsx_zero")
+    zero, comm = part("dsx_zero"), part("dsx_comm")
     request = pipelining.with_parallelism(source, request, joins, part)
-    with telling_others(zero, part("dsx_comm"), request, joins=joins):
-        world_size = launched_as()[1] if request.mpu is None else _mpu_data_parallel_size(request.mpu)
-        config = load_config(source, world_size=world_size)
+    topology = _rank_sets(request) if comm.is_initialized() else None
+    with telling_others(zero, comm, request, joins=joins, group=ranks_of_job(topology)):
+        config = load_config(source, world_size=_batch_ranks(request, topology))
         choice = _chosen_optimizer(config, request)
     _set_up_logging(config)
     topology = _join_processes(config, request, joins)
-    zero.agree(CALL, config_facts(config, request), topology.dp_group)
-    with zero.telling(topology.dp_group):
+    zero.agree(CALL, config_facts(config, request), ranks_of_job(topology))
+    with zero.telling(topology.data.group):
         with_experts(request.model, config, part)
         request = compressed(request, config, part)
         if pipelining.is_pipeline(request.model):
@@ -144,38 +145,35 @@ def _set_up_logging(config: Config) -> None:
         set_log_level_from_string(config.log_level)
 
 
-def _join_processes(config: Config, request: Request, joins: bool) -> Topology:
+def _batch_ranks(request: Request, topology: RankSets | None) -> int:
+    """Number of ranks that get batches of their own; without a topology there is no process group yet.
+
+    Raises:
+        EngineArgumentError: there is an mpu and no process group.
+    """
+    if topology is not None:
+        return topology.batches[1]
+    if request.mpu is not None:
+        raise EngineArgumentError(
+            f"initialize(mpu=...): got a {type(request.mpu).__name__} and no process group, expected the groups it tells of; "
+            "call dsx.init_distributed and make the mpu's groups first"
+        )
+    return launched_as()[1]
+
+
+def _rank_sets(request: Request) -> RankSets:
+    """Which ranks share what: as the mpu says, or as `dsx_comm.parallel_groups` was told."""
+    sets = part("dsx_comm").RankSets
+    return sets.current() if request.mpu is None else sets.of_mpu(request.mpu)
+
+
+def _join_processes(config: Config, request: Request, joins: bool) -> RankSets:
     comm = part("dsx_comm")
     if joins:
         comm.init_distributed(distributed_port=request.distributed_port)
     if config.use("comms_logger").enabled:
         comm.configure(config=config.comms_logger)
-    if not comm.is_initialized():
-        return Topology()
-    mpu, group = request.mpu, None
-    if mpu is not None:
-        group = mpu.get_data_parallel_group()
-        comm.parallel_groups.use(mpu)
-    return Topology(
-        rank=comm.get_rank(),
-        world_size=comm.get_world_size(),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        dp_rank=comm.get_rank(group),
-        dp_world_size=comm.get_world_size(group),
-        mp_world_size=1,
-        dp_group=group,
-    )
-
-
-def _mpu_data_parallel_size(mpu: Any) -> int:
-    """Size of the mpu's data-parallel group; model parallelism of more than one rank is refused."""
-    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
-        if hasattr(mpu, name) and getattr(mpu, name)() > 1:
-            raise EngineArgumentError(
-                f"initialize(mpu=...): got a model-parallel size of {getattr(mpu, name)()}, expected 1; gradient norms over "
-                "model-parallel ranks are not available yet"
-            )
-    return int(mpu.get_data_parallel_world_size())
+    return _rank_sets(request)
 
 
 # - The model and its shards
@@ -193,7 +191,7 @@ def _sparsified(model: nn.Module, config: Config) -> nn.Module:
     return model
 
 
-def _placed(model: nn.Module, config: Config, topology: Topology) -> nn.Module:
+def _placed(model: nn.Module, config: Config, topology: RankSets) -> nn.Module:
     """The model on this process' device and in the dtypes of the configuration; parameter objects stay the same."""
     part("dsx_zero").release_model(model)  # an earlier engine's model cannot be converted while it is divided
     precision: Precision = config.use("precision")
@@ -210,19 +208,19 @@ def _placed(model: nn.Module, config: Config, topology: Topology) -> nn.Module:
     return model
 
 
-def _uses_cuda(topology: Topology) -> bool:
+def _uses_cuda(topology: RankSets) -> bool:
     """Whether the ranks talk over a backend that needs device tensors (or there is only one process)."""
     if not torch.distributed.is_initialized():
         return True
-    return "nccl" in str(torch.distributed.get_backend(topology.dp_group))
+    return "nccl" in str(torch.distributed.get_backend(topology.data.group))
 
 
-def _optimizer(model: nn.Module, request: Request, topology: Topology, choice: OptimizerChoice | None) -> Any:
+def _optimizer(model: nn.Module, request: Request, topology: RankSets, choice: OptimizerChoice | None) -> Any:
     """The optimizer over the model's whole parameters: the config's, the caller's, or none."""
     parameters = list(model.parameters()) if request.model_parameters is None else request.model_parameters
     if choice is not None:
         if choice.communicates:
-            return choice.build(parameters, process_group=topology.dp_group)
+            return choice.build(parameters, process_group=topology.data.group)
         return choice.build(parameters)
     given: Any = request.optimizer
     if given is None or isinstance(given, torch.optim.Optimizer):
@@ -235,15 +233,14 @@ def _optimizer(model: nn.Module, request: Request, topology: Topology, choice: O
     return made
 
 
-def _sharded(model: nn.Module, optimizer: Any, config: Config, topology: Topology) -> tuple[nn.Module, Any]:
+def _sharded(model: nn.Module, optimizer: Any, config: Config, topology: RankSets) -> tuple[nn.Module, Any]:
     zero = part("dsx_zero")
     precision = config.precision
     ranks_of = pipelining.rank_sets(model, part("dsx_comm"))
     return zero.shard(
         model,
         optimizer,
-        process_group=topology.dp_group if ranks_of is None else None,
-        ranks_of=ranks_of,
+        ranks_of=topology if ranks_of is None else ranks_of,
         config=config.use("zero"),
         precision=zero.Precision(
             gradients=precision.dtype("grad_accum"),
@@ -265,7 +262,7 @@ def _sharded(model: nn.Module, optimizer: Any, config: Config, topology: Topolog
 def _parts(
     config: Config,
     request: Request,
-    topology: Topology,
+    topology: RankSets,
     model: nn.Module,
     optimizer: Any,
     choice: OptimizerChoice | None,
@@ -317,7 +314,7 @@ def _parts(
             precision=config.precision.to_json(),
             tag_validation=config.use("checkpoint").tag_validation,
             rank=topology.rank,
-            places=experts.places,
+            places=places_of_model(model, topology, known=experts.places),
             parts={**efficiency, **({} if compression is None else {"compression": compression})},
         ),
         stepper=ShardedStepper(optimizer, scaler, clipping or None) if trains else NoStepper(),
@@ -339,8 +336,8 @@ def _parts(
         config=config,
         loader=LoaderOptions(
             micro_batch_size=config.batch.micro,
-            rank=topology.dp_rank,
-            world_size=topology.dp_world_size,
+            rank=topology.batches[0],
+            world_size=topology.batches[1],
             drop_last=config.use("dataloader_drop_last"),
         ),
         release=release,

@@ -145,7 +145,7 @@ class EngineAccessors:
 
     def get_data_parallel_rank(self) -> int:
         """Rank of this process among those over which gradients are averaged."""
-        return self._parts.topology.dp_rank
+        return self._parts.topology.batches[0]
 
     @property
     def world_size(self) -> int:
@@ -155,12 +155,12 @@ class EngineAccessors:
     @property
     def dp_world_size(self) -> int:
         """Number of ranks over which gradients are averaged."""
-        return self._parts.topology.dp_world_size
+        return self._parts.topology.batches[1]
 
     @property
     def mp_world_size(self) -> int:
         """Number of ranks that share one copy of the model by model parallelism."""
-        return self._parts.topology.mp_world_size
+        return self._parts.topology.model_size
 
     @property
     def config(self) -> Any:

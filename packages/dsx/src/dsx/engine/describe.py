@@ -21,7 +21,7 @@ def _rows(parts: EngineParts) -> Iterator[tuple[str, Any]]:
     topology, settings = parts.topology, parts.settings
     yield (
         "rank",
-        f"{topology.rank} of {topology.world_size}, data parallel {topology.dp_rank} of {topology.dp_world_size}",
+        f"{topology.rank} of {topology.world_size}, data parallel {topology.batches[0]} of {topology.batches[1]}",
     )
     parameters = list(parts.module.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)

@@ -172,11 +172,11 @@ class Engine(WeightsMixin, EngineByHand, EngineData, EngineSwitches, EngineAcces
             EngineArgumentError: it is no multiple of micro batch size times data-parallel ranks.
         """
         parts = self._living()
-        per_micro_step = self.train_micro_batch_size_per_gpu() * parts.topology.dp_world_size
+        per_micro_step = self.train_micro_batch_size_per_gpu() * parts.topology.batches[1]
         if train_batch_size <= 0 or train_batch_size % per_micro_step:
             raise EngineArgumentError(
                 f"set_train_batch_size: got {train_batch_size}, expected a positive multiple of {per_micro_step} "
-                f"(micro batch {self.train_micro_batch_size_per_gpu()} x {parts.topology.dp_world_size} ranks)"
+                f"(micro batch {self.train_micro_batch_size_per_gpu()} x {parts.topology.batches[1]} ranks)"
             )
         parts.accumulation.steps = train_batch_size // per_micro_step
         parts.shards.follow_backward(parts.backwards)

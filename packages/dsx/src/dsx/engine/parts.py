@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsx_comm import RankSets
 from torch import nn
 
 from ..data import LoaderOptions
@@ -22,19 +23,6 @@ from .report import Counters
 from .schedule import ScheduleDriver
 from .stepper import LossScaler, Stepper
 from .weights import Gather
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Place of this process. Data-parallel values are those of the group over which gradients are averaged."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    dp_rank: int = 0
-    dp_world_size: int = 1
-    mp_world_size: int = 1
-    dp_group: Any = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,7 @@ class EngineParts:
         autocast: context factory around the forward pass.
         clock: times the parts of a step.
         gather: makes some parameters whole for the length of a context.
-        topology: place of this process.
+        topology: place of this process, and which ranks share what.
         config: the resolved configuration, for saving and for the accessors.
         loader: how `deepspeed_io` builds loaders.
         release: undoes what sharding did to the model (hooks).
@@ -82,7 +70,7 @@ class EngineParts:
     autocast: Callable[[], AbstractContextManager[object]]
     clock: Clock
     gather: Gather
-    topology: Topology
+    topology: RankSets
     settings: EngineSettings
     config: Any
     loader: LoaderOptions

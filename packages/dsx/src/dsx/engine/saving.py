@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from ..utils.logging import logger
 from . import weights
+from .errors import EngineArgumentError
+from .places import differs_between_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,7 @@ class WeightsMixin:
         `save_filename` ends so, else torch's own format.
 
         Raises:
+            EngineArgumentError: experts or slices of tensors are on other ranks.
             ValueError: `save_dir` is no path, or `save_filename` has another ending than .safetensors, .bin, .pt or
                 .pth.
             dsx.checkpoint.CheckpointError: rank 0 cannot write the file; the same error on all ranks.
@@ -55,6 +58,11 @@ class WeightsMixin:
                     "to true"
                 )
             return False
+        if elsewhere := differs_between_ranks(parts.checkpointer.places):
+            raise EngineArgumentError(
+                f"save_16bit_model: this rank has only a part of {len(elsewhere)} tensors ({elsewhere[0]}, ...), the others are on "
+                "other ranks (experts, slices of tensors); save_checkpoint writes them all, as whole tensors where their place is known"
+            )
         parts.shards.synchronize()
         weights.save_weights(
             save_dir,
@@ -62,7 +70,7 @@ class WeightsMixin:
             parts.module,
             parts.gather,
             exclude_frozen=exclude_frozen_parameters,
-            writer=parts.topology.dp_rank == 0,
+            writer=parts.topology.data.rank == 0 and parts.topology.tensor_slice[0] == 0,
         )
         return True
 

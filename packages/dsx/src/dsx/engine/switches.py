@@ -78,4 +78,4 @@ class EngineSwitches:
     @property
     def data_parallel_group(self) -> Any:
         """The process group over which gradients are averaged; None: all ranks."""
-        return self._parts.topology.dp_group
+        return self._parts.topology.data.group

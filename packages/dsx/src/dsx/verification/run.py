@@ -109,7 +109,7 @@ class _Run:
 
     def __init__(self, engine: Engine, oracle: Oracle | None, task: _Task, tolerance: Tolerance | None) -> None:
         self.engine, self.oracle, self._task = engine, oracle, task
-        self._ranks = default_ranks(engine._parts.topology.dp_group)
+        self._ranks = default_ranks(engine._parts.topology.data.group)
         self._send = sender(engine)
         precision = engine.precision
         self._tolerance = tolerance or Tolerance.for_dtypes(precision.dtype("compute"), precision.dtype("reduce"))

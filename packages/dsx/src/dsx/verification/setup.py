@@ -52,7 +52,7 @@ def build(
     original.to(engine.device)
     if precision.params != "fp32":
         original.to(precision.dtype("params"))
-    ranks = parts.topology.dp_world_size if resolved.gradient_allreduce_op == "mean" else 1
+    ranks = parts.topology.data.size if resolved.gradient_allreduce_op == "mean" else 1
     section = resolved.scheduler
     recipe = Recipe(
         optimizer=plain,
@@ -70,17 +70,17 @@ def build(
 def sender(engine: Engine) -> Callable[[torch.Tensor | None, tuple[int, ...], torch.dtype], torch.Tensor]:
     """A function that gives rank 0's tensor to every rank: `(value or None, shape, dtype) -> tensor`."""
     topology, device = engine._parts.topology, engine.device
-    if topology.dp_world_size == 1:
+    if topology.data.size == 1:
         return lambda value, shape, dtype: value  # type: ignore[return-value,misc]
     # Late: a single process needs no collectives.
     import dsx_comm
 
-    source = 0 if topology.dp_group is None else dsx_comm.get_global_rank(topology.dp_group, 0)
+    source = dsx_comm.get_global_rank(topology.data.group, 0)
 
     def send(value: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         buffer = torch.empty(shape, dtype=dtype, device=device) if value is None else value.to(dtype).contiguous()
         if buffer.numel():
-            dsx_comm.broadcast(buffer, src=source, group=topology.dp_group)
+            dsx_comm.broadcast(buffer, src=source, group=topology.data.group)
         return buffer
 
     return send

@@ -1,0 +1,104 @@
+"""Where the tensors of this rank belong in the whole model, for checkpoints.
+
+On a data-parallel rank every tensor is whole and has its own name. Model parallelism changes that: an expert's
+parameters have one name on every rank and are others' on each, and a slice is a box of a larger tensor. A module whose
+author knows offers a method
+
+    def parameter_places(self) -> Mapping[str, tuple[str, shape, offset]]:
+
+by the names of its own parameters and buffers: the name in the whole model (relative to the module, as the key is), the
+shape of the whole tensor and where this rank's begins in each dimension. Slices that carry Megatron's `partition_dim`
+need no method. What nobody tells about is kept under a name of its own for each rank that has another one
+(`...expert_rank_01_of_02`): nothing is lost and the same layout loads it again, but no other layout can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from dsx_comm import ParameterMarks, RankSets
+from torch import nn
+
+from ..checkpoint.boxes import Box
+from ..checkpoint.snapshot import Place
+from .errors import EngineArgumentError
+
+__all__ = ["differs_between_ranks", "places_of_model"]
+
+
+def places_of_model(model: nn.Module, sets: RankSets, known: Mapping[str, Place]) -> dict[str, Place]:
+    """The place of every parameter and buffer that is not whole on this rank, or has another name in the whole model.
+
+    Args:
+        known: places that others have found.
+
+    Raises:
+        EngineArgumentError: a module's `parameter_places` names what it does not have, or boxes that do not fit.
+    """
+    places = {**dict(_told_by_modules(model)), **known}
+    suffixes: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        marks = ParameterMarks.read(parameter)
+        suffixes[name] = sets.part_of_model(marks)
+        if name in places or not suffixes[name]:
+            continue
+        shape, found = tuple(parameter.shape), None
+        if marks.sliced and marks.expert is None:
+            found = _cut_along(parameter, name, shape, *sets.tensor_slice)
+        places[name] = found or Place(f"{name}.{suffixes[name]}", shape, Box.whole(shape))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        suffix = _suffix_around(name, suffixes)
+        if name not in places and suffix:
+            places[name] = Place(f"{name}.{suffix}", tuple(buffer.shape), Box.whole(buffer.shape))
+    return places
+
+
+def differs_between_ranks(places: Mapping[str, Place]) -> list[str]:
+    """The names of tensors of which this rank has only a part, or that others have under other names."""
+    return [name for name, place in places.items() if place.name != name or place.box != Box.whole(place.shape)]
+
+
+def _told_by_modules(model: nn.Module) -> Iterator[tuple[str, Place]]:
+    for path, module in model.named_modules():
+        tell = getattr(module, "parameter_places", None)
+        if not callable(tell):
+            continue
+        prefix = f"{path}." if path else ""
+        own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        told: Mapping[str, Any] = tell()
+        for name, (whole_name, shape, offset) in told.items():
+            if name not in own:
+                raise EngineArgumentError(
+                    f"{type(module).__name__}.parameter_places: names {name!r}, which {path or 'the model'} does not have"
+                )
+            place = Place(f"{prefix}{whole_name}", tuple(shape), Box(tuple(offset), tuple(own[name].shape)))
+            if not place.box.lies_in(place.shape):
+                raise EngineArgumentError(
+                    f"{type(module).__name__}.parameter_places: {name!r} of shape {place.box.size} at {place.box.offset} "
+                    f"does not lie in a tensor of shape {place.shape}"
+                )
+            yield f"{prefix}{name}", place
+
+
+def _cut_along(parameter: torch.Tensor, name: str, shape: tuple[int, ...], rank: int, size: int) -> Place | None:
+    """The box of a slice that says along which dimension it was cut; None for one that does not."""
+    dim, stride = getattr(parameter, "partition_dim", None), getattr(parameter, "partition_stride", 1)
+    if type(dim) is not int or not -len(shape) <= dim < len(shape) or stride != 1:
+        return None
+    whole, offset = list(shape), [0] * len(shape)
+    whole[dim], offset[dim] = shape[dim] * size, shape[dim] * rank
+    return Place(name, tuple(whole), Box(tuple(offset), shape)) if math.prod(shape) else None
+
+
+def _suffix_around(name: str, suffixes: Mapping[str, str]) -> str:
+    """What the parameters of the innermost module around a buffer that has any are marked with, if all are alike."""
+    path = name.rpartition(".")[0]
+    while True:
+        prefix = f"{path}." if path else ""
+        found = {suffix for parameter, suffix in suffixes.items() if parameter.startswith(prefix)}
+        if found or not path:
+            return found.pop() if len(found) == 1 else ""
+        path = path.rpartition(".")[0]
