@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from dsx_testkit import run_ranks
 
 TEXT = (Path(__file__).parents[1] / "README.md").read_text()
@@ -21,5 +22,19 @@ def example(rank, world, code):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_example(world):
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     run_ranks(example, world, code)
+
+
+def experts(rank, world, code):
+    scope: dict = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    model, optimizer = scope["model"], scope["optimizer"]
+    (model["dense"](torch.ones(1, 8)) + model["expert"](torch.ones(1, 8))).sum().backward()
+    optimizer.step()
+    return optimizer.group_of("expert.weight").ranks.size
+
+
+def test_example_of_experts():
+    _, code = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert run_ranks(experts, 2, code) == [1, 1]
