@@ -174,6 +174,45 @@ def test_an_expert_of_one_rank_is_averaged_over_all():
             torch.testing.assert_close(grad, expected)
 
 
+class Expert(nn.Module):
+    def __init__(self):
+        import dsx_zero
+
+        super().__init__()
+        with dsx_zero.Init.paused():
+            self.inner = nn.Linear(WIDTH, WIDTH)
+        for parameter in self.parameters():
+            parameter.allreduce, parameter.group_name = False, "ep_size_2"
+
+
+def experts_built_in_parts(rank, world):
+    import dsx_comm
+    import dsx_zero
+
+    dsx_comm.parallel_groups.create_expert_and_data_parallel(2)
+    found = []
+    for stage in (1, 3):
+        torch.manual_seed(rank % 2)
+        with dsx_zero.Init():
+            net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Expert().inner))
+        divided = type(net[1][0].weight).__name__
+        model, optimizer = dsx_zero.shard(net, sgd, stage=stage, config=CONFIG)
+        found.append((divided, values(model, optimizer)["1.0.weight"]))
+        optimizer.release()
+    torch.manual_seed(rank % 2)
+    nn.Linear(WIDTH, WIDTH)
+    return found, nn.Linear(WIDTH, WIDTH).weight.detach()
+
+
+def test_experts_are_built_in_parts_where_init_pauses():
+    results = run_ranks(experts_built_in_parts, 4)
+    for found, own in results:
+        for divided, weight in found:
+            assert divided == "PartitionedParameter"
+            torch.testing.assert_close(weight, own)
+    assert not torch.equal(results[0][1], results[1][1])
+
+
 # - overflow, gradients, edits -----------------------------------------------------------------------------------------
 
 
@@ -304,10 +343,11 @@ def refused(rank, world):
     with dsx_zero.Init():
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     net[1].weight.allreduce, net[1].weight.group_name = False, "ep_size_2"
-    try:
-        dsx_zero.shard(net, sgd, stage=3)
-    except dsx_zero.ZeroModelError as error:
-        found["marked late"] = str(error)
+    for stage in (1, 3):
+        try:
+            dsx_zero.shard(net, sgd, stage=stage)
+        except dsx_zero.ZeroModelError as error:
+            found[f"marked late {stage}"] = str(error)
     return found
 
 
@@ -318,4 +358,6 @@ def test_what_cannot_be_is_refused_by_name():
         assert "its process group has the ranks [0, 1]" in found["other ranks"]
         assert "give one" in found["twice"]
         assert "experts" in found["1-bit"]
-        assert "1.weight" in found["marked late"] and "before" in found["marked late"]
+        for stage in (1, 3):
+            late = found[f"marked late {stage}"]
+            assert "1.weight" in late and "Init.paused" in late

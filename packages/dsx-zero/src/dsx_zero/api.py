@@ -117,6 +117,9 @@ def shard(
     data = sets.data
     agree(_CALL, {**_setting_facts(settings, precision, reduction), **dict(model_facts(model))}, data.group)
     release_model(model)
+    choose = sets if ranks_of is None else ranks_of
+    with telling(data.group):
+        _check_marked_in_time(model, choose)
     if settings.stage < 3:
         restore_model(model)
     with telling(data.group):
@@ -128,7 +131,7 @@ def shard(
             model,
             infos,
             stage=settings.stage,
-            ranks_of=sets if ranks_of is None else ranks_of,
+            ranks_of=choose,
             reduce_bucket_size=settings.size("reduce_bucket_size"),
             persistence=Persistence(
                 settings.size("stage3_param_persistence_threshold"), settings.stage3_model_persistence_threshold
@@ -136,7 +139,6 @@ def shard(
             leaves=_leaves(model, settings),
         )
         check_rank_sets(plans, data)
-        _check_marked_in_time(model, infos, plans)
         averaging = averaging_of(inner, reduction, stage=settings.stage, rank=data.rank, plain=is_plain(plans, data))
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     agree(_CALL, {**dict(optimizer_facts(inner, names)), **_plan_facts(plans)}, data.group)
@@ -295,19 +297,18 @@ def _check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
             )
 
 
-def _check_marked_in_time(model: nn.Module, infos: Sequence[ParameterInfo], plans: Sequence[UnitPlan]) -> None:
+def _check_marked_in_time(model: nn.Module, ranks_of: RanksOf) -> None:
     """Refuse experts that `Init` has divided among all ranks: it has given every rank the values of the first one."""
-    held = {name: group.key.ranks for plan in plans for group in plan.groups for name in group.layout.names}
-    for info in infos:
+    for info in find_parameters(model):
         parameter = model.get_parameter(info.name)
         if info.marks.expert is None or not isinstance(parameter, PartitionedParameter):
             continue
-        source = parameter.source
-        if isinstance(source, InitParameter) and source.ranks.size != held[info.name].size:
+        source, holders = parameter.source, ranks_of(info).size
+        if isinstance(source, InitParameter) and source.ranks.size != holders:
             raise ZeroModelError(
-                f"{info.name}: is an expert's (allreduce=False), but dsx_zero.Init divided it among {source.ranks.size} ranks before it"
-                f" was marked, and only {held[info.name].size} hold it: all experts have the values of one; set allreduce and"
-                " group_name in the constructor of the module"
+                f"{info.name}: is an expert's (allreduce=False), but dsx_zero.Init divided it among {source.ranks.size} ranks before"
+                f" it was marked, and only {holders} hold it: all experts have the values of one. Build and mark experts inside"
+                " `with dsx_zero.Init.paused():`, which may lie in a constructor"
             )
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,19 @@ class Init:
         if kind is None and self._enabled:
             for module in seen:
                 self._partition(module, recurse=False)
+
+    @staticmethod
+    @contextmanager
+    def paused() -> Iterator[None]:
+        """What is built inside stays ordinary until its module is put into a parent outside: for experts, which are to
+        be marked (`allreduce=False`, `group_name`) before they are divided among the ranks that hold them.
+        """
+        pause = Init(enabled=False)
+        _CONTEXTS.append(pause)
+        try:
+            yield
+        finally:
+            _CONTEXTS.remove(pause)
 
     def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if _CONTEXTS[-1] is self and child is not None:

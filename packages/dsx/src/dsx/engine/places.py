@@ -15,7 +15,7 @@ need no method. What nobody tells about is kept under a name of its own for each
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,13 +63,12 @@ def differs_between_ranks(places: Mapping[str, Place]) -> list[str]:
 
 def _told_by_modules(model: nn.Module) -> Iterator[tuple[str, Place]]:
     for path, module in model.named_modules():
-        tell = getattr(module, "parameter_places", None)
-        if not callable(tell):
+        tell: Callable[[], Mapping[str, Any]] | None = getattr(module, "parameter_places", None)
+        if tell is None:
             continue
         prefix = f"{path}." if path else ""
         own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-        told: Mapping[str, Any] = tell()
-        for name, (whole_name, shape, offset) in told.items():
+        for name, (whole_name, shape, offset) in tell().items():
             if name not in own:
                 raise EngineArgumentError(
                     f"{type(module).__name__}.parameter_places: names {name!r}, which {path or 'the model'} does not have"
