@@ -229,6 +229,7 @@ def test_the_z_loss_is_added_with_its_weight():
         (lambda: MoE(8, PackedExperts(2, 8, 4), 2, use_residual=True), "no dense form"),
         (lambda: MoE(8, nn.Linear(8, 4), 2)(torch.randn(3, 8)), "expert 0 returned"),
         (lambda: MoE(8, FeedForward(), 2)(torch.randn(3, 4)), "hidden states"),
+        (lambda: MoE(8, FeedForward(), 2)(torch.zeros(3, 8, dtype=torch.int64)), "floating point"),
         (lambda: MoE(8, FeedForward(), 2, overlap_chunks=0), "overlap_chunks"),
     ],
 )

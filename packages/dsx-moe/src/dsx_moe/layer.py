@@ -235,10 +235,10 @@ class MoE(nn.Module):
             MoEConfigError: shapes that do not fit.
             RoutingError: the router's logits are not finite, on this rank or another one of the group.
         """
-        if hidden_states.shape[-1:] != (self.hidden_size,):
+        if hidden_states.shape[-1:] != (self.hidden_size,) or not hidden_states.is_floating_point():
             raise MoEConfigError(
-                f"{self.label}: got hidden states of shape {tuple(hidden_states.shape)}, expected [..., "
-                f"{self.hidden_size}]"
+                f"{self.label}: got hidden states of {hidden_states.dtype} and shape {tuple(hidden_states.shape)}, "
+                f"expected floating point of shape [..., {self.hidden_size}]"
             )
         tokens = hidden_states.reshape(-1, self.hidden_size)
         logits = self.gate.logits(tokens)
