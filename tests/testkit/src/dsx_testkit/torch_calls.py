@@ -151,6 +151,15 @@ def unexpected(rows: Sequence[Row], stage: int, by_rank: Sequence[Mapping[str, s
     ]
 
 
+def worse(rows: Sequence[Row], stage: int, found: Mapping[str, str]) -> list[str]:
+    """The rows that do worse on one rank than documented: another result, or an error where it says "works"."""
+    return [
+        f"{row.label} (stage {stage}): expected {row.expected(stage)!r} or 'same', got {found[row.label]}"
+        for row in rows
+        if found[row.label] != "same" and (row.expected(stage) == "same" or found[row.label].startswith("differs"))
+    ]
+
+
 def _fits(expected: str, found: str) -> bool:
     return found == "same" if expected == "same" else expected in found
 
