@@ -138,7 +138,7 @@ def no_gather_after_step() -> Any:
 
 
 def stale_low_precision_copy() -> Any:
-    return patch("dsx_zero.optimizer.write_parameters", lambda group: None)
+    return patch("dsx_zero.step.runner.StepRunner._write", lambda self, masters: None)
 
 
 def no_broadcast_at_start() -> Any:

@@ -127,7 +127,10 @@ def test_one_process_and_refusals():
 
     with dsx_zero.Init():
         model = Net()
-    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert all(isinstance(p, dsx_zero.PartitionedParameter) for p in model.parameters() if p.numel())  # as on several
+    plain = Net()
+    model, _ = dsx_zero.shard(model, None, stage=0)
+    assert all(type(p) is nn.Parameter and p.shape == q.shape for p, q in zip(model.parameters(), plain.parameters()))
     for argument in ({"remote_device": "nvme"}, {"zero_quantized_weights": True}, {"pin_memory": True}):
         with pytest.raises(dsx_zero.ZeroConfigError, match="not available yet"):
             dsx_zero.Init(**argument)

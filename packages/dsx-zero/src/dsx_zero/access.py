@@ -82,7 +82,7 @@ class _View:
                 f"{self.name}: is frozen and has no master, gradient or optimizer state; change the parameter itself"
                 " (at stage 3 inside dsx_zero.GatheredParameters)"
             )
-        self.master: Master | None = self.optimizer.master_of(self.name)
+        self.masters: tuple[Master, ...] = self.optimizer.masters_of(self.name)
         self.index = self.group.layout.index(self.name)
         self.shape = self.group.layout.shapes[self.index]
         if self.runtime.whole:
@@ -94,12 +94,12 @@ class _View:
         return torch.empty(0, dtype=dtype, device=self.group.key.device)
 
     def master_slice(self) -> torch.Tensor:
-        if self.master is None or self.group.master is None:
+        if not self.masters or self.group.master is None:
             return self.empty(self.group.master_dtype)
         return read(self.group.master, self.part.offset, self.part.offset + self.part.numel).detach()
 
     def set_master_slice(self, values: torch.Tensor) -> None:
-        if self.master is not None and self.group.master is not None:
+        if self.masters and self.group.master is not None:
             write(self.group.master, values, self.part.offset)
 
     def complete_gradients(self) -> None:
@@ -115,7 +115,24 @@ class _View:
         return self.runtime.gradients.unreduced(self.group, self.index)
 
     def state(self, key: str) -> Any:
-        return None if self.master is None else self.optimizer.state.get(self.master.tensor, {}).get(key)
+        """This rank's part of a state, 1-D, to be read; a single value as it is; None where there is none."""
+        found = [value for m in self.masters if (value := self.optimizer.states.of(m).get(key)) is not None]
+        if not found or not isinstance(found[0], torch.Tensor) or found[0].shape != self.masters[0].shape:
+            return found[0] if found else None
+        flat = [value.reshape(-1) for value in found]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+    def set_state(self, key: str, values: torch.Tensor) -> None:
+        """Write this rank's part of an existing state."""
+        for master in self.masters:
+            if not isinstance(self.optimizer.states.of(master).get(key), torch.Tensor):
+                known = self.optimizer.states.names(master)
+                raise ZeroStateError(
+                    f"{self.name}: has no optimizer state {key!r} (it has {known}); states appear with the first step"
+                )
+            start = master.slice.start - self.part.start
+            with self.optimizer.states.opened(master, key) as state:
+                state.copy_(values.reshape(-1)[start : start + master.numel])
 
     def whole(self, piece: torch.Tensor | None) -> torch.Tensor | None:
         """The whole tensor from every rank's piece; None when no rank has one."""
@@ -185,7 +202,7 @@ def safe_get_full_fp32_param(param: Parameter, *, optimizer: ZeroOptimizer | Non
     if _is_frozen(param, optimizer):
         return None
     view = _View(param, optimizer)
-    return view.whole(view.master_slice() if view.master is not None else None)
+    return view.whole(view.master_slice() if view.masters else None)
 
 
 def safe_set_full_fp32_param(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
@@ -214,8 +231,7 @@ def safe_set_full_optimizer_state(
     """Set a whole optimizer state. It must exist: the optimizer has stepped, or a checkpoint was loaded."""
     view = _View(param, optimizer)
     part = view.cut(value)
-    if view.master is not None:
-        _state_of(view, optim_state_key).reshape(-1).copy_(part)
+    view.set_state(optim_state_key, part)
 
 
 def safe_get_full_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
@@ -267,7 +283,7 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor, *, optimize
     """
     view = _View(param, optimizer)
     view.set_master_slice(view.check_local(value))
-    whole = view.whole(view.master_slice() if view.master is not None else None)
+    whole = view.whole(view.master_slice() if view.masters else None)
     if whole is not None:
         view.optimizer.refresh(view.name, whole)
 
@@ -288,8 +304,7 @@ def safe_set_local_optimizer_state(
     """Set this rank's slice of an optimizer state."""
     view = _View(param, optimizer)
     part = view.check_local(value)
-    if view.master is not None:
-        _state_of(view, optim_state_key).reshape(-1).copy_(part)
+    view.set_state(optim_state_key, part)
 
 
 def safe_get_local_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = None) -> torch.Tensor | None:
@@ -310,16 +325,6 @@ def safe_set_local_grad(param: Parameter, value: torch.Tensor, *, optimizer: Zer
     view = _View(param, optimizer)
     part = view.check_local(value)
     _write_grad(view, part)
-
-
-def _state_of(view: _View, key: str) -> torch.Tensor:
-    state = view.state(key)
-    if not isinstance(state, torch.Tensor):
-        known = sorted(view.optimizer.state.get(view.master.tensor, {})) if view.master is not None else []
-        raise ZeroStateError(
-            f"{view.name}: has no optimizer state {key!r} (it has {known}); states appear with the first step"
-        )
-    return state
 
 
 def _write_grad(view: _View, part: torch.Tensor) -> None:

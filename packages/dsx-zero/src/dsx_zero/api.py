@@ -39,6 +39,9 @@ from .runtime import Publisher, Runtime
 from .step.masters import check_optimizer, make_masters, place_masters, replace_parameters
 from .step.norm import groups_of_norm
 from .step.param_groups import StepGroups
+from .step.parts import may_be_cut
+from .step.runner import plan_step
+from .step.states import OptimizerStates
 
 if TYPE_CHECKING:
     from .config import ZeroConfig
@@ -150,16 +153,21 @@ def shard(
     for unit in runtime.trainable_units():
         for group in unit.trainable:
             group.make_master(precision.master, whole=runtime.whole)
-    masters = make_masters(runtime.units, whole=runtime.whole)
+    most = None if settings.sub_group_size >= runtime.numel or not may_be_cut(inner) else settings.sub_group_size
+    masters = make_masters(runtime.units, whole=runtime.whole, most=most)
     faces = _faces(model, runtime)
     shown = [[faces[id(p)] if id(p) in faces else p for p in group["params"]] for group in inner.param_groups]
     place_masters(inner, masters)
+    stepped = [master for _, pieces in masters for master in pieces]
+    states = OptimizerStates(inner, stepped, None)
     sharded = ZeroOptimizer(
         inner,
         runtime,
-        [master for _, master in masters if master is not None],
+        stepped,
         _unused_check(runtime, settings),
         groups=StepGroups(inner, shown),
+        states=states,
+        plan=plan_step(inner, runtime, stepped, most=most),
         faces=faces,
         owner_of=lambda parameter: None if (found := OWNERS.find(parameter)) is None else found[0],
     )

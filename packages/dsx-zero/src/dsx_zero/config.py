@@ -147,7 +147,6 @@ NO_EFFECT: dict[str, str] = {
     "round_robin_gradients": "shards are equal parts of flat buffers, so the order does not matter",
     "stage3_allgather_sequential": "gathers are issued in one agreed order",
     "stage3_use_all_reduce_for_fetch_params": "parameters are always all-gathered",
-    "sub_group_size": "it divides the step of offloaded states, and there is no offload yet",
     "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered",
 }
 """Setting -> why it has no effect: the behaviour that it chooses is the only one."""
@@ -187,7 +186,9 @@ class ZeroConfig(_Section):
     cpu_offload: bool = Field(False, description="old name of offload_optimizer.device = cpu")
     cpu_offload_params: bool = Field(False, description="old name of offload_param.device = cpu")
     cpu_offload_use_pin_memory: bool = Field(False, description="old name of pin_memory")
-    sub_group_size: Count = Field(1_000_000_000_000, description="elements stepped at a time when states are offloaded")
+    sub_group_size: Count = Field(
+        1_000_000_000_000, description="elements of this rank's masters that are stepped at a time"
+    )
 
     stage3_max_live_parameters: Size = Field(1_000_000_000, description="gathered parameters at any moment")
     stage3_max_reuse_distance: Size = Field(1_000_000_000, description="keep what is used again within this distance")

@@ -11,8 +11,6 @@ the model's parameters, whose places the masters take during the step.
 from __future__ import annotations
 
 import difflib
-import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 
 from .errors import ZeroOptimizerError, ZeroStateError
 from .grads.gradients import BackwardWatch
+from .lanes import Lane
 from .params.flat import FlatGroup
 from .params.partitioned_unit import is_partitioned
 from .runtime import Runtime, UnusedCheck
@@ -30,11 +29,14 @@ from .state.local import count_bytes, load_local, save_local
 from .state.slices import ParamSlice, Reader, iter_slices
 from .step.edits import EditAgreement, Edits
 from .step.frozen import Frozen
-from .step.masters import Master, copy_targets, refresh_master, write_parameters
+from .step.masters import Master, refresh_master, write_parameters
 from .step.model_check import ModelCheck
 from .step.nonfinite import NonFiniteWarning
 from .step.norm import CLIP_EPSILON, global_norm
 from .step.param_groups import StateView, StepGroups, checked_state
+from .step.plan import StepPlan
+from .step.runner import StepRunner
+from .step.states import OptimizerStates
 
 __all__ = ["StepOutcome", "ZeroOptimizer"]
 
@@ -80,6 +82,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         unused: UnusedCheck,
         *,
         groups: StepGroups,
+        states: OptimizerStates,
+        plan: StepPlan,
+        lane: Lane | None = None,
         faces: Mapping[int, torch.Tensor],
         owner_of: Callable[[torch.Tensor], object | None],
     ) -> None:
@@ -89,15 +94,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._unused = unused
         self._masters = tuple(masters)
         self._groups = {n: g for unit in runtime.units for g in unit.groups for n in g.layout.names}
-        self._by_name = {master.name: master for master in masters}
-        parameters = inspect.signature(inner.step).parameters
-        self._takes_scale = "grad_scale" in parameters
-        self._takes_copies = "copy_out" in parameters
+        self._by_name: dict[str, tuple[Master, ...]] = {}
+        for master in masters:
+            self._by_name[master.name] = (*self._by_name.get(master.name, ()), master)
         devices = {unit.groups[0].key.device for unit in runtime.trainable_units()}
         self._device = next(iter(devices), torch.device("cpu"))
-        self._copies = copy_targets(masters) if self._takes_copies else {}
         flat = [group for unit in runtime.units for group in unit.groups]
         self._frozen = Frozen(flat, masters)
+        self.states = states
+        """The inner optimizer's states, wherever they live."""
+        self._runner = StepRunner(
+            inner, runtime, masters, groups=groups, frozen=self._frozen, states=states, plan=plan, lane=lane
+        )
         self._edits = Edits(flat)
         self._edit_agreement = EditAgreement(flat, runtime.ranks)
         runtime.gradients.watch_edits(self._edit_agreement)
@@ -145,8 +153,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         name = self._names.get(id(parameter))  # the model keeps them, so that no other tensor gets their identity
         if name is None:
             return None
-        master = self._by_name.get(name)
-        return None if master is None else master.tensor, name
+        masters = self._by_name.get(name, ())
+        return masters[0].tensor if masters else None, name
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -288,11 +296,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         factor = self._factor(norm, grad_scale, max_norm)
         self._edits.take_over()
         self._step_inner(factor)
-        for unit in run.trainable_units():
-            for group in unit.trainable:
-                if not self._takes_copies:
-                    write_parameters(group)
-            run.publisher.publish(unit)
         run.publisher.finish()
         self._parameters_written()
         return self._note(StepOutcome(False, None if local else norm, loss))
@@ -404,14 +407,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         once.
         """
         self._collect_edits()
-        return iter_slices(self._runtime, self._by_name, self.inner)
+        return iter_slices(self._runtime, self._by_name, self.states)
 
     def held_slices(self) -> Iterator[ParamSlice]:
         """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to
         stage 2.
         """
         self._collect_edits()
-        return iter_slices(self._runtime, self._by_name, self.inner, held=True)
+        return iter_slices(self._runtime, self._by_name, self.states, held=True)
 
     def read_slices(self, reader: Reader) -> SliceLoad:
         """Read everything this rank holds from ranges of named tensors and check it; nothing is changed before
@@ -426,7 +429,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.check_model()
         with self._step_groups.masters():
             load = read_slices(
-                self._runtime, self._by_name, self.inner, reader, from_masters=self._runtime.load_masters
+                self._runtime, self._by_name, self.states, reader, from_masters=self._runtime.load_masters
             )
         load.call_when_installed(self._parameters_written)
         return load
@@ -477,9 +480,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The flat group of a parameter, by its first name."""
         return self._groups[name]
 
-    def master_of(self, name: str) -> Master | None:
-        """The master of a parameter, by its first name; None where this rank owns nothing of it."""
-        return self._by_name.get(name)
+    def masters_of(self, name: str) -> tuple[Master, ...]:
+        """The masters of a parameter, by its first name; none where this rank owns nothing of it."""
+        return self._by_name.get(name, ())
+
+    @property
+    def step_plan(self) -> StepPlan:
+        """What a step does, as data: `print(optimizer.step_plan)`."""
+        return self._runner.plan
 
     def refresh(self, name: str, whole: torch.Tensor) -> None:
         """Make a parameter show its master's new value, of which `whole` is the whole."""
@@ -490,7 +498,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Resident bytes on this rank, each storage counted once: params, grads, master (with what tells edits),
         optimizer, and idle message buffers.
         """
-        counted = count_bytes(self._runtime, self._masters, self.inner)
+        counted = count_bytes(self._runtime, self.states)
         return {**counted, "master": counted["master"] + self._edits.nbytes()}
 
     def _norm(self, grad_scale: float, *, needed: bool) -> torch.Tensor:
@@ -524,46 +532,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return ((max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0) / grad_scale).to(torch.float32)
 
     def _step_inner(self, factor: float | torch.Tensor) -> None:
-        run = self._runtime
-        grads: list[torch.Tensor] = []
-        for unit in run.trainable_units():
-            for group in unit.trainable:
-                grads.extend(run.gradients.parts(group, group.parts))
-        grads = [grad.view(master.tensor.shape) for master, grad in zip(self._masters, grads, strict=True)]
-        stepped = self._frozen.stepped(grads)
-        for master, grad in zip(self._masters, stepped):
-            master.tensor.grad = grad
-        try:
-            with self._step_groups.masters():
-                self._call_inner(factor, [grad for grad in stepped if grad is not None])
-        finally:
-            for master in self._masters:
-                master.tensor.grad = None
-
-    def _call_inner(self, factor: float | torch.Tensor, grads: list[torch.Tensor]) -> None:
-        keywords: dict[str, Any] = {"copy_out": self._copies} if self._copies else {}
-        if isinstance(factor, float) and factor == 1.0:
-            self.inner.step(**keywords)
-        elif self._takes_scale and (isinstance(factor, torch.Tensor) or _has_reciprocal(factor)):
-            self.inner.step(**{**keywords, "grad_scale": 1.0 / factor})
-        elif self._torch_scales():
-            scale = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor, device=self._device)
-            self.inner.grad_scale = scale.reciprocal()  # type: ignore[attr-defined]
-            try:
-                self.inner.step()
-            finally:
-                del self.inner.grad_scale  # type: ignore[attr-defined]
-        else:
-            torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
-            self.inner.step(**keywords)
-
-    def _torch_scales(self) -> bool:
-        """Do the kernels of torch's own fused optimizers take the factor (as they do for `torch.amp.GradScaler`)?"""
-        return (
-            type(self.inner).__module__.startswith("torch.optim")
-            and getattr(self.inner, "_step_supports_amp_scaling", False)
-            and all(group.get("fused") for group in self.inner.param_groups)
-        )
+        self._runner.run(factor)
 
     def _connect_norms(self) -> None:
         """Give optimizers with per-tensor norms (Lamb) a way to sum them over the slices of a tensor."""
@@ -579,8 +548,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{type(self.inner).__name__} needs norms of whole tensors but has no `norm_reducer` to sum them over"
                 " ranks; use stage 0"
             )
-
-
-def _has_reciprocal(factor: float) -> bool:
-    """Can gradients be divided by `1 / factor`? Clipping to an infinite norm gives 0, to a NaN gives NaN."""
-    return factor != 0.0 and math.isfinite(factor) and math.isfinite(1.0 / factor)

@@ -93,6 +93,11 @@ class Runtime:
         """Are the whole parameters in every rank's memory all the time (stages 0-2)?"""
         return self.resident
 
+    @property
+    def numel(self) -> int:
+        """Elements of all flat buffers."""
+        return sum(group.layout.numel for unit in self.units for group in unit.groups)
+
     def trainable_units(self) -> Iterator[Unit]:
         """Units with something to step."""
         return (unit for unit in self.units if unit.trainable)

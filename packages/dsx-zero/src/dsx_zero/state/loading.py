@@ -17,6 +17,7 @@ from ..errors import ZeroStateError
 from ..homes.home import Home, write
 from ..plan.layout import LocalSlice
 from ..step.masters import Master, write_parameters
+from ..step.states import OptimizerStates
 from .slices import Place, Reader, State, places_of
 from .templates import StateTemplates, is_single
 
@@ -60,7 +61,12 @@ class SliceLoad:
 
 
 def read_slices(
-    runtime: Runtime, masters: Mapping[str, Master], inner: torch.optim.Optimizer, reader: Reader, *, from_masters: bool
+    runtime: Runtime,
+    masters: Mapping[str, tuple[Master, ...]],
+    states: OptimizerStates,
+    reader: Reader,
+    *,
+    from_masters: bool,
 ) -> SliceLoad:
     """Read everything this rank holds; nothing is changed yet, and no rank waits for another.
 
@@ -70,14 +76,15 @@ def read_slices(
     Raises:
         ZeroStateError: stored states are not those this optimizer keeps, or have another form.
     """
-    places, templates, load = places_of(runtime), StateTemplates(inner), SliceLoad(runtime, inner)
+    places, templates = places_of(runtime), StateTemplates(states.inner)
+    load = SliceLoad(runtime, states.inner)
     for info in runtime.infos:
-        master = masters.get(info.name)
         if not info.trainable:
             _read_frozen(load, runtime, reader, info.name, places[info.name])
-        elif master is not None:
+            continue
+        for master in masters.get(info.name, ()):
             _read_master(load, reader, master, from_masters)
-            _read_states(load, inner, reader, master, templates)
+            _read_states(load, states, reader, master, templates)
     return load
 
 
@@ -111,8 +118,9 @@ def _copy(name: str, home: Home, part: LocalSlice, value: Any) -> Callable[[], N
 
 
 def _read_states(
-    load: SliceLoad, inner: torch.optim.Optimizer, reader: Reader, master: Master, templates: StateTemplates
+    load: SliceLoad, states: OptimizerStates, reader: Reader, master: Master, templates: StateTemplates
 ) -> None:
+    inner = states.inner
     stored = reader.state_keys(master.name)
     keys = [key for key in stored if "@" not in key]  # the others belong to ranks: only who wrote such takes them
     if not keys:
@@ -121,14 +129,14 @@ def _read_states(
     if take is not None:
         ranges = [key for key in stored if "@" in key]
         load.add(take(master.tensor, ranges, lambda k, a, b: reader.state(k, master.name, a, b)))
-    kinds = {k: v for k, v in inner.state.get(master.tensor, {}).items() if v is not None} or templates.of(master)
+    kinds = states.of(master) or templates.of(master)
     _check_complete(inner, master, keys, kinds)
     for key in keys:
         value = reader.state(key, master.name, master.slice.start, master.slice.stop)
         if value is not None:
             kind = kinds.get(key)
             _check_form(inner, master, key, kind, value)
-            load.add(_set_state(inner, master, key, kind, value))
+            load.add(lambda m=master, k=key, kind=kind, value=value: states.set(m, k, _like(kind, value, m)))
 
 
 def _check_complete(inner: Any, master: Master, keys: list[str], kinds: Mapping[str, Any]) -> None:
@@ -147,7 +155,7 @@ def _check_complete(inner: Any, master: Master, keys: list[str], kinds: Mapping[
 
 def _check_form(inner: Any, master: Master, key: str, kind: Any, value: State) -> None:
     numel = value.numel() if isinstance(value, torch.Tensor) else 1
-    expected = 1 if is_single(kind) else master.tensor.numel()
+    expected = 1 if is_single(kind) else master.numel
     if kind is not None and numel != expected:
         raise ZeroStateError(
             f"{master.name}: got {numel} elements of optimizer state {key!r}, expected {expected}, which is what "
@@ -155,21 +163,14 @@ def _check_form(inner: Any, master: Master, key: str, kind: Any, value: State) -
         )
 
 
-def _set_state(inner: Any, master: Master, key: str, kind: Any, value: State) -> Callable[[], None]:
-    def write() -> None:
-        inner.state[master.tensor][key] = _like(kind, value, master)
-
-    return write
-
-
 def _like(kind: Any, value: State, master: Master) -> Any:
     """The value in the form the optimizer keeps: a tensor of the master's or of the example's shape, or a number."""
     elementwise = not is_single(kind)
-    if isinstance(value, torch.Tensor) and elementwise and value.numel() == master.tensor.numel():
+    if isinstance(value, torch.Tensor) and elementwise and value.numel() == master.numel:
         dtype = kind.dtype if isinstance(kind, torch.Tensor) else value.dtype
-        return value.detach().to(device=master.tensor.device, dtype=dtype, copy=True).reshape(master.tensor.shape)
+        return value.detach().to(device=master.tensor.device, dtype=dtype, copy=True).reshape(master.shape)
     number = value.item() if isinstance(value, torch.Tensor) else value
     if isinstance(kind, torch.Tensor):
-        shape = master.tensor.shape if elementwise else kind.shape
+        shape = master.shape if elementwise else kind.shape
         return torch.full(shape, number, dtype=kind.dtype, device=kind.device)
     return type(kind)(number) if isinstance(kind, (int, float)) else number

@@ -10,7 +10,7 @@ import torch
 from ..errors import ZeroStateError
 from ..homes.home import Home
 from ..runtime import Runtime
-from ..step.masters import Master
+from ..step.states import OptimizerStates
 from .loading import SliceLoad
 from .slices import ParamSlice, Reader, State
 
@@ -121,18 +121,18 @@ def _home_bytes(homes: Sequence[Home], seen: set[tuple[torch.device, int]]) -> i
     return unique_bytes([v for _, v in views if v is not None], seen) + sum(h.nbytes for h, v in views if v is None)
 
 
-def count_bytes(runtime: Runtime, masters: Sequence[Master], inner: torch.optim.Optimizer) -> dict[str, int]:
+def count_bytes(runtime: Runtime, states: OptimizerStates) -> dict[str, int]:
     """See `ZeroOptimizer.state_bytes`."""
     groups = [group for unit in runtime.units for group in unit.groups]
     seen: set[tuple[torch.device, int]] = set()
-    states = [v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    if hasattr(inner, "communication_tensors"):  # what an optimizer that communicates by itself keeps for that
-        states.extend(inner.communication_tensors())  # type: ignore[attr-defined]
+    kept = states.tensors()
+    if hasattr(states.inner, "communication_tensors"):  # what an optimizer that communicates by itself keeps for that
+        kept.extend(states.inner.communication_tensors())
     return {
         "params": unique_bytes([g.visible for g in groups if g.visible is not None], seen)
         + _home_bytes([group.shard for group in groups], seen),
         "master": _home_bytes([group.master for group in groups if group.master is not None], seen),
         "grads": unique_bytes(runtime.gradients.tensors(), seen) + _home_bytes(runtime.gradients.homes(), seen),
-        "optimizer": unique_bytes(states, seen),
+        "optimizer": unique_bytes(kept, seen) + _home_bytes(states.homes(), seen),
         "buffers": runtime.gradients.idle_bytes() + unique_bytes(runtime.publisher.tensors(), seen),
     }

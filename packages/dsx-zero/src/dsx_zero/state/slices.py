@@ -8,7 +8,7 @@ the ranges it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,7 @@ from ..homes.home import read
 from ..params.flat import FlatGroup
 from ..plan.layout import LocalSlice
 from ..step.masters import Master
+from ..step.states import OptimizerStates
 from .templates import StateTemplates, is_single
 
 if TYPE_CHECKING:
@@ -83,13 +84,14 @@ def places_of(runtime: Runtime) -> dict[str, Place]:
 
 
 def iter_slices(
-    runtime: Runtime, masters: Mapping[str, Master], inner: torch.optim.Optimizer, *, held: bool = False
+    runtime: Runtime, masters: Mapping[str, tuple[Master, ...]], states: OptimizerStates, *, held: bool = False
 ) -> Iterator[ParamSlice]:
     """What this rank owns of every parameter, in definition order.
 
     `held`: everything it keeps (whole parameters at stage 0, whole frozen ones up to stage 2).
     """
-    places, templates = places_of(runtime), StateTemplates(inner)
+    places, inner = places_of(runtime), states.inner
+    templates = StateTemplates(inner)
     for info in runtime.infos:
         group, index = places[info.name].group, places[info.name].index
         if held and (runtime.whole or (runtime.holds_whole_parameters and not info.trainable)):
@@ -97,7 +99,7 @@ def iter_slices(
         else:
             part, home = group.layout.local_slice(info.name, group.rank) or LocalSlice(0, 0, 0), group.shard
         param = read(home, part.offset, part.offset + part.numel).detach()
-        master = masters.get(info.name)
+        pieces = masters.get(info.name, ())
         trainable = info.trainable
         yield ParamSlice(
             name=info.name,
@@ -107,39 +109,53 @@ def iter_slices(
             start=part.start,
             stop=part.stop,
             param=param,
-            master=_own_master(group, master, part, param) if trainable else None,
-            states={} if master is None or not part.numel else _own_states(inner, master, part, templates),
-            ranges=_own_ranges(inner, master),
+            master=_own_master(group, pieces, part, param) if trainable else None,
+            states=_own_states(states, pieces, part, templates) if part.numel else {},
+            ranges=tuple(found for master in pieces for found in _own_ranges(inner, master)),
         )
 
 
-def _own_ranges(inner: Any, master: Master | None) -> tuple[tuple[str, int, torch.Tensor], ...]:
+def _own_ranges(inner: Any, master: Master) -> tuple[tuple[str, int, torch.Tensor], ...]:
     """States of optimizers that communicate by themselves, such as what compression has kept back."""
     give = getattr(inner, "state_ranges", None)
-    return () if give is None or master is None else tuple(give(master.tensor))
+    return () if give is None else tuple(give(master.tensor))
 
 
-def _own_master(group: FlatGroup, master: Master | None, part: LocalSlice, param: torch.Tensor) -> torch.Tensor:
+def _own_master(group: FlatGroup, pieces: Sequence[Master], part: LocalSlice, param: torch.Tensor) -> torch.Tensor:
     if group.own_master is None:
         return param
-    if master is None:
+    if not pieces:
         return read(group.own_master, 0, 0)
-    start = master.slice.offset + part.start - master.slice.start
+    start = pieces[0].slice.offset + part.start - pieces[0].slice.start
     return read(group.own_master, start, start + part.numel)
 
 
 def _cut(master: Master, tensor: torch.Tensor, part: LocalSlice) -> torch.Tensor:
     """The owned elements of a tensor that is laid out like the master."""
-    return tensor.detach().reshape(-1)[part.start - master.slice.start : part.stop - master.slice.start]
+    first, last = max(part.start, master.slice.start), min(part.stop, master.slice.stop)
+    return tensor.detach().reshape(-1)[first - master.slice.start : max(first, last) - master.slice.start]
 
 
 def _own_states(
-    inner: torch.optim.Optimizer, master: Master, part: LocalSlice, templates: StateTemplates
+    states: OptimizerStates, pieces: Sequence[Master], part: LocalSlice, templates: StateTemplates
+) -> dict[str, State]:
+    found = [_states_of(states, master, part, templates) for master in pieces]
+    if len(found) <= 1:
+        return found[0] if found else {}
+    return {key: _joined([piece[key] for piece in found if key in piece]) for key in found[0]}
+
+
+def _joined(values: Sequence[State]) -> State:
+    """One state of a parameter's pieces: elements in a row; single values are the same in all of them."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
+    return torch.cat(tensors) if tensors else values[0]
+
+
+def _states_of(
+    states: OptimizerStates, master: Master, part: LocalSlice, templates: StateTemplates
 ) -> dict[str, State]:
     found: dict[str, State] = {}
-    for key, value in inner.state.get(master.tensor, {}).items():
-        if value is None:
-            continue
+    for key, value in states.of(master).items():
         if _is_elementwise(key, value, master, templates):
             found[key] = _cut(master, value, part)
         elif isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -151,17 +167,17 @@ def _own_states(
                 f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             )
             raise ZeroStateError(
-                f"{type(inner).__name__}.state[{master.name!r}][{key!r}] is {what}, expected one element per parameter "
-                "element or a single value; such states cannot be written by ranges"
+                f"{type(states.inner).__name__}.state[{master.name!r}][{key!r}] is {what}, expected one element per"
+                " parameter element or a single value; such states cannot be written by ranges"
             )
     return found
 
 
 def _is_elementwise(key: str, value: Any, master: Master, templates: StateTemplates) -> bool:
     """Does a state have one value per element of the parameter?"""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != master.tensor.numel():
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != master.numel:
         return False
     if value.numel() == 1:  # the shape does not tell: see `templates.py`
         kind = templates.of(master).get(key)
-        return value.shape == master.tensor.shape if kind is None else not is_single(kind)
-    return value.shape == master.tensor.shape
+        return value.shape == master.shape if kind is None else not is_single(kind)
+    return value.shape == master.shape

@@ -31,7 +31,7 @@ class Frozen:
             for name, parameter in zip(group.layout.names, group.parameters)
             if not parameter.requires_grad
         ]
-        self._parameters = [m.group.parameters[m.group.layout.index(m.name)] for m in masters]
+        self._parameters = {id(m.tensor): m.group.parameters[m.group.layout.index(m.name)] for m in masters}
 
     def check(self) -> None:
         """Raise for a parameter that was unfrozen since the model was sharded.
@@ -43,8 +43,9 @@ class Frozen:
             if parameter.requires_grad:
                 raise ZeroStateError(f"parameter '{name}' requires gradients now, but {UNFREEZE}")
 
-    def stepped(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradients in the masters' order, None for those that are not to be stepped."""
+    def stepped(self, masters: Sequence[Master], grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients of these masters, None for those that are not to be stepped."""
         return [
-            grad if parameter.requires_grad else None for parameter, grad in zip(self._parameters, grads, strict=True)
+            grad if self._parameters[id(master.tensor)].requires_grad else None
+            for master, grad in zip(masters, grads, strict=True)
         ]

@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from ..errors import ZeroOptimizerError
-from ..homes.home import read, write
+from ..homes.home import Home, read, write
 from ..params.flat import FlatGroup, Unit
-from ..plan.layout import LocalSlice
+from ..plan.layout import LocalSlice, pieces
+from .plan import cut
 
 __all__ = [
     "Master",
+    "Masters",
     "check_optimizer",
     "copy_targets",
     "make_masters",
@@ -44,12 +46,21 @@ _WHOLE = {
 
 @dataclass(frozen=True)
 class Master:
-    """One tensor of the inner optimizer: `tensor` holds the elements `slice` of parameter `name`."""
+    """One tensor of the inner optimizer, for the elements `slice` of parameter `name`, which may have several.
+
+    `tensor` has the values, in `shape`, where masters live in memory; else only during its step. As the key of the optimizer's
+    state it is the same object always.
+    """
 
     name: str
     group: FlatGroup
     slice: LocalSlice
+    shape: torch.Size
     tensor: torch.Tensor
+
+    @property
+    def numel(self) -> int:
+        return self.slice.numel
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *, stage: int) -> None:
@@ -66,25 +77,42 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, stage: int) -> None:
             )
 
 
-def make_masters(units: Sequence[Unit], *, whole: bool) -> list[tuple[nn.Parameter, Master | None]]:
-    """Every trainable parameter with its master tensor (None where this rank owns nothing), in layout order."""
-    return [pair for unit in units for group in unit.trainable for pair in _of_group(group, whole=whole)]
+Masters = Sequence[tuple[nn.Parameter, tuple[Master, ...]]]
+"""Trainable parameters with what this rank steps of them."""
 
 
-def _of_group(group: FlatGroup, *, whole: bool) -> Iterator[tuple[nn.Parameter, Master | None]]:
+def make_masters(units: Sequence[Unit], *, whole: bool, most: int | None = None) -> Masters:
+    """Every trainable parameter with its masters (none where this rank owns nothing), in layout order.
+
+    Args:
+        whole: masters have the parameter's shape.
+        most: cut slices into pieces of at most this many elements; None: one master for a parameter.
+    """
+    return [pair for unit in units for group in unit.trainable for pair in _of_group(group, whole=whole, most=most)]
+
+
+def _of_group(group: FlatGroup, *, whole: bool, most: int | None) -> Iterator[tuple[nn.Parameter, tuple[Master, ...]]]:
     if group.master is None:
         raise ZeroOptimizerError("masters were asked for before they were made")
-    layout, master = group.layout, read(group.master)
+    layout, home = group.layout, group.master
+    values = home.view()
     places = {part.name: part.slice for part in group.parts}
     for name, shape, parameter in zip(layout.names, layout.shapes, group.parameters):
-        place = places.get(name)
+        place, masters = places.get(name), []
         if place is None:
-            yield parameter, None
+            yield parameter, ()
             continue
-        view = master.narrow(0, place.offset, place.numel)
-        # A 0-dim parameter gets a 1-D master: its states must differ in shape from single values such as `step`.
-        view = view.view(shape) if whole and shape else view
-        yield parameter, Master(name, group, place, nn.Parameter(view.detach(), requires_grad=view.is_floating_point()))
+        for start, stop in ((0, place.numel),) if whole or most is None else cut(place.numel, most):
+            piece = LocalSlice(place.start + start, place.start + stop, place.offset + start)
+            # A 0-dim parameter gets a 1-D master: its states must differ in shape from single values such as `step`.
+            form = torch.Size(shape) if whole and shape else torch.Size([piece.numel])
+            if values is None:
+                tensor = torch.empty(0, dtype=home.dtype, device=home.device)
+            else:
+                tensor = values.narrow(0, piece.offset, piece.numel).view(form).detach()
+            held = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+            masters.append(Master(name, group, piece, form, held))
+        yield parameter, tuple(masters)
 
 
 def replace_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -96,21 +124,19 @@ def replace_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.T
         group["params"] = [current(old) for old in group["params"]]
 
 
-def place_masters(optimizer: torch.optim.Optimizer, masters: Sequence[tuple[nn.Parameter, Master | None]]) -> None:
+def place_masters(optimizer: torch.optim.Optimizer, masters: Masters) -> None:
     """Put the masters where the parameters were in `param_groups`, and cut state that exists already.
 
     State of other tensors goes: an optimizer that has sharded a model before still has that of its masters.
     """
-    by_parameter = {id(parameter): master for parameter, master in masters}
+    by_parameter = {id(parameter): pieces for parameter, pieces in masters}
     for group in optimizer.param_groups:
-        kept = [p for p in group["params"] if by_parameter.get(id(p)) is not None]
         for parameter in group["params"]:
             state = optimizer.state.pop(parameter, None)
-            master = by_parameter.get(id(parameter))
-            if master is not None and state:
+            for master in by_parameter.get(id(parameter), ()) if state else ():
                 optimizer.state[master.tensor] = {k: _cut(k, v, parameter, master) for k, v in state.items()}
-        group["params"] = [by_parameter[id(parameter)].tensor for parameter in kept]  # type: ignore[union-attr]
-    current = {id(master.tensor) for _, master in masters if master is not None}
+        group["params"] = [master.tensor for p in group["params"] for master in by_parameter.get(id(p), ())]
+    current = {id(master.tensor) for _, pieces in masters for master in pieces}
     for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in current]:
         del optimizer.state[key]
 
@@ -125,19 +151,29 @@ def _cut(key: str, value: Any, parameter: torch.Tensor, master: Master) -> Any:
         return value
     if value.dtype == parameter.dtype != master.tensor.dtype:
         value = value.to(master.tensor.dtype)
-    return value.reshape(-1)[master.slice.start : master.slice.stop].clone().view(master.tensor.shape)
+    return value.reshape(-1)[master.slice.start : master.slice.stop].clone().view(master.shape)
 
 
 def write_parameters(group: FlatGroup) -> None:
     """Write the low-precision copy of the masters; nothing to do where the master is the parameter's memory."""
     if (master := group.own_master) is not None:
-        write(group.stepped, read(master))
+        _copy_all(group.stepped, master)
 
 
 def refresh_master(group: FlatGroup) -> None:
     """The reverse of `write_parameters`: the masters take the parameters' values."""
     if (master := group.own_master) is not None:
-        write(master, read(group.stepped))
+        _copy_all(master, group.stepped)
+
+
+_AT_ONCE = 1 << 24
+
+
+def _copy_all(target: Home, source: Home) -> None:
+    """Between homes of which either may be no memory: at most `_AT_ONCE` elements are on their way."""
+    step = source.numel if source.view() is not None and target.view() is not None else _AT_ONCE
+    for start, stop in pieces(source.numel, step):
+        write(target, read(source, start, stop), start)
 
 
 def copy_targets(masters: Sequence[Master]) -> dict[torch.Tensor, torch.Tensor]:
@@ -149,5 +185,5 @@ def copy_targets(masters: Sequence[Master]) -> dict[torch.Tensor, torch.Tensor]:
             continue
         shown = group.stepped.view()
         if shown is not None and shown.device == master.tensor.device:
-            found[master.tensor] = shown.narrow(0, place.offset, place.numel).view(master.tensor.shape)
+            found[master.tensor] = shown.narrow(0, place.offset, place.numel).view(master.shape)
     return found

@@ -62,10 +62,19 @@ class StepGroups:
                 " later)"
             )
 
+    def numbers(self) -> dict[int, int]:
+        """The number of the group that a master belongs to, by the `id` of its tensor."""
+        return {id(tensor): number for number, group in enumerate(self._masters) for tensor in group}
+
+    def subset(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Of each group, the masters that are among `tensors`."""
+        wanted = {id(tensor) for tensor in tensors}
+        return [[tensor for tensor in group if id(tensor) in wanted] for group in self._masters]
+
     @contextmanager
-    def masters(self) -> Iterator[None]:
-        """Inside, the groups hold this rank's masters."""
-        self._put(self._masters)
+    def masters(self, members: Sequence[list[torch.Tensor]] | None = None) -> Iterator[None]:
+        """Inside, the groups hold this rank's masters: all, or those of a `subset`."""
+        self._put(self._masters if members is None else members)
         try:
             yield
         finally:

@@ -1,0 +1,153 @@
+"""The states that the user's optimizer keeps, by master and name, wherever they live.
+
+Without a tier of their own they are the tensors that the optimizer made, in its own `state`. With one, the states that have a value
+per element live in homes between steps: they are fetched into buffers and put into `optimizer.state` for the length of their
+sub-group's step, and stored behind it. Single values (`step`) stay with the optimizer always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..homes.home import Home, opened, read, write
+from ..homes.tiers import Tier
+from ..lanes import Lane, Ticket
+from ..params.memory import OrdinaryMemory
+from .masters import Master
+
+__all__ = ["OptimizerStates", "Visit"]
+
+
+@dataclass
+class Visit:
+    """A master in memory for its step: buffers of what does not live there, and the transfers under way."""
+
+    master: Master
+    values: torch.Tensor | None = None
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
+    tickets: list[Ticket] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Wait for every transfer that was started."""
+        tickets, self.tickets = self.tickets, []
+        for ticket in tickets:
+            ticket.synchronize()
+
+
+class OptimizerStates:
+    """See the module's text.
+
+    Args:
+        inner: the optimizer.
+        masters: what it steps.
+        tier: where states per element live; None: where the optimizer makes them.
+    """
+
+    def __init__(self, inner: Any, masters: Sequence[Master], tier: Tier | None) -> None:
+        self.inner, self._tier = inner, tier
+        self._homes: dict[int, dict[str, Home]] = {id(master.tensor): {} for master in masters}
+        for master in masters:
+            self._move_out(master)
+
+    @property
+    def moves(self) -> bool:
+        """Do states leave memory between steps?"""
+        return self._tier is not None
+
+    def of(self, master: Master) -> dict[str, Any]:
+        """All states of a master, to be read. States per element have its shape."""
+        found = {key: value for key, value in self.inner.state.get(master.tensor, {}).items() if value is not None}
+        return found | {key: read(home).view(master.shape) for key, home in self._homes[id(master.tensor)].items()}
+
+    def names(self, master: Master) -> list[str]:
+        """The names of its states."""
+        return sorted({*self.inner.state.get(master.tensor, {}), *self._homes[id(master.tensor)]})
+
+    def set(self, master: Master, key: str, value: Any) -> None:
+        """Put a state in the place of an older one, or a new one."""
+        self._homes[id(master.tensor)].pop(key, None)
+        self.inner.state[master.tensor][key] = value
+        self._move_out(master)
+
+    @contextmanager
+    def opened(self, master: Master, key: str) -> Iterator[torch.Tensor]:
+        """An existing state per element, 1-D, to be changed in place."""
+        home = self._homes[id(master.tensor)].get(key)
+        if home is None:
+            yield self.inner.state[master.tensor][key].reshape(-1)
+            return
+        with opened(home) as values:
+            yield values
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in the optimizer's own state."""
+        return [v for state in self.inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+    def homes(self) -> list[Home]:
+        """The homes of the others."""
+        return [home for homes in self._homes.values() for home in homes.values()]
+
+    # Around a sub-group's step ----------------------------------------------------------------------------------------
+
+    def fetch(self, master: Master, lane: Lane) -> Visit:
+        """Start bringing a master and its states into memory, as far as they are not there."""
+        visit, home = Visit(master), master.group.master
+        if home is not None and home.view() is None:
+            visit.values = torch.empty(master.numel, dtype=home.dtype, device=home.device)
+            visit.tickets.append(home.fetch(visit.values, lane, start=master.slice.offset))
+        for key, place in self._homes[id(master.tensor)].items():
+            view = place.view()
+            if view is not None and view.device == master.tensor.device:
+                visit.states[key] = view
+                continue
+            visit.states[key] = torch.empty(place.numel, dtype=place.dtype, device=master.tensor.device)
+            visit.tickets.append(place.fetch(visit.states[key], lane))
+        return visit
+
+    def attach(self, visit: Visit) -> None:
+        """Let the optimizer see what was fetched."""
+        visit.wait()
+        tensor = visit.master.tensor
+        if visit.values is not None:
+            tensor.data = visit.values
+        if visit.states:
+            shape = visit.master.shape
+            self.inner.state[tensor].update({key: value.view(shape) for key, value in visit.states.items()})
+
+    def store(self, visit: Visit, lane: Lane) -> None:
+        """The master was stepped: start bringing it and its states back."""
+        master, home = visit.master, visit.master.group.master
+        if visit.values is not None and home is not None:
+            visit.tickets.append(home.store(visit.values, lane, start=master.slice.offset))
+            master.tensor.data = visit.values[:0]
+        visit.tickets += self._move_out(master, lane)
+
+    def _move_out(self, master: Master, lane: Lane | None = None) -> list[Ticket]:
+        """Bring the states per element that the optimizer holds to their homes."""
+        if self._tier is None or master.tensor not in self.inner.state:
+            return []
+        state, homes, tickets = self.inner.state[master.tensor], self._homes[id(master.tensor)], []
+        for key in [key for key, value in state.items() if self._is_per_element(master, value)]:
+            value = state.pop(key).detach().reshape(-1)
+            if key not in homes:
+                name = f"state.{key}.{master.name}.{master.slice.start}"
+                device = master.group.key.device
+                homes[key] = self._tier.home(name, master.numel, value.dtype, device, OrdinaryMemory())
+            view = homes[key].view()
+            if view is not None and view.data_ptr() == value.data_ptr():
+                continue
+            if lane is None:
+                write(homes[key], value)
+            else:
+                tickets.append(homes[key].store(value, lane))
+        return tickets
+
+    @staticmethod
+    def _is_per_element(master: Master, value: Any) -> bool:
+        """One value per element of the master? Of a master of one element nothing is: it is not worth a home."""
+        return isinstance(value, torch.Tensor) and master.numel > 1 and value.shape == master.shape
