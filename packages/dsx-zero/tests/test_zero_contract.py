@@ -224,5 +224,5 @@ def test_settings_people_write():
 
 def test_settings_without_effect_are_said_once(caplog):
     with caplog.at_level(logging.WARNING, logger="dsx_zero"):
-        dsx_zero.shard(tiny.MLP(), None, config={"stage": 1, "sub_group_size": 10})
-    assert [r.message for r in caplog.records if "sub_group_size" in r.message]
+        dsx_zero.shard(tiny.MLP(), None, config={"stage": 1, "contiguous_gradients": False})
+    assert [r.message for r in caplog.records if "contiguous_gradients" in r.message]

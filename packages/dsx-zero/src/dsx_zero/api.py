@@ -21,6 +21,10 @@ from .grads.gradients import LocalGradients, ReducedGradients, ReduceOrder
 from .grads.reduction import LocalReducer, Reducer, Reduction, ReductionEngine
 from .grads.unused import IgnoreUnused, UnusedParameters
 from .groups import LentGroups, join_launched_ranks
+from .homes.chosen import check_placement, placement_of, sub_group_size
+from .homes.stored import TensorStore
+from .homes.tiers import Placement
+from .lanes import make_lane
 from .optimizer import ZeroOptimizer
 from .order.agreed import AgreedOrder, NullOrder
 from .order.channel import ControlChannel
@@ -78,6 +82,8 @@ def shard(
     reduction: Reduction | None = None,
     mpu: Any = None,
     ranks_of: RankSets | RanksOf | None = None,
+    placement: Placement | None = None,
+    store: TensorStore | None = None,
 ) -> tuple[nn.Module, ZeroOptimizer]:
     """Divide a model's states among the ranks of a process group (collective).
 
@@ -101,6 +107,10 @@ def shard(
             ...). Default: `dsx_comm.RankSets` over the groups above, which follows the marks on the parameters
             (`tensor_model_parallel`, `allreduce=False` with `group_name`).
 
+        placement: where shards, masters, gradients and optimizer states live between their uses. Default: what the configuration's
+            `offload_optimizer` and `offload_param` say, else all of it on the device.
+        store: for state on disk (`device: nvme`), such as a `dsx_nvme.TensorStore` of this rank.
+
     Returns:
         The model and a `ZeroOptimizer`.
 
@@ -115,10 +125,13 @@ def shard(
         settings = _settings(stage, config)
         precision, reduction = precision or Precision(), reduction or Reduction()
         _check_given(optimizer, stage=settings.stage)
+        placement = placement or placement_of(settings, store)
+        check_placement(placement, settings.stage)
     join_launched_ranks()
     sets = choose_rank_sets(process_group, mpu, ranks_of)
     data = sets.data
-    agree(_CALL, {**_setting_facts(settings, precision, reduction), **dict(model_facts(model))}, data.group)
+    facts = {**_setting_facts(settings, precision, reduction), "placement": str(placement)}
+    agree(_CALL, {**facts, **dict(model_facts(model))}, data.group)
     release_model(model)
     choose = sets if ranks_of is None else ranks_of
     with telling(data.group):
@@ -145,21 +158,24 @@ def shard(
         averaging = averaging_of(inner, reduction, stage=settings.stage, rank=data.rank, plain=is_plain(plans, data))
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     agree(_CALL, {**dict(optimizer_facts(inner, names)), **_plan_facts(plans)}, data.group)
-    build = _Build(model, settings, precision, reduction, data, infos, plans, averaging)
+    build = _Build(model, settings, precision, reduction, data, infos, plans, averaging, placement)
     runtime = build.partitioned(inner) if settings.stage == 3 else build.resident()
     for notice in settings.notices():
         if data.rank == 0:
             _log.warning(notice)
     for unit in runtime.trainable_units():
         for group in unit.trainable:
-            group.make_master(precision.master, whole=runtime.whole)
-    most = None if settings.sub_group_size >= runtime.numel or not may_be_cut(inner) else settings.sub_group_size
+            group.make_master(precision.master, whole=runtime.whole, tier=placement.masters)
+    moves = placement.states is not None or any(
+        group.master is not None and group.master.view() is None for unit in runtime.units for group in unit.groups
+    )
+    most = sub_group_size(settings, moves=moves) if may_be_cut(inner) else None
     masters = make_masters(runtime.units, whole=runtime.whole, most=most)
     faces = _faces(model, runtime)
     shown = [[faces[id(p)] if id(p) in faces else p for p in group["params"]] for group in inner.param_groups]
     place_masters(inner, masters)
     stepped = [master for _, pieces in masters for master in pieces]
-    states = OptimizerStates(inner, stepped, None)
+    states = OptimizerStates(inner, stepped, placement.states)
     sharded = ZeroOptimizer(
         inner,
         runtime,
@@ -167,7 +183,8 @@ def shard(
         _unused_check(runtime, settings),
         groups=StepGroups(inner, shown),
         states=states,
-        plan=plan_step(inner, runtime, stepped, most=most),
+        plan=plan_step(inner, runtime, stepped, most=most, moves=moves),
+        lane=build.lane,
         faces=faces,
         owner_of=lambda parameter: None if (found := OWNERS.find(parameter)) is None else found[0],
     )
@@ -342,8 +359,11 @@ class _Build:
         infos: tuple[ParameterInfo, ...],
         plans: tuple[UnitPlan, ...],
         averaging: Averaging,
+        placement: Placement,
     ) -> None:
-        self.averaging = averaging
+        self.averaging, self.placement = averaging, placement
+        self.lane = make_lane(infos[0].device if infos else torch.device("cpu"))
+        """For what comes and goes between tiers. Gathers have a lane of their own."""
         self.model, self.settings, self.precision, self.reduction = model, settings, precision, reduction
         self.data, self.infos, self.plans = data, infos, plans
         self.groups = LentGroups()
@@ -376,7 +396,8 @@ class _Build:
         publisher: Publisher = Replicated()
         if self.settings.stage > 0 and not alone:
             publisher = Gathering(self.settings.allgather_bucket_size)
-        return self._runtime(units, 0 if alone else self.settings.stage, publisher)
+        whole = alone and self.placement.on_device  # one rank without offload has nothing to divide
+        return self._runtime(units, 0 if whole else self.settings.stage, publisher)
 
     def partitioned(self, inner: Any) -> Runtime:
         """Stage 3: the modules get other parameters, which take the places of the old ones in the optimizer."""
@@ -395,7 +416,8 @@ class _Build:
         channel = None
         if self.data.size > 1:
             channel = ControlChannel(self.groups.take_control(self.data), self.data.rank, self.data.size)
-        stage, plain_of = build_stage3(self.model, self.infos, plans, channel=channel, limits=limits)
+        tier = self.placement.parameters
+        stage, plain_of = build_stage3(self.model, self.infos, plans, channel=channel, limits=limits, tier=tier)
         replace_parameters(inner, lambda old: plain_of.get(id(old), old))
         self._share_buffers()
         runtime = self._runtime(stage.units, 3, stage, order=stage, on_complete=stage.gradients_complete)
@@ -463,6 +485,8 @@ class _Build:
             on_complete=on_complete,
             keeps_local=self.averaging.local,
             memory=memory_of,
+            tier=self.placement.gradients,
+            lane=self.lane,
         )
         executor.bind(gradients.run_reduce)
         return gradients

@@ -111,15 +111,17 @@ SECOND_NAMES: dict[str, str] = {
 }
 """Second name of a setting -> the name that the documentation uses."""
 
-_OFFLOAD = "offload to host and disk (dsx-nvme and offload policies of dsx-zero)"
+_OLD_OFFLOAD = "nothing: it is the old name of offload_optimizer and offload_param"
+_FINER_OFFLOAD = "finer offload policies of dsx-zero"
 _ZEROPP = "quantised and hierarchical collectives (ZeRO++) in dsx-zero"
 _MICS = "shard groups smaller than the data-parallel group"
 
 NOT_YET: dict[str, str] = {
-    "cpu_offload": _OFFLOAD,
-    "cpu_offload_params": _OFFLOAD,
-    "offload_optimizer": _OFFLOAD,
-    "offload_param": _OFFLOAD,
+    "cpu_offload": _OLD_OFFLOAD,
+    "cpu_offload_params": _OLD_OFFLOAD,
+    "offload_optimizer.cpuadam_cores_perc": _FINER_OFFLOAD,
+    "offload_optimizer.ratio": _FINER_OFFLOAD,
+    "offload_optimizer.super_offload": _FINER_OFFLOAD,
     "mics_shard_size": _MICS,
     "mics_hierarchical_params_gather": _MICS,
     "save_muon_momentum_buffer_in_memory": "Muon under ZeRO",
@@ -135,11 +137,18 @@ NOT_YET: dict[str, str] = {
 NO_EFFECT: dict[str, str] = {
     "allgather_partitions": "updated parameters are always gathered with one collective",
     "contiguous_gradients": "gradients are always in one buffer per unit",
-    "cpu_offload_use_pin_memory": "there is no offload yet",
+    "cpu_offload_use_pin_memory": "it belongs to cpu_offload; write pin_memory in offload_optimizer",
     "elastic_checkpoint": "every checkpoint loads at every world size and stage",
     "enable_sanity_checks": "writes to partitioned parameters always work or raise",
     "grad_hooks": "gradients are always reduced from backward hooks",
     "log_trace_cache_warnings": "deviations from the agreed order of modules are always reported",
+    "offload_optimizer.buffer_count": "two sub-groups are in memory: one is stepped, its neighbours travel",
+    "offload_optimizer.fast_init": "masters are written in one pass, states with the first step",
+    "offload_optimizer.pipeline_read": "the next sub-group is always read while one is stepped",
+    "offload_optimizer.pipeline_write": "the last sub-group is always written while one is stepped",
+    "offload_param.buffer_count": "a buffer is taken for each gather under way",
+    "offload_param.buffer_size": "a buffer is as large as its shard",
+    "offload_param.max_in_cpu": "what lives on disk is in host memory only around its use",
     "memory_efficient_linear": "gathered weights are never kept by autograd",
     "override_module_apply": "nothing is patched",
     "pipeline_loading_checkpoint": "each rank reads only its own slices",
@@ -248,10 +257,10 @@ class ZeroConfig(_Section):
                 f"{PATH}.legacy_stage1", "got true; that implementation is gone, use stage 1 without it"
             )
         for name, brings in NOT_YET.items():
-            value = getattr(self, name)
-            if value == type(self).model_fields[name].default or getattr(value, "device", None) == "none":
+            found = self._changed(name)
+            if found is None or found[0] is None:
                 continue
-            path = f"{PATH}.{name}"
+            path, value = f"{PATH}.{name}", found[0]
             raise ZeroConfigError(path, f"not available yet: {path} (got {value!r}); remove it; it comes with {brings}")
 
     def notices(self) -> tuple[str, ...]:
@@ -259,5 +268,19 @@ class ZeroConfig(_Section):
         return tuple(
             f"{PATH}.{name} has no effect: {reason}"
             for name, reason in NO_EFFECT.items()
-            if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default
+            if self._changed(name) is not None
         )
+
+    def _changed(self, name: str) -> tuple[Any] | None:
+        """The value of a setting ("section.key" for one of a section) that was given and is not its default; of a section that is
+        switched off, nothing was.
+        """
+        owner: Any = self
+        *sections, key = name.split(".")
+        for section in sections:
+            owner = getattr(owner, section)
+            if owner is None or getattr(owner, "device", None) == "none":
+                return None
+        value = getattr(owner, key)
+        given = key in owner.model_fields_set and value != type(owner).model_fields[key].default
+        return (value,) if given else None

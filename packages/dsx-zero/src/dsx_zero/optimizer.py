@@ -495,11 +495,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._runtime.publisher.write(group, group.layout.index(name), whole)
 
     def state_bytes(self) -> dict[str, int]:
-        """Resident bytes on this rank, each storage counted once: params, grads, master (with what tells edits),
+        """Bytes of state on this rank, each storage counted once: params, grads, master (with what tells edits),
         optimizer, and idle message buffers.
         """
+        return {kind: sum(tiers.values()) for kind, tiers in self.state_bytes_by_tier().items()}
+
+    def state_bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """`state_bytes`, each class divided by where its bytes lie: "device", "host", "disk", or a tier's own name."""
         counted = count_bytes(self._runtime, self.states)
-        return {**counted, "master": counted["master"] + self._edits.nbytes()}
+        counted["master"]["device"] = counted["master"].get("device", 0) + self._edits.nbytes()
+        return {kind: {tier: n for tier, n in tiers.items() if n} for kind, tiers in counted.items()}
 
     def _norm(self, grad_scale: float, *, needed: bool) -> torch.Tensor:
         """L2 norm of the unscaled gradients that the ranks hold together; at stage 0 of what this rank holds, which

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..homes.home import write
+from ..homes.tiers import Tier
 from ..lanes import Lane, make_lane
 from ..order.agreed import AgreedOrder, Channel, NullOrder, Order, ReuseLimits
 from ..params.flat import FlatGroup, Unit
@@ -187,6 +188,7 @@ def build_stage3(
     channel: Channel | None,
     limits: Stage3Limits,
     lane: Lane | None = None,
+    tier: Tier | None = None,
 ) -> tuple[Stage3, dict[int, nn.Parameter]]:
     """Partition the model's parameters unit by unit (collective; the values of the first of the ranks that share a
     parameter become everybody's). The ranks agree over `channel` on what comes next; None: there is one.
@@ -204,7 +206,7 @@ def build_stage3(
             plain_of.update(originals)
             resident.append(unit)
             continue
-        unit = PartitionedUnit(plan, memory=lambda ranks: memory_of(ranks, ranks.gather_group))
+        unit = PartitionedUnit(plan, tier=tier, memory=lambda ranks: memory_of(ranks, ranks.gather_group))
         originals = unit.adopt(model, by_name)
         plain_of.update(originals)
         unit_of_original.update(dict.fromkeys(originals, plan.index))

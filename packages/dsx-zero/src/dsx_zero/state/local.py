@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -115,24 +115,43 @@ def unique_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[torch.device, 
     return total
 
 
-def _home_bytes(homes: Sequence[Home], seen: set[tuple[torch.device, int]]) -> int:
-    """Bytes of homes, those in memory by their storages."""
-    views = [(home, home.view()) for home in homes]
-    return unique_bytes([v for _, v in views if v is not None], seen) + sum(h.nbytes for h, v in views if v is None)
+class _Count:
+    """Bytes by tier; each storage counts once."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[torch.device, int]] = set()
+
+    def of(self, tensors: Iterable[torch.Tensor] = (), homes: Iterable[Home] = ()) -> dict[str, int]:
+        """Tensors lie on the device; homes in memory count by their storages."""
+        found: dict[str, int] = {}
+        for tensor in tensors:
+            self.add(found, "device", tensor)
+        for home in homes:
+            view = home.view()
+            if view is None:
+                found[home.tier] = found.get(home.tier, 0) + home.nbytes
+            else:
+                self.add(found, home.tier, view)
+        return found
+
+    def add(self, found: dict[str, int], tier: str, tensor: torch.Tensor) -> None:
+        found[tier] = found.get(tier, 0) + unique_bytes([tensor], self._seen)
 
 
-def count_bytes(runtime: Runtime, states: OptimizerStates) -> dict[str, int]:
-    """See `ZeroOptimizer.state_bytes`."""
-    groups = [group for unit in runtime.units for group in unit.groups]
-    seen: set[tuple[torch.device, int]] = set()
-    kept = states.tensors()
-    if hasattr(states.inner, "communication_tensors"):  # what an optimizer that communicates by itself keeps for that
-        kept.extend(states.inner.communication_tensors())
-    return {
-        "params": unique_bytes([g.visible for g in groups if g.visible is not None], seen)
-        + _home_bytes([group.shard for group in groups], seen),
-        "master": _home_bytes([group.master for group in groups if group.master is not None], seen),
-        "grads": unique_bytes(runtime.gradients.tensors(), seen) + _home_bytes(runtime.gradients.homes(), seen),
-        "optimizer": unique_bytes(kept, seen) + _home_bytes(states.homes(), seen),
-        "buffers": runtime.gradients.idle_bytes() + unique_bytes(runtime.publisher.tensors(), seen),
+def count_bytes(runtime: Runtime, states: OptimizerStates) -> dict[str, dict[str, int]]:
+    """See `ZeroOptimizer.state_bytes_by_tier`."""
+    groups, count = [group for unit in runtime.units for group in unit.groups], _Count()
+    found = {
+        "params": count.of([g.visible for g in groups if g.visible is not None], [group.shard for group in groups]),
+        "master": count.of(homes=[group.master for group in groups if group.master is not None]),
+        "grads": count.of(runtime.gradients.tensors(), runtime.gradients.homes()),
+        "optimizer": count.of(homes=states.homes()),
+        "buffers": count.of(runtime.publisher.tensors()),
     }
+    for tier, tensor in states.tensors():
+        count.add(found["optimizer"], tier, tensor)
+    if hasattr(states.inner, "communication_tensors"):  # what an optimizer that communicates by itself keeps for that
+        for tensor in states.inner.communication_tensors():
+            count.add(found["optimizer"], "device", tensor)
+    found["buffers"]["device"] = found["buffers"].get("device", 0) + runtime.gradients.idle_bytes()
+    return found

@@ -51,6 +51,7 @@ class OptimizerStates:
     def __init__(self, inner: Any, masters: Sequence[Master], tier: Tier | None) -> None:
         self.inner, self._tier = inner, tier
         self._homes: dict[int, dict[str, Home]] = {id(master.tensor): {} for master in masters}
+        self._tiers = {id(m.tensor): m.group.master.tier for m in masters if m.group.master is not None}
         for master in masters:
             self._move_out(master)
 
@@ -84,9 +85,14 @@ class OptimizerStates:
         with opened(home) as values:
             yield values
 
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors in the optimizer's own state."""
-        return [v for state in self.inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors in the optimizer's own state, which lie beside their masters, with the tier of those."""
+        return [
+            (self._tiers.get(id(key), "device"), value)
+            for key, state in self.inner.state.items()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
 
     def homes(self) -> list[Home]:
         """The homes of the others."""
