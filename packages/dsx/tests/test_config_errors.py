@@ -243,8 +243,10 @@ LATER = {
     "nebula": {"nebula": {"enabled": True}},
     "checkpoint.use_node_local_storage": {"checkpoint": {"use_node_local_storage": True}},
     "optimizer.type": {"optimizer": {"type": "Muon", "params": {}}},
-    "zero_optimization.offload_optimizer": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-    "zero_optimization.offload_param": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+    "zero_optimization.offload_optimizer.ratio": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    },
+    "zero_optimization.cpu_offload": {"zero_optimization": {"stage": 2, "cpu_offload": True}},
     "zero_optimization.zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
     "zero_optimization.zero_hpz_partition_size": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
 }

@@ -228,12 +228,12 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "parameter offload": (
         {"zero_optimization": {"stage": 3, "offload_param": {
             "device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 5, "buffer_size": 1e8,
-            "max_in_cpu": 1e9}}}, "zero_optimization.offload_param",
+            "max_in_cpu": 1e9}}}, "",
     ),
     "optimizer offload": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {
             "device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "ratio": 0.3, "buffer_count": 4,
-            "fast_init": False}}}, "zero_optimization.offload_optimizer",
+            "fast_init": False}}}, "zero_optimization.offload_optimizer.ratio",
     ),
     "quantised collectives": (
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights",

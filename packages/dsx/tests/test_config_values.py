@@ -220,6 +220,8 @@ def test_a_setting_of_zero_is_judged_by_dsx_zero_alone():
     assert {f"zero_optimization.{name}" for name in section.NOT_YET} <= set(NOT_YET)
     assert {f"zero_optimization.{name}" for name in section.NO_EFFECT} <= set(MEANINGLESS)
     known = set(section.ZeroConfig.model_fields)
+    known |= {f"offload_param.{name}" for name in section.OffloadParam.model_fields}
+    known |= {f"offload_optimizer.{name}" for name in section.OffloadOptimizer.model_fields}
     assert {*section.NOT_YET, *section.NO_EFFECT, *section.SECOND_NAMES.values()} <= known
 
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack, nullcontext
 from types import ModuleType
 from typing import Any
 
+import dsx_comm
 import torch
 from dsx_comm import RankSets
 from torch import nn
@@ -234,26 +235,54 @@ def _optimizer(model: nn.Module, request: Request, topology: RankSets, choice: O
 
 
 def _sharded(model: nn.Module, optimizer: Any, config: Config, topology: RankSets) -> tuple[nn.Module, Any]:
-    zero = part("dsx_zero")
-    precision = config.precision
+    zero, section = part("dsx_zero"), config.use("zero")
+    precision, store = config.precision, _store_on_disk(section)
     ranks_of = pipelining.rank_sets(model, part("dsx_comm"))
-    return zero.shard(
-        model,
-        optimizer,
-        ranks_of=topology if ranks_of is None else ranks_of,
-        config=config.use("zero"),
-        precision=zero.Precision(
-            gradients=precision.dtype("grad_accum"),
-            communication=precision.dtype("reduce"),
-            master=precision.dtype("master"),
-            check_overflow=precision.check_overflow,
-        ),
-        reduction=zero.Reduction(
-            op=config.use("gradient_allreduce_op"),
-            prescale=config.use("prescale_gradients"),
-            predivide_factor=config.use("gradient_predivide_factor"),
-        ),
-    )
+    try:
+        model, sharded = zero.shard(
+            model,
+            optimizer,
+            ranks_of=topology if ranks_of is None else ranks_of,
+            config=section,
+            store=store,
+            precision=zero.Precision(
+                gradients=precision.dtype("grad_accum"),
+                communication=precision.dtype("reduce"),
+                master=precision.dtype("master"),
+                check_overflow=precision.check_overflow,
+            ),
+            reduction=zero.Reduction(
+                op=config.use("gradient_allreduce_op"),
+                prescale=config.use("prescale_gradients"),
+                predivide_factor=config.use("gradient_predivide_factor"),
+            ),
+        )
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    if store is not None:
+        sharded.call_on_release(store.close)  # swap space: what lies there goes with the engine, parameters too
+    return model, sharded
+
+
+def _on_disk(section: Any) -> bool:
+    return section is not None and section.device == "nvme"
+
+
+def _store_on_disk(zero: Any) -> Any:
+    """This rank's store for offload to disk, in a folder of its own; None where nothing is offloaded there."""
+    paths = {s.nvme_path for s in (zero.offload_param, zero.offload_optimizer) if _on_disk(s)}
+    if not paths:
+        return None
+    if len(paths) > 1:
+        raise part("dsx_zero").ZeroConfigError(
+            "zero_optimization.offload_param.nvme_path",
+            f"got {len(paths)} folders for state on disk ({', '.join(sorted(map(str, paths)))}), expected one; give offload_param"
+            " and offload_optimizer the same nvme_path",
+        )
+    rank = dsx_comm.get_rank() if dsx_comm.is_initialized() else 0
+    return part("dsx_nvme").TensorStore(os.path.join(paths.pop(), f"dsx-rank{rank}"), keep=False)
 
 
 # - The parts
