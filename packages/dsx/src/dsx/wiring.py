@@ -14,7 +14,6 @@ from contextlib import ExitStack, nullcontext
 from types import ModuleType
 from typing import Any
 
-import dsx_comm
 import torch
 from dsx_comm import RankSets
 from torch import nn
@@ -281,7 +280,8 @@ def _store_on_disk(zero: Any) -> Any:
             f"got {len(paths)} folders for state on disk ({', '.join(sorted(map(str, paths)))}), expected one; give offload_param"
             " and offload_optimizer the same nvme_path",
         )
-    rank = dsx_comm.get_rank() if dsx_comm.is_initialized() else 0
+    comm = part("dsx_comm")
+    rank = comm.get_rank() if comm.is_initialized() else 0
     return part("dsx_nvme").TensorStore(os.path.join(paths.pop(), f"dsx-rank{rank}"), keep=False)
 
 
