@@ -142,14 +142,14 @@ def _outcome(row: Row, rank: int, world: int, stage: int, dtype: torch.dtype) ->
 
 
 def unexpected(
-    rows: Sequence[Row], stage: int, by_rank: Sequence[Mapping[str, str]], *, may_work: bool = False
+    rows: Sequence[Row], stage: int, by_rank: Sequence[Mapping[str, str]]
 ) -> list[str]:
-    """The rows that came to something else than they say, as text. `may_work`: what should raise may also come to the same."""
+    """The rows that came to something else than they say, as text."""
     return [
         f"{row.label} (stage {stage}, rank {rank}): expected {row.expected(stage)!r}, got {found[row.label]}"
         for row in rows
         for rank, found in enumerate(by_rank)
-        if not (_fits(row.expected(stage), found[row.label]) or (may_work and found[row.label] == "same"))
+        if not _fits(row.expected(stage), found[row.label])
     ]
 
 
