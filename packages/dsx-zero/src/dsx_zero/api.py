@@ -172,7 +172,7 @@ def shard(
     most = sub_group_size(settings, moves=moves) if may_be_cut(inner) else None
     masters = make_masters(runtime.units, whole=runtime.whole, most=most)
     faces = _faces(model, runtime)
-    shown = [[faces[id(p)] if id(p) in faces else p for p in group["params"]] for group in inner.param_groups]
+    shown = [[faces.get(id(p), p) for p in group["params"]] for group in inner.param_groups]
     place_masters(inner, masters)
     stepped = [master for _, pieces in masters for master in pieces]
     states = OptimizerStates(inner, stepped, placement.states)

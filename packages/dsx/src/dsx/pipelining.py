@@ -78,7 +78,9 @@ def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[
     model, grid = request.model, pipe.PipelineParallelGrid(topology)
     if sliced > 1:
         _make_equal(model, grid.model, comm)
-        model = importlib.import_module("dsx_pipe.tensor").slice_model(model, grid.model.group, **slices.slice_options())
+        model = importlib.import_module("dsx_pipe.tensor").slice_model(
+            model, grid.model.group, **slices.slice_options()
+        )
     if stages > 1:
         options = {key: value for key, value in pipeline.module_options().items() if key != "num_stages"}
         model = pipe.PipelineModule(model, topology=topology, **options)

@@ -8,6 +8,7 @@ then touch the process group, then move and cast the model, then build what depe
 from __future__ import annotations
 
 import importlib
+import os
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -98,7 +99,9 @@ def build_engine(source: Any, request: Request) -> Engine:
         conversion = convert(model, config, part("dsx_data"))
         plain = _optimizer(model, request, topology, choice)
     sharded, optimizer = _sharded(model, plain, config, topology)
-    engine = pipelining.build(_parts(config, request, topology, sharded, optimizer, choice, conversion), zero, part("dsx_comm"))
+    engine = pipelining.build(
+        _parts(config, request, topology, sharded, optimizer, choice, conversion), zero, part("dsx_comm")
+    )
     _destroy_on_release(engine, optimizer)
     if request.training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(request.training_data, collate_fn=request.collate_fn)

@@ -109,7 +109,8 @@ class Training:
         """Whole, in fp32."""
         found = {}
         for name, parameter in self.model.named_parameters():
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            gather: Any = getattr(parameter, "full_tensor", None)  # a partitioned parameter has it
+            whole = parameter if gather is None else gather()
             found[name] = whole.detach().float().clone()
         return found
 
@@ -141,9 +142,7 @@ def _outcome(row: Row, rank: int, world: int, stage: int, dtype: torch.dtype) ->
     return "same" if apart <= (1e-5 if dtype == torch.float32 else 4e-2) else f"differs by {apart:.3g}"
 
 
-def unexpected(
-    rows: Sequence[Row], stage: int, by_rank: Sequence[Mapping[str, str]]
-) -> list[str]:
+def unexpected(rows: Sequence[Row], stage: int, by_rank: Sequence[Mapping[str, str]]) -> list[str]:
     """The rows that came to something else than they say, as text."""
     return [
         f"{row.label} (stage {stage}, rank {rank}): expected {row.expected(stage)!r}, got {found[row.label]}"
