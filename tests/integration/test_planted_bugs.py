@@ -142,7 +142,7 @@ def stale_low_precision_copy() -> Any:
 
 
 def no_broadcast_at_start() -> Any:
-    return patch.object(module("dsx_zero.api")._Build, "_broadcast", lambda self, buffers: None)
+    return patch.object(module("dsx_zero.api"), "share_first", lambda values, ranks: None)
 
 
 def shifted_shard() -> Any:
@@ -186,7 +186,7 @@ def norm_of_own_shard() -> Any:
     right = module("dsx_zero.step.norm").global_norm
     return patch(
         "dsx_zero.optimizer.global_norm",
-        lambda blocks, *, device, group, shared: right(blocks, device=device, group=group, shared=False),
+        lambda blocks, *, device, groups, whole: right(blocks, device=device, groups=(), whole=whole),
     )
 
 
@@ -395,12 +395,9 @@ def clipping_by_torch_uses_the_own_shard() -> Any:
     access = module("dsx_zero.grads.access").GradientAccess
     right = access._norms_of
 
-    def norms_of(self, pieces, order, device):
-        kept, self._world_size = self._world_size, 1
-        try:
-            return right(self, pieces, order, device)
-        finally:
-            self._world_size = kept
+    def norms_of(self, places, order, device):
+        with patch.object(access, "_is_divided", lambda self, group: False):
+            return right(self, places, order, device)
 
     return patch.object(access, "_norms_of", norms_of)
 
