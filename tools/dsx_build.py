@@ -3,22 +3,22 @@
 The idea: hatchling builds the wheel; this hook adds one extension module to it. The hook writes a `build.ninja` by hand
 (three rules) and runs the ninja of the build environment. Sources listed as `isa_sources` are compiled once per
 instruction set, each time into a namespace of its own (`-DDSX_ISA=avx2`), so that one wheel serves every CPU and
-chooses at run time. The sdist carries a copy of this file and of what packages share (`native/`: headers, and the loader of
-the compiled module), so that it builds outside the repository; in the repository the packages find both here. The loader
-(`native/loader.py`) becomes `_native_loader.py` of the package, with native code or without.
+chooses at run time. The sdist carries a copy of this file and of what packages share (`native/`: headers, and the
+loader of the compiled module), so that it builds outside the repository; in the repository the packages find both here.
+The loader (`native/loader.py`) becomes `_native_loader.py` of the package, with native code or without.
 
 Configured in the package's `pyproject.toml`::
 
     [tool.hatch.build.hooks.custom]
     package = "dsx_ops"                    # import package that receives the module
     module = "_C"                          # name of the module
-    merged_sources = ["native/bind/*.cpp"] # compiled once, all as one file: pybind11's headers cost seconds each time they are read
+    merged_sources = ["native/bind/*.cpp"] # compiled as one file: pybind11's headers cost seconds
     sources = ["native/core/*.cpp"]        # compiled once, each by itself
     isa_sources = ["native/cpu/*.cpp"]     # compiled per instruction set
     include = ["native/include"]
     cuda_module = "_cuda"                  # optional second module, built by nvcc: CUDA trouble leaves the first alone
     cuda_sources = ["native/cuda/*.cu", "native/cuda/*.cpp"]
-    seconds = 110                          # of one core, to compile the first module whole: for the line that says what is under way
+    seconds = 110                          # of one core, to compile the first module whole (it is said)
     cuda_seconds = 130                     # the same for the second
 
 Switches of the environment:
@@ -30,8 +30,9 @@ Switches of the environment:
     DSX_BUILD_SANITIZE  e.g. "address,undefined": an instrumented module in a build directory of its own
     CXX, CXXFLAGS (appended), CUDA_HOME
 
-What is compiled, and for about how long, is said in one line before it begins (pip shows it with -v). No compiler in `auto`: a pure wheel and a visible warning. A compiler that is there and fails is always an error with
-its output. What it leaves out: Windows and MSVC; anything that would need torch's headers.
+What is compiled, and for about how long, is said in one line before it begins (pip shows it with -v). No compiler in
+`auto`: a pure wheel and a visible warning. A compiler that is there and fails is always an error with its output. What
+it leaves out: Windows and MSVC; anything that would need torch's headers.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ X86_ISAS = {
     "avx2": "-mavx2 -mfma -mf16c",
     "avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq",
 }
-# GCC 12 believes that its own AVX-512 intrinsics read variables before they are set (gcc.gnu.org/PR105593), thousands of lines of it.
+# GCC 12 believes that its own AVX-512 intrinsics read variables before they are set (gcc.gnu.org/PR105593), thousands
+# of lines of it.
 QUIET = "-Wno-uninitialized -Wno-maybe-uninitialized"
 # No contraction: a*b+c rounds twice everywhere, so every instruction set (and the PyTorch reference) gives the same
 # bits.
@@ -195,7 +197,9 @@ class NinjaFile:
     def run(
         self, what: str, hint: str, announce: Callable[[str], None] = lambda text: None, seconds: float = 0
     ) -> None:
-        """Write the file when its text changed, and build; `announce` is told what is compiled, which takes `seconds` of one core in all."""
+        """Write the file when its text changed, and build; `announce` is told what is compiled, which takes
+        `seconds` of one core in all.
+        """
         text = "\n".join(self.lines) + "\n"
         path = self.folder / "build.ninja"
         if not path.is_file() or path.read_text() != text:

@@ -70,7 +70,8 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4")
     args = parser.parse_args()
     print(
-        f"{'schedule':<46}{'ranks':>6}{'counted':>10}{'closed form':>13}{'bytes / form':>14}{'goal':>8}{'errors, B/param':>17}"
+        f"{'schedule':<46}{'ranks':>6}{'counted':>10}{'closed form':>13}{'bytes / form':>14}"
+        f"{'goal':>8}{'errors, B/param':>17}"
     )
     for ranks in map(int, args.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +86,8 @@ def main() -> None:
             close = total / rounds.sent_bytes(sizes["numel"], ranks)
             errors = sizes["error_bytes"] / sizes["numel"]
             print(
-                f"{title:<46}{ranks:>6}{fp16 / total:>9.2f}x{rounds.reduction():>12.2f}x{close:>14.4f}{goal:>7.1f}x{errors:>17.2f}"
+                f"{title:<46}{ranks:>6}{fp16 / total:>9.2f}x{rounds.reduction():>12.2f}x{close:>14.4f}"
+                f"{goal:>7.1f}x{errors:>17.2f}"
             )
 
 

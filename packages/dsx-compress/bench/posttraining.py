@@ -37,10 +37,12 @@ def main() -> None:
     seconds = time.perf_counter() - start
     better = sum(block.after < block.before for block in report.blocks)
     print(
-        "| parameters | layers quantised | steps per block | blocks that got nearer | seconds | goal |\n|---|---|---|---|---|---|"
+        "| parameters | layers quantised | steps per block | blocks that got nearer | seconds | goal"
+        " |\n|---|---|---|---|---|---|"
     )
     print(
-        f"| {count / 1e6:.1f} M | {len(report.quantized)} | {options.steps} | {better} of {len(report.blocks)} | {seconds:.1f} | <= 60 |"
+        f"| {count / 1e6:.1f} M | {len(report.quantized)} | {options.steps} | {better} of {len(report.blocks)} |"
+        f" {seconds:.1f} | <= 60 |"
     )
 
 

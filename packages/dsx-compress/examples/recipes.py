@@ -173,7 +173,8 @@ def prune(ratio: float, heads: int, offset: int) -> dict[str, Any]:
         "head_pruning": {
             "shared_parameters": {"enabled": True, "schedule_offset": offset, "num_heads": heads},
             "different_groups": {"heads": {
-                "params": {"dense_ratio": ratio}, "modules": ["dense"], "related_modules": [["query", "key", "value"]]}},
+                "params": {"dense_ratio": ratio}, "modules": ["dense"],
+                "related_modules": [["query", "key", "value"]]}},
         },
     }  # fmt: skip
 
@@ -201,7 +202,8 @@ def main() -> None:
         return Model(options.width, layers, options.heads)
 
     print(
-        "| model | held-out loss | against full | bytes | smaller | forward ms | seconds |\n|---|---|---|---|---|---|---|"
+        "| model | held-out loss | against full | bytes | smaller | forward ms | seconds"
+        " |\n|---|---|---|---|---|---|---|"
     )
     start = time.perf_counter()
     full = train(build(), train_text, options.steps)

@@ -2,10 +2,10 @@
 
     python savings.py --layers 12 --width 256 --length 512 --kept 128 --repeats 5
 
-Forward and backward of the model with and without the technique, alternating, medians. Theory: the layers' floating-point
-operations, 24 s w^2 + 4 s^2 w per sample and layer with s tokens and width w (twice that in backward); time outside of
-the layers is measured with a model of no layers and taken out of both sides. Aims: random-LTD >= 0.95, layer dropping
->= 0.98, gather and scatter <= 2 % of the step.
+Forward and backward of the model with and without the technique, alternating, medians. Theory: the layers'
+floating-point operations, 24 s w^2 + 4 s^2 w per sample and layer with s tokens and width w (twice that in backward);
+time outside of the layers is measured with a model of no layers and taken out of both sides. Aims: random-LTD >= 0.95,
+layer dropping >= 0.98, gather and scatter <= 2 % of the step.
 """
 
 from __future__ import annotations

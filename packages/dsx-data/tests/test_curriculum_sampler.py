@@ -1,4 +1,6 @@
-"""Samples drawn by difficulty, against sets in plain Python: who is admitted, in which shares, and where a run goes on."""
+"""Samples drawn by difficulty, against sets in plain Python: who is admitted, in which shares, and where a run goes
+on.
+"""
 
 import collections
 import random

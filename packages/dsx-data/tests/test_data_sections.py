@@ -65,5 +65,8 @@ def test_everything_that_is_missing_is_found():
 
 
 def test_importing_the_package_does_not_load_the_sections():
-    code = "import sys, dsx_data; print([m for m in ('pydantic', 'dsx_comm', 'dsx_ops', 'transformers') if m in sys.modules])"
+    code = (
+        "import sys, dsx_data; print([m for m in ('pydantic', 'dsx_comm', 'dsx_ops', 'transformers') if m in"
+        " sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

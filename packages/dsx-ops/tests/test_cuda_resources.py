@@ -78,7 +78,9 @@ def test_occupancy_is_that_of_the_programming_guide(resources):
 
 
 def test_no_kernel_moves_a_byte_twice_or_asks_for_lanes_apart(traffic, emulator_module):
-    """`moved` near `needed`: nothing else crosses memory. `asked` near it: one pass. `shared`: lanes are side by side."""
+    """`moved` near `needed`: nothing else crosses memory. `asked` near it: one pass. `shared`: lanes are side by
+    side.
+    """
     # These read their input twice, and say why: the scale of all signs, groups beyond the registers.
     twice = {"compress_signs", "quantize int8, groups of 16384"}
     # A bias, a mask and a scale are read again and again, out of the cache.

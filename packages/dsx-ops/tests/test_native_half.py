@@ -1,5 +1,5 @@
-"""The conversions of 16-bit floats that all native code shares (tools/native/dsx_native/half.h), for every instruction set
-that this CPU runs: the bits of torch, for every 16-bit number and for floats around every border.
+"""The conversions of 16-bit floats that all native code shares (tools/native/dsx_native/half.h), for every instruction
+set that this CPU runs: the bits of torch, for every 16-bit number and for floats around every border.
 """
 
 import ctypes

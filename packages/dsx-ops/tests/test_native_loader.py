@@ -1,4 +1,6 @@
-"""The loader of compiled modules that the build puts into every package with native code: one source, and what it says."""
+"""The loader of compiled modules that the build puts into every package with native code: one source, and what it
+says.
+"""
 
 import hashlib
 import importlib.util

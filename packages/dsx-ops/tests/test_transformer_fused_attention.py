@@ -1,4 +1,6 @@
-"""Which way attention is computed: torch's fused kernels on CUDA too, unless they cannot or a fixed order is asked for."""
+"""Which way attention is computed: torch's fused kernels on CUDA too, unless they cannot or a fixed order is asked
+for.
+"""
 
 import pytest
 import torch

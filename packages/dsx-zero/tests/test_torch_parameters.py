@@ -1,4 +1,6 @@
-"""What PyTorch users do with parameters and modules, on a sharded model as on a plain one: a row of the README's table each."""
+"""What PyTorch users do with parameters and modules, on a sharded model as on a plain one: a row of the README's
+table each.
+"""
 
 from __future__ import annotations
 

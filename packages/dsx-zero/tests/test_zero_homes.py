@@ -1,4 +1,6 @@
-"""Homes: the same reads and writes give the same values in memory, in a store, and in a tier of a user's own, on every kind of lane."""
+"""Homes: the same reads and writes give the same values in memory, in a store, and in a tier of a user's own, on
+every kind of lane.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ NUMEL = 1000
 
 
 class Drawer:
-    """A store in a dictionary: transfers happen when they are waited for, so that whoever does not wait sees nothing."""
+    """A store in a dictionary: transfers happen when they are waited for, so that whoever does not wait sees
+    nothing.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

@@ -1,4 +1,6 @@
-"""Stage 3 on one rank is stage 3: parameters are there only while their unit is used, and the bits are those of plain torch."""
+"""Stage 3 on one rank is stage 3: parameters are there only while their unit is used, and the bits are those of
+plain torch.
+"""
 
 from __future__ import annotations
 

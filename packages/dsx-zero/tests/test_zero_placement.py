@@ -1,6 +1,7 @@
 """State that lives elsewhere: every placement gives the bits of the same stage with all of it on the device.
 
-A tier of a user's own is one class (`Attic`): its bytes are counted, no view of them exists, and copies are jobs of a lane.
+A tier of a user's own is one class (`Attic`): its bytes are counted, no view of them exists, and copies are jobs of a
+lane.
 """
 
 from __future__ import annotations

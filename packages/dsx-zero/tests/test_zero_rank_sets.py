@@ -40,7 +40,9 @@ class Exchange(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A dense layer, then experts: token t goes to expert t % EXPERTS. `group`: the ranks that share the experts out."""
+    """A dense layer, then experts: token t goes to expert t % EXPERTS. `group`: the ranks that share the experts
+    out.
+    """
 
     def __init__(self, experts, group=None, rank=0, size=1):
         super().__init__()

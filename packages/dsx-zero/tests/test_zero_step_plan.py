@@ -15,8 +15,8 @@ UNITS = [0, 1, 2]
 
 def test_a_plan_says_what_happens_when():
     plan = make_plan(MASTERS, UNITS, most=800, moves=True)
-    assert str(plan) == (
-        "sub-group 0: masters 0-1, 800 elements\n"
+    assert (
+        str(plan) == "sub-group 0: masters 0-1, 800 elements\n"
         "sub-group 1: masters 2-2, 256 elements\n"
         "sub-group 2: masters 3-4, 710 elements\n"
         "fetch 0, fetch 1, step 0, write 0, store 0, publish unit 0, fetch 2, step 1, write 1, store 1, publish unit 1,"

@@ -1,4 +1,6 @@
-"""`dsx.initialize` on ranks that differ: the difference is named on all of them, and a mistake on one of them does not leave the others waiting."""
+"""`dsx.initialize` on ranks that differ: the difference is named on all of them, and a mistake on one of them does
+not leave the others waiting.
+"""
 
 import os
 
@@ -37,7 +39,10 @@ DIFFERENCES = [
     ),
     (
         {"model": "frozen"},
-        r"layers\.0\.weight \(rank 0: .*frozen; rank 1: .*trained\)|layers\.0\.weight \(rank 0: .*trained; rank 1: .*frozen\)",
+        (
+            r"layers\.0\.weight \(rank 0: .*frozen; rank 1: .*trained\)|layers\.0\.weight \(rank 0: .*trained; rank 1:"
+            r" .*frozen\)"
+        ),
     ),
 ]
 

@@ -1,4 +1,6 @@
-"""Experts under an engine: configuration, training like plain PyTorch, events, and checkpoints of any number of ranks."""
+"""Experts under an engine: configuration, training like plain PyTorch, events, and checkpoints of any number of
+ranks.
+"""
 
 import csv
 import logging

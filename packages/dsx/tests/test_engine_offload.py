@@ -1,4 +1,6 @@
-"""Offload from the configuration: engines with state on the host or on disk train as those without, and read each other's checkpoints."""
+"""Offload from the configuration: engines with state on the host or on disk train as those without, and read each
+other's checkpoints.
+"""
 
 from __future__ import annotations
 

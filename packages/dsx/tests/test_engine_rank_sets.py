@@ -1,4 +1,6 @@
-"""Engines of models that are not whole on each rank: slices of tensors by an mpu, experts by marks, and checkpoints of both."""
+"""Engines of models that are not whole on each rank: slices of tensors by an mpu, experts by marks, and checkpoints
+of both.
+"""
 
 import dsx
 import dsx_comm
@@ -37,7 +39,9 @@ class Summed(torch.autograd.Function):
 
 
 class Sliced(nn.Module):
-    """A matrix cut by columns and one cut by rows; the bias is on all ranks. `told`: the slices say how they were cut."""
+    """A matrix cut by columns and one cut by rows; the bias is on all ranks. `told`: the slices say how they were
+    cut.
+    """
 
     def __init__(self, group=None, rank=0, size=1, told=True):
         super().__init__()

@@ -1,4 +1,6 @@
-"""`pipeline` and `tensor_parallel` sections: an ordinary model is cut as the configuration says, and trains as it did."""
+"""`pipeline` and `tensor_parallel` sections: an ordinary model is cut as the configuration says, and trains as it
+did.
+"""
 
 import dsx
 import pytest

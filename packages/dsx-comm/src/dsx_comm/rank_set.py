@@ -228,8 +228,8 @@ class RankSets:
         names = [] if self._groups is None else self._groups.expert_names()
         if len(names) != 1:
             raise TopologyError(
-                f"an expert's parameter (allreduce=False) has no group_name, and there are {len(names)} groups of experts"
-                f" ({', '.join(names) or 'none'}); set parameter.group_name to the name of its group"
+                f"an expert's parameter (allreduce=False) has no group_name, and there are {len(names)} groups of"
+                f" experts ({', '.join(names) or 'none'}); set parameter.group_name to the name of its group"
             )
         return names[0]
 

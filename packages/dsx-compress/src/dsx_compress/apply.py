@@ -78,8 +78,9 @@ def init_compression(
 ) -> nn.Module:
     """Put the configured techniques on a model, in place; call it before optimizer and sharding are built.
 
-    Parameters stay the same objects. The parameter `weight` of a layer is then named `parametrizations.weight.original`;
-    state dicts with the plain names can still be loaded. Learnable scores are new parameters.
+    Parameters stay the same objects. The parameter `weight` of a layer is then named
+    `parametrizations.weight.original`; state dicts with the plain names can still be loaded. Learnable scores are new
+    parameters.
 
     Args:
         model: an ordinary model.
@@ -108,7 +109,8 @@ def init_compression(
     if config.layer_reduction.enabled:
         if teacher_model is None:
             raise CompressionError(
-                "init_compression: layer_reduction is on, but there is no teacher_model to copy the layers from; pass it"
+                "init_compression: layer_reduction is on, but there is no teacher_model to copy the layers from;"
+                " pass it"
             )
         student_initialization(model, teacher_model, config)
     for put in planned:
@@ -122,8 +124,8 @@ def _tensor_parallel(mpu: Any) -> int:
             return int(getattr(mpu, name)())
     if mpu is not None:
         raise CompressionError(
-            f"init_compression(mpu=...): got {type(mpu).__name__} without get_model_parallel_world_size(); expected the "
-            "object that knows the tensor-parallel group"
+            f"init_compression(mpu=...): got {type(mpu).__name__} without get_model_parallel_world_size(); expected the"
+            " object that knows the tensor-parallel group"
         )
     return 1
 
@@ -143,8 +145,8 @@ def _plan(model: nn.Module, config: CompressionTraining, sliced: int) -> list[Ca
                 raise CompressionError(f"{match.name}: its weight is {type(weight).__name__}, expected a parameter")
             if hasattr(weight, "full_tensor"):  # a partition of dsx_zero, or a DTensor
                 raise CompressionError(
-                    f"{match.name}: its weight is partitioned over ranks ({type(weight).__name__}), expected a whole one; call "
-                    "init_compression before the model is sharded, and build the model outside of zero.Init"
+                    f"{match.name}: its weight is partitioned over ranks ({type(weight).__name__}), expected a whole"
+                    " one; call init_compression before the model is sharded, and build the model outside of zero.Init"
                 )
             settings = section.different_groups.get(match.group)
             planned += _BUILDERS[method](model, match, layer, kind, section.shared_parameters, settings, sliced)
@@ -181,8 +183,8 @@ def _quantized_weight(
 ) -> list[Callable[[], None]]:
     if layer.weight.numel() % shared.quantize_groups:
         raise CompressionError(
-            f"compression_training.weight_quantization.shared_parameters.quantize_groups: {shared.quantize_groups} does "
-            f"not divide the {layer.weight.numel()} weights of {match.name}; choose a divisor, or narrower patterns"
+            f"compression_training.weight_quantization.shared_parameters.quantize_groups: {shared.quantize_groups} does"
+            f" not divide the {layer.weight.numel()} weights of {match.name}; choose a divisor, or narrower patterns"
         )
     params, mixed = settings.params, shared.fp16_mixed_quantize
     technique = WeightQuantizer(
@@ -240,8 +242,8 @@ def _outputs(method: str) -> Callable[..., list[Callable[[], None]]]:
     ) -> list[Callable[[], None]]:
         if sliced > 1 and kind.sliced == "inputs":
             raise CompressionError(
-                f"{match.name}: row pruning of a {kind.name} is not supported with {sliced} tensor-parallel ranks: each "
-                "would choose other rows; prune the layer before it (a ColumnParallelLinear)"
+                f"{match.name}: row pruning of a {kind.name} is not supported with {sliced} tensor-parallel ranks: each"
+                " would choose other rows; prune the layer before it (a ColumnParallelLinear)"
             )
         dim = kind.outputs or 0
         count = layer.weight.shape[dim]
@@ -320,8 +322,8 @@ def _heads(
         outputs = 0 if given is None or given.outputs is None else related.weight.shape[given.outputs]
         if not outputs or outputs % inputs:
             raise CompressionError(
-                f"related_modules of {match.name}: {name} ({class_name(related)}) does not give queries, keys or values of "
-                f"width {inputs} (or several of them side by side)"
+                f"related_modules of {match.name}: {name} ({class_name(related)}) does not give queries, keys or values"
+                f" of width {inputs} (or several of them side by side)"
             )
     technique = HeadMask(
         "head_pruning", match.group, match.name, shared.schedule_offset, settings.params.dense_ratio, (1, heads),

@@ -2,8 +2,8 @@
 
 Quantised values and masks become the stored weights, in the order weights, sparse, rows, heads, channels; then what the
 row, head and channel prunings of modules with `related_modules` have zeroed is removed. Removing is exact where a zero
-stays a zero until it reaches the related module: through ReLU, GELU, SiLU, tanh, dropout, pooling and a batch norm that is
-itself related, and not through sigmoid or a layer norm. `example` checks it.
+stays a zero until it reaches the related module: through ReLU, GELU, SiLU, tanh, dropout, pooling and a batch norm that
+is itself related, and not through sigmoid or a layer norm. `example` checks it.
 """
 
 from __future__ import annotations

@@ -457,7 +457,8 @@ def load_config(source: Any) -> CompressionTraining:
     if section is source and source and not set(source) & set(CompressionTraining.model_fields):
         raise CompressionConfigError(
             f"configuration: got the keys {', '.join(map(repr, sorted(source)))}, expected compression_training or its"
-            f" methods ({', '.join(CompressionTraining.model_fields)}){near(min(source), CompressionTraining.model_fields)}"
+            " methods"
+            f" ({', '.join(CompressionTraining.model_fields)}){near(min(source), CompressionTraining.model_fields)}"
         )
     try:
         return CompressionTraining.model_validate(section)

@@ -15,7 +15,8 @@ __all__ = ["convert_conv1d_to_linear", "get_module_name"]
 
 
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
-    """Replace every layer of a `Conv1D` class (transformers: y = x W + b, W of shape (in, out)) by a `Linear`, in place.
+    """Replace every layer of a `Conv1D` class (transformers: y = x W + b, W of shape (in, out)) by a `Linear`, in
+    place.
 
     Args:
         convert_type: the class, such as `transformers.pytorch_utils.Conv1D`.

@@ -5,11 +5,12 @@
     logits = student(x)
     loss = distillation(logits, task_loss, (x,))
 
-    loss = (1 - alpha) task + alpha T^2 KL(teacher / T || student / T) + beta sum of MSE(hidden) + gamma sum of MSE(attention)
+    loss = (1 - alpha) task + alpha T^2 KL(teacher / T || student / T)
+         + beta sum of MSE(hidden) + gamma sum of MSE(attention)
 
-(Hinton et al. 2015; hidden states and attention as in TinyBERT, Jiao et al. 2020). Outputs of modules are read by forward
-hooks, so any model works, sharded ones too. `stop_step` ends distillation before training ends (staged distillation, as
-for Mixture-of-Students: a small student loses by imitating to the last step; Rajbhandari et al. 2022).
+(Hinton et al. 2015; hidden states and attention as in TinyBERT, Jiao et al. 2020). Outputs of modules are read by
+forward hooks, so any model works, sharded ones too. `stop_step` ends distillation before training ends (staged
+distillation, as for Mixture-of-Students: a small student loses by imitating to the last step; Rajbhandari et al. 2022).
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class DistillationLoss(nn.Module):
         super().__init__()
         if not temperature > 0 or not 0 <= alpha <= 1:
             raise CompressionError(
-                f"DistillationLoss: got temperature={temperature}, alpha={alpha}; expected temperature > 0, alpha in [0, 1]"
+                f"DistillationLoss: got temperature={temperature}, alpha={alpha}; expected temperature > 0, alpha in"
+                " [0, 1]"
             )
         self.temperature, self.alpha, self.beta, self.gamma = temperature, alpha, beta, gamma
         self.stop_step, self.steps = stop_step, 0
@@ -177,8 +179,8 @@ class DistillationLoss(nn.Module):
             mine = self.projections[key](mine)
         if mine.shape != its.shape:
             raise CompressionError(
-                f"DistillationLoss: {ours} gives shape {tuple(mine.shape)}, {theirs} of the teacher {tuple(its.shape)}; "
-                f"learn a map with project={{{ours!r}: ({mine.shape[-1]}, {its.shape[-1]})}}"
+                f"DistillationLoss: {ours} gives shape {tuple(mine.shape)}, {theirs} of the teacher {tuple(its.shape)};"
+                f" learn a map with project={{{ours!r}: ({mine.shape[-1]}, {its.shape[-1]})}}"
             )
         return nn.functional.mse_loss(mine.float(), its.detach().float())
 

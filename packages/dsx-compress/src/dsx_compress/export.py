@@ -1,14 +1,15 @@
 """Compressed weights on disk: one safetensors file with packed codes and scales.
 
 A quantised weight `w` is stored as `w.codes`, `w.scale` and, if asymmetric, `w.zero`; everything else as it is. The
-header's metadata has, under the key `dsx_compress`, JSON with the format version and, for each quantised weight, the code
-(`packing.py`), shape, dtype, groups and the error of quantisation. The values are exactly those of the cleaned model:
+header's metadata has, under the key `dsx_compress`, JSON with the format version and, for each quantised weight, the
+code (`packing.py`), shape, dtype, groups and the error of quantisation. The values are exactly those of the cleaned
+model:
 
     value[r, c] = code[r, c] * scale[g] + zero[g],   g = (r * columns + c) // (rows * columns / groups)
 
-of the weight seen as (first dimension, everything else). A pruned weight keeps its zeros: as a code where the code has a
-zero, otherwise one step wider (binary weights with zeros are stored as ternary). What no code can hold is stored dense, and
-the report says so.
+of the weight seen as (first dimension, everything else). A pruned weight keeps its zeros: as a code where the code has
+a zero, otherwise one step wider (binary weights with zeros are stored as ternary). What no code can hold is stored
+dense, and the report says so.
 """
 
 from __future__ import annotations
@@ -327,7 +328,8 @@ def _checked(name: str, tensor: PackedTensor) -> PackedTensor:
     groups = tensor.scale.numel()
     if tuple(tensor.codes.shape) != expected or not groups or math.prod(tensor.shape) % groups:
         raise CompressionDataError(
-            f"{name}: codes of shape {tuple(tensor.codes.shape)} and {groups} scales do not make the shape {tensor.shape}"
+            f"{name}: codes of shape {tuple(tensor.codes.shape)} and {groups} scales do not make the shape"
+            f" {tensor.shape}"
         )
     return tensor
 

@@ -108,7 +108,8 @@ def match_modules(model: nn.Module, method: str, config: CompressionTraining) ->
             if match.name in found:
                 raise CompressionError(
                     f"{where}: {match.name} is already in the group {found[match.name].group!r}; a module can be in one"
-                    f" group of {method} only, so make the patterns of {found[match.name].group!r} or {group!r} narrower"
+                    f" group of {method} only, so make the patterns of {found[match.name].group!r} or {group!r}"
+                    " narrower"
                 )
             found[match.name] = match
     order = {name: place for place, name in enumerate(layers)}
@@ -152,8 +153,8 @@ def matched_by(pattern: str, layers: Iterable[str], model: nn.Module, where: str
     others = [f"{n} ({class_name(m)})" for n, m in model.named_modules() if n and re.search(pattern, n)]
     if others:
         raise CompressionError(
-            f"{where}: {pattern!r} matches only {', '.join(others[:3])}, to which {method} does not apply; expected one "
-            f"of {', '.join(_KINDS[method])}"
+            f"{where}: {pattern!r} matches only {', '.join(others[:3])}, to which {method} does not apply; expected one"
+            f" of {', '.join(_KINDS[method])}"
         )
     raise CompressionError(f"{where}: {pattern!r} matches no module of the model{near(pattern, layers)}")
 

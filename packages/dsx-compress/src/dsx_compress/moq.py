@@ -1,8 +1,9 @@
 """The optimizer's side of Mixture of Quantisation: quantise stored weights in place after each step.
 
 For training loops that keep full-precision masters apart from the low-precision weights that the model uses: the
-optimizer updates the masters, copies them to the weights, and `OptimizerQuantizer.step` quantises the weights. dsx needs
-none of this: its engine computes the quantised weights in the forward pass (`WeightQuantizer`), with the same result.
+optimizer updates the masters, copies them to the weights, and `OptimizerQuantizer.step` quantises the weights. dsx
+needs none of this: its engine computes the quantised weights in the forward pass (`WeightQuantizer`), with the same
+result.
 
 Stochastic rounding is drawn from a seed, the step and the tensor's place, so that all ranks write the same values.
 """
@@ -33,8 +34,8 @@ class OptimizerQuantizer:
 
     Raises:
         CompressionConfigError: the section is wrong or switched off.
-        CompressionError: a weight is fp32 or fp64, so it is its own master and quantising it in place would destroy what
-            the optimizer has learnt; or the groups do not divide.
+        CompressionError: a weight is fp32 or fp64, so it is its own master and quantising it in place would destroy
+            what the optimizer has learnt; or the groups do not divide.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]], config: Any, *, seed: int = 0) -> None:
@@ -44,12 +45,13 @@ class OptimizerQuantizer:
         for name, weight in self._weights.items():
             if weight.dtype not in (torch.float16, torch.bfloat16):
                 raise CompressionError(
-                    f"OptimizerQuantizer: {name} is {weight.dtype}, expected float16 or bfloat16 with masters apart; for "
-                    "fp32 use init_compression with quantize_weight_in_forward"
+                    f"OptimizerQuantizer: {name} is {weight.dtype}, expected float16 or bfloat16 with masters apart;"
+                    " for fp32 use init_compression with quantize_weight_in_forward"
                 )
             if weight.numel() % self.config.quantize_groups:
                 raise CompressionError(
-                    f"quantize_groups: {self.config.quantize_groups} does not divide the {weight.numel()} weights of {name}"
+                    f"quantize_groups: {self.config.quantize_groups} does not divide the {weight.numel()} weights of"
+                    f" {name}"
                 )
         self._schedules = {
             name: BitSchedule(bits.start_bits, bits.target_bits, schedule.quantize_period) for name in self._weights

@@ -79,8 +79,8 @@ def quantize_post_training(
 
     Args:
         model: an ordinary trained model.
-        batches: arguments of the model, each a tensor, a tuple or a dictionary; some 8 to 128 samples of real data. Read
-            only where blocks are trained.
+        batches: arguments of the model, each a tensor, a tuple or a dictionary; some 8 to 128 samples of real data.
+            Read only where blocks are trained.
         config: what to do; None: 8 bits, one scale per row.
 
     Raises:
@@ -124,8 +124,8 @@ def _layers(model: nn.Module, config: PostTrainingConfig) -> tuple[dict[str, Any
         size = config.group_size or weight.numel() // weight.shape[0]
         if (weight.numel() // weight.shape[0]) % size:
             raise CompressionError(
-                f"group_size: {size} does not divide the {weight.numel() // weight.shape[0]} inputs of {name}; choose a "
-                "divisor or put the layer into excluded_modules"
+                f"group_size: {size} does not divide the {weight.numel() // weight.shape[0]} inputs of {name}; choose a"
+                " divisor or put the layer into excluded_modules"
             )
         layers[name] = module
     return layers, left
@@ -201,8 +201,10 @@ def _first_calls(model: nn.Module, block: nn.Module, batches: Iterable[Any]) -> 
         for batch in batches:
             with torch.no_grad():
                 try:
-                    model(**batch) if isinstance(batch, Mapping) else model(
-                        *(batch if isinstance(batch, (tuple, list)) else (batch,))
+                    (
+                        model(**batch)
+                        if isinstance(batch, Mapping)
+                        else model(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
                     )
                 except _Stop:
                     continue
@@ -217,7 +219,9 @@ def _first_calls(model: nn.Module, block: nn.Module, batches: Iterable[Any]) -> 
 
 
 def _detached(value: Any) -> Any:
-    """An argument that can be used again and again: no graph, and no cache of keys and values, which calls would fill."""
+    """An argument that can be used again and again: no graph, and no cache of keys and values, which calls would
+    fill.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach()
     if type(value) in (tuple, list):

@@ -54,8 +54,8 @@ def split_groups(x: torch.Tensor, groups: int) -> torch.Tensor:
     """
     if groups < 1 or x.numel() % groups:
         raise CompressionError(
-            f"quantize_groups: got {groups} for a tensor of shape {tuple(x.shape)} with {x.numel()} elements, expected a"
-            " divisor of that number"
+            f"quantize_groups: got {groups} for a tensor of shape {tuple(x.shape)} with {x.numel()} elements, expected"
+            " a divisor of that number"
         )
     return x.reshape(groups, -1)
 
@@ -163,6 +163,6 @@ def require_finite(x: torch.Tensor, name: str) -> None:
     if not bool(finite.all()):
         nans = int(torch.isnan(x).sum())
         raise CompressionDataError(
-            f"{name}: got {nans} NaN and {x.numel() - int(finite.sum()) - nans} infinite of {x.numel()} values, expected"
-            " finite ones; restore an earlier checkpoint"
+            f"{name}: got {nans} NaN and {x.numel() - int(finite.sum()) - nans} infinite of {x.numel()} values,"
+            " expected finite ones; restore an earlier checkpoint"
         )

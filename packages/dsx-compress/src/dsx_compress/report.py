@@ -32,7 +32,8 @@ class ReportRow:
         bits: of the weight in use; 0: not quantised.
         density: fraction of values that is not zero.
         error: |w - used w| / |w|.
-        bytes_before, bytes_after: dense in its dtype; packed (codes and scales), or dense without pruned values' saving.
+        bytes_before, bytes_after: dense in its dtype; packed (codes and scales), or dense without pruned values'
+            saving.
     """
 
     name: str
@@ -164,12 +165,20 @@ def _svg(report: CompressionReport) -> str:
     room = _WIDTH - _LEFT - 80
     height = _LINE * (len(rows) + 2)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif" font-size="11">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif"'
+            ' font-size="11">'
+        ),
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         f'<text x="8" y="16" font-weight="bold">{len(rows)} tensors, {report.ratio:.2f}x smaller</text>',
-        f'<rect x="{_LEFT}" y="8" width="10" height="8" fill="#3b6ea5"/><text x="{_LEFT + 14}" y="16">sparsity (full: 1)</text>',
-        f'<rect x="{_LEFT + 150}" y="8" width="10" height="8" fill="#c8553d"/>'
-        f'<text x="{_LEFT + 164}" y="16">relative error (full: {worst:.2g})</text>',
+        (
+            f'<rect x="{_LEFT}" y="8" width="10" height="8" fill="#3b6ea5"/><text x="{_LEFT + 14}" y="16">sparsity'
+            " (full: 1)</text>"
+        ),
+        (
+            f'<rect x="{_LEFT + 150}" y="8" width="10" height="8" fill="#c8553d"/>'
+            f'<text x="{_LEFT + 164}" y="16">relative error (full: {worst:.2g})</text>'
+        ),
     ]
     for place, row in enumerate(rows):
         top = _LINE * (place + 1)
@@ -177,8 +186,14 @@ def _svg(report: CompressionReport) -> str:
         bits = f"{row.bits} bit" if row.bits else ""
         parts += [
             f'<text x="8" y="{top + 14}">{html.escape(row.name)}</text>',
-            f'<rect x="{_LEFT}" y="{top + 2}" width="{max(0.5, room * (1 - row.density)):.1f}" height="{_BAR}" fill="#3b6ea5"/>',
-            f'<rect x="{_LEFT}" y="{top + 3 + _BAR}" width="{max(0.5, room * error):.1f}" height="{_BAR}" fill="#c8553d"/>',
+            (
+                f'<rect x="{_LEFT}" y="{top + 2}" width="{max(0.5, room * (1 - row.density)):.1f}" height="{_BAR}"'
+                ' fill="#3b6ea5"/>'
+            ),
+            (
+                f'<rect x="{_LEFT}" y="{top + 3 + _BAR}" width="{max(0.5, room * error):.1f}" height="{_BAR}"'
+                ' fill="#c8553d"/>'
+            ),
             f'<text x="{_WIDTH - 60}" y="{top + 14}">{bits}</text>',
         ]
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -1,7 +1,8 @@
 """Running from packed weights: `QuantizedLinear` keeps codes and scales in memory and multiplies by them.
 
-With dsx_ops installed, products with few rows on the CPU use its int8 and int4 kernels, which read a quarter or an eighth
-of the bytes; everything else restores the weight for the length of the call. Both compute x (codes * scale + zero)^T + b.
+With dsx_ops installed, products with few rows on the CPU use its int8 and int4 kernels, which read a quarter or an
+eighth of the bytes; everything else restores the weight for the length of the call. Both compute x (codes * scale +
+zero)^T + b.
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ class QuantizedLinear(nn.Module):
         self._kernels = _kernels()
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.code}, {self.scale.numel()} scales"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, {self.code}, {self.scale.numel()}"
+            " scales"
+        )
 
 
 def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:

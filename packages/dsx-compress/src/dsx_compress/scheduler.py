@@ -6,11 +6,11 @@
         optimizer.step()
         scheduler.step()
 
-A technique with `schedule_offset` n works from the forward pass after n steps on, with 0 from the first. A step that the
-optimizer skipped (overflow) must not be counted: do not call `step` then.
+A technique with `schedule_offset` n works from the forward pass after n steps on, with 0 from the first. A step that
+the optimizer skipped (overflow) must not be counted: do not call `step` then.
 
-The state dict of the model has masks, scores and ranges; the state dict of the scheduler has the step and the bits. With
-both, training goes on in the middle exactly.
+The state dict of the model has masks, scores and ranges; the state dict of the scheduler has the step and the bits.
+With both, training goes on in the middle exactly.
 """
 
 from __future__ import annotations

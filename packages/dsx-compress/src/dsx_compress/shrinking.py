@@ -46,7 +46,8 @@ class ShrinkPlan:
         dims = self.keep.setdefault(tensor, {})
         if dim in dims and not torch.equal(dims[dim], kept):
             raise CompressionError(
-                f"{tensor}: two prunings remove different parts of dimension {dim}; relate the module to one of them only"
+                f"{tensor}: two prunings remove different parts of dimension {dim}; relate the module to one of them"
+                " only"
             )
         dims[dim] = kept
 

@@ -58,8 +58,8 @@ def _layers(model: nn.Module, prefix: str, who: str) -> nn.ModuleList | nn.Seque
     if not isinstance(found, (nn.ModuleList, nn.Sequential)):
         lists = [name for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
         raise CompressionError(
-            f"layer_reduction.module_name_prefix: {prefix!r} is {type(found).__name__} in the {who}, expected a list of "
-            f"modules; it has {', '.join(lists[:5]) or 'none'}"
+            f"layer_reduction.module_name_prefix: {prefix!r} is {type(found).__name__} in the {who}, expected a list of"
+            f" modules; it has {', '.join(lists[:5]) or 'none'}"
         )
     return found
 

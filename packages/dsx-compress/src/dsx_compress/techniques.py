@@ -4,8 +4,8 @@ Each technique is a module registered with `torch.nn.utils.parametrize`. The sto
 optimizer trains; the layer's `weight` is computed from it in every forward pass. Techniques of one tensor run in the
 order of `init_compression`: the quantiser first, then the masks.
 
-A technique does nothing until `CompressionScheduler` switches it on. Masks that are computed once are buffers; learnable
-scores are parameters; so a state dict has all of it, and its names do not change in the course of training.
+A technique does nothing until `CompressionScheduler` switches it on. Masks that are computed once are buffers;
+learnable scores are parameters; so a state dict has all of it, and its names do not change in the course of training.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Mask(Technique):
     """
 
     def __init__(
-        self, method: str, group: str, layer: str, offset: int, ratio: float, shape: tuple[int, ...], like: torch.Tensor,
-        *, learnable: bool,
+        self, method: str, group: str, layer: str, offset: int, ratio: float, shape: tuple[int, ...],
+        like: torch.Tensor, *, learnable: bool,
     ) -> None:  # fmt: skip
         super().__init__(method, group, layer, offset)
         self.ratio, self.learnable = ratio, learnable
@@ -237,7 +237,9 @@ class HeadMask(Mask):
 
 
 class SharedMask(Technique):
-    """Applies the mask of a layer's outputs to a vector: its bias, or weight and bias of the batch norm that follows."""
+    """Applies the mask of a layer's outputs to a vector: its bias, or weight and bias of the batch norm that
+    follows.
+    """
 
     def __init__(self, owner: OutputMask) -> None:
         super().__init__(owner.method, owner.group, owner.layer, owner.offset)

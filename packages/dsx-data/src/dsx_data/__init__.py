@@ -7,9 +7,9 @@
         ...
     state = loader.state_dict()        # resumes to the sample, with any number of ranks
 
-Folders: `index` (files of rows of numbers), `analysis` (metrics of a dataset), `curriculum` (difficulty by step, samples by
-difficulty), `batching` (token budgets, packing), `loader` (all of this as batches), `routing` (random-LTD and layer
-dropping). `dsx_data.config` has the sections of a configuration file; `dsx-data` is the command line.
+Folders: `index` (files of rows of numbers), `analysis` (metrics of a dataset), `curriculum` (difficulty by step,
+samples by difficulty), `batching` (token budgets, packing), `loader` (all of this as batches), `routing` (random-LTD
+and layer dropping). `dsx_data.config` has the sections of a configuration file; `dsx-data` is the command line.
 """
 
 from ._version import __version__

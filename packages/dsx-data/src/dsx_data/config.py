@@ -1,8 +1,8 @@
 """The configuration sections of dsx-data, as frozen models that refuse unknown keys.
 
 Only code that reads a configuration imports this module, because pydantic costs time. `findings` judges what single
-fields cannot: numbers that are missing where a section is switched on, and features that do not exist. Keys, defaults and
-meanings are those of DeepSpeed's `data_efficiency`, `curriculum_learning` and `progressive_layer_drop`.
+fields cannot: numbers that are missing where a section is switched on, and features that do not exist. Keys, defaults
+and meanings are those of DeepSpeed's `data_efficiency`, `curriculum_learning` and `progressive_layer_drop`.
 """
 
 from __future__ import annotations
@@ -267,8 +267,10 @@ def _ltd_findings(section: RandomLtd) -> Iterator[Finding]:
     if section.layer_token_lr_schedule.enabled:
         yield Finding(
             f"{where}.layer_token_lr_schedule.enabled",
-            "a learning rate by layer tokens is not available: upstream never defined it (it raises NotImplementedError)",
-            "true", "false", "use scheduler, which counts steps; random_ltd_scheduler.consumed_layer_tokens counts tokens",
+            "a learning rate by layer tokens is not available: upstream never defined it"
+            " (it raises NotImplementedError)",
+            "true", "false",
+            "use scheduler, which counts steps; random_ltd_scheduler.consumed_layer_tokens counts tokens",
         )  # fmt: skip
     try:
         RandomLTDScheduler(section)

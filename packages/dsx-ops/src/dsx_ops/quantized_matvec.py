@@ -3,8 +3,9 @@
     out = matvec(x, codes, scale, "int4")       # x [vectors, columns] fp32 to [vectors, rows] fp32
 
 Such a product is bound by the bytes of the matrix; the kernel reads a quarter or an eighth of those of fp32 and never
-writes the matrix as floats. Codes are two's complement, one byte each for `int8`; for `int4` two in a byte, the even column
-in the low half, rows padded to whole bytes. A row has one scale, or one for each group of a multiple of 32 columns.
+writes the matrix as floats. Codes are two's complement, one byte each for `int8`; for `int4` two in a byte, the even
+column in the low half, rows padded to whole bytes. A row has one scale, or one for each group of a multiple of 32
+columns.
 
 Without the compiled module `reference` serves: the matrix as floats, multiplied by torch. Sums differ by rounding.
 """
@@ -83,7 +84,8 @@ def _checked(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, code: st
     expected = columns if code == "int8" else -(-columns // 2)
     if codes.shape[1] != expected or not columns:
         raise TensorError(
-            f"quantized_matvec: x has {columns} columns, so codes need {expected} bytes in each row, got {codes.shape[1]}"
+            f"quantized_matvec: x has {columns} columns, so codes need {expected} bytes in each row, got"
+            f" {codes.shape[1]}"
         )
     count = scale.numel()
     if not count or (rows * columns) % count:

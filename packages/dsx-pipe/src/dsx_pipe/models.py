@@ -207,9 +207,9 @@ def parts_of_model(model: nn.Module) -> ModelParts:
                 )
             return ModelParts(model, rule)
     raise PartitionError(
-        f"{type(model).__name__}: its layers were not found. Known are GPT-2 (<base>.h), Llama-style (<base>.layers "
-        "with embed_tokens) and BERT-style (<base>.encoder.layer) models of Hugging Face, and nn.Sequential; for others "
-        "pass a list of layers"
+        f"{type(model).__name__}: its layers were not found. Known are GPT-2 (<base>.h), Llama-style (<base>.layers"
+        " with embed_tokens) and BERT-style (<base>.encoder.layer) models of Hugging Face, and nn.Sequential; for"
+        " others pass a list of layers"
     )
 
 

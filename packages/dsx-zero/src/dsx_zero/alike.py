@@ -1,7 +1,9 @@
-"""Do all ranks want the same? Checked once, before anything is divided, so that a difference has a name instead of a hang or wrong numbers.
+"""Do all ranks want the same? Checked once, before anything is divided, so that a difference has a name instead of a
+hang or wrong numbers.
 
-Each rank says what it is about to build as facts, text by key. The ranks exchange a hash of them, and the facts themselves only if the
-hashes differ. A rank that fails before (`telling`) says so in the same exchange, and the others do not wait for it.
+Each rank says what it is about to build as facts, text by key. The ranks exchange a hash of them, and the facts
+themselves only if the hashes differ. A rank that fails before (`telling`) says so in the same exchange, and the others
+do not wait for it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def agree(doing: str, facts: Mapping[str, str], process_group: Any = None) -> No
         facts: this rank's.
 
     Raises:
-        RanksDifferError: on every rank; names what differs, and on which ranks. Where another rank has failed: names it and its error.
+        RanksDifferError: on every rank; names what differs, and on which ranks. Where another rank has failed: names it
+            and its error.
     """
     if _size(process_group) == 1:
         return
@@ -53,7 +56,9 @@ def agree(doing: str, facts: Mapping[str, str], process_group: Any = None) -> No
 
 @contextmanager
 def telling(process_group: Any = None) -> Iterator[None]:
-    """Around work that comes before `agree` and does not communicate: an error in it ends the others' `agree` too (collective then)."""
+    """Around work that comes before `agree` and does not communicate: an error in it ends the others' `agree` too
+    (collective then).
+    """
     try:
         yield
     except Exception as error:
@@ -97,7 +102,8 @@ def _some(ranks: list[str]) -> str:
     return ", ".join(ranks) if len(ranks) <= 8 else f"{', '.join(ranks[:8])} and {len(ranks) - 8} more"
 
 
-# What is compared ------------------------------------------------------------------------------------------------------
+# What is compared
+# ------------------------------------------------------------------------------------------------------
 
 
 def model_facts(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -144,7 +150,9 @@ def optimizer_facts(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[
 
 
 def _text(value: Any) -> str:
-    """A number or a structure of numbers as text; of anything else only what it is, because its text may hold an address."""
+    """A number or a structure of numbers as text; of anything else only what it is, because its text may hold an
+    address.
+    """
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 else f"tensor {tuple(value.shape)} {value.dtype}"
     if isinstance(value, (list, tuple)):

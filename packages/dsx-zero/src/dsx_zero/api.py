@@ -87,28 +87,29 @@ def shard(
 ) -> tuple[nn.Module, ZeroOptimizer]:
     """Divide a model's states among the ranks of a process group (collective).
 
-    The model stays the same object with the same parameters; rank 0's parameters and buffers become everybody's. Train as before:
-    `loss.backward(); optimizer.step(); optimizer.zero_grad()`. A model that is sharded already is sharded anew: its optimizer is
-    released with a warning (`release_model`).
+    The model stays the same object with the same parameters; rank 0's parameters and buffers become everybody's. Train
+    as before: `loss.backward(); optimizer.step(); optimizer.zero_grad()`. A model that is sharded already is sharded
+    anew: its optimizer is released with a warning (`release_model`).
 
     Args:
         model: any module; its parameters are materialised and of any dtypes.
-        optimizer: an element-wise `torch.optim.Optimizer` over the model's parameters, or a callable that makes one of them; None for
-            a model that is not trained. Parameters it does not hold are treated as frozen.
-        stage: 0 nothing is divided, 1 optimizer states, 2 and gradients, 3 and parameters. Default: the configuration's.
-        process_group: the ranks to divide among; default: the data-parallel ranks that `dsx_comm.parallel_groups` speaks of, which are
-            all ranks unless a topology or an `mpu` was given to it. Where there is no process group yet, the ranks that a launcher
-            started make one; without a launcher this process is alone.
+        optimizer: an element-wise `torch.optim.Optimizer` over the model's parameters, or a callable that makes one of
+            them; None for a model that is not trained. Parameters it does not hold are treated as frozen.
+        stage: 0 nothing is divided, 1 optimizer states, 2 and gradients, 3 and parameters. Default: the
+            configuration's.
+        process_group: the ranks to divide among; default: the data-parallel ranks that `dsx_comm.parallel_groups`
+            speaks of, which are all ranks unless a topology or an `mpu` was given to it. Where there is no process
+            group yet, the ranks that a launcher started make one; without a launcher this process is alone.
         config: the `zero_optimization` section.
         precision: dtypes of gradients, messages and masters.
         reduction: mean or sum, and where the division happens.
         mpu: in the place of `process_group`: a Megatron-style object that tells the data- and model-parallel groups.
-        ranks_of: chooses which ranks share the buffer of a parameter (`dsx_comm.RankSet`), given its facts (`info.name`, `info.marks`,
-            ...). Default: `dsx_comm.RankSets` over the groups above, which follows the marks on the parameters
-            (`tensor_model_parallel`, `allreduce=False` with `group_name`).
+        ranks_of: chooses which ranks share the buffer of a parameter (`dsx_comm.RankSet`), given its facts
+            (`info.name`, `info.marks`, ...). Default: `dsx_comm.RankSets` over the groups above, which follows the
+            marks on the parameters (`tensor_model_parallel`, `allreduce=False` with `group_name`).
 
-        placement: where shards, masters, gradients and optimizer states live between their uses. Default: what the configuration's
-            `offload_optimizer` and `offload_param` say, else all of it on the device.
+        placement: where shards, masters, gradients and optimizer states live between their uses. Default: what the
+            configuration's `offload_optimizer` and `offload_param` say, else all of it on the device.
         store: for state on disk (`device: nvme`), such as a `dsx_nvme.TensorStore` of this rank.
 
     Returns:
@@ -118,7 +119,8 @@ def shard(
         ZeroConfigError: a setting that is wrong or not available yet.
         ZeroModelError: a model that cannot be sharded.
         ZeroOptimizerError: an optimizer that cannot work on slices, or with parameters the model does not have.
-        RanksDifferError: the ranks have different models, optimizers or settings, or one of them raised one of the others.
+        RanksDifferError: the ranks have different models, optimizers or settings, or one of them raised one of the
+            others.
     """
     data = choose_rank_sets(process_group, mpu, ranks_of).data
     with telling(data.group):
@@ -214,14 +216,18 @@ def _setting_facts(settings: ZeroConfig, precision: Precision, reduction: Reduct
 def _plan_facts(plans: Sequence[UnitPlan]) -> dict[str, str]:
     """The units: they depend on marks and on the hidden structure of modules too."""
     return {
-        f"unit {plan.index}": f"{plan.module or 'root'}, {len(plan.names)} parameters, {hash_of(plan.names)}"
-        f" ({', '.join(str(group.key.ranks) for group in plan.groups)})"
+        f"unit {plan.index}": (
+            f"{plan.module or 'root'}, {len(plan.names)} parameters, {hash_of(plan.names)}"
+            f" ({', '.join(str(group.key.ranks) for group in plan.groups)})"
+        )
         for plan in plans
     }
 
 
 def _faces(model: nn.Module, runtime: Runtime) -> dict[int, torch.Tensor]:
-    """What the model holds between uses, for the `id` of each plain parameter that only takes its place meanwhile (stage 3)."""
+    """What the model holds between uses, for the `id` of each plain parameter that only takes its place meanwhile
+    (stage 3).
+    """
     plain = {
         name: p
         for unit in runtime.units
@@ -272,8 +278,8 @@ def _check_given(optimizer: OptimizerLike, *, stage: int) -> None:
         check_optimizer(optimizer, stage=stage)
     elif optimizer is not None and not callable(optimizer):
         raise ZeroOptimizerError(
-            f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer, a callable that makes one of "
-            "parameters, or None"
+            f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer, a callable that makes one of"
+            " parameters, or None"
         )
 
 
@@ -290,8 +296,8 @@ def _inner(model: nn.Module, optimizer: Any, *, stage: int) -> torch.optim.Optim
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
                 raise ZeroOptimizerError(
-                    f"param_groups[{index}]['params'][{place}] (shape {tuple(parameter.shape)}) is not a parameter of the model; "
-                    "build the optimizer over model.parameters() after all changes to the model"
+                    f"param_groups[{index}]['params'][{place}] (shape {tuple(parameter.shape)}) is not a parameter of"
+                    " the model; build the optimizer over model.parameters() after all changes to the model"
                 )
     return made
 
@@ -304,7 +310,8 @@ def _check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
     for info in infos:
         if info.device.type == "meta":
             raise ZeroModelError(
-                f"{info.name}: is on the meta device and has no values; materialise the model (model.to_empty and initialise) first"
+                f"{info.name}: is on the meta device and has no values; materialise the model (model.to_empty and"
+                " initialise) first"
             )
         if info.trainable and not info.dtype.is_floating_point:
             raise ZeroModelError(
@@ -317,8 +324,9 @@ def _check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
         partitioned = isinstance(parameter, PartitionedParameter) and not isinstance(parameter.source, InitParameter)
         if partitioned or _is_taken(parameter, trainable[name]):
             raise ZeroModelError(
-                f"{name}: is sharded already, as part of another model whose optimizer is in use; two optimizers cannot share a parameter. Give one "
-                "optimizer all groups at once, or call release() of the other one (destroy() of its engine) before"
+                f"{name}: is sharded already, as part of another model whose optimizer is in use; two optimizers cannot"
+                " share a parameter. Give one optimizer all groups at once, or call release() of the other one"
+                " (destroy() of its engine) before"
             )
 
 
@@ -331,15 +339,16 @@ def _check_marked_in_time(model: nn.Module, ranks_of: RanksOf) -> None:
         source, holders = parameter.source, ranks_of(info).size
         if isinstance(source, InitParameter) and source.ranks.size != holders:
             raise ZeroModelError(
-                f"{info.name}: is an expert's (allreduce=False), but dsx_zero.Init divided it among {source.ranks.size} ranks before"
-                f" it was marked, and only {holders} hold it: all experts have the values of one. Build and mark experts inside"
-                " `with dsx_zero.Init.paused():`, which may lie in a constructor"
+                f"{info.name}: is an expert's (allreduce=False), but dsx_zero.Init divided it among {source.ranks.size}"
+                f" ranks before it was marked, and only {holders} hold it: all experts have the values of one. Build"
+                " and mark experts inside `with dsx_zero.Init.paused():`, which may lie in a constructor"
             )
 
 
 def _is_taken(parameter: torch.Tensor, trainable: bool) -> bool:
-    """Whether sharding would take a parameter's memory from another optimizer that steps it, or give it a second one that does. What
-    both leave frozen may be shared."""
+    """Whether sharding would take a parameter's memory from another optimizer that steps it, or give it a second one
+    that does. What both leave frozen may be shared.
+    """
     owner = OWNERS.find(parameter)
     if owner is None or owner[0].released:
         return False

@@ -272,8 +272,8 @@ class ZeroConfig(_Section):
         )
 
     def _changed(self, name: str) -> tuple[Any] | None:
-        """The value of a setting ("section.key" for one of a section) that was given and is not its default; of a section that is
-        switched off, nothing was.
+        """The value of a setting ("section.key" for one of a section) that was given and is not its default; of a
+        section that is switched off, nothing was.
         """
         owner: Any = self
         *sections, key = name.split(".")

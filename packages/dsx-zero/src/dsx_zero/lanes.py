@@ -66,7 +66,9 @@ class Ticket(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """As `wait`, and the host goes on only then: for results that the host reads, or that go back to an allocator."""
+        """As `wait`, and the host goes on only then: for results that the host reads, or that go back to an
+        allocator.
+        """
         ...
 
 

@@ -1,7 +1,7 @@
 """What the ranks of one job must have in common, and how a mistake on one of them reaches the others.
 
-`dsx_zero` compares models, optimizers and its own section when it shards; here is the rest of the configuration, and the time before
-there is a process group.
+`dsx_zero` compares models, optimizers and its own section when it shards; here is the rest of the configuration, and
+the time before there is a process group.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ def ranks_of_job(sets: RankSets | None) -> Any:
 
 @contextmanager
 def telling_others(zero: Any, comm: Any, request: Request, *, joins: bool, group: Any = None) -> Iterator[None]:
-    """Around what is judged before there may be a process group: an error in it ends `initialize` on the other ranks too.
+    """Around what is judged before there may be a process group: an error in it ends `initialize` on the other ranks
+    too.
 
-    Where they wait for this rank in `init_distributed`, it joins them to say so. Under `torch.distributed.elastic` (torchrun,
-    `dsx launch`) it need not: the agent ends the other ranks when this one raises.
+    Where they wait for this rank in `init_distributed`, it joins them to say so. Under `torch.distributed.elastic`
+    (torchrun, `dsx launch`) it need not: the agent ends the other ranks when this one raises.
 
     Args:
         zero, comm: the packages `dsx_zero` and `dsx_comm`.

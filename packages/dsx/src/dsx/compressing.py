@@ -1,9 +1,9 @@
 """From the configuration to compression in an engine: techniques on the model, and their scheduler.
 
-Part of the wiring, in a file of its own. A model that the caller has prepared with `init_compression` is taken as it is;
-any other is prepared here, before it is moved, cast and sharded. `quantize_training` is the same quantisation of weights,
-over all layers: the forward pass sees the quantised weight, the optimizer's master stays whole, in every precision and
-ZeRO stage.
+Part of the wiring, in a file of its own. A model that the caller has prepared with `init_compression` is taken as it
+is; any other is prepared here, before it is moved, cast and sharded. `quantize_training` is the same quantisation of
+weights, over all layers: the forward pass sees the quantised weight, the optimizer's master stays whole, in every
+precision and ZeRO stage.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def compressed(request: Request, config: Config, part: Callable[[str], ModuleTyp
         _note_layer_reduction(asked)
         if any(map(parametrize.is_parametrized, model.modules())) and part("dsx_compress").is_compressed(model):
             logger.warning(
-                "the model was prepared by init_compression, but the configuration has no compression_training: the engine "
-                "advances no schedule; add the section, or step a CompressionScheduler yourself"
+                "the model was prepared by init_compression, but the configuration has no compression_training: the"
+                " engine advances no schedule; add the section, or step a CompressionScheduler yourself"
             )
         return request
     compress = part("dsx_compress")
@@ -71,9 +71,9 @@ def _with_scores(request: Request, scores: list[nn.Parameter]) -> Request:
         return request
     if isinstance(request.optimizer, torch.optim.Optimizer):
         raise EngineArgumentError(
-            f"initialize(optimizer=...): the optimizer was built before compression made {len(scores)} learnable scores, "
-            "so it would not train them; call dsx.compress.init_compression(model, config) before building it, or pass a "
-            "callable that builds it"
+            f"initialize(optimizer=...): the optimizer was built before compression made {len(scores)} learnable"
+            " scores, so it would not train them; call dsx.compress.init_compression(model, config) before building"
+            " it, or pass a callable that builds it"
         )
     given = request.model_parameters
     if given is None:
@@ -83,8 +83,9 @@ def _with_scores(request: Request, scores: list[nn.Parameter]) -> Request:
     if all(isinstance(entry, dict) for entry in given):
         return dataclasses.replace(request, model_parameters=[*given, {"params": scores, "weight_decay": 0.0}])
     raise EngineArgumentError(
-        f"initialize(model_parameters=...): compression made {len(scores)} learnable scores that cannot be added to named "
-        "parameters; call dsx.compress.init_compression(model, config) first and pass model.named_parameters() then"
+        f"initialize(model_parameters=...): compression made {len(scores)} learnable scores that cannot be added to"
+        " named parameters; call dsx.compress.init_compression(model, config) first and pass model.named_parameters()"
+        " then"
     )
 
 

@@ -1,7 +1,7 @@
 """From the sections `data_efficiency`, `curriculum_learning` and `progressive_layer_drop` to the parts of an engine.
 
-Part of the wiring, in a file of its own. Layers are converted before the model is sharded; the parts that drive them are
-built with the other parts of the engine.
+Part of the wiring, in a file of its own. Layers are converted before the model is sharded; the parts that drive them
+are built with the other parts of the engine.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _convert_layers(model: nn.Module, config: Config, data: ModuleType, undo: li
     except data.DataArgumentError as error:
         raise EngineArgumentError(
             f"progressive_layer_drop: which layers may be skipped is not known ({error}); call"
-            " dsx.data.convert_to_layer_drop(model, LayerClass, schedule=...) before dsx.initialize, or give the model's"
-            " forward an argument pld_theta and drop there"
+            " dsx.data.convert_to_layer_drop(model, LayerClass, schedule=...) before dsx.initialize, or give the"
+            " model's forward an argument pld_theta and drop there"
         ) from error
     undo.append(lambda: data.remove_layer_drop(model))
     logger.info("progressive_layer_drop: %d layers, theta falls to %g", made.layers, section.theta)
@@ -170,7 +170,7 @@ def _budget(section: Any, data: ModuleType) -> Any:
 def _length(dataset: Any) -> int:
     if not hasattr(dataset, "__len__"):
         raise EngineArgumentError(
-            "data_efficiency.data_sampling.curriculum_learning: got a dataset without a length, expected a map-style one;"
-            " a curriculum draws samples by their number"
+            "data_efficiency.data_sampling.curriculum_learning: got a dataset without a length, expected a map-style"
+            " one; a curriculum draws samples by their number"
         )
     return len(dataset)

@@ -1,9 +1,9 @@
 """Where `dsx_pipe` meets the engine: a `PipelineModule` given to `dsx.initialize`.
 
-The module says who is where (its grid is the `mpu`), which schedule runs and which weights stages share. This file hands
-that to the engine and lends the runtime what it needs of `dsx_zero` and `dsx_comm`. Where the configuration asks for stages
-(`pipeline.stages`) or tensor slices (`tensor_parallel.autotp_size`), it makes them of an ordinary model first, because who
-is where decides how the batch is divided.
+The module says who is where (its grid is the `mpu`), which schedule runs and which weights stages share. This file
+hands that to the engine and lends the runtime what it needs of `dsx_zero` and `dsx_comm`. Where the configuration asks
+for stages (`pipeline.stages`) or tensor slices (`tensor_parallel.autotp_size`), it makes them of an ordinary model
+first, because who is where decides how the batch is divided.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[
         _apply(pipeline, stages, request.model, part("dsx_pipe"))
         if sliced > 1:
             raise EngineArgumentError(
-                f"tensor_parallel.autotp_size: got {sliced} beside a PipelineModule, whose layers exist already; slice the model "
-                "with dsx.pipe.tensor.slice_model before, and give PipelineModule a topology with a model axis"
+                f"tensor_parallel.autotp_size: got {sliced} beside a PipelineModule, whose layers exist already; slice"
+                " the model with dsx.pipe.tensor.slice_model before, and give PipelineModule a topology with a model"
+                " axis"
             )
         return _with_grid(request)
     if stages <= 1 and sliced <= 1:
         return request
     if request.mpu is not None:
         raise EngineArgumentError(
-            f"initialize(mpu=...): got one beside pipeline.stages={stages}, tensor_parallel.autotp_size={sliced} in the "
-            "configuration, which make the groups; leave out one of the two"
+            f"initialize(mpu=...): got one beside pipeline.stages={stages}, tensor_parallel.autotp_size={sliced} in the"
+            " configuration, which make the groups; leave out one of the two"
         )
     comm, pipe = part("dsx_comm"), part("dsx_pipe")
     if joins:
@@ -71,7 +72,8 @@ def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[
     world, parts = comm.get_world_size() if comm.is_initialized() else 1, stages * max(1, sliced)
     if world % parts:
         raise EngineArgumentError(
-            f"pipeline.stages={stages}, tensor_parallel.autotp_size={sliced}: got {world} ranks, expected a multiple of {parts}"
+            f"pipeline.stages={stages}, tensor_parallel.autotp_size={sliced}: got {world} ranks, expected a multiple of"
+            f" {parts}"
         )
     topology = pipe.PipeModelDataParallelTopology(num_pp=stages, num_mp=max(1, sliced), num_dp=world // parts)
     request = _without_old_parameters(request)
@@ -117,8 +119,8 @@ def _apply(pipeline: Any, stages: int, module: Any, pipe: ModuleType) -> None:
         return
     if pipeline.stages != "auto" and stages != module.num_pipeline_stages():
         raise EngineArgumentError(
-            f"pipeline.stages: got {stages}, and the PipelineModule has {module.num_pipeline_stages()} stages; make them equal, "
-            'or write "auto"'
+            f"pipeline.stages: got {stages}, and the PipelineModule has {module.num_pipeline_stages()} stages; make"
+            ' them equal, or write "auto"'
         )
     options = pipeline.module_options()
     if "activation_checkpoint_interval" in options:
@@ -134,8 +136,8 @@ def _without_old_parameters(request: Request) -> Request:
     """Nothing may hold parameters of the uncut model."""
     if isinstance(request.optimizer, torch.optim.Optimizer):
         raise EngineArgumentError(
-            "initialize(optimizer=...): got an optimizer over the whole model, which the configuration cuts; pass a callable that "
-            "makes one from parameters, or name one in the configuration"
+            "initialize(optimizer=...): got an optimizer over the whole model, which the configuration cuts; pass a"
+            " callable that makes one from parameters, or name one in the configuration"
         )
     given = request.model_parameters
     if given is None:
@@ -143,8 +145,8 @@ def _without_old_parameters(request: Request) -> Request:
     all_of_them = {id(p) for p in request.model.parameters() if p.requires_grad}
     if not all(isinstance(p, torch.nn.Parameter) for p in given) or not all_of_them <= {id(p) for p in given}:
         raise EngineArgumentError(
-            "initialize(model_parameters=...): got groups, or some of the parameters of a model that the configuration cuts; "
-            "leave it out and freeze what is not to train"
+            "initialize(model_parameters=...): got groups, or some of the parameters of a model that the configuration"
+            " cuts; leave it out and freeze what is not to train"
         )
     return dataclasses.replace(request, model_parameters=None)
 
@@ -163,8 +165,8 @@ def _with_grid(request: Request) -> Request:
     grid: Any = request.model.mpu()  # type: ignore[operator]
     if request.mpu is not None and request.mpu is not grid:
         raise EngineArgumentError(
-            f"initialize(mpu=...): got a {type(request.mpu).__name__} beside a PipelineModule, expected none: the grid of the "
-            "module is the mpu. Give the topology to PipelineModule"
+            f"initialize(mpu=...): got a {type(request.mpu).__name__} beside a PipelineModule, expected none: the grid"
+            " of the module is the mpu. Give the topology to PipelineModule"
         )
     return dataclasses.replace(request, mpu=grid)
 
@@ -219,8 +221,8 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
         )
         if made.schedule.splits_backward and not split:
             logger.warning(
-                "pipeline schedule %s at ZeRO stage 3: each backward is done whole, because the parameters are not gathered for a "
-                "backward of the weights alone; use stage 2 to have them apart",
+                "pipeline schedule %s at ZeRO stage 3: each backward is done whole, because the parameters are not"
+                " gathered for a backward of the weights alone; use stage 2 to have them apart",
                 made.schedule.name,
             )
         return made

@@ -72,8 +72,8 @@ def part(name: str) -> ModuleType:
         ) from error
     if module.__version__ != __version__:
         raise MissingPartError(
-            f"dsx {__version__} needs {distribution} {__version__}, but {distribution} {module.__version__} is installed: "
-            f"pip install {distribution}=={__version__}"
+            f"dsx {__version__} needs {distribution} {__version__}, but {distribution} {module.__version__} is"
+            f" installed: pip install {distribution}=={__version__}"
         )
     return module
 
@@ -124,7 +124,9 @@ def _destroy_on_release(engine: Engine, optimizer: Any) -> None:
 
 
 def _chosen_optimizer(config: Config, request: Request) -> OptimizerChoice | None:
-    """The optimizer that the config names, judged before any process group; None if the caller brings one or none is named."""
+    """The optimizer that the config names, judged before any process group; None if the caller brings one or none is
+    named.
+    """
     section, precision = config.use("optimizer"), config.use("precision")
     if request.optimizer is not None and precision.master != "fp32" and precision.optimizer_state == "fp32":
         logger.warning(
@@ -158,8 +160,8 @@ def _batch_ranks(request: Request, topology: RankSets | None) -> int:
         return topology.batches[1]
     if request.mpu is not None:
         raise EngineArgumentError(
-            f"initialize(mpu=...): got a {type(request.mpu).__name__} and no process group, expected the groups it tells of; "
-            "call dsx.init_distributed and make the mpu's groups first"
+            f"initialize(mpu=...): got a {type(request.mpu).__name__} and no process group, expected the groups it"
+            " tells of; call dsx.init_distributed and make the mpu's groups first"
         )
     return launched_as()[1]
 
@@ -280,8 +282,8 @@ def _store_on_disk(zero: Any) -> Any:
     if len(paths) > 1:
         raise part("dsx_zero").ZeroConfigError(
             "zero_optimization.offload_param.nvme_path",
-            f"got {len(paths)} folders for state on disk ({', '.join(sorted(map(str, paths)))}), expected one; give offload_param"
-            " and offload_optimizer the same nvme_path",
+            f"got {len(paths)} folders for state on disk ({', '.join(sorted(map(str, paths)))}), expected one; give"
+            " offload_param and offload_optimizer the same nvme_path",
         )
     comm = part("dsx_comm")
     rank = comm.get_rank() if comm.is_initialized() else 0

@@ -1,8 +1,8 @@
 """The same training script on a plain model in one process and on a sharded model, compared call by call.
 
-A `Row` is one thing that PyTorch users do, as a function of a `Training`. `outcomes` runs it on the ranks for a sharded model with each rank's
-part of the batch, and in each rank for a plain model with the whole batch, and says whether the weights are the same afterwards, or what
-was raised.
+A `Row` is one thing that PyTorch users do, as a function of a `Training`. `outcomes` runs it on the ranks for a sharded
+model with each rank's part of the batch, and in each rank for a plain model with the whole batch, and says whether the
+weights are the same afterwards, or what was raised.
 """
 
 import traceback
@@ -44,7 +44,8 @@ class Row:
     Attributes:
         name: as documented: the first cell of its line in the table of the README.
         run: does it; what it asserts has to hold for the plain model too.
-        raises: what a sharded model raises: a part of the text, for all stages or by stage. Where there is none it works.
+        raises: what a sharded model raises: a part of the text, for all stages or by stage. Where there is none it
+            works.
         optimizer: from parameters to an optimizer.
         variant: tells the rows that share a line of the table apart.
     """
@@ -63,7 +64,9 @@ class Row:
         return f"{self.name} ({self.variant})" if self.variant else self.name
 
     def expected(self, stage: int) -> str:
-        """What the row should come to: "same", or a part of the error's text (or of "differs by ...", where it is as under DDP)."""
+        """What the row should come to: "same", or a part of the error's text (or of "differs by ...", where it is as
+        under DDP).
+        """
         return self.raises if isinstance(self.raises, str) else self.raises.get(stage, "same")
 
 
@@ -168,7 +171,8 @@ def _fits(expected: str, found: str) -> bool:
 def misdocumented(rows: Sequence[Row], readme: str, section: str) -> list[str]:
     """Where the table under the heading `section` says something else than the rows, which are tested: as text.
 
-    A line of the table is `| name | stage 0 | stages 1 and 2 | stage 3 | text |`, with "works", "raises" or "as DDP" for a stage.
+    A line of the table is `| name | stage 0 | stages 1 and 2 | stage 3 | text |`, with "works", "raises" or "as DDP"
+    for a stage.
     """
     table = readme.partition(f"\n### {section}\n")[2].partition("\n#")[0]
     lines = [

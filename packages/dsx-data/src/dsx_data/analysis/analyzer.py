@@ -122,7 +122,8 @@ class DataAnalyzer:
             raise DataArgumentError("DataAnalyzer: got a dataset without a length or without samples")
         if any(self._custom_map) and not all(self._custom_map):
             raise DataArgumentError(
-                "DataAnalyzer: got some of custom_map_init, custom_map_update and custom_map_finalize, expected all three"
+                "DataAnalyzer: got some of custom_map_init, custom_map_update and custom_map_finalize, expected all"
+                " three"
             )
         if self.sample_indices is not None and len(self.sample_indices) != len(self.dataset):
             raise DataArgumentError(

@@ -1,8 +1,8 @@
 """The map of an analysis: metrics of the samples, chunk by chunk, each chunk's result in files of its own.
 
 The chunks are the same however many processes there are. A chunk's file is renamed to its name when it is complete, and
-names the range of samples it holds, so that an analysis that was stopped goes on with what is missing, also with another
-number of processes.
+names the range of samples it holds, so that an analysis that was stopped goes on with what is missing, also with
+another number of processes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Chunks:
 
     @property
     def length(self) -> int:
-        """Samples per chunk: at least 64 chunks, so that processes share evenly, and none so large that much is lost."""
+        """Samples per chunk: at least 64 chunks, so that processes share evenly, and none so large that much is
+        lost.
+        """
         return max(1, min(_LARGEST_CHUNK, self.size // _FEWEST_CHUNKS))
 
     def __len__(self) -> int:

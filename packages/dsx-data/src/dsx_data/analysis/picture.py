@@ -41,7 +41,8 @@ def difficulty_picture(values: np.ndarray, *, title: str, bins: int = 60) -> str
         tall = height * count / most
         parts.append(
             f'<rect x="{_LEFT + number * step:.1f}" y="{_TOP + height - tall:.1f}" width="{max(step - 1, 0.5):.1f}"'
-            f' height="{tall:.1f}" fill="#4c78a8"><title>{edges[number]:g} to {edges[number + 1]:g}: {count}</title></rect>'
+            f' height="{tall:.1f}" fill="#4c78a8"><title>{edges[number]:g} to {edges[number + 1]:g}:'
+            f" {count}</title></rect>"
         )
     share = np.cumsum(counts) / numbers.size
     points = [f"{_LEFT:.1f},{_TOP + height:.1f}"]

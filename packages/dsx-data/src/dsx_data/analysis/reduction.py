@@ -73,9 +73,9 @@ def _part(metric: Metric, save_path: Path, chunk: int, chunks: Chunks) -> IndexF
     found = tuple(part.facts.get(key) for key in ("first", "last", "samples", "mark"))
     if found != (first, last, chunks.size, chunks.mark):
         raise AnalysisError(
-            f"{path}: it holds the samples {found[0]} to {found[1]} of a dataset of {found[2]} with the mark {found[3]},"
-            f" expected {first} to {last} of {chunks.size} with the mark {chunks.mark}; another dataset was analysed in"
-            " this folder: run the map again, or choose another save_path"
+            f"{path}: it holds the samples {found[0]} to {found[1]} of a dataset of {found[2]} with the mark"
+            f" {found[3]}, expected {first} to {last} of {chunks.size} with the mark {chunks.mark}; another dataset was"
+            " analysed in this folder: run the map again, or choose another save_path"
         )
     return part
 

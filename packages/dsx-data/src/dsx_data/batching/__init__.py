@@ -1,4 +1,6 @@
-"""Batches by number of tokens (`plan`), learning rates for batches of unequal size (`rates`), packed rows (`packing`)."""
+"""Batches by number of tokens (`plan`), learning rates for batches of unequal size (`rates`), packed rows
+(`packing`).
+"""
 
 from .packing import PackingCollator, block_diagonal_mask, pack_lengths
 from .plan import BatchPlan, TokenBudget

@@ -1,8 +1,8 @@
 """Several sequences in one row, without padding and without seeing each other.
 
-A packed batch keeps each sequence's own positions (from 0) and an attention mask that is block diagonal: a token attends
-only to tokens of its own sequence. So a packed row gives every sequence the outputs it has alone. Labels of a first token
-are set to -100, since models that shift labels would predict it from the last token of the sequence before.
+A packed batch keeps each sequence's own positions (from 0) and an attention mask that is block diagonal: a token
+attends only to tokens of its own sequence. So a packed row gives every sequence the outputs it has alone. Labels of a
+first token are set to -100, since models that shift labels would predict it from the last token of the sequence before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def pack_lengths(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[lis
     sizes = np.asarray(lengths, dtype=np.int64).reshape(-1)
     if sizes.size and int(sizes.max()) > capacity:
         raise DataArgumentError(
-            f"pack_lengths: got a sequence of {int(sizes.max())} tokens, expected at most the capacity of a row, {capacity}"
+            f"pack_lengths: got a sequence of {int(sizes.max())} tokens, expected at most the capacity of a row,"
+            f" {capacity}"
         )
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows with so much room left

@@ -2,14 +2,15 @@
 
 A plan is a function of the lengths, the budget, the seed and the epoch; ranks take its batches in turn. The samples are
 taken in order, and a batch ends before the sample that would exceed the budget. The cost of a batch is the sum of its
-lengths ("sum", what packed and nested batches hold) or its number of samples times its greatest length ("padded", what a
-rectangular batch holds).
+lengths ("sum", what packed and nested batches hold) or its number of samples times its greatest length ("padded", what
+a rectangular batch holds).
 
-Orders: "dataloader" is that of the dataset, "random" another one each epoch, "seqlen" from short to long, and "bucketed" a
-random order sorted within windows of some batches, with the batches then shuffled: nearly no padding, and still random.
+Orders: "dataloader" is that of the dataset, "random" another one each epoch, "seqlen" from short to long, and
+"bucketed" a random order sorted within windows of some batches, with the batches then shuffled: nearly no padding, and
+still random.
 
-A sample that fits into no batch is left out; `BatchPlan.left_out` names them all, and making a plan fails unless that was
-allowed (`too_long="drop"`).
+A sample that fits into no batch is left out; `BatchPlan.left_out` names them all, and making a plan fails unless that
+was allowed (`too_long="drop"`).
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class TokenBudget:
             raise DataArgumentError(f"cost: got {self.cost!r}, expected 'sum' or 'padded'")
         if self.max_tokens < 1 or self.min_batch_size < 1:
             raise DataArgumentError(
-                f"got max_tokens {self.max_tokens} and min_batch_size {self.min_batch_size}, expected at least 1 of both"
+                f"got max_tokens {self.max_tokens} and min_batch_size {self.min_batch_size}, expected at least 1 of"
+                " both"
             )
         if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
             raise DataArgumentError(

@@ -1,11 +1,11 @@
 """Iterable datasets that every rank reads alike, shared out so that a run resumes at any number of ranks.
 
-torch leaves it to an iterable dataset to give each rank and each worker process something else. `SharedStream` turns this
-round: every reader sees the same stream, and takes its share of each global micro-batch by counting. So the samples of
-each global batch are those of the stream in order, whatever the number of ranks and workers, and a position in the
-stream is one number. The price: every reader produces, or skips, every sample. Where the dataset has a method `skip(n)`,
-as those of Hugging Face `datasets` have, a resumed run skips with it. A dataset that shares itself out among worker
-processes is read as if there were none; one that shares itself out among ranks must not be wrapped.
+torch leaves it to an iterable dataset to give each rank and each worker process something else. `SharedStream` turns
+this round: every reader sees the same stream, and takes its share of each global micro-batch by counting. So the
+samples of each global batch are those of the stream in order, whatever the number of ranks and workers, and a position
+in the stream is one number. The price: every reader produces, or skips, every sample. Where the dataset has a method
+`skip(n)`, as those of Hugging Face `datasets` have, a resumed run skips with it. A dataset that shares itself out among
+worker processes is read as if there were none; one that shares itself out among ranks must not be wrapped.
 """
 
 from __future__ import annotations

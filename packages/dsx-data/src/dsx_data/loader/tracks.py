@@ -175,8 +175,8 @@ class PlannedTrack(_Epochs):
         plan = self._plan()
         if plan.fingerprint() != state["plan"]:
             raise DataStateError(
-                "loader state: the token budget, the lengths or the order of the batches are not those of the saved run,"
-                " so its position means nothing here; use the settings of that run"
+                "loader state: the token budget, the lengths or the order of the batches are not those of the saved"
+                " run, so its position means nothing here; use the settings of that run"
             )
         if int(state["batches"]) >= len(plan):
             self.set_epoch(self.epoch + 1)
@@ -332,7 +332,9 @@ class StreamTrack(_Epochs):
 
 
 class ForeignTrack(_Epochs):
-    """Over a sampler of the caller. Its own state is kept where it has one; else its indices are counted and skipped."""
+    """Over a sampler of the caller. Its own state is kept where it has one; else its indices are counted and
+    skipped.
+    """
 
     def __init__(self, sampler: Any, micro_batch_size: int, world_size: int) -> None:
         super().__init__()
@@ -370,8 +372,8 @@ class ForeignTrack(_Epochs):
         if used and saved != (self._micro, self._world_size):
             raise DataStateError(
                 f"loader state: got {used} batches of {saved[0]} samples on {saved[1]} ranks, expected batches of"
-                f" {self._micro} on {self._world_size} ranks; the order is that of your sampler: give it state_dict() and"
-                " load_state_dict(), or leave data_sampler out"
+                f" {self._micro} on {self._world_size} ranks; the order is that of your sampler: give it state_dict()"
+                " and load_state_dict(), or leave data_sampler out"
             )
         self.set_epoch(int(state.get("epoch", 0)))
         if self._stateful and "sampler" in state:

@@ -1,8 +1,8 @@
 """The training loader over any dataset, and a loader that never ends.
 
-Datasets: map-style (`__len__` and `__getitem__`), iterable, and the objects of Hugging Face `datasets`, which are known by
-their methods. A map-style Hugging Face dataset without a format is read with format "torch": its samples are lists of
-numbers otherwise, which torch's collate function turns inside out.
+Datasets: map-style (`__len__` and `__getitem__`), iterable, and the objects of Hugging Face `datasets`, which are known
+by their methods. A map-style Hugging Face dataset without a format is read with format "torch": its samples are lists
+of numbers otherwise, which torch's collate function turns inside out.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class LoaderOptions:
 class TrainingLoader:
     """An iterable over this rank's micro-batches that knows its epoch and position.
 
-    Each `for` loop over it is one epoch (with a curriculum: goes on with the draws). `state_dict()` names the next unused
-    sample independently of the number of ranks; after `load_state_dict()` the next loop goes on there.
+    Each `for` loop over it is one epoch (with a curriculum: goes on with the draws). `state_dict()` names the next
+    unused sample independently of the number of ranks; after `load_state_dict()` the next loop goes on there.
 
     Raises:
         DataArgumentError: the options do not fit each other or the dataset.
@@ -95,8 +95,8 @@ class TrainingLoader:
         self._track: Track
         if isinstance(dataset, (SharedStream, IterableDataset)) and (options.budget or options.sampler is not None):
             raise DataArgumentError(
-                "got an iterable dataset with a token budget or a sampler, which choose samples by their number; expected a"
-                " dataset with __len__ and __getitem__"
+                "got an iterable dataset with a token budget or a sampler, which choose samples by their number;"
+                " expected a dataset with __len__ and __getitem__"
             )
         if isinstance(dataset, SharedStream):
             share = StreamShare(**place, micro_batch_size=options.micro_batch_size, drop_last=options.drop_last)
@@ -106,8 +106,8 @@ class TrainingLoader:
         if isinstance(dataset, IterableDataset):
             if options.world_size > 1 and options.rank == 0:
                 logger.warning(
-                    "every rank reads the iterable dataset %s as it comes: unless it shares itself out among the ranks, all"
-                    " %d train on the same samples; wrap it in dsx_data.SharedStream to have it shared out",
+                    "every rank reads the iterable dataset %s as it comes: unless it shares itself out among the ranks,"
+                    " all %d train on the same samples; wrap it in dsx_data.SharedStream to have it shared out",
                     type(getattr(dataset, "source", dataset)).__name__, options.world_size,
                 )  # fmt: skip
             self._track = StreamTrack(dataset, options.world_size, options.num_workers)
@@ -271,7 +271,8 @@ def _readable(dataset: Any) -> Any:
 def _check_lengths(budget: TokenBudget, dataset: Any) -> None:
     if budget.size != len(dataset):
         raise DataArgumentError(
-            f"token budget: got {budget.size} lengths, expected {len(dataset)}, one per sample; analyse this dataset again"
+            f"token budget: got {budget.size} lengths, expected {len(dataset)}, one per sample; analyse this dataset"
+            " again"
         )
 
 

@@ -7,8 +7,9 @@ goes on.
 A layer that is kept adds its change divided by p_i, so that expected activations are those of evaluation, where every
 layer runs: h + (layer(h) - h) / p_i.
 
-Whether a layer is kept is a function of (seed, step, layer) alone. So all ranks skip the same layers and no collective is
-left waiting, micro-batches of one optimizer step agree, and a recomputation during backward decides as the forward did.
+Whether a layer is kept is a function of (seed, step, layer) alone. So all ranks skip the same layers and no collective
+is left waiting, micro-batches of one optimizer step agree, and a recomputation during backward decides as the forward
+did.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which modules of a model are its layers.
 
-Either the caller names the class of a layer, or a rule finds it: Hugging Face models say in `_no_split_modules` which of
-their classes are blocks, and the layers are those of these that lie in an `nn.ModuleList`. A layer's number is its place
-in the order of `model.modules()`.
+Either the caller names the class of a layer, or a rule finds it: Hugging Face models say in `_no_split_modules` which
+of their classes are blocks, and the layers are those of these that lie in an `nn.ModuleList`. A layer's number is its
+place in the order of `model.modules()`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A layer gets a new behaviour in place: its class becomes a subclass of itself, and nothing else changes.
 
-Parameters, names in state dicts, hooks and `isinstance` stay as they are, so a model may be converted before or after it
-is sharded, and its checkpoints are those of the plain model. A wrapper module around the layer would rename every
+Parameters, names in state dicts, hooks and `isinstance` stay as they are, so a model may be converted before or after
+it is sharded, and its checkpoints are those of the plain model. A wrapper module around the layer would rename every
 parameter.
 """
 

@@ -155,5 +155,6 @@ def save_without_random_ltd(model: Any) -> dict[str, torch.Tensor]:
 def _check_count(layers: Any, drop: TokenDrop) -> None:
     if len(layers) != drop.schedule.total_layers:
         raise DataArgumentError(
-            f"random_ltd.total_layer_num: got {drop.schedule.total_layers}, expected {len(layers)}, the layers of the model"
+            f"random_ltd.total_layer_num: got {drop.schedule.total_layers}, expected {len(layers)}, the layers of the"
+            " model"
         )

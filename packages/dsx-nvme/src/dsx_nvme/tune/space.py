@@ -14,7 +14,8 @@ from .show import parse_size, size_text
 # Names of a sweep file, ours and those that existing sweep files use.
 NAMES = {
     "block_size": "block_size", "queue_depth": "queue_depth", "intra_op_parallelism": "threads",
-    "io_parallel": "threads", "single_submit": "single_submit", "overlap_events": "overlap_events", "sequential_requests": "overlap_events",
+    "io_parallel": "threads", "single_submit": "single_submit", "overlap_events": "overlap_events",
+    "sequential_requests": "overlap_events",
 }  # fmt: skip
 DIMENSIONS = ("threads", "queue_depth", "block_size", "overlap_events", "single_submit")  # what matters most first
 

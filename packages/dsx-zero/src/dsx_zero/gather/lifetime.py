@@ -9,8 +9,8 @@ Recomputation (activation checkpointing) is a forward inside a backward: it take
 backward that follows does. It may stop in the middle without telling (torch's early stop), so nothing depends on its
 end.
 
-The order of the collectives is ``Order``'s affair; ``GatherExecutor`` is the half it calls, ``GatherLifetime`` the half that
-calls it.
+The order of the collectives is ``Order``'s affair; ``GatherExecutor`` is the half it calls, ``GatherLifetime`` the half
+that calls it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How the shards of a flat group travel to the ranks that share it.
 
 A transport knows whose buffer it carries, so that it can keep what belongs to a group: a collective made ready once,
-scales of quantised values, a hierarchy of groups. It runs as a job of a lane, so decoding what has arrived belongs to the
-`wait` of what `start` returns.
+scales of quantised values, a hierarchy of groups. It runs as a job of a lane, so decoding what has arrived belongs to
+the `wait` of what `start` returns.
 
 `PlainGather` sends the values as they are. Left out: where shards come from (`homes`), and when (`executor`).
 """

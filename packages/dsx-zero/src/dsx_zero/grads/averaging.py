@@ -133,7 +133,8 @@ def averaging_of(optimizer: Any, reduction: Reduction, *, stage: int, rank: int,
         )
     if not plain:
         raise ZeroOptimizerError(
-            f"{name} averages all parameters over one group of ranks, and this model has parameters that only some ranks"
-            " hold (experts, slices of tensors); use AdamW, or another optimizer that leaves averaging to dsx_zero"
+            f"{name} averages all parameters over one group of ranks, and this model has parameters that only some"
+            " ranks hold (experts, slices of tensors); use AdamW, or another optimizer that leaves averaging to"
+            " dsx_zero"
         )
     return ByOptimizer(optimizer, rank)

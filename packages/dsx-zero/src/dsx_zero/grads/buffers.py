@@ -2,7 +2,8 @@
 
 States of a group within one optimizer step::
 
-    empty ──arrival──► filling ──launch──► in flight ──finish──► reduced ──arrival──► filling (late, or the next micro-batch)
+    empty ──arrival──► filling ──launch──► in flight ──finish──► reduced
+    reduced ──arrival──► filling    (late, or the next micro-batch)
 
 Held memory: stages 0-1 keep the whole buffer (the reduced values lie in it); stages 2-3 hold the shard, in its home,
 and a whole buffer only from the first arrival until the reduction is finished (`BufferPool` says what of its memory

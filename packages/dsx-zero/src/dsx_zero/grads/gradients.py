@@ -212,7 +212,8 @@ class ReducedGradients:
                     stage=stage,
                     reducer=reducers[group.ranks],
                     pool=self._pools[group.ranks],
-                    # What is visible is averaged again with what comes late: only a mean of equal values changes nothing.
+                    # What is visible is averaged again with what comes late: only a mean of equal values changes
+                    # nothing.
                     expose=expose and group.ranks.divisor == group.ranks.size,
                     access=self._access,
                     tier=tier,

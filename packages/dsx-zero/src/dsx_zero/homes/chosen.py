@@ -36,8 +36,9 @@ class Section(Protocol):
 def placement_of(settings: Section, store: TensorStore | None) -> Placement:
     """Where each class of state lives.
 
-    Masters, optimizer states and (from stage 2 on) reduced gradients follow `offload_optimizer`; gradients are in host memory where
-    the states are on disk, because they are written anew in each step. Shards of parameters follow `offload_param`.
+    Masters, optimizer states and (from stage 2 on) reduced gradients follow `offload_optimizer`; gradients are in host
+    memory where the states are on disk, because they are written anew in each step. Shards of parameters follow
+    `offload_param`.
 
     Raises:
         ZeroConfigError: the stage cannot have it, or state is to live on disk and there is no store.
@@ -79,8 +80,8 @@ def _tier(key: str, section: Any, store: TensorStore | None) -> Tier:
     if store is None:
         raise ZeroConfigError(
             f"zero_optimization.{key}.device",
-            "got nvme, but there is no store on disk; give dsx_zero.shard(store=dsx_nvme.TensorStore(folder)), with a folder for each"
-            " rank (the package dsx-nvme)",
+            "got nvme, but there is no store on disk; give dsx_zero.shard(store=dsx_nvme.TensorStore(folder)), with a"
+            " folder for each rank (the package dsx-nvme)",
         )
     return DiskTier(store)
 
@@ -103,7 +104,9 @@ def check_placement(placement: Placement, stage: int) -> None:
 
 
 def sub_group_size(settings: Section, *, moves: bool) -> int | None:
-    """Elements of a sub-group of the step: what the configuration says, else as much as should move at once; None: no limit."""
+    """Elements of a sub-group of the step: what the configuration says, else as much as should move at once; None:
+    no limit.
+    """
     if "sub_group_size" in settings.model_fields_set:
         return settings.sub_group_size
     return _MOVING if moves else None

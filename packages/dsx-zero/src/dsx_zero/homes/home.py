@@ -1,9 +1,9 @@
 """`Home`: how shards, masters, gradient shards and optimizer states are reached, wherever they live.
 
-A home holds the elements of one flat tensor. Memory of this process shows them as a `view`, and nothing is copied. Other places have
-no view: their elements come with `fetch` and go with `store`, which are jobs of a lane, so that they run beside computation. No code
-outside asks for the place: it calls `read`, `write`, `opened` or `accumulate`, which use the view where there is one and copy where
-there is none.
+A home holds the elements of one flat tensor. Memory of this process shows them as a `view`, and nothing is copied.
+Other places have no view: their elements come with `fetch` and go with `store`, which are jobs of a lane, so that they
+run beside computation. No code outside asks for the place: it calls `read`, `write`, `opened` or `accumulate`, which
+use the view where there is one and copy where there is none.
 
 It leaves out when elements come and go: that is for the plan of the step, and for the order of the gathers.
 """
@@ -46,20 +46,20 @@ class Home(Protocol):
         ...
 
     def view(self) -> torch.Tensor | None:
-        """The elements themselves (1-D), to be read and written in place, with every `store` arrived; None where they are not in the
-        memory of this process.
+        """The elements themselves (1-D), to be read and written in place, with every `store` arrived; None where they
+        are not in the memory of this process.
         """
         ...
 
     def fetch(self, out: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
-        """Copy the elements from `start` on into `out` (1-D, contiguous), as a job of `lane`. Elements that were never stored are
-        zeros, or arbitrary where there is a view.
+        """Copy the elements from `start` on into `out` (1-D, contiguous), as a job of `lane`. Elements that were never
+        stored are zeros, or arbitrary where there is a view.
         """
         ...
 
     def store(self, values: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
-        """Copy `values` (1-D, contiguous) to the elements from `start` on, as a job of `lane`. `values` must not be written to before
-        the ticket is waited for.
+        """Copy `values` (1-D, contiguous) to the elements from `start` on, as a job of `lane`. `values` must not be
+        written to before the ticket is waited for.
         """
         ...
 
@@ -124,7 +124,9 @@ class HostHome(_InMemory):
         self._arriving: list[Ticket] = []
 
     def view(self) -> torch.Tensor:
-        """The elements. The host waits for stores under way: it reads them itself, and a stream's wait does not hold it up."""
+        """The elements. The host waits for stores under way: it reads them itself, and a stream's wait does not hold
+        it up.
+        """
         arriving, self._arriving = self._arriving, []
         for ticket in arriving:
             ticket.synchronize()
@@ -141,7 +143,9 @@ _HERE = HostLane()
 
 
 def read(home: Home, start: int = 0, stop: int | None = None, *, device: torch.device | None = None) -> torch.Tensor:
-    """Elements [start, stop) for reading, on `device` (default: where they are): a view where they are there, else a copy."""
+    """Elements [start, stop) for reading, on `device` (default: where they are): a view where they are there, else a
+    copy.
+    """
     stop = home.numel if stop is None else stop
     view = home.view()
     if view is not None:
@@ -163,7 +167,9 @@ def write(home: Home, values: torch.Tensor, start: int = 0) -> None:
 
 @contextmanager
 def opened(home: Home, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-    """Elements [start, stop) to be changed in place; where there is no view, changes are kept when the context ends without an error."""
+    """Elements [start, stop) to be changed in place; where there is no view, changes are kept when the context ends
+    without an error.
+    """
     values = read(home, start, stop)
     yield values
     if home.view() is None:
@@ -171,8 +177,8 @@ def opened(home: Home, start: int = 0, stop: int | None = None) -> Iterator[torc
 
 
 def fetched(home: Home, device: torch.device, lane: Lane) -> tuple[torch.Tensor, Ticket | None]:
-    """All elements on `device`: the view where it lies there, else a new buffer that a job of `lane` fills, with the ticket to wait
-    for.
+    """All elements on `device`: the view where it lies there, else a new buffer that a job of `lane` fills, with the
+    ticket to wait for.
     """
     view = home.view()
     if view is not None and view.device == device:
@@ -182,7 +188,9 @@ def fetched(home: Home, device: torch.device, lane: Lane) -> tuple[torch.Tensor,
 
 
 def accumulate(home: Home, values: torch.Tensor, lane: Lane) -> Ticket:
-    """Add `values` to all elements, as a job of `lane`. `values` must not be written to before the ticket is waited for."""
+    """Add `values` to all elements, as a job of `lane`. `values` must not be written to before the ticket is waited
+    for.
+    """
     lane.follow()
 
     def add() -> None:

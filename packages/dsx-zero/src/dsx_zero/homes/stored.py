@@ -1,8 +1,8 @@
 """Homes in a `TensorStore`: named tensors on disk, or wherever the store keeps them.
 
-`dsx_nvme.TensorStore` is one; dsx_zero does not import it, `dsx` hands it in. A store reads and writes whole tensors by name. A home
-therefore lies in it as pieces of one size, so that a sub-group of the optimizer's step is read and written without the rest. A range
-that is not a piece is copied through a piece in host memory.
+`dsx_nvme.TensorStore` is one; dsx_zero does not import it, `dsx` hands it in. A store reads and writes whole tensors by
+name. A home therefore lies in it as pieces of one size, so that a sub-group of the optimizer's step is read and written
+without the rest. A range that is not a piece is copied through a piece in host memory.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ class Placement:
     """Where each class of state lives between its uses.
 
     Attributes:
-        parameters: shards of parameters that are partitioned (stage 3). At stages 0-2 parameters are whole on the device.
+        parameters: shards of parameters that are partitioned (stage 3). At stages 0-2 parameters are whole on the
+            device.
         masters: what the optimizer updates, where it is not the parameter's own memory.
         gradients: reduced gradients from stage 2 on, until the step.
         states: what the optimizer keeps per element; None: beside the masters, in tensors that the optimizer makes.

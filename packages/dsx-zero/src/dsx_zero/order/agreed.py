@@ -135,7 +135,9 @@ class EditWatch(Protocol):
         ...
 
     def differ(self, words: Sequence[int]) -> bool:
-        """Whether these words, by rank, say that ranks wrote differently what they hold alike. The same on all ranks."""
+        """Whether these words, by rank, say that ranks wrote differently what they hold alike. The same on all
+        ranks.
+        """
         ...
 
     def refuse(self) -> None:

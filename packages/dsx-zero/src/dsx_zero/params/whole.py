@@ -22,8 +22,8 @@ def _slices(layout: FlatLayout, name: str) -> list[LocalSlice | None]:
 
 
 def read_whole(layout: FlatLayout, name: str, shard: Home, ranks: RankSet, *, device: torch.device) -> torch.Tensor:
-    """The parameter ``name`` as a new tensor of its logical shape on ``device``, from the ``shard`` of each of ``ranks``
-    (bit for bit).
+    """The parameter ``name`` as a new tensor of its logical shape on ``device``, from the ``shard`` of each of
+    ``ranks`` (bit for bit).
     """
     index = layout.index(name)
     whole = torch.empty(layout.shapes[index], dtype=shard.dtype, device=device)
@@ -62,8 +62,8 @@ class Shards(Protocol):
 
 
 def write_whole(group: Shards, name: str, whole: torch.Tensor, *, source_rank: int = 0) -> torch.Tensor:
-    """Make ``whole`` of rank ``source_rank`` (of those that share the group) the parameter's value: each rank keeps its elements, in
-    shard and master.
+    """Make ``whole`` of rank ``source_rank`` (of those that share the group) the parameter's value: each rank keeps its
+    elements, in shard and master.
 
     Returns that rank's tensor, which may be ``whole`` itself, written to.
     """

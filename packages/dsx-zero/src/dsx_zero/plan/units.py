@@ -299,9 +299,9 @@ def plan_units(
     """Divide the parameters among units, in definition order of the modules (the root unit first at stage 3).
 
     `ranks_of` says which ranks share a parameter's buffer; parameters of one unit with other ranks lie in other
-    buffers. `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in pieces.
-    At stage 3 what lies outside all blocks is one unit up to `bucket_size` elements; more is divided into buckets of
-    whole modules. The modules named by `leaves` are units of their own, whatever they contain.
+    buffers. `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in
+    pieces. At stage 3 what lies outside all blocks is one unit up to `bucket_size` elements; more is divided into
+    buckets of whole modules. The modules named by `leaves` are units of their own, whatever they contain.
     """
     blocks = block_names(model, leaves)
     if stage != 3:

@@ -48,8 +48,8 @@ _WHOLE = {
 class Master:
     """One tensor of the inner optimizer, for the elements `slice` of parameter `name`, which may have several.
 
-    `tensor` has the values, in `shape`, where masters live in memory; else only during its step. As the key of the optimizer's
-    state it is the same object always.
+    `tensor` has the values, in `shape`, where masters live in memory; else only during its step. As the key of the
+    optimizer's state it is the same object always.
     """
 
     name: str

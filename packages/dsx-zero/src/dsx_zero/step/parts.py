@@ -1,8 +1,8 @@
 """May an optimizer be stepped in parts: some of its parameters now, others later in the same step?
 
-That is safe where its rule treats each parameter alone and it keeps no count of its own steps outside of the parameters' states. It is
-known of torch's element-wise optimizers and of those that offer `step_flat`; any other can say so with `steps_in_parts = True`. All
-others are stepped at once, as their authors expect.
+That is safe where its rule treats each parameter alone and it keeps no count of its own steps outside of the
+parameters' states. It is known of torch's element-wise optimizers and of those that offer `step_flat`; any other can
+say so with `steps_in_parts = True`. All others are stepped at once, as their authors expect.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """The step as data: which masters are updated together, and in which order sub-groups are fetched, stepped and stored.
 
-A *sub-group* is a run of masters that the optimizer updates at once. One after the other, each is fetched (where states or masters
-do not lie in memory), stepped, written to the parameters and stored; a unit is published as soon as all its masters are written, so
-that its gather runs while the next sub-group is stepped. Two sub-groups are in memory at once: one is stepped, its neighbours travel.
+A *sub-group* is a run of masters that the optimizer updates at once. One after the other, each is fetched (where states
+or masters do not lie in memory), stepped, written to the parameters and stored; a unit is published as soon as all its
+masters are written, so that its gather runs while the next sub-group is stepped. Two sub-groups are in memory at once:
+one is stepped, its neighbours travel.
 
-The plan is frozen, can be printed (`str`) and checks itself (`validate`). It says nothing of how things move; `runner` executes it.
-Units are published in the order of their numbers on every rank, whatever a rank's sub-groups are: publishing is collective.
+The plan is frozen, can be printed (`str`) and checks itself (`validate`). It says nothing of how things move; `runner`
+executes it. Units are published in the order of their numbers on every rank, whatever a rank's sub-groups are:
+publishing is collective.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ from enum import Enum
 __all__ = ["ALIGNMENT", "OVERLAP", "Action", "Kind", "StepPlan", "SubGroup", "cut", "make_plan"]
 
 ALIGNMENT = 256
-"""Elements: a parameter is cut at multiples of this, so that no block of an 8-bit state and no vector register is divided."""
+"""Elements: a parameter is cut at multiples of this, so that no block of an 8-bit state and no vector register is
+divided.
+"""
 
 OVERLAP = 1 << 22
-"""Elements of a sub-group that is cut off only so that publishing overlaps: less would cost the host more than it hides."""
+"""Elements of a sub-group that is cut off only so that publishing overlaps: less would cost the host more than it
+hides.
+"""
 
 IN_MEMORY = 2
 """Sub-groups that are fetched and not stored yet, at most."""

@@ -1,8 +1,9 @@
 """Executes the plan of a step: fetch, unscale, clip and step, write, publish, store.
 
-Unscaling and clipping are one factor that is known before the first sub-group is stepped, so that an overflow changes nothing.
-Where the optimizer's kernel takes the factor, gradients stay as they are. An optimizer that offers `step_flat` is called with one
-master after the other; any other sees the gradients of the sub-group's masters, and only these masters in its groups.
+Unscaling and clipping are one factor that is known before the first sub-group is stepped, so that an overflow changes
+nothing. Where the optimizer's kernel takes the factor, gradients stay as they are. An optimizer that offers `step_flat`
+is called with one master after the other; any other sees the gradients of the sub-group's masters, and only these
+masters in its groups.
 """
 
 from __future__ import annotations
@@ -183,7 +184,9 @@ class StepRunner:
         )
 
     def _write(self, masters: Sequence[Master]) -> None:
-        """The parameters get the masters' values, in their dtype; nothing to do where a master is the parameter's own memory."""
+        """The parameters get the masters' values, in their dtype; nothing to do where a master is the parameter's
+        own memory.
+        """
         for start, stop in _runs(masters):
             group, first, last = masters[start].group, masters[start].slice, masters[stop - 1].slice
             home = group.own_master
@@ -230,8 +233,9 @@ class StepRunner:
 def plan_step(
     inner: Any, runtime: Runtime, masters: Sequence[Master], *, most: int | None, moves: bool = False
 ) -> StepPlan:
-    """The plan for an optimizer: in one call, or in sub-groups of at most `most` elements, if it may be stepped in parts. Where units
-    are published by gathering them, sub-groups end behind units, so that a unit travels while the next one is stepped.
+    """The plan for an optimizer: in one call, or in sub-groups of at most `most` elements, if it may be stepped in
+    parts. Where units are published by gathering them, sub-groups end behind units, so that a unit travels while the
+    next one is stepped.
     """
     unit_of = {id(group): unit.index for unit in runtime.trainable_units() for group in unit.trainable}
     sizes = [(unit_of[id(master.group)], master.numel) for master in masters]

@@ -1,8 +1,8 @@
 """The states that the user's optimizer keeps, by master and name, wherever they live.
 
-Without a tier of their own they are the tensors that the optimizer made, in its own `state`. With one, the states that have a value
-per element live in homes between steps: they are fetched into buffers and put into `optimizer.state` for the length of their
-sub-group's step, and stored behind it. Single values (`step`) stay with the optimizer always.
+Without a tier of their own they are the tensors that the optimizer made, in its own `state`. With one, the states that
+have a value per element live in homes between steps: they are fetched into buffers and put into `optimizer.state` for
+the length of their sub-group's step, and stored behind it. Single values (`step`) stay with the optimizer always.
 """
 
 from __future__ import annotations

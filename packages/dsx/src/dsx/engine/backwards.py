@@ -1,9 +1,9 @@
 """Backwards that the engine was not told of: `loss.backward()` instead of `engine.backward(loss)`.
 
-`engine.scale` puts a hook on the loss it returns, so that the backward of that loss is known from its first moment. Every other backward that
-brings the model's parameters gradients has an unscaled loss. Its gradients are divided by the accumulation steps when they arrive. A loss scale
-cannot be made up for afterwards, because small gradients are lost in backward already: then such a backward is refused before it has
-changed anything.
+`engine.scale` puts a hook on the loss it returns, so that the backward of that loss is known from its first moment.
+Every other backward that brings the model's parameters gradients has an unscaled loss. Its gradients are divided by the
+accumulation steps when they arrive. A loss scale cannot be made up for afterwards, because small gradients are lost in
+backward already: then such a backward is refused before it has changed anything.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class _ScaledLoss:
 
 
 class _Running:
-    """A backward of a scaled loss, for as long as it runs. Autograd keeps it among the callbacks for its end, and drops those when an error ends
-    the backward too (see `test_an_error_in_backward_ends_it`)."""
+    """A backward of a scaled loss, for as long as it runs. Autograd keeps it among the callbacks for its end, and drops
+    those when an error ends the backward too (see `test_an_error_in_backward_ends_it`).
+    """
 
     def __init__(self, backwards: Backwards) -> None:
         self._backwards = weakref.ref(backwards)
@@ -118,13 +119,13 @@ class Backwards:
             return 1.0
         if self._scaled_losses:
             raise EngineError(
-                "loss.backward(): the gradients of a loss without the fp16 loss scale were about to be mixed with scaled ones; call "
-                "engine.backward(loss), or engine.scale(loss).backward()"
+                "loss.backward(): the gradients of a loss without the fp16 loss scale were about to be mixed with"
+                " scaled ones; call engine.backward(loss), or engine.scale(loss).backward()"
             )
         if self._need_engine:
             raise EngineError(
-                f"loss.backward(): {', '.join(self._need_engine)} has to know of every backward; call engine.backward(loss), or "
-                "engine.scale(loss).backward()"
+                f"loss.backward(): {', '.join(self._need_engine)} has to know of every backward; call"
+                " engine.backward(loss), or engine.scale(loss).backward()"
             )
         boundary = self._accumulation.is_boundary()
         self._accumulation.note_backward()

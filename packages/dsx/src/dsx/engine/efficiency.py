@@ -91,8 +91,8 @@ class TokenBatches:
 class SeqlenCurriculum:
     """Sequences of the difficulty of the coming step.
 
-    A model whose forward has an argument `curriculum_seqlen` gets the length and cuts by itself; for others the batch is
-    cut.
+    A model whose forward has an argument `curriculum_seqlen` gets the length and cuts by itself; for others the batch
+    is cut.
 
     Args:
         scheduler: a `dsx_data.CurriculumScheduler`.
@@ -241,9 +241,9 @@ class EngineData:
         function = schedule.get("seqlen") if isinstance(schedule, Mapping) else schedule
         if legacy is None or function is None:
             raise EngineArgumentError(
-                "set_custom_curriculum_learning_schedule: got a schedule, but this engine has no curriculum for it; switch"
-                " on data_efficiency.data_sampling.curriculum_learning and pass training_data to dsx.initialize (then"
-                " the argument is a dictionary by metric), or switch on curriculum_learning"
+                "set_custom_curriculum_learning_schedule: got a schedule, but this engine has no curriculum for it;"
+                " switch on data_efficiency.data_sampling.curriculum_learning and pass training_data to dsx.initialize"
+                " (then the argument is a dictionary by metric), or switch on curriculum_learning"
             )
         legacy.set_custom_get_difficulty(function)
 

@@ -1,7 +1,7 @@
 """What happens to a batch on its way into the model: a chain of transforms, the last of which casts floating tensors.
 
-Chosen once from the configuration. A transform returns the arguments that the next one gets; nobody changes the caller's
-own. Containers are rebuilt only along the way to a tensor that changes.
+Chosen once from the configuration. A transform returns the arguments that the next one gets; nobody changes the
+caller's own. Containers are rebuilt only along the way to a tensor that changes.
 """
 
 from __future__ import annotations

@@ -4,17 +4,17 @@
     engine, _, loader, _ = dsx.initialize(model=module, training_data=data, config=config)
     loss = engine.train_batch()            # all micro-batches of an update, and the update
 
-It is the same engine: parts, optimizer, precision, loss scale, schedule, observers and checkpoints are those of `Engine`.
-What differs is who runs forward and backward: the schedule of `dsx_pipe`, which calls back before and after every
-backward. So `forward`, `backward` and `step` are refused.
+It is the same engine: parts, optimizer, precision, loss scale, schedule, observers and checkpoints are those of
+`Engine`. What differs is who runs forward and backward: the schedule of `dsx_pipe`, which calls back before and after
+every backward. So `forward`, `backward` and `step` are refused.
 
-* The update's micro-batches are its accumulation steps. Below stage 2, gradients are reduced over the data-parallel ranks
-  in the last backward of this rank (where weights have a backward of their own, after all of them), from stage 2 on in
-  every backward, unless `zero_optimization` keeps full gradients.
+* The update's micro-batches are its accumulation steps. Below stage 2, gradients are reduced over the data-parallel
+  ranks in the last backward of this rank (where weights have a backward of their own, after all of them), from stage 2
+  on in every backward, unless `zero_optimization` keeps full gradients.
 * A weight that several stages share has a copy on each. Their gradients are added up after the last backward; one copy
   counts in the norm.
-* The gradient norm, and with it overflow and clipping, is that of all stages: the pipe axis is one of the groups over which
-  squares are summed (`dsx_comm.RankSet.norm_groups`).
+* The gradient norm, and with it overflow and clipping, is that of all stages: the pipe axis is one of the groups over
+  which squares are summed (`dsx_comm.RankSet.norm_groups`).
 """
 
 from __future__ import annotations

@@ -71,13 +71,14 @@ def _told_by_modules(model: nn.Module) -> Iterator[tuple[str, Place]]:
         for name, (whole_name, shape, offset) in tell().items():
             if name not in own:
                 raise EngineArgumentError(
-                    f"{type(module).__name__}.parameter_places: names {name!r}, which {path or 'the model'} does not have"
+                    f"{type(module).__name__}.parameter_places: names {name!r}, which {path or 'the model'} does not"
+                    " have"
                 )
             place = Place(f"{prefix}{whole_name}", tuple(shape), Box(tuple(offset), tuple(own[name].shape)))
             if not place.box.lies_in(place.shape):
                 raise EngineArgumentError(
-                    f"{type(module).__name__}.parameter_places: {name!r} of shape {place.box.size} at {place.box.offset} "
-                    f"does not lie in a tensor of shape {place.shape}"
+                    f"{type(module).__name__}.parameter_places: {name!r} of shape {place.box.size} at"
+                    f" {place.box.offset} does not lie in a tensor of shape {place.shape}"
                 )
             yield f"{prefix}{name}", place
 

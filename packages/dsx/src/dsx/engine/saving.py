@@ -60,8 +60,9 @@ class WeightsMixin:
             return False
         if elsewhere := differs_between_ranks(parts.checkpointer.places):
             raise EngineArgumentError(
-                f"save_16bit_model: this rank has only a part of {len(elsewhere)} tensors ({elsewhere[0]}, ...), the others are on "
-                "other ranks (experts, slices of tensors); save_checkpoint writes them all, as whole tensors where their place is known"
+                f"save_16bit_model: this rank has only a part of {len(elsewhere)} tensors ({elsewhere[0]}, ...), the"
+                " others are on other ranks (experts, slices of tensors); save_checkpoint writes them all, as whole"
+                " tensors where their place is known"
             )
         parts.shards.synchronize()
         weights.save_weights(

@@ -1,9 +1,9 @@
 """Calls of ordinary training loops that a comparison of an engine's own steps would not exercise.
 
-The comparison in `run.py` trains by `engine.backward` and `engine.step`. A user's loop also clears gradients through the
-module, clips them with torch's functions, calls `loss.backward()`, keeps a graph over a step, or replaces a parameter.
-What such a call does in plain torch is known; here it is done beside the comparison, in a way that leaves training as it
-was.
+The comparison in `run.py` trains by `engine.backward` and `engine.step`. A user's loop also clears gradients through
+the module, clips them with torch's functions, calls `loss.backward()`, keeps a graph over a step, or replaces a
+parameter. What such a call does in plain torch is known; here it is done beside the comparison, in a way that leaves
+training as it was.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class Probes:
     # - A parameter that was replaced
 
     def replace_a_parameter(self, step: int) -> None:
-        """A step with a model that holds another parameter must be refused. The last thing that is done with the engine."""
+        """A step with a model that holds another parameter must be refused. The last thing that is done with the
+        engine.
+        """
         name = self._names[0]
         path, _, leaf = name.rpartition(".")
         owner = self._engine.module.get_submodule(path)

@@ -3,9 +3,9 @@
 The sequence, on every rank:
 
     0) build the model, each rank from another seed; after `initialize` all parameters must be rank 0's
-    1) per micro-batch: run the engine, send batch and loss to rank 0, which runs the oracle and compares the losses; in the
-       first two updates the first micro-batch is run once before, its gradients clipped and cleared as a user's loop
-       does it (`probes.py`): nothing of it may be left
+    1) per micro-batch: run the engine, send batch and loss to rank 0, which runs the oracle and compares the losses; in
+       the first two updates the first micro-batch is run once before, its gradients clipped and cleared as a user's
+       loop does it (`probes.py`): nothing of it may be left
     2) before the update: rank 0 sends the oracle's gradient of each parameter, every rank compares its whole gradient;
        the oracle then goes on with the engine's gradients, so that the update is judged by itself
     3) after the update: skipped or not, norm, rates; then each master and each parameter in the module, on every rank;

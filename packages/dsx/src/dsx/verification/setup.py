@@ -35,8 +35,8 @@ def build(
     ]
     if changing:
         raise ValueError(
-            f"verify: {' and '.join(changing)} changes what is computed from step to step, so there is nothing to compare"
-            " with; switch it off for the comparison"
+            f"verify: {' and '.join(changing)} changes what is computed from step to step, so there is nothing to"
+            " compare with; switch it off for the comparison"
         )
     plain = optimizer
     if plain is None and resolved.optimizer is not None:
