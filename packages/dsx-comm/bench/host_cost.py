@@ -100,7 +100,8 @@ def _of(group: str, options: argparse.Namespace) -> dict[str, list[float]]:
 
     with tempfile.TemporaryDirectory(prefix="dsx-bench-") as folder:
         out = os.path.join(folder, "rows.json")
-        mp.spawn(_rank, (options, group, os.path.join(folder, "store"), out), 2)  # pyright: ignore[reportPrivateImportUsage]
+        store = os.path.join(folder, "store")
+        mp.spawn(_rank, (options, group, store, out), 2)  # pyright: ignore[reportPrivateImportUsage]
         with open(out) as f:
             return json.load(f)
 

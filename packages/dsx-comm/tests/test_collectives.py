@@ -347,11 +347,23 @@ def mistakes(rank, n):
     E = dsx_comm.CommArgumentError
     one, two = torch.ones(1), torch.ones(2)
     cases = [
-        (lambda: dsx_comm.all_gather_into_tensor(torch.empty(3), one), r"output has 3 elements, input 1; expected output = 2"),
-        (lambda: dsx_comm.all_gather_into_tensor(two.double(), one), r"output is torch\.float64 on cpu, input torch\.float32"),
+        (
+            lambda: dsx_comm.all_gather_into_tensor(torch.empty(3), one),
+            r"output has 3 elements, input 1; expected output = 2",
+        ),
+        (
+            lambda: dsx_comm.all_gather_into_tensor(two.double(), one),
+            r"output is torch\.float64 on cpu, input torch\.float32",
+        ),
         (lambda: dsx_comm.all_gather_into_tensor(torch.empty(4).view(2, 2).t(), two), "is not contiguous"),
-        (lambda: (lambda o: dsx_comm.all_gather_into_tensor(o, o[1 - rank]))(torch.ones(2, 3)), "input overlaps output"),
-        (lambda: dsx_comm.reduce_scatter_tensor(one, torch.ones(3)), r"input has 3 elements, output 1; expected input = 2"),
+        (
+            lambda: (lambda o: dsx_comm.all_gather_into_tensor(o, o[1 - rank]))(torch.ones(2, 3)),
+            "input overlaps output",
+        ),
+        (
+            lambda: dsx_comm.reduce_scatter_tensor(one, torch.ones(3)),
+            r"input has 3 elements, output 1; expected input = 2",
+        ),
         (lambda: dsx_comm.reduce_scatter(one, [one]), r"got 1 tensors, expected a list of 2"),
         (lambda: dsx_comm.reduce_scatter(one, [two, two]), r"input_list\[\d\] has 2 elements, expected 1"),
         (lambda: dsx_comm.all_gather([one, two], one), r"tensor_list\[1\] is \(2,\)"),
@@ -364,7 +376,10 @@ def mistakes(rank, n):
         (lambda: dsx_comm.broadcast(one, 2), r"src: got global rank 2, expected a member of the group \[0, 1\]"),
         (lambda: dsx_comm.all_to_all_single(torch.empty(3), torch.ones(3)), "2 .group size. does not divide"),
         (lambda: dsx_comm.all_to_all_single(two, two, [1, 2], [1, 1]), "output_split_sizes: got"),
-        (lambda: dsx_comm.gather(one, [one] if rank == 0 else None) if rank == 0 else dsx_comm.gather(one, [one]), "gather_list"),
+        (
+            lambda: dsx_comm.gather(one, [one] if rank == 0 else None) if rank == 0 else dsx_comm.gather(one, [one]),
+            "gather_list",
+        ),
         (lambda: dsx_comm.send(one, rank), "would talk to itself"),
         (lambda: dsx_comm.new_group([0, 0]), "expected distinct ranks"),
         (lambda: dsx_comm.new_group([0, 7]), r"in \[0, 2\)"),

@@ -94,7 +94,8 @@ def test_activation_quantisers_stay_unless_they_are_dropped():
 def test_channels_with_batch_norms(how):
     # E94: DeepSpeed's l1 crashed, and a batch norm behind a pruned convolution changed the outputs
     config = method("channel_pruning", {"method": how}, g={
-        "dense_ratio": 0.5, "modules": ["conv1", "conv2"], "related_modules": [["bn1", "conv2"], ["bn2", "fc"]]})  # fmt: skip
+        "dense_ratio": 0.5, "modules": ["conv1", "conv2"],
+        "related_modules": [["bn1", "conv2"], ["bn2", "fc"]]})  # fmt: skip
     torch.manual_seed(0)
     model = init_compression(TinyNet(), config)
     scheduler = compression_scheduler(model, config)
@@ -114,7 +115,8 @@ def test_channels_with_batch_norms(how):
 def test_two_patterns_in_one_group_use_each_their_own_mask():
     # E95: DeepSpeed used the first one's mask again and crashed
     config = method("row_pruning", g={
-        "dense_ratio": 0.5, "modules": [r"0\.up", r"1\.up"], "related_modules": [[r"0\.down"], [r"1\.down"]]})  # fmt: skip
+        "dense_ratio": 0.5, "modules": [r"0\.up", r"1\.up"],
+        "related_modules": [[r"0\.down"], [r"1\.down"]]})  # fmt: skip
     model = trained(config)
     masks = [layer.up.parametrizations.weight[0].mask.clone() for layer in model.layers]
     assert not torch.equal(*masks)

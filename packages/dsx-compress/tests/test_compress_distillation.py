@@ -69,7 +69,8 @@ def test_all_terms_add_up():
     torch.manual_seed(0)
     teacher, student = TinyBert(2), TinyBert(1)
     loss = DistillationLoss(student, Teacher(teacher), temperature=2.0, alpha=0.3, beta=0.5, gamma=0.25,
-                            hidden={"layers.0": "layers.1"}, attention={"layers.0.attention": "layers.1.attention"})  # fmt: skip
+                            hidden={"layers.0": "layers.1"},
+                            attention={"layers.0.attention": "layers.1.attention"})  # fmt: skip
     x = ids()
     logits = student(x)
     task = nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())

@@ -89,7 +89,8 @@ def test_mistakes_leave_the_model_as_it_was():
     "config, message",
     [
         (method("weight_quantisation", g={}), "weight_quantisation'"),
-        ({"weight_quantization": {"shared_parameters": {"enable": True}}}, "shared_parameters.enable: unknown key; near names: enabled"),
+        ({"weight_quantization": {"shared_parameters": {"enable": True}}},
+         "shared_parameters.enable: unknown key; near names: enabled"),
         (method("weight_quantization", g={"start_bit": 8}), "g.params.start_bit: unknown key; near names: start_bits"),
         (method("weight_quantization", g={"modules": ["("]}), "'\\(' is no regular expression"),
         (method("weight_quantization", g={"modules": []}), "an empty list selects nothing"),
@@ -103,10 +104,12 @@ def test_mistakes_leave_the_model_as_it_was():
         (method("row_pruning", g={"dense_ratio": 0.0}), "greater than 0"),
         (method("row_pruning", g={"modules": ["a", "b"], "related_modules": [["c"]]}), "got 1 lists for 2 patterns"),
         (method("sparse_pruning", {"method": "snip_momentum", "block_pattern": "4by1"}), "expected rows x columns"),
-        (method("sparse_pruning", {"method": "snip_momentum", "block_pattern": "2:4", "dense_ratio": 0.1}), "keeps 0.5"),
+        (method("sparse_pruning", {"method": "snip_momentum", "block_pattern": "2:4", "dense_ratio": 0.1}),
+         "keeps 0.5"),
         (method("sparse_pruning", {"schedule_offset": 9, "schedule_offset_end": 3}, g={}), "before schedule_offset"),
         (method("sparse_pruning", {"block_pattern": "2x2"}, g={}), "only method snip_momentum reads this"),
-        ({"layer_reduction": {"enabled": True, "keep_number_layer": 2, "teacher_layer": [1], "module_name_prefix": "x"}}, "the same number"),
+        ({"layer_reduction": {"enabled": True, "keep_number_layer": 2, "teacher_layer": [1], "module_name_prefix": "x"}},
+         "the same number"),
     ],
 )  # fmt: skip
 def test_wrong_configurations_are_named(config, message):

@@ -51,8 +51,10 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, -1)
         if attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = attention_mask[:, None, :].bool()
+        if attention_mask is not None and attention_mask.dim() == 3:
+            attention_mask = attention_mask[:, None]
         mixed = nn.functional.scaled_dot_product_attention(
-            q[:, None], k[:, None], v[:, None], attn_mask=attention_mask[:, None] if attention_mask is not None and attention_mask.dim() == 3 else attention_mask,
+            q[:, None], k[:, None], v[:, None], attn_mask=attention_mask,
             is_causal=self.causal and attention_mask is None,
         )[:, 0]  # fmt: skip
         out = x + mixed

@@ -29,18 +29,18 @@ Made by `bench/cuda_kernels.py --write`, not by hand. No kernel has run on a GPU
 ## Bytes per element
 
 Counted by the emulator. *Must move*: the inputs and outputs. *Moves*: the distinct 32-byte sectors that the launches
-touch; partial sums of column sums are in it, and their share falls with the number of rows. *Asks for*: what the threads
-load and store, caches included; more than *moves* means that something is read again. *Lanes together*: bytes asked for
-per byte of the sectors that the warps ask for; above 100 % lanes share bytes, 50 % means that two loads of a thread share
-a sector (eight fp32 neighbours are two words of 16 bytes).
+touch; partial sums of column sums are in it, and their share falls with the number of rows. *Asks for*: what the
+threads load and store, caches included; more than *moves* means that something is read again. *Lanes together*: bytes
+asked for per byte of the sectors that the warps ask for; above 100 % lanes share bytes, 50 % means that two loads of a
+thread share a sector (eight fp32 neighbours are two words of 16 bytes).
 
 {traffic}
 
 ## Registers and occupancy
 
-Compiled by nvcc {release}. Occupancy: the share of a multiprocessor's 2048 threads that can be there at once, for blocks
-of the given threads; kernels whose blocks are smaller for short rows hold as many or more. A quarter is enough here: each
-thread has 16 to 128 bytes in flight. No kernel spills registers.
+Compiled by nvcc {release}. Occupancy: the share of a multiprocessor's 2048 threads that can be there at once, for
+blocks of the given threads; kernels whose blocks are smaller for short rows hold as many or more. A quarter is enough
+here: each thread has 16 to 128 bytes in flight. No kernel spills registers.
 
 {resources}
 """

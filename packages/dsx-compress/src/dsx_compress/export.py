@@ -374,10 +374,12 @@ def pack_dense(
 ) -> tuple[PackedTensor, dict[str, float]]:
     """Quantise and pack a plain weight (post-training quantisation)."""
     encoded = encode(weight.detach(), bits, groups, kind)
-    parts = [None if p is None else p.expand(encoded.codes.shape).reshape(weight.shape)
-             for p in (encoded.codes, encoded.scale, encoded.zero)]  # fmt: skip
-    result = pack_weight(parts[0], parts[1], parts[2], torch.ones_like(weight, dtype=torch.bool), weight.detach(),  # pyright: ignore
-                         bits=bits)  # fmt: skip
+    parts: list[Any] = [
+        None if p is None else p.expand(encoded.codes.shape).reshape(weight.shape)
+        for p in (encoded.codes, encoded.scale, encoded.zero)
+    ]
+    everywhere = torch.ones_like(weight, dtype=torch.bool)
+    result = pack_weight(*parts, everywhere, weight.detach(), bits=bits)
     if isinstance(result, str):
         raise CompressionError(f"weight of shape {tuple(weight.shape)}: {result}")
     return result

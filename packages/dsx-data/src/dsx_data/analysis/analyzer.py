@@ -171,7 +171,8 @@ class DataAnalyzer:
         for chunk in share:
             first, last = self.chunks.range(chunk)
             for number, batch in enumerate(self._reader.batches(first, last)):
-                update(types, dtypes, functions, results, batch, first + number * self._reader.batch_size)  # type: ignore[misc]
+                at = first + number * self._reader.batch_size
+                update(types, dtypes, functions, results, batch, at)  # type: ignore[misc]
             yield last - first
         finalize(types, dtypes, results)  # type: ignore[misc]
 

@@ -113,6 +113,7 @@ def attention(
     way = choose_way(query, key, value, fused_mask, p, any_order)
     if way is Way.EXPLICIT:
         random = keyed.new_key() if drop_key is None else drop_key
-        return _Explicit.apply(query, key, value, mask, scale, p, random, site, keep_dropped)  # type: ignore[return-value]
+        made: Any = _Explicit.apply(query, key, value, mask, scale, p, random, site, keep_dropped)
+        return made
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if way is Way.FLASH else nullcontext():
         return scaled_dot_product_attention(query, key, value, attn_mask=fused_mask, dropout_p=p, scale=scale)

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
 
+from ..data import RepeatingLoader
 from .engine import Engine
 from .errors import EngineArgumentError, EngineError
 from .parts import EngineParts
@@ -33,7 +34,7 @@ from .parts import EngineParts
 __all__ = ["PipelineEngine", "PipelineParts", "shared_weight_ranks"]
 
 
-class Ties(Protocol):
+class Tie(Protocol):
     """One shared weight of this rank (`dsx_pipe.ties.Tie`)."""
 
     name: str
@@ -58,14 +59,14 @@ class PipelineParts:
 
     build: Callable[..., Any]
     callbacks: Callable[..., Any]
-    ties: tuple[Any, ...]
+    ties: tuple[Tie, ...]
     sum_over: Callable[[torch.Tensor, Any], Any]
     mean_over_data: Callable[[torch.Tensor], torch.Tensor]
     read_gradient: Callable[[Any], torch.Tensor | None]
     write_gradient: Callable[[Any, torch.Tensor], None]
 
 
-def shared_weight_ranks(ranks: Any, ties: tuple[Any, ...]) -> Callable[[Any], Any]:
+def shared_weight_ranks(ranks: Any, ties: tuple[Tie, ...]) -> Callable[[Any], Any]:
     """Which ranks share a parameter, where copies of shared weights count in the norm on one stage only.
 
     Args:
@@ -97,7 +98,6 @@ class PipelineEngine(Engine):
             forward=self._forward_of_stage,
             scale_loss=self._scaled,
             before_backward=self._before_backward,
-            after_backward=self._after_backward,
         )
         return self._pipeline.build(self._parts, self.micro_batches, callbacks)
 
@@ -183,7 +183,7 @@ class PipelineEngine(Engine):
         """Where weights have a backward of their own, gradients arrive until the end: then they are reduced once."""
         if self._pipe.schedule.splits_backward:
             return self._parts.window.hold()
-        return _NOTHING
+        return nullcontext()
 
     def _forward_of_stage(self, stage: int, micro_batch: int, module: Any, value: Any) -> Any:
         parts = self._parts
@@ -200,9 +200,6 @@ class PipelineEngine(Engine):
     def _before_backward(self, stage: int, micro_batch: int, last: bool) -> None:
         self._backwards_left -= 1
         self._parts.window.before_backward(boundary=self._backwards_left == 0)
-
-    def _after_backward(self, stage: int, micro_batch: int, last: bool) -> None:
-        """Nothing: the update follows the last one."""
 
     def _sum_shared_weights(self) -> None:
         """Each copy's gradient becomes the sum over the stages that hold one."""
@@ -237,7 +234,7 @@ class PipelineEngine(Engine):
                     "train_batch(): got no data_iter, and there is no training data; pass one, or training_data to "
                     "dsx.initialize, or call set_dataloader"
                 )
-            self._iterator = _repeated(self.training_dataloader)
+            self._iterator = RepeatingLoader(self.training_dataloader)
         return self._iterator
 
     # - The pipeline
@@ -285,22 +282,3 @@ class PipelineEngine(Engine):
             f"{call}(): this engine runs a pipeline, in which forward and backward of all micro-batches follow one "
             "schedule over the ranks; call train_batch(data_iter) or eval_batch(data_iter)"
         )
-
-
-class _Nothing(AbstractContextManager[None]):
-    def __exit__(self, *exc_info: object) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
-
-
-def _repeated(loader: Any) -> Iterator[Any]:
-    """Pass after pass over a loader."""
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            return
