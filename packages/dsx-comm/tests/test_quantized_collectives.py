@@ -184,7 +184,7 @@ def test_volume_of_quantised_weights_and_gradients():
 
 def wrong(rank, world):
     x, y = torch.ones(4), torch.ones(8)
-    with pytest.raises(dsx_comm.CommArgumentError, match="bits: got 3, expected 8 or 4"):
+    with pytest.raises(dsx_comm.CommArgumentError, match="bits: got 3, expected 8, 4 or 2"):
         dsx_comm.quantized_all_gather(y, x, 3)
     with pytest.raises(dsx_comm.CommArgumentError, match="block_size: got 5, expected a positive even number"):
         dsx_comm.quantized_all_gather(y, x, 8, 5)

@@ -114,8 +114,8 @@ struct PyGroup {
     PyGroup(int fd, size_t total, size_t eager, int rank, std::vector<int> names, int lock_fd, double spin_us,
             double yield_us, double look_s, int64_t one_shot, const std::string& stores) {
         Settings s;
-        if (stores == "plain") s.stores = Outlet::Way::plain;
-        if (stores == "past") s.stores = Outlet::Way::past;
+        if (stores == "plain") s.stores = StorePolicy::Way::plain;
+        if (stores == "past") s.stores = StorePolicy::Way::non_temporal;
         s.look = look_for_signals;
         s.rank = rank, s.names = std::move(names), s.lock_fd = lock_fd, s.spin_us = spin_us, s.yield_us = yield_us;
         s.look_s = look_s, s.one_shot = one_shot;
@@ -286,7 +286,7 @@ void reduce_now(Address dst, const Addresses& sources, int64_t count, int dtype,
     a.dst = pointer<void>(dst), a.sources = from.data(), a.nsources = static_cast<int>(from.size()), a.count = count;
     a.premultiply = premultiply, a.divide = average ? static_cast<double>(from.size()) : 1.0, a.stream = past_cache;
     k.reduce[dtype][reduce](a);
-    settle_stores();
+    fence_stores();
 }
 
 std::string sanitizer() {

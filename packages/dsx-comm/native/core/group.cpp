@@ -43,7 +43,7 @@ const char* dtype_name(int64_t code) {
 }
 
 Group::Group(void* memory, Settings settings)
-    : base_(static_cast<char*>(memory)), set_(std::move(settings)), k_(kernels()), outlet_(k_, set_.stores) {
+    : base_(static_cast<char*>(memory)), set_(std::move(settings)), k_(kernels()), stores_(k_, set_.stores) {
     auto* g = group();
     layout_.size = g->size;
     layout_.in_bytes = static_cast<size_t>(g->in_bytes);
@@ -64,15 +64,15 @@ void Group::format(void* memory, const Layout& layout, uint64_t nonce0, uint64_t
     g->magic = MAGIC;
 }
 
-Group::Doing Group::begin(const char* what, double timeout) {
+Group::CallContext Group::begin(const char* what, double timeout) {
     check_poison();
     calls_++;
-    Doing doing{what,
-                Clock::now() + std::chrono::microseconds(static_cast<int64_t>(std::min(timeout, 1e9) * 1e6)),
-                timeout,
-                {}};
-    check_leases(doing);
-    return doing;
+    CallContext context{what,
+                        Clock::now() + std::chrono::microseconds(static_cast<int64_t>(std::min(timeout, 1e9) * 1e6)),
+                        timeout,
+                        {}};
+    check_leases(context);
+    return context;
 }
 
 Descriptor Group::descriptor(Call call, int64_t bytes, int code) const {
@@ -85,13 +85,13 @@ Descriptor Group::descriptor(Call call, int64_t bytes, int code) const {
     return d;
 }
 
-void Group::describe(const Descriptor& mine) { header(rank())->doing[(step_ + 1) & 1] = mine; }
+void Group::describe(const Descriptor& mine) { header(rank())->calls[(step_ + 1) & 1] = mine; }
 
 bool Group::agree(const Descriptor& mine) const {
     bool same_memory = true;
     for (int r = 0; r < size(); r++) {
         if (r == rank()) continue;
-        const Descriptor& theirs = header(r)->doing[step_ & 1];
+        const Descriptor& theirs = header(r)->calls[step_ & 1];
         if (!alike(mine, theirs)) disagree(mine);
         same_memory = same_memory && mine.memory == theirs.memory;
     }
@@ -101,14 +101,14 @@ bool Group::agree(const Descriptor& mine) const {
 void Group::disagree(const Descriptor& mine) const {
     std::string text = "ranks call different collectives (call #" + std::to_string(calls_) + " of the group): ";
     for (int r = 0; r < size(); r++)
-        text += (r ? "; rank " : "rank ") + name(r) + ": " + say(r == rank() ? mine : header(r)->doing[step_ & 1]);
+        text += (r ? "; rank " : "rank ") + name(r) + ": " + say(r == rank() ? mine : header(r)->calls[step_ & 1]);
     throw Mismatch(text + ". No data was exchanged.");
 }
 
-bool Group::open(const Doing& doing, const Descriptor& mine) {
+bool Group::open(const CallContext& context, const Descriptor& mine) {
     describe(mine);
     post();
-    await(doing);
+    await(context);
     return agree(mine);
 }
 
@@ -116,13 +116,13 @@ std::vector<const char*> Group::peers(const Symmetric& where) const {
     std::vector<const char*> found(static_cast<size_t>(size()));
     for (int r = 0; r < size(); r++)
         found[static_cast<size_t>(r)] =
-            where.bases[static_cast<size_t>(r)] + (r == rank() ? where.offset : header(r)->doing[step_ & 1].offset);
+            where.bases[static_cast<size_t>(r)] + (r == rank() ? where.offset : header(r)->calls[step_ & 1].offset);
     return found;
 }
 
 void Group::barrier(double timeout) {
-    auto doing = begin("barrier", timeout);
-    open(doing, descriptor(Call::barrier, 0));
+    auto context = begin("barrier", timeout);
+    open(context, descriptor(Call::barrier, 0));
 }
 
 }  // namespace dsx

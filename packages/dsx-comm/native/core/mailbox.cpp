@@ -25,16 +25,16 @@ TransferPtr Mailboxes::receive(int peer, void* data, int64_t bytes, int64_t tag,
     auto t = std::make_shared<Transfer>();
     *t = {false, peer, tag, static_cast<char*>(data), bytes, code, std::move(leases)};
     std::lock_guard<std::mutex> hold(lock_);
-    for (auto it = aside_.begin(); it != aside_.end(); ++it) {
+    for (auto it = unexpected_.begin(); it != unexpected_.end(); ++it) {
         if (it->tag != tag || (peer >= 0 && it->from != peer)) continue;
         auto& incoming = incoming_[static_cast<size_t>(it->from)];
-        const bool arriving = incoming.aside == &*it;  // then the rest goes straight to its place
+        const bool arriving = incoming.unexpected == &*it;  // then the rest goes straight to its place
         const auto total = static_cast<int64_t>(it->data.size());
         Incoming whole{true, t, nullptr, total, tag, it->code, arriving ? incoming.got : total};
         t->peer = it->from;
         match(it->from, whole);
         if (!whole.unwanted) put(t->data, it->data.data(), static_cast<size_t>(whole.got));
-        aside_.erase(it);
+        unexpected_.erase(it);
         if (arriving) {
             incoming = whole;
             progress();
@@ -89,8 +89,8 @@ bool Mailboxes::start(int peer, Incoming& incoming, const Mailbox::Slot& piece) 
         return true;
     }
     if (!asked) return false;
-    aside_.push_back({peer, piece.tag, piece.code, std::vector<char>(static_cast<size_t>(piece.total)), false});
-    incoming = {true, nullptr, &aside_.back(), piece.total, piece.tag, piece.code};
+    unexpected_.push_back({peer, piece.tag, piece.code, std::vector<char>(static_cast<size_t>(piece.total)), false});
+    incoming = {true, nullptr, &unexpected_.back(), piece.total, piece.tag, piece.code};
     return true;
 }
 
@@ -133,7 +133,7 @@ bool Mailboxes::pull(int peer) {
                 incoming = {};
                 break;
             }
-            char* target = incoming.aside ? incoming.aside->data.data() : incoming.into->data;
+            char* target = incoming.unexpected ? incoming.unexpected->data.data() : incoming.into->data;
             put(target + incoming.got, slot(peer, group_.rank(), tail), static_cast<size_t>(piece.bytes));
         }
         incoming.got += piece.bytes;
@@ -146,7 +146,7 @@ bool Mailboxes::pull(int peer) {
 }
 
 void Mailboxes::finish_receive(Incoming& incoming) {
-    if (incoming.aside) incoming.aside->complete = true;
+    if (incoming.unexpected) incoming.unexpected->complete = true;
     else incoming.into->done = completed_ = true;
     incoming = {};
 }
@@ -173,7 +173,7 @@ bool Mailboxes::idle() const {
 }
 
 // A transfer whose peer has ended fails, unless what it needs lies in the box already (`progress` ran just before).
-void Mailboxes::give_up_on_the_lost() {
+void Mailboxes::fail_transfers_of_dead_peers() {
     const auto lost = group_.lost();
     if (lost.empty()) return;
     std::lock_guard<std::mutex> hold(lock_);
@@ -202,7 +202,7 @@ void Mailboxes::give_up_on_the_lost() {
     Group::ring(group_.doorbell(group_.rank()));
 }
 
-void Mailboxes::settle(const TransferPtr& t) const {
+void Mailboxes::throw_if_failed(const TransferPtr& t) const {
     if (t->error.empty()) return;
     if (t->failure == Failure::lost) throw PeerLost(t->error);
     if (t->failure == Failure::aborted) throw Aborted(t->error);
@@ -212,7 +212,7 @@ void Mailboxes::settle(const TransferPtr& t) const {
 bool Mailboxes::finished(const TransferPtr& t) {
     std::lock_guard<std::mutex> hold(lock_);
     if (!t->done) progress();
-    if (t->done) settle(t);
+    if (t->done) throw_if_failed(t);
     return t->done;
 }
 
@@ -275,12 +275,12 @@ void Mailboxes::wait_for(const TransferPtr& t, double timeout) {
         {
             std::lock_guard<std::mutex> hold(lock_);
             progress();
-            if (t->done) return settle(t);
+            if (t->done) return throw_if_failed(t);
         }
         if (group_.slice(bell, rung + 1)) continue;
         group_.check_poison();
         group_.look();
-        give_up_on_the_lost();
+        fail_transfers_of_dead_peers();
         if (Group::Clock::now() >= until) {
             std::string who = t->peer < 0 ? "any rank" : "rank " + group_.name(t->peer);
             throw WaitTimeout(std::string(t->sending ? "send to " : "recv from ") + who + " (tag " +
@@ -313,7 +313,7 @@ void Mailboxes::background() {
             rung = bell.value.load(std::memory_order_seq_cst);
             if (progress()) continue;
         }
-        if (!group_.slice(bell, rung + 1)) give_up_on_the_lost();
+        if (!group_.slice(bell, rung + 1)) fail_transfers_of_dead_peers();
     }
 }
 

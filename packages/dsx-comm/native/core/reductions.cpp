@@ -55,21 +55,22 @@ class Reducer {
 }  // namespace
 
 void Group::all_reduce(void* data, int64_t count, const ReduceSpec& spec, const Symmetric& where, double timeout) {
-    auto doing = begin("all_reduce", timeout);
+    auto context = begin("all_reduce", timeout);
     const int64_t bytes = count * width_of(spec);
     Descriptor mine = with(descriptor(Call::all_reduce, bytes), spec);
     mine.memory = where.memory;
     mine.offset = where.offset;
-    if (where && open(doing, mine)) return symmetric_all_reduce(spec, where, doing, mine);
+    if (where && open(context, mine)) return symmetric_all_reduce(spec, where, context, mine);
     mine.memory = -1;
-    if (bytes <= set_.one_shot) return one_shot_all_reduce(data, spec, doing, mine);
-    staged_all_reduce(static_cast<char*>(data), spec, doing, mine);
+    if (bytes <= set_.one_shot) return one_shot_all_reduce(data, spec, context, mine);
+    staged_all_reduce(static_cast<char*>(data), spec, context, mine);
 }
 
-// Everybody shows everything, everybody sums everything.
-void Group::one_shot_all_reduce(void* data, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine) {
+// Every rank copies all of its data to shared memory, and every rank sums all of it.
+void Group::one_shot_all_reduce(void* data, const ReduceSpec& spec, const CallContext& context,
+                                const Descriptor& mine) {
     do put(in(rank(), step_ + 1), data, static_cast<size_t>(mine.bytes));
-    while (!open(doing, mine));
+    while (!open(context, mine));
     Reducer sum(k_, spec, size());
     for (int r = 0; r < size(); r++) sum.source(r) = r == rank() ? data : in(r, step_);
     sum.run(data, mine.bytes);
@@ -77,7 +78,7 @@ void Group::one_shot_all_reduce(void* data, const ReduceSpec& spec, const Doing&
 
 // Chunk c passes three stages, one per step: the peers' slices are shown (in), the own slice is summed and shown (out),
 // the peers' sums are fetched. In one step the three stages of three chunks run interleaved.
-void Group::staged_all_reduce(char* data, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine) {
+void Group::staged_all_reduce(char* data, const ReduceSpec& spec, const CallContext& context, const Descriptor& mine) {
     const Slices slices(mine.bytes, size(), static_cast<int64_t>(layout_.slice_bytes));
     const int64_t n = slices.chunks.n;
     Reducer sum(k_, spec, size());
@@ -101,11 +102,11 @@ void Group::staged_all_reduce(char* data, const ReduceSpec& spec, const Doing& d
         const int64_t bytes = std::min(BLOCK, span.length - at);
         for (int r = 0; r < size(); r++) sum.source(r) = r == rank() ? place : in(r, rank(), step_) + at;
         sum.run(place, bytes);
-        show(out(rank(), step_ + 1) + at, place, static_cast<size_t>(bytes));
+        copy_to_shared(out(rank(), step_ + 1) + at, place, static_cast<size_t>(bytes));
         return true;
     };
-    in_steps(n + 1, doing, mine, [&](int64_t s) {
-        outlet_.step(mine.bytes);
+    in_steps(n + 1, context, mine, [&](int64_t s) {
+        stores_.step(mine.bytes);
         bool any = true;
         for (int64_t at = 0; any && at < slices.limit; at += BLOCK) {
             any = s < n &&
@@ -118,7 +119,7 @@ void Group::staged_all_reduce(char* data, const ReduceSpec& spec, const Doing& d
 }
 
 // Each rank sums its slice over the peers' memory and writes it there: no staging.
-void Group::symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const Doing& doing,
+void Group::symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const CallContext& context,
                                  const Descriptor& mine) {
     const auto from = peers(where);
     auto place = [&](int r, int64_t at) { return const_cast<char*>(from[static_cast<size_t>(r)]) + at; };
@@ -134,12 +135,12 @@ void Group::symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where,
             put(place((rank() + k) % size(), at), result, static_cast<size_t>(bytes));
     }
     post();
-    await(doing);
+    await(context);
 }
 
 void Group::reduce_scatter(void* output, const char* const* inputs, const int64_t* counts, const ReduceSpec& spec,
                            const Symmetric& where, double timeout) {
-    auto doing = begin("reduce_scatter", timeout);
+    auto context = begin("reduce_scatter", timeout);
     int64_t total = 0;
     for (int r = 0; r < size(); r++) total += counts[r] * width_of(spec);
     Descriptor mine = with(descriptor(Call::reduce_scatter, total), spec);
@@ -147,9 +148,9 @@ void Group::reduce_scatter(void* output, const char* const* inputs, const int64_
     mine.memory = where.memory;
     mine.offset = where.offset;
     const Scattered parts{static_cast<char*>(output), inputs, counts, width_of(spec)};
-    if (where && open(doing, mine)) return symmetric_reduce_scatter(parts, spec, where, doing);
+    if (where && open(context, mine)) return symmetric_reduce_scatter(parts, spec, where, context);
     mine.memory = -1;
-    staged_reduce_scatter(parts, spec, doing, mine);
+    staged_reduce_scatter(parts, spec, context, mine);
 }
 
 // Outputs that do not fit the caches are written past them; in place, the lines are in the cache already.
@@ -159,7 +160,7 @@ bool Group::past_cache(const Scattered& parts) const {
 
 // Each rank sums its part over the peers' memory.
 void Group::symmetric_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Symmetric& where,
-                                     const Doing& doing) {
+                                     const CallContext& context) {
     const auto from = peers(where);
     const int64_t skip = parts.inputs[rank()] - parts.inputs[0], own = parts.bytes(rank());
     Reducer sum(k_, spec, size());
@@ -169,11 +170,11 @@ void Group::symmetric_reduce_scatter(const Scattered& parts, const ReduceSpec& s
         sum.run(parts.output + at, std::min(BLOCK, own - at));
     }
     post();
-    await(doing);
+    await(context);
 }
 
 // Chunk c passes two stages, one per step: the peers' parts are shown, the own one is summed.
-void Group::staged_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Doing& doing,
+void Group::staged_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const CallContext& context,
                                   const Descriptor& mine) {
     int64_t largest = 0;
     for (int r = 0; r < size(); r++) largest = std::max(largest, parts.bytes(r));
@@ -204,7 +205,7 @@ void Group::staged_reduce_scatter(const Scattered& parts, const ReduceSpec& spec
         sum.run(parts.output + begin, bytes);
         return true;
     };
-    in_steps(chunks.n, doing, mine, [&](int64_t s) {
+    in_steps(chunks.n, context, mine, [&](int64_t s) {
         bool any = true;
         for (int64_t at = 0; any && at < limit; at += BLOCK) {
             any = s < chunks.n && give(s, at);
@@ -214,16 +215,16 @@ void Group::staged_reduce_scatter(const Scattered& parts, const ReduceSpec& spec
 }
 
 void Group::reduce(void* data, int64_t count, int root, const ReduceSpec& spec, double timeout) {
-    auto doing = begin("reduce", timeout);
+    auto context = begin("reduce", timeout);
     Descriptor mine = with(descriptor(Call::reduce, count * width_of(spec)), spec);
     mine.root = root;
     auto* user = static_cast<char*>(data);
     const Chunks chunks(mine.bytes, static_cast<int64_t>(layout_.in_bytes));
     Reducer sum(k_, spec, size());
-    in_steps(chunks.n, doing, mine, [&](int64_t s) {
-        outlet_.step(mine.bytes);
+    in_steps(chunks.n, context, mine, [&](int64_t s) {
+        stores_.step(mine.bytes);
         if (s < chunks.n && rank() != root)
-            outlet_.copy(in(rank(), step_ + 1), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
+            stores_.copy(in(rank(), step_ + 1), user + chunks.begin(s), static_cast<size_t>(chunks.size(s)));
         if (s == 0 || rank() != root) return;
         for (int64_t at = 0; at < chunks.size(s - 1); at += BLOCK) {
             char* place = user + chunks.begin(s - 1) + at;

@@ -1,4 +1,4 @@
-// Posting, waiting, and noticing that somebody is gone.
+// Posting a step, waiting for the other ranks, and noticing that one of them has ended.
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sched.h>
@@ -48,7 +48,7 @@ void Group::ring(Flag& flag) {
 bool Group::slice(Flag& flag, uint64_t value) const {
     if (flag.value.load(std::memory_order_acquire) >= value) return true;
     // Sleeping and being woken costs a virtual machine 50 to 100 us, in which the others would fall asleep in turn:
-    // busy waiting must last longer than that. After a moment it gives way to whoever else wants the core.
+    // busy waiting must last longer than that. After a moment it yields to other threads that want the core.
     const auto start = Clock::now();
     const auto pure = start + std::chrono::nanoseconds(static_cast<int64_t>(set_.spin_us * 1e3));
     const auto until = start + std::chrono::nanoseconds(static_cast<int64_t>(set_.yield_us * 1e3));
@@ -77,55 +77,56 @@ bool Group::slice(Flag& flag, uint64_t value) const {
 }
 
 void Group::post() {
-    settle_stores();
+    fence_stores();
     raise_flag(header(rank())->progress, ++step_);
 }
 
-void Group::await(const Doing& doing) {
+void Group::await(const CallContext& context) {
     for (int r = 0; r < size(); r++)
-        if (r != rank()) await_one(r, doing);
-    check_leases(doing);
+        if (r != rank()) await_one(r, context);
+    check_leases(context);
 }
 
-void Group::check_leases(const Doing& doing) {
+void Group::check_leases(const CallContext& context) {
     if (!leases_ || leases_->hold()) return;
     std::string text =
-        std::string(doing.what) + " #" + std::to_string(calls_) + ": on rank " + name(rank()) +
+        std::string(context.what) + " #" + std::to_string(calls_) + ": on rank " + name(rank()) +
         " the memory of a tensor was freed or moved (its storage was resized) while the call used it; wait "
         "for the call first";
     poison(Failure::aborted, text);
     throw Aborted(text);
 }
 
-// Who leaves a call half way leaves the others waiting: they are told.
-void Group::look_or_give_up(const Doing& doing) {
+// Runs the caller's check for interrupts (signals). A rank that leaves a call half way leaves the others waiting, so it
+// tells them first.
+void Group::check_interrupts(const CallContext& context) {
     try {
         look();
     } catch (...) {
-        poison(Failure::aborted, std::string(doing.what) + " #" + std::to_string(calls_) + ": rank " + name(rank()) +
+        poison(Failure::aborted, std::string(context.what) + " #" + std::to_string(calls_) + ": rank " + name(rank()) +
                                      " was interrupted while it waited for the others");
         throw;
     }
 }
 
-void Group::await_one(int peer, const Doing& doing) {
+void Group::await_one(int peer, const CallContext& context) {
     Flag& flag = header(peer)->progress;
     while (!slice(flag, step_)) {
         check_poison();
-        look_or_give_up(doing);
+        check_interrupts(context);
         const auto gone = lost(),
                    late = behind(
-                       step_);  // in this order: while anybody is behind, nobody has left this step in good order
+                       step_);  // in this order: while one rank is behind, no rank has left this step in good order
         if (!gone.empty() && !late.empty()) {
-            std::string text = std::string(doing.what) + " #" + std::to_string(calls_) + ": rank(s) " + names(gone) +
+            std::string text = std::string(context.what) + " #" + std::to_string(calls_) + ": rank(s) " + names(gone) +
                                " ended while rank " + name(rank()) + " waited (killed, or left without taking part)";
             poison(Failure::lost, text);
             throw PeerLost(text);
         }
-        if (Clock::now() >= doing.until) {
+        if (Clock::now() >= context.until) {
             char seconds[32];
-            std::snprintf(seconds, sizeof seconds, "%g", doing.timeout);
-            std::string text = std::string(doing.what) + " #" + std::to_string(calls_) + ": rank(s) " + names(late) +
+            std::snprintf(seconds, sizeof seconds, "%g", context.timeout);
+            std::string text = std::string(context.what) + " #" + std::to_string(calls_) + ": rank(s) " + names(late) +
                                " did not come within " + seconds + " s; they are alive: look for what they do instead";
             poison(Failure::timeout, text);
             throw WaitTimeout(text);
@@ -158,7 +159,7 @@ std::vector<int> Group::lost() const {
 
 void Group::poison(Failure kind, const std::string& text) {
     uint32_t fine = 0;
-    if (!group()->poison.compare_exchange_strong(fine, 1)) return;  // somebody was first
+    if (!group()->poison.compare_exchange_strong(fine, 1)) return;  // another rank was first
     size_t n = std::min(text.size(), POISON_TEXT - 1);
     std::memcpy(group()->text, text.data(), n);
     group()->text[n] = 0;

@@ -138,7 +138,7 @@ void transfers(Group& g, Mailboxes& boxes, int round) {
 
 void rank_main(void* memory, int rank, int size, int rounds) {
     Settings s;
-    s.stores = rank % 2 ? Outlet::Way::past : Outlet::Way::measured;
+    s.stores = rank % 2 ? StorePolicy::Way::non_temporal : StorePolicy::Way::measured;
     s.rank = rank;
     for (int r = 0; r < size; r++) s.names.push_back(r);
     s.yield_us = 30;

@@ -12,6 +12,7 @@ from . import parallel_groups
 from ._version import __version__
 from .agreement import check_first_calls
 from .arena import SymmetricArena
+from .buckets import in_buckets
 from .calls import Call, observe
 from .coalesced import (
     all_gather_coalesced,
@@ -41,6 +42,7 @@ from .compressed import (
     ErrorFeedback,
     Hierarchy,
     OneBitLayout,
+    QuantizationFeedback,
     codec_status,
     compressed_all_reduce,
     compressed_allreduce,
@@ -78,6 +80,7 @@ from .groups import (
     new_group,
 )
 from .hang import explain_hangs, unit
+from .hybrid import hierarchical_all_gather, hybrid_reduce_scatter
 from .init import init_distributed
 from .log import (
     configure,
@@ -140,6 +143,7 @@ __all__ = [
     "OnebitLamb",
     "P2POp",
     "ParameterMarks",
+    "QuantizationFeedback",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "ProcessTopology",
@@ -197,12 +201,15 @@ __all__ = [
     "has_coalescing_manager",
     "has_comm_data",
     "has_reduce_scatter_tensor",
+    "in_buckets",
     "inference_all_reduce",
     "init_distributed",
     "initialize_mesh_device",
     "irecv",
     "is_available",
     "is_initialized",
+    "hierarchical_all_gather",
+    "hybrid_reduce_scatter",
     "is_symmetric",
     "isend",
     "log_summary",

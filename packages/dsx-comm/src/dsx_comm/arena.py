@@ -6,7 +6,7 @@ together, and each takes from its part what it needs, when it needs it, without 
 pages exist from the first write to them until `trim`, and are used again before others are touched. Where the group's
 ranks share no memory, and where the arena is full, a tensor is an ordinary one and collectives work as always.
 
-Left out: device memory (`empty` has torch's), and finding out by itself that nobody uses a tensor any more.
+Left out: device memory (`empty` has torch's), and finding out by itself that a tensor is not used any more.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class SymmetricArena:
         return torch.frombuffer(self._mapping, dtype=dtype, offset=self._begin + begin, count=numel).view(shape)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Hand back a tensor that `take` gave; nobody may use it any more, collectives on it have ended. One that had
-        no room is just dropped.
+        """Hand back a tensor that `take` gave. It may not be used any more, and collectives on it have ended. One that
+        had no room is just dropped.
 
         Raises CommArgumentError if it is part of the arena but none that is taken begins there: given back before, or a
         view.

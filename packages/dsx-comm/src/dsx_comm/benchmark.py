@@ -1,7 +1,7 @@
 """`dsx bench comm`: times the collectives over sizes on several backends, side by side, with a table and a plot.
 
     dsx bench comm --ranks 2 --sizes 1K,64K,1M,64M --backends dsx,gloo --plot comm.svg
-    torchrun --nproc-per-node 4 -m dsx_comm.benchmark     # on ranks that somebody else starts
+    torchrun --nproc-per-node 4 -m dsx_comm.benchmark     # on ranks that a launcher starts
 
 All backends run in the same processes, one call of each in turn, so that a disturbance meets all; medians are shown.
 `--calls` times several calls on end and divides, as OSU's and NCCL's benchmarks do: a single call of microseconds is

@@ -1,4 +1,4 @@
-"""One record per communication call, handed to whoever watches: byte counters and the communication log.
+"""One record per communication call, handed to observers: byte counters and the communication log.
 
 Every public function of this package describes what it is about to do as a `Call` and runs it through `run`. The hang
 explainer notes every call on groups that do not tell it by themselves. Observers cost nothing where there are none. A
@@ -144,7 +144,7 @@ def _observed(call: Call, issue: Callable[[], Any], is_async: bool) -> Any:
 
 
 def guarded(call: Call, issue: Callable[[], Any]) -> Any:
-    """Issue a part of a call that observers are yet to hear of: the hang explainer watches it, nobody counts it."""
+    """Issue a part of a call that observers are yet to hear of: the hang explainer watches it, it is not counted."""
     return _watched(call, issue, False)
 
 

@@ -75,7 +75,7 @@ def tensor_of(value: Any, name: str, what: str = "tensor") -> torch.Tensor:
     return value
 
 
-def share(whole: Any, part: Any, to: Membership, name: str, names: tuple[str, str]) -> None:
+def check_even_split(whole: Any, part: Any, to: Membership, name: str, names: tuple[str, str]) -> None:
     """Check that `whole` is a contiguous tensor of N times the elements of `part`, of the same dtype and device."""
     tensor_of(whole, name, names[0])
     tensor_of(part, name, names[1])

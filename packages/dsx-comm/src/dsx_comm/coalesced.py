@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .calls import Call, Labels, all_reduce_volume, check_labels, run, share_volume
-from .checks import contiguous, described, nbytes, not_overlapping, reduce_kind, share, tensor_of
+from .checks import check_even_split, contiguous, described, nbytes, not_overlapping, reduce_kind, tensor_of
 from .collectives import settle, start_all_gather, start_all_reduce, start_reduce_scatter
 from .errors import CommArgumentError
 from .groups import Membership, member
@@ -89,7 +89,7 @@ def all_gather_coalesced(
     names = ("output_tensors", "input_tensors")
 
     def start(output: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
-        share(output, source, to, name, ("output", "input"))
+        check_even_split(output, source, to, name, ("output", "input"))
         not_overlapping(output, source, to.rank, name)
         return lambda: start_all_gather(output, source, to)
 
@@ -110,7 +110,7 @@ def reduce_scatter_coalesced(
     names = ("output_tensors", "input_tensors")
 
     def start(output: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
-        share(source, output, to, name, ("input", "output"))
+        check_even_split(source, output, to, name, ("input", "output"))
         kind = reduce_kind(op, source, name)
         return lambda: start_reduce_scatter(output, source, kind, to)
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from . import composed
 from .calls import Call, Labels, all_reduce_volume, check_labels, run, share_volume
 from .checks import (
+    check_even_split,
     contiguous,
     described,
     nbytes,
     not_overlapping,
     reduce_kind,
     root,
-    share,
     tensor_list,
     tensor_of,
 )
@@ -64,7 +64,7 @@ def _averaged(
     divide: bool = True,
     at_once: bool = False,
 ) -> Any:
-    """AVG where the backend has none: SUM, then a division on whoever has the result. Done already with `at_once`."""
+    """AVG where the backend has none: SUM, then a division where the result is. Done already with `at_once`."""
     if kind is not _AVG or to.averages(tensor):
         return issue(kind)
     work = issue(_SUM)
@@ -179,7 +179,7 @@ def reduce_scatter_tensor(
     """
     name = "reduce_scatter_tensor"
     to = member(group)
-    share(input, output, to, name, ("input", "output"))
+    check_even_split(input, output, to, name, ("input", "output"))
     contiguous(output, name, "output")
     kind = reduce_kind(op, input, name)
     size, detail = nbytes(output), described(input.dtype, kind)
@@ -281,7 +281,7 @@ def all_gather_into_tensor(
     """
     name = "all_gather_into_tensor"
     to, output, input = member(group), output_tensor, input_tensor
-    share(output, input, to, name, ("output", "input"))
+    check_even_split(output, input, to, name, ("output", "input"))
     contiguous(output, name, "output")
     not_overlapping(output, input, to.rank, name)
     size, detail = nbytes(input), described(input.dtype)

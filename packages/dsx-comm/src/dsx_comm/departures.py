@@ -2,7 +2,7 @@
 
 A backend that loses a connection says "Connection closed by peer", and neither which rank that was nor what happened to
 it. A rank whose process ends with an exception, or that destroys its process group while one is on its way, leaves one
-line in the job's store first. Whoever then fails in a call looks there.
+line in the job's store first. A rank that then fails in a call looks there.
 
 Left out: ranks that are killed (nothing of them runs any more; groups of the "dsx" backend name those by themselves),
 and ranks that end in good order.
@@ -36,7 +36,7 @@ class Departures:
         if self._store is None or error is None or isinstance(error, SystemExit) or not dist.is_initialized():
             return
         said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:500]
-        with contextlib.suppress(RuntimeError):  # the store is gone already: nobody is left to read it
+        with contextlib.suppress(RuntimeError):  # the store is gone already: no rank is left to read it
             self._store.set(f"left/{dist.get_rank()}", said)
 
     def of_group(self, name: str) -> dict[int, str]:

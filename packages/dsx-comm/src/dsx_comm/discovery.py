@@ -98,7 +98,7 @@ def _torchrun(environ: Mapping[str, str]) -> Rendezvous:
     if "LOCAL_RANK" in environ:
         local = _number(environ, "LOCAL_RANK")
     else:
-        # one machine unless somebody says otherwise
+        # one machine unless the environment says otherwise
         local = rank % (_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else size)
     found = Rendezvous(rank, size, local, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"), "environment")
     return _checked(found)

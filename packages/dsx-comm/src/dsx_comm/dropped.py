@@ -1,7 +1,7 @@
 """Asynchronous calls whose handle was dropped without a wait: what waits for them in place of the caller.
 
-Such a call is legal, and common for sends. Somebody has to hold its memory until it is done, and then let go of it;
-some calls end only if a thread waits for them. So a handle that nobody holds any more goes into a queue (from its
+Such a call is legal, and common for sends. Its memory has to be held until it is done, and then let go;
+some calls end only if a thread waits for them. So a handle that is not held any more goes into a queue (from its
 finaliser), and a thread looks at the queue until its calls are done.
 """
 
@@ -41,7 +41,7 @@ class Droppable(Protocol):
 
 
 class Dropped:
-    """The dropped handles of this process. A failure has nobody to be raised to: it is logged."""
+    """The dropped handles of this process. No caller is left to raise a failure to: it is logged."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Any] = SimpleQueue()

@@ -22,7 +22,7 @@ def place_of(frame: Any) -> str:
 
 
 def explain(raised: dict[str, Any], answers: dict[int, Any], world_size: int = 0) -> str:
-    """Who is missing from the call that `raised` names, and what each rank does.
+    """Which ranks are missing from the call that `raised` names, and what each rank does.
 
     `answers` is by rank. Ranks of `world_size` that are not in it did not answer.
     """

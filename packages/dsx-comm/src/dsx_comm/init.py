@@ -45,7 +45,7 @@ def init_distributed(
         dist_backend: "nccl", "gloo", "mpi", "cpu:gloo,cuda:nccl", ...; default: where CUDA is available nccl, with gloo
             beside it for host tensors; else "dsx", shared memory, which is gloo where the ranks do not share a machine.
         auto_mpi_discovery: look for Slurm, MPI, AzureML and SageMaker when torchrun's variables are not all set.
-        distributed_port: port of rank 0 where nobody names one.
+        distributed_port: port of rank 0 where neither the launcher nor the caller names one.
         verbose: log one line on rank 0.
         timeout: of collectives, a timedelta or minutes; default: the variable DSX_TIMEOUT (minutes), else
             DEEPSPEED_TIMEOUT, which job scripts have, else 10 minutes.

@@ -1,4 +1,4 @@
-"""The communication log: how often, how large, how long, how fast; and which rank everybody waits for.
+"""The communication log: how often, how large, how long, how fast; and which rank the others wait for.
 
     dsx_comm.configure(enabled=True)
     ... training ...

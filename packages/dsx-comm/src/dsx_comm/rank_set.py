@@ -1,7 +1,7 @@
 """Place as a value: which ranks share one flat buffer.
 
 Most parameters of a model are held alike by all data-parallel ranks. Some are not: an expert lives on some of them
-only, and a slice of a matrix (tensor slicing) has other numbers on each model-parallel rank. Whoever divides buffers
+only, and a slice of a matrix (tensor slicing) has other numbers on each model-parallel rank. Code that divides buffers
 among ranks, reduces gradients or takes a norm asks a `RankSet` and nothing else, so that experts, tensor slicing,
 secondary shards and pipelines are values of it and not cases in code.
 
@@ -51,6 +51,12 @@ class RankSet:
         tensor_groups: groups whose ranks hold other slices of the same tensors; a norm of one tensor is summed over
             them too.
         kind: a word for messages.
+        copies: hybrid sharding (MiCS): the ranks that have the same shard, each in another group of ranks that share a
+            whole buffer. Gradients are summed over them too, and the buffer's divisor counts them.
+        whole: all ranks that hold the parameters, where `copies` says that there are more of them than share one
+            buffer; None is the default group.
+        near: secondary shards (hpZ): ranks close to each other that have a second copy of the gathered values, divided
+            among them.
     """
 
     group: Any = None
@@ -62,6 +68,9 @@ class RankSet:
     counts_in_norm: bool = True
     tensor_groups: tuple[Any, ...] = ()
     kind: str = "data"
+    copies: RankSet | None = None
+    whole: Any = None
+    near: RankSet | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -88,9 +97,21 @@ class RankSet:
         """The group for gathers."""
         return self.group if self.gathers is None else self.gathers
 
+    @property
+    def holders(self) -> Any:
+        """The group of all ranks that hold the parameters."""
+        return self.group if self.copies is None else self.whole
+
+    @property
+    def first_copy(self) -> bool:
+        """Does this rank speak for its shard, where others have the same?"""
+        return self.copies is None or self.copies.rank == 0
+
     def __str__(self) -> str:
+        copies = "" if self.copies is None else f", {self.copies.size} copies"
+        near = "" if self.near is None else f", secondary shards on {self.near.size}"
         mean = "" if self.divisor == self.size else f", mean over {self.divisor}"
-        return f"{self.kind} ({self.size} ranks{mean})"
+        return f"{self.kind} ({self.size} ranks{mean}{copies}{near})"
 
 
 @dataclass(frozen=True)

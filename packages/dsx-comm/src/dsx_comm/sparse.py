@@ -86,10 +86,10 @@ def _counts(own: torch.Tensor, to: Membership) -> list[int]:
     """How many entries each rank has. Raises MismatchError on all ranks if their shapes or dtypes differ."""
     form = f"{tuple(own.shape)} {own.dtype}, {own.sparse_dim()} sparse dimension(s)"
     mine = torch.tensor([own._nnz(), zlib.crc32(form.encode())], dtype=torch.int64, device=own.device)
-    everybody = mine.new_empty(to.size, 2)
+    counts = mine.new_empty(to.size, 2)
     ask = Call(_NAME, to.group, to.size, 16, 0, own.device, {})
-    guarded(ask, lambda: settle(start_all_gather(everybody, mine, to), False))
-    rows = everybody.tolist()
+    guarded(ask, lambda: settle(start_all_gather(counts, mine, to), False))
+    rows = counts.tolist()
     if len({checksum for _, checksum in rows}) > 1:
         alike = [rank for rank, (_, checksum) in zip(to.ranks, rows) if checksum == rows[to.rank][1]]
         raise MismatchError(

@@ -159,7 +159,7 @@ class _HostSteps:
                     try:
                         with torch.no_grad():
                             step()
-                    except BaseException as found:  # noqa: BLE001  (handed to whoever waits)
+                    except BaseException as found:  # noqa: BLE001  (raised in the thread that waits)
                         error = found
                 promise.keep(error)
             del steps, error

@@ -3,12 +3,15 @@
 A `Handle` is a list of transfers (torch Works, or handles) plus an optional finish: arithmetic that turns what arrived
 into the result (a sum in rank order, a division). The finish runs once, in the thread that waits.
 
-Operations of two phases (a composed all-reduce: scatter, then gather) issue their second phase when somebody waits. Two
+Operations of two phases (a composed all-reduce: scatter, then gather) issue their second phase when a caller waits. Two
 ranks that wait for two such operations in opposite order would wait for each other; so waiting for one first advances
 all that were issued before it, in every group. `Queue` keeps that order.
 
+The works of the shared-memory transport (`shm/work.py`) are no handles: torch's process groups accept subclasses of its
+own `Work` only. A `Handle` over one of them adds what callers see on every backend.
+
 A handle may be dropped without a wait. Where the backend carries the operation out by itself nothing has to be done;
-where it ends only if somebody waits (a finish, a second phase, gloo's sends and receives), `dropped.py` sees to it.
+where it ends only if a thread waits (a finish, a second phase, gloo's sends and receives), `dropped.py` sees to it.
 """
 
 from __future__ import annotations
@@ -166,7 +169,7 @@ class Handle:
         try:
             for work in transfers:
                 work.wait()
-        except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
+        except BaseException as error:  # noqa: BLE001  (raised in the thread that waits)
             self._error = error
         finally:
             arrived.set()
@@ -286,7 +289,7 @@ class TwoPhase(Handle):
         self._phases.rest.wait(timeout)
 
     def on_arrival(self, callback: Callable[[], None]) -> None:
-        """As for every handle; the second phase only begins when somebody waits or asks."""
+        """As for every handle; the second phase only begins when a caller waits or asks."""
         self._phases.on_arrival(callback)
 
     def is_completed(self) -> bool:

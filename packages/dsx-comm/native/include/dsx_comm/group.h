@@ -2,7 +2,7 @@
 //
 // Everything advances in steps. In a step a rank writes into the places that are its in this step (segment.h) and then
 // *posts* the step's number; what it wrote in step s its peers read after they saw s, and before they post s + 1. So a
-// rank that has seen everybody at s - 1 may write where anybody wrote in s - 2: two parities are enough, and one wait
+// rank that has seen every rank at s - 1 may write where any rank wrote in s - 2: two parities are enough, and one wait
 // per step. All ranks take the same number of steps in a call, which follows from the call's arguments; that these
 // agree is checked first (Descriptor).
 #pragma once
@@ -17,7 +17,7 @@
 
 #include "dsx_comm/kernels.h"
 #include "dsx_comm/lease.h"
-#include "dsx_comm/outlet.h"
+#include "dsx_comm/store_policy.h"
 #include "dsx_comm/segment.h"
 
 namespace dsx {
@@ -45,8 +45,8 @@ struct Settings {
     double spin_us = 20.0;     // waiting that keeps the core
     double yield_us = 300.0;   // waiting that gives way to others, from the start; then the rank sleeps
     double look_s = 0.1;       // how long it sleeps before it looks whether the others live; a failure wakes it
-    int64_t one_shot = 16384;  // messages up to this many bytes are reduced by everybody at once
-    Outlet::Way stores = Outlet::Way::measured;
+    int64_t one_shot = 16384;  // messages up to this many bytes are reduced by every rank at once
+    StorePolicy::Way stores = StorePolicy::Way::measured;
     std::function<void()> look{};  // called now and then by who waits; what it throws ends the wait
 };
 
@@ -128,14 +128,15 @@ class Group {
     std::string poison_text() const;
 
   private:
-    struct Settled {
-        ~Settled() { settle_stores(); }
-    };  // the caller's memory is written when the call is over
-    struct Doing {
+    // Non-temporal stores into the caller's memory are in order with its own loads and stores when the call is over.
+    struct StoreFenceGuard {
+        ~StoreFenceGuard() { fence_stores(); }
+    };
+    struct CallContext {
         const char* what;
         Clock::time_point until;
         double timeout;
-        Settled settled;
+        StoreFenceGuard fence;
     };
     // Of a reduce-scatter: where the parts lie, and how many elements of `width` bytes each has.
     struct Scattered {
@@ -156,25 +157,26 @@ class Group {
     char* in(int r, uint64_t step) const { return base_ + layout_.in(layout_.area_of(r, step), step); }
     char* out(int r, uint64_t step) const { return base_ + layout_.out(layout_.area_of(r, step), step); }
 
-    Doing begin(const char* what, double timeout);
-    void describe(const Descriptor& mine);  // writes this rank's line for the coming step
-    void post();                            // the coming step is done
-    void await(const Doing& doing);         // everybody has posted what this rank posted last
-    void await_one(int peer, const Doing& doing);
-    void check_leases(const Doing& doing);  // throws, and tells the others, if the caller's memory is gone
-    void look_or_give_up(const Doing& doing);
+    CallContext begin(const char* what, double timeout);
+    void describe(const Descriptor& mine);   // writes this rank's line for the coming step
+    void post();                             // the coming step is done
+    void await(const CallContext& context);  // returns when every rank has posted what this rank posted last
+    void await_one(int peer, const CallContext& context);
+    void check_leases(const CallContext& context);  // throws, and tells the others, if the caller's memory is gone
+    void check_interrupts(const CallContext& context);
     // After await: throws unless all lines of the last step are alike; true if all name the same symmetric memory (or
     // none).
     bool agree(const Descriptor& mine) const;
     [[noreturn]] void disagree(const Descriptor& mine) const;
-    bool open(const Doing& doing, const Descriptor& mine);  // one step: describe, post, await, agree
+    bool open(const CallContext& context, const Descriptor& mine);  // one step: describe, post, await, agree
     Descriptor descriptor(Call call, int64_t bytes, int code = -1) const;
-    void show(char* place, const char* from, size_t bytes);  // into the place of what all read
+    void copy_to_shared(char* place, const char* from, size_t bytes);  // from is private, place is read by all ranks
     std::vector<const char*> peers(const Symmetric& where) const;
     // body(s) for s = 0 .. n, and a step between each two. The first one shows `mine`, and the ranks agree on it.
     // Symmetric memory helps only where all ranks' data lies in it, which the first step of a call tells; if some have
-    // it and some do not, those without forget what they showed in that step, and all begin again as if nobody had.
-    template <class Body> void in_steps(int64_t n, const Doing& doing, const Descriptor& mine, Body body) {
+    // it and some do not, those without forget what they shared in that step, and all begin again as if no rank had
+    // any.
+    template <class Body> void in_steps(int64_t n, const CallContext& context, const Descriptor& mine, Body body) {
         for (int64_t s = 0; s <= n; s++) {
             if (s == 0) describe(mine);
             if (s == 1 && !agree(mine)) {
@@ -184,28 +186,29 @@ class Group {
             body(s);
             if (s < n) {
                 post();
-                await(doing);
+                await(context);
             }
         }
     }
 
-    void symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const Doing& doing,
+    void symmetric_all_reduce(const ReduceSpec& spec, const Symmetric& where, const CallContext& context,
                               const Descriptor& mine);
-    void staged_all_reduce(char* data, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
-    void one_shot_all_reduce(void* data, const ReduceSpec& spec, const Doing& doing, const Descriptor& mine);
+    void staged_all_reduce(char* data, const ReduceSpec& spec, const CallContext& context, const Descriptor& mine);
+    void one_shot_all_reduce(void* data, const ReduceSpec& spec, const CallContext& context, const Descriptor& mine);
     bool past_cache(const Scattered& parts) const;
     void symmetric_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Symmetric& where,
-                                  const Doing& doing);
-    void staged_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const Doing& doing,
+                                  const CallContext& context);
+    void staged_reduce_scatter(const Scattered& parts, const ReduceSpec& spec, const CallContext& context,
                                const Descriptor& mine);
-    void symmetric_all_gather(char* const* outputs, const Symmetric& where, const Doing& doing, const Descriptor& mine);
-    void staged_all_gather(const char* from, char* const* outputs, const Doing& doing, const Descriptor& mine);
+    void symmetric_all_gather(char* const* outputs, const Symmetric& where, const CallContext& context,
+                              const Descriptor& mine);
+    void staged_all_gather(const char* from, char* const* outputs, const CallContext& context, const Descriptor& mine);
 
     char* base_;
     Layout layout_;
     Settings set_;
     const Kernels& k_;
-    Outlet outlet_;
+    StorePolicy stores_;
     uint64_t step_ = 0;  // last step this rank posted
     uint64_t calls_ = 0;
     const Leases* leases_ = nullptr;  // of the call that runs

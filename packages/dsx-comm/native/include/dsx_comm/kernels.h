@@ -43,10 +43,10 @@ struct Kernels {
     ReduceFn reduce[static_cast<int>(Dtype::count)]
                    [static_cast<int>(Reduce::count)];  // null: no meaning (bits of floats)
     void (*copy)(void* dst, const void* src, size_t bytes, bool stream);
-    // What was written past the cache is in order with other stores only after `settle_stores`.
+    // What was written past the cache is in order with other stores only after `fence_stores`.
 };
 
-inline void settle_stores() {
+inline void fence_stores() {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_sfence();
 #endif

@@ -1,9 +1,9 @@
 // The caller's memory that an asynchronous operation uses, and whether it is still there.
 //
 // Python keeps the storages of the tensors, but a storage may give its memory back while it lives (resize_). The
-// operation would then read and write memory of somebody else, or none. So it looks at the word in which each storage
-// keeps the address of its memory, after each wait for another rank: that is where the time goes in which a program can
-// do such a thing.
+// operation would then read and write memory that belongs to something else by now, or to nothing. So it looks at the
+// word in which each storage keeps the address of its memory, after each wait for another rank: that is where the time
+// goes in which a program can do such a thing.
 #pragma once
 #include <cstdint>
 #include <vector>

@@ -2,7 +2,7 @@
 //
 // Nothing here blocks another: `progress` moves whatever can be moved, in all directions, so two ranks may send to each
 // other first and receive later. A message for which no receive is posted stays in its slots, unless it stands before
-// one that is asked for: then it is put aside in private memory.
+// one that is asked for: then it is copied to private memory, as an unexpected message.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -28,7 +28,7 @@ struct Transfer {
     bool done = false;
     std::string error{};                  // of a finished transfer
     Failure failure = Failure::mismatch;  // of what kind it is
-    std::vector<char> own{};              // takes the place of the caller's memory when nobody waits any more
+    std::vector<char> own{};              // takes the place of the caller's memory once no caller waits any more
 };
 using TransferPtr = std::shared_ptr<Transfer>;
 
@@ -45,7 +45,7 @@ class Mailboxes {
     void stop();
 
   private:
-    struct Aside {
+    struct UnexpectedMessage {
         int from;
         int64_t tag;
         int64_t code;
@@ -56,7 +56,7 @@ class Mailboxes {
     struct Incoming {
         bool active = false;
         TransferPtr into;
-        Aside* aside = nullptr;
+        UnexpectedMessage* unexpected = nullptr;
         int64_t total = 0, tag = 0, code = 0, got = 0;
         bool unwanted = false;
     };
@@ -75,8 +75,8 @@ class Mailboxes {
     void match(int peer, Incoming& incoming) const;  // is the message what the receive expects?
     bool usable(Transfer& transfer);                 // false: its memory is gone, it has failed, and the group with it
     bool idle() const;
-    void give_up_on_the_lost();
-    void settle(const TransferPtr& transfer) const;
+    void fail_transfers_of_dead_peers();
+    void throw_if_failed(const TransferPtr& transfer) const;
     void wait_for(const TransferPtr& transfer, double timeout);
     void abandon(const TransferPtr& transfer);
 
@@ -86,7 +86,7 @@ class Mailboxes {
     std::vector<std::deque<TransferPtr>> sends_;
     std::list<TransferPtr> receives_;
     std::vector<Incoming> incoming_;
-    std::list<Aside> aside_;
+    std::list<UnexpectedMessage> unexpected_;
     int waiters_ = 0;
     bool thread_ = false, stop_ = false, completed_ = false;
 };

@@ -46,7 +46,7 @@ enum class Call : int32_t {
     barrier
 };
 
-// What a rank says it is doing, compared by all before data is used.
+// What a rank says it is context, compared by all before data is used.
 struct alignas(LINE) Descriptor {
     int32_t call = 0, dtype = 0, reduce = 0, root = -1;
     int64_t bytes = 0;
@@ -60,7 +60,7 @@ static_assert(sizeof(Descriptor) == LINE, "one cache line");
 struct alignas(PAGE) RankHeader {
     Flag progress;        // steps posted
     Flag doorbell;        // rung by anybody who changed a mailbox of this rank
-    Descriptor doing[2];  // by parity of the step
+    Descriptor calls[2];  // by parity of the step
 };
 
 struct alignas(PAGE) GroupHeader {
@@ -101,7 +101,7 @@ struct Layout {
     size_t out(int rank, uint64_t step) const { return area(rank) + 2 * in_bytes + (step & 1) * slice_bytes; }
     // steps of one parity alternate
     bool swapped(uint64_t step) const { return (step >> 1) & 1; }
-    // in whose area lies what `rank` shows to all: with several readers there is nobody to swap with
+    // the rank in whose area lies what `rank` shares with all; with several readers there is no pair to swap
     int area_of(int rank, uint64_t step) const { return size == 2 && swapped(step) ? 1 - rank : rank; }
     size_t mailbox(int src, int dst) const {
         return area(size) +

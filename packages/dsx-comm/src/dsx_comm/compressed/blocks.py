@@ -1,8 +1,13 @@
-"""Blockwise int8 and int4: what travels in quantised gathers and reductions.
+"""Blockwise int8, int4 and 2 bits: what travels in quantised gathers and reductions.
 
 A tensor is cut, in row-major order, into blocks; each has a float32 scale, max|x| / 127 (7 for int4), and codes
-round(x / scale), ties to even, two's complement, for int4 two in a byte with the even element in the low half. One
-message:
+round(x / scale), ties to even, two's complement, for int4 two in a byte with the even element in the low half.
+
+With 2 bits an element is -3, -1, 1 or 3 times the scale, four codes in a byte. Which of them is chosen as for a normal
+distribution (beyond 0.996 root mean squares is 3), and the scale is then the one of least squares, so that what a
+message leaves out is never more than what it is a message of, whatever the distribution: error feedback needs that.
+
+One message:
 
     [scales: fp32 x blocks][codes][padding to 4 bytes]
 
@@ -20,22 +25,28 @@ import torch
 
 from ..errors import CommArgumentError
 
-_LEVELS = {8: 127.0, 4: 7.0}
+_LEVELS = {8: 127.0, 4: 7.0, 2: 3.0}
+_STEP = 0.996
+"""Of 2-bit codes, in root mean squares: the uniform quantiser of four levels with the least error for a normal
+distribution (J. Max, 1960, table 2).
+"""
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Bits per code (8 or 4) and elements per block (a positive even number)."""
+    """Bits per code (8, 4 or 2) and elements per block (a positive even number; for 2 bits a multiple of 4)."""
 
     bits: int = 8
     block: int = 2048
 
     def __post_init__(self) -> None:
         if self.bits not in _LEVELS:
-            raise CommArgumentError(f"bits: got {self.bits!r}, expected 8 or 4")
+            raise CommArgumentError(f"bits: got {self.bits!r}, expected 8, 4 or 2")
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 2 or self.block % 2:
             raise CommArgumentError(f"block_size: got {self.block!r}, expected a positive even number of elements")
+        if self.bits == 2 and self.block % 4:
+            raise CommArgumentError(f"block_size: got {self.block}, expected a multiple of 4 for codes of 2 bits")
 
     def blocks(self, numel: int) -> int:
         """Number of blocks, the last one possibly shorter."""
@@ -67,8 +78,10 @@ def quantize_rows(rows: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     count, numel = rows.shape
     if not rows.numel():
         return rows.new_zeros(count, form.message_bytes(numel), dtype=torch.uint8)
-    ops = block_kernels(rows.device)
-    if ops is None:
+    ops = _kernels(rows.device, form)
+    if form.bits == 2:
+        scales, codes = _quantize_2_bits(_in_blocks(rows, form), numel)
+    elif ops is None:
         scales, codes = _quantize(_in_blocks(rows, form), form)
     else:
         made = ops.quantize(_whole_blocks(rows, form).view(-1), bits=form.bits, group_size=form.block)
@@ -82,7 +95,7 @@ def dequantize_rows(messages: torch.Tensor, form: BlockFormat, out: torch.Tensor
     count, numel = out.shape
     if not out.numel():
         return
-    ops = block_kernels(out.device)
+    ops = _kernels(out.device, form)
     scales, codes = form.parts(messages, numel)
     if ops is None:
         out.copy_(_dequantize(codes, scales, numel, form))
@@ -102,7 +115,7 @@ def sum_rows(messages: torch.Tensor, numel: int, form: BlockFormat) -> torch.Ten
     total = torch.zeros(numel, device=messages.device)
     if not numel:
         return total
-    ops = block_kernels(messages.device)
+    ops = _kernels(messages.device, form)
     scales, codes = form.parts(messages, numel)
     if ops is None:
         for row, numbers in zip(codes, scales):
@@ -112,6 +125,11 @@ def sum_rows(messages: torch.Tensor, numel: int, form: BlockFormat) -> torch.Ten
     return ops.reduce_dequantize(
         q, ranks=messages.shape[0], numel=numel, bits=form.bits, group_size=form.block, out=total
     )
+
+
+def _kernels(device: torch.device, form: BlockFormat) -> Any:
+    """The kernels for this format, if there are any."""
+    return None if form.bits == 2 else block_kernels(device)
 
 
 def _quantized(ops: Any, codes: torch.Tensor, scales: torch.Tensor) -> Any:
@@ -146,10 +164,27 @@ def _quantize(blocks: torch.Tensor, form: BlockFormat) -> tuple[torch.Tensor, to
     return scales, codes
 
 
+def _quantize_2_bits(blocks: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_quantize`, for 2 bits. `numel`: elements of a row, without what fills its last block."""
+    rows, number, size = blocks.shape
+    there = torch.arange(number * size, device=blocks.device).lt(numel).view(number, size)
+    counts = there.sum(1, keepdim=True)
+    beyond = blocks.square().sum(2, keepdim=True).div(counts).sqrt_().mul_(_STEP)
+    odd = torch.where(blocks.abs() > beyond, 3.0, 1.0) * torch.where(blocks < 0, -1.0, 1.0)
+    scales = (blocks * odd).sum(2) / (odd.square() * there).sum(2)
+    scales = torch.where(scales.isfinite(), scales, torch.full_like(scales, float("nan")))
+    codes = odd.add_(3.0).div_(2.0).to(torch.uint8).view(rows, -1, 4)
+    return scales, codes[..., 0] | (codes[..., 1] << 2) | (codes[..., 2] << 4) | (codes[..., 3] << 6)
+
+
 def _dequantize(codes: torch.Tensor, scales: torch.Tensor, numel: int, form: BlockFormat) -> torch.Tensor:
     """float32 [R, n] from codes [R, bytes] and scales [R, B]."""
     values = codes.contiguous().view(torch.int8)
-    if form.bits == 4:
+    if form.bits == 2:
+        codes = codes.contiguous()
+        parts = [(codes >> shift) & 3 for shift in (0, 2, 4, 6)]
+        values = torch.stack(parts, 2).view(codes.shape[0], -1).narrow(1, 0, numel).to(torch.int8).mul_(2).sub_(3)
+    elif form.bits == 4:
         # the low half moved up and back down again, so that its sign spreads
         low, high = (codes << 4).view(torch.int8) >> 4, values >> 4
         values = torch.stack([low, high], 2).view(codes.shape[0], -1).narrow(1, 0, numel)

@@ -10,7 +10,7 @@ part (n, d) of the input belongs to device d of node n. Within a node, device d 
 
 An asynchronous reduce-scatter does both hops by itself; the gather decodes where it is waited for.
 
-Left out: error feedback for gradients (LoCo), stochastic rounding.
+With a `QuantizationFeedback` each message makes up for what the one before left out. Left out: stochastic rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..calls import Call, Labels, check_labels, run, share_volume
-from ..checks import contiguous, nbytes, reduce_kind, share
+from ..checks import check_even_split, contiguous, nbytes, reduce_kind
 from ..collectives import ReduceOp, settle, start_all_gather
 from ..errors import CommArgumentError
 from ..exchange import start_all_to_all
@@ -30,6 +30,7 @@ from ..step_lane import Step
 from ..works import Done, Handle
 from .blocks import BlockFormat, dequantize_rows, quantize_rows, sum_rows
 from .hierarchy import Hierarchy
+from .residuals import QuantizationFeedback
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,17 +45,20 @@ def quantized_all_gather(
     block_size: int = 2048,
     group: Any = None,
     async_op: bool = False,
+    *,
+    feedback: QuantizationFeedback | None = None,
     **labels: Unpack[Labels],
 ) -> Any:
-    """output (N s elements) = the ranks' `input` (s elements) one after the other, each rounded to int8 or int4 by
-    blocks.
+    """output (N s elements) = the ranks' `input` (s elements) one after the other, each rounded to int8, int4 or 2 bits
+    by blocks.
 
     Float32, bfloat16 or float16; `input` may be this rank's part of `output`, which then changes too. A world of one
-    copies and rounds nothing.
+    copies and rounds nothing. `feedback`: the memory of this rank's `input`; its `advance` is the caller's, when the
+    input has new values.
     """
     name = "quantized_all_gather"
     to, form = member(group), BlockFormat(bits, block_size)
-    share(output, input, to, name, ("output", "input"))
+    check_even_split(output, input, to, name, ("output", "input"))
     contiguous(output, name, "output")
     _check_dtype(input, name)
     message = form.message_bytes(input.numel())
@@ -65,7 +69,7 @@ def quantized_all_gather(
     def issue() -> Any:
         if to.size == 1 or not input.numel():
             return settle(start_all_gather(output, input, to), async_op)
-        return settle(_start_gather(output, input, form, to), async_op)
+        return settle(_start_gather(output, input, form, to, feedback), async_op)
 
     return run(call, issue, async_op)
 
@@ -75,8 +79,15 @@ def _check_dtype(tensor: torch.Tensor, name: str) -> None:
         raise CommArgumentError(f"{name}: got {tensor.dtype}, expected one of {', '.join(map(str, _FLOATS))}")
 
 
-def _start_gather(output: torch.Tensor, source: torch.Tensor, form: BlockFormat, to: Membership) -> Handle:
-    own = quantize_rows(source.contiguous().view(1, -1), form).view(-1)
+def _start_gather(
+    output: torch.Tensor,
+    source: torch.Tensor,
+    form: BlockFormat,
+    to: Membership,
+    feedback: QuantizationFeedback | None,
+) -> Handle:
+    rows = source.contiguous().view(1, -1)
+    own = (quantize_rows(rows, form) if feedback is None else feedback.encode(0, rows, form)).view(-1)
     received = own.new_empty(to.size * own.numel())
     work = start_all_gather(received, own, to)
 
@@ -94,29 +105,32 @@ def quantized_reduce_scatter(
     block_size: int = 2048,
     op: Any = ReduceOp.AVG,
     async_op: bool = False,
+    *,
+    feedback: QuantizationFeedback | None = None,
     **labels: Unpack[Labels],
 ) -> Any:
-    """output (s elements) = part `rank` of the sum or mean of all ranks' `input` (N s elements), sent as int8 or int4.
+    """output (s elements) = part `rank` of the sum or mean of all ranks' `input` (N s elements), sent as int8, int4 or
+    2 bits.
 
     Counted as one call per hop, each on its own group. Float32, bfloat16 or float16; added up in float32. A world of
     one copies and rounds nothing.
 
     With `async_op` a handle is returned at once, and both hops, with what is encoded and decoded, go on beside the
     caller's computation (`hierarchy.lane`); `input` and `output` must be left alone until the handle was waited for.
-    Otherwise None.
+    Otherwise None. `feedback`: the memory of this buffer, for both hops; each call advances it.
 
     Raises:
         CommArgumentError: sizes, dtypes or operator do not fit.
     """
     name = "quantized_reduce_scatter"
     to, form = member(hierarchy.group), BlockFormat(bits, block_size)
-    share(input, output, to, name, ("input", "output"))
+    check_even_split(input, output, to, name, ("input", "output"))
     contiguous(output, name, "output")
     _check_dtype(input, name)
     kind = reduce_kind(op, input, name)
     if kind not in (ReduceOp.SUM, ReduceOp.AVG):
         raise CommArgumentError(f"{name}: op: got {op}, expected ReduceOp.SUM or ReduceOp.AVG")
-    reduction = _Reduction(output, input, hierarchy, form, to.size if kind == ReduceOp.AVG else 1)
+    reduction = _Reduction(output, input, hierarchy, form, to.size if kind == ReduceOp.AVG else 1, feedback)
     steps = reduction.steps(name, check_labels(labels))
     if not steps:
         with torch.no_grad():
@@ -129,8 +143,15 @@ class _Reduction:
     """One reduce-scatter under way, hop by hop."""
 
     def __init__(
-        self, output: torch.Tensor, source: torch.Tensor, hierarchy: Hierarchy, form: BlockFormat, divisor: int
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        hierarchy: Hierarchy,
+        form: BlockFormat,
+        divisor: int,
+        feedback: QuantizationFeedback | None,
     ) -> None:
+        self._feedback = feedback
         self._output, self._source, self._places = output, source, hierarchy
         self._form, self._divisor = form, divisor
         self._sum = source  # of the hops so far
@@ -156,7 +177,9 @@ class _Reduction:
         def step() -> None:
             if first:
                 self._sum = self._in_hop_order()
-            self._sum = self._hop(member(group))
+                if self._feedback is not None:
+                    self._feedback.advance()
+            self._sum = self._hop(member(group), 0 if first else 1)
 
         return step
 
@@ -173,12 +196,13 @@ class _Reduction:
         places = self._places
         return self._source.contiguous().view(places.nodes, places.devices, -1).transpose(0, 1).reshape(-1)
 
-    def _hop(self, to: Membership) -> torch.Tensor:
+    def _hop(self, to: Membership, number: int) -> torch.Tensor:
         """Send row p of what there is to rank p of the group, quantised; the float32 sum of what arrives, in rank
         order.
         """
         rows = self._sum.view(to.size, -1)
-        messages = quantize_rows(rows, self._form)
+        feedback = self._feedback
+        messages = quantize_rows(rows, self._form) if feedback is None else feedback.encode(number, rows, self._form)
         received = torch.empty_like(messages)
         settle(start_all_to_all(received.view(-1), messages.view(-1), to), async_op=False)
         return sum_rows(received, rows.shape[1], self._form)

@@ -18,8 +18,10 @@ from .schedule import StepKind, ZeroOnePolicy
 from .volume import Rounds, onebit_rounds, zero_one_rounds
 from .zero_one import ZeroOneAdam
 
-OnebitAdam, OnebitLamb = OneBitAdam, OneBitLamb
-"""The names that DeepSpeed's classes have; configurations write `OneBitAdam` and `OneBitLamb`."""
+OnebitAdam = OneBitAdam
+"""The name that DeepSpeed's class has; configurations write `OneBitAdam`."""
+OnebitLamb = OneBitLamb
+"""The name that DeepSpeed's class has; configurations write `OneBitLamb`."""
 
 __all__ = [
     "Estimate",

@@ -145,7 +145,7 @@ class OneBitAdam(FreezingOptimizer):
     def _move(self, group: dict[str, Any], exact: bool, kind: StepKind) -> None:
         """The moments of one group."""
         h, both = self._hyper(group), exact or group["non_freeze"]
-        # in steps with local gradients nobody else averages those of groups that are never frozen
+        # in steps with local gradients no other code averages those of groups that are never frozen
         averaged = self._exact_everywhere(kind) if exact else group["non_freeze"]
         for batch in batches(group["params"]):
             found = self._gradients(batch, averaged=averaged)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..buckets import in_buckets
 from .schedule import EVERY_STEP_ALIKE, VarianceWindow
 
 Tensors = list[torch.Tensor]
@@ -52,16 +53,8 @@ class Hyper:
 
 
 def batches(parameters: Sequence[torch.Tensor]) -> Iterator[Tensors]:
-    """Consecutive parameters of at most `BATCH` elements together (or one larger one)."""
-    batch, numel = [], 0
-    for parameter in parameters:
-        if batch and numel + parameter.numel() > BATCH:
-            yield batch
-            batch, numel = [], 0
-        batch.append(parameter)
-        numel += parameter.numel()
-    if batch:
-        yield batch
+    """Consecutive parameters whose temporaries may exist together (see `BATCH`)."""
+    return in_buckets(parameters, BATCH)
 
 
 def move_first(m: Tensors, g: Tensors, beta1: float) -> None:
@@ -76,7 +69,7 @@ def move_second(v: Tensors, g: Tensors, beta2: float) -> None:
     torch._foreach_addcmul_(v, g, g, value=1 - beta2)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def raised(v: Tensors, floor: float) -> Tensors:
+def with_variance_floor(v: Tensors, floor: float) -> Tensors:
     """v, but no element below floor^2 of its tensor's mean: sqrt(v) is at least `floor` of its root mean square.
 
     Momenta that arrive in one bit carry noise of the size of their tensor's scale. Where v is far below that of the

@@ -27,7 +27,7 @@ from ..errors import CommArgumentError, CommError
 from ..groups import get_world_size, is_initialized
 from .amp import found_overflow, unscale
 from .arena import Arena
-from .arithmetic import Hyper, descend, raised, roots
+from .arithmetic import Hyper, descend, roots, with_variance_floor
 from .average import average_exactly, exact_bytes
 from .checks import check_backend, check_floor, check_group, masks_of, say_unused_backend
 from .engine_switch import EngineSwitch
@@ -99,7 +99,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return self._gate.active and self._world_size() > 1 and self._coming() is not StepKind.EXACT
 
     def expect_averaged_gradients(self, wire_dtype: torch.dtype | None = None) -> None:
-        """From now on somebody else averages the gradients of exact steps, sending them in `wire_dtype`."""
+        """From now on other code averages the gradients of exact steps, sending them in `wire_dtype`."""
         self._averaged_elsewhere = True
         self._gradient_dtype = wire_dtype or self._gradient_dtype
 
@@ -244,12 +244,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _roots(self, parameters: Sequence[torch.Tensor], h: Hyper) -> list[torch.Tensor]:
         """What momenta are divided by; in steps that are not exact with the variance raised to its floor."""
         v = self._states(parameters, "exp_avg_sq")
-        return roots(raised(v, self._floor) if self._floors else v, h)
+        return roots(with_variance_floor(v, self._floor) if self._floors else v, h)
 
     # - gradients
 
     def _gradients(self, parameters: Sequence[torch.Tensor], *, averaged: bool) -> dict[int, torch.Tensor]:
-        """float32 gradients by parameter; `averaged` over the ranks unless somebody else has done it."""
+        """float32 gradients by parameter; `averaged` over the ranks unless other code has done it."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         for gradient in gradients:
             if gradient.is_sparse:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from .adam import FreezingOptimizer
-from .arithmetic import Hyper, batches, directions, move_first, move_second, raised, roots
+from .arithmetic import Hyper, batches, directions, move_first, move_second, roots, with_variance_floor
 from .gate import Compression
 from .schedule import StepKind
 
@@ -171,7 +171,7 @@ class OneBitLamb(FreezingOptimizer):
             gradients = [(new - h.beta1 * earlier[id(p)]) / (1 - h.beta1) for p, new in zip(batch, m)]
             move_second(fresh, gradients, h.beta2)
             frozen = self._roots(batch, self._plain(h))
-            real = roots(raised(fresh, self._floor) if self._floor else fresh, self._plain(h))
+            real = roots(with_variance_floor(fresh, self._floor) if self._floor else fresh, self._plain(h))
             ratios = [(f / r).max() if f.numel() else f.new_ones(()) for f, r in zip(frozen, real)]
             raw = directions(batch, m, frozen, Hyper(h.lr, h.beta1, h.beta2, h.eps, h.eps_inside_sqrt, 0.0))
             update = [r.add(p, alpha=h.weight_decay) for r, p in zip(raw, batch)] if h.weight_decay else raw

@@ -64,7 +64,7 @@ class Reduction(NamedTuple):
     elements: int
 
 
-def moved(dtype: torch.dtype) -> int:
+def wire_code(dtype: torch.dtype) -> int:
     """The code of a dtype for calls that move data without looking into it; the rest have one by their size."""
     return _MOVED.get(dtype, _NAMELESS + dtype.itemsize)
 

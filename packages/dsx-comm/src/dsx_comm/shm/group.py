@@ -18,7 +18,7 @@ from ..dropped import DROPPED
 from ..errors import CommArgumentError
 from ..hang import WATCH, Waiting
 from . import native
-from .codes import moved
+from .codes import wire_code
 from .gloo import gloo_group
 from .memory import Memories
 from .segment import MAILBOX, ShmOptions, cores, world_size
@@ -175,7 +175,7 @@ class ShmGroup(dist.ProcessGroup):
     def _work(
         self, pending: Any, kept: Any, value: Any, finish: Callable[[], Any] | None, timeout: float, note: Waiting
     ) -> ShmWork:
-        DROPPED.start()  # its memory is held until it is done, also if nobody waits for it
+        DROPPED.start()  # its memory is held until it is done, also if no caller waits for it
         return ShmWork(pending, kept, value, finish, timeout, note, self._futures, self.gone)
 
     def _where(self, tensor: torch.Tensor) -> tuple[int, int, list[int]]:
@@ -192,7 +192,7 @@ class ShmGroup(dist.ProcessGroup):
         self, outputs: list[int], source: torch.Tensor, opts: Any, kept: Any, finish: Callable[[], Any] | None
     ) -> Any:
         """Rank p's `source` to the address outputs[p], bytes as they are; `kept` holds the memory there."""
-        arguments = (source.data_ptr(), outputs, nbytes(source), moved(source.dtype), *self._where(source))
+        arguments = (source.data_ptr(), outputs, nbytes(source), wire_code(source.dtype), *self._where(source))
         return self._issue(self._native.all_gather, arguments, opts, (*kept, source), finish)
 
 
@@ -210,7 +210,7 @@ def options_of(opts: Any, kind: Any) -> Any:
     return made
 
 
-def one(tensors: Any) -> Any:
+def single_tensor(tensors: Any) -> Any:
     """The list that holds the one tensor. Raises CommArgumentError for several."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]

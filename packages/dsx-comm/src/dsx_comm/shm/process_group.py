@@ -17,18 +17,18 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import CommArgumentError
 from ..hang import WATCH
-from .codes import moved
-from .group import one, options_of
+from .codes import wire_code
+from .group import options_of, single_tensor
 from .reductions import ShmReductions
 from .storages import words_of
 from .tensors import (
     addresses,
     check_list,
-    host,
     nbytes,
     packed,
     packed_list,
     pointers,
+    require_host_tensor,
     rows,
     separated,
     unaliased,
@@ -43,31 +43,31 @@ class ShmProcessGroup(ShmReductions):
     # - gathers
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
-        """output_lists[0][p] = rank p's `inputs[0]`."""
+        """`output_lists[0][p]` = rank p's `inputs[0]`."""
         opts = options_of(opts, c10d.AllgatherOptions)
         single = isinstance(inputs, torch.Tensor)
         outputs, source = (output_lists, inputs) if single else (output_lists[0], inputs[0])
         check_list("all_gather", outputs, source, self._size)
-        flat = unaliased(host(source).contiguous(), outputs, outputs[self._rank].data_ptr())
+        flat = unaliased(require_host_tensor(source).contiguous(), outputs, outputs[self._rank].data_ptr())
         places, finish = packed_list(outputs)
         return self.gather_all(pointers(places), flat, opts, (outputs, places), finish)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """output = the ranks' `input` one after the other; `input` may be this rank's part of `output`."""
         opts = options_of(opts, c10d.AllgatherOptions)
-        source = host(input).contiguous()
+        source = require_host_tensor(input).contiguous()
         if output.numel() != source.numel() * self._size or output.dtype != source.dtype:
             raise CommArgumentError(
                 f"all_gather: output has {output.numel()} elements of {output.dtype}, expected {self._size} (ranks) x "
                 f"{source.numel()} of {source.dtype}"
             )
-        flat, finish = packed(host(output))
+        flat, finish = packed(require_host_tensor(output))
         parts = addresses(flat, self._size)
         source = unaliased(source, [flat], parts[self._rank])
         return self.gather_all(parts, source, opts, (output, flat), finish)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        """`allgather` for several tensors: output_lists[i][p] = rank p's inputs[i]."""
+        """`allgather` for several tensors: `output_lists[i][p]` = rank p's `inputs[i]`."""
         opts = options_of(opts, c10d.AllgatherOptions)
         works = [self.allgather([o], [i], opts) for o, i in zip(output_lists, inputs)]
         return JoinedWork(works, None, output_lists)
@@ -80,18 +80,18 @@ class ShmProcessGroup(ShmReductions):
         return JoinedWork([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs)], None, list(outputs))
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
-        """On the root: output_lists[0][p] = rank p's `inputs[0]`."""
+        """On the root: `output_lists[0][p]` = rank p's `inputs[0]`."""
         opts = options_of(opts, c10d.GatherOptions)
-        (source,) = one(inputs)
-        flat = host(source).contiguous()
+        (source,) = single_tensor(inputs)
+        flat = require_host_tensor(source).contiguous()
         if self._rank != opts.rootRank:
-            arguments = (flat.data_ptr(), [], nbytes(flat), moved(flat.dtype), opts.rootRank)
+            arguments = (flat.data_ptr(), [], nbytes(flat), wire_code(flat.dtype), opts.rootRank)
             return self._issue(self._native.gather, arguments, opts, ([], flat))
         outputs = output_lists[0]
         check_list("gather", outputs, flat, self._size)
         flat = unaliased(flat, outputs, outputs[self._rank].data_ptr())
         places, finish = packed_list(outputs)
-        arguments = (flat.data_ptr(), pointers(places), nbytes(flat), moved(flat.dtype), opts.rootRank)
+        arguments = (flat.data_ptr(), pointers(places), nbytes(flat), wire_code(flat.dtype), opts.rootRank)
         return self._issue(self._native.gather, arguments, opts, (outputs, places, flat), finish)
 
     # - from one to all, all to all
@@ -99,22 +99,22 @@ class ShmProcessGroup(ShmReductions):
     def broadcast(self, tensors: Any, opts: Any = None, **_: Any) -> Any:
         """Copy the root's `tensors[0]` to all."""
         opts = options_of(opts, c10d.BroadcastOptions)
-        (tensor,) = tensors = one(tensors)
-        flat, finish = packed(host(tensor))
+        (tensor,) = tensors = single_tensor(tensors)
+        flat, finish = packed(require_host_tensor(tensor))
         late = None if self._rank == opts.rootRank else finish
-        arguments = (flat.data_ptr(), nbytes(flat), moved(flat.dtype), opts.rootRank)
+        arguments = (flat.data_ptr(), nbytes(flat), wire_code(flat.dtype), opts.rootRank)
         return self._issue(self._native.broadcast, arguments, opts, (tensors, flat), late)
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, **_: Any) -> Any:
-        """outputs[0] = the root's input_lists[0][rank]."""
+        """`outputs[0]` = the root's `input_lists[0][rank]`."""
         opts = options_of(opts, c10d.ScatterOptions)
-        (output,) = outputs = one(outputs)
-        flat, finish = packed(host(output))
+        (output,) = outputs = single_tensor(outputs)
+        flat, finish = packed(require_host_tensor(output))
         parts: list[torch.Tensor] = []
         if self._rank == opts.rootRank:
-            parts = without_overlap([host(p).contiguous() for p in input_lists[0]], [flat])
+            parts = without_overlap([require_host_tensor(p).contiguous() for p in input_lists[0]], [flat])
             check_list("scatter", parts, flat, self._size)
-        arguments = (pointers(parts), flat.data_ptr(), nbytes(flat), moved(flat.dtype), opts.rootRank)
+        arguments = (pointers(parts), flat.data_ptr(), nbytes(flat), wire_code(flat.dtype), opts.rootRank)
         return self._issue(self._native.scatter, arguments, opts, (outputs, flat, parts), finish)
 
     def all_to_all_single(
@@ -128,8 +128,8 @@ class ShmProcessGroup(ShmReductions):
     ) -> Any:
         """Split `input` along dim 0, piece p to rank p; `output` is what came from rank 0, 1, ..."""
         opts = options_of(opts, c10d.AllToAllOptions)
-        flat, finish = packed(host(output))
-        source = host(input).contiguous()
+        flat, finish = packed(require_host_tensor(output))
+        source = require_host_tensor(input).contiguous()
         places = rows(flat, output_split_sizes, self._size, "output")
         pieces = rows(source, input_split_sizes, self._size, "input")
         return self._exchange(places, pieces, opts, (output, flat, source), finish)
@@ -138,7 +138,7 @@ class ShmProcessGroup(ShmReductions):
         """outputs[p] = rank p's inputs[rank]; sizes may differ."""
         opts = options_of(opts, c10d.AllToAllOptions)
         places, finish = packed_list(outputs)
-        pieces = [host(t).contiguous() for t in inputs]
+        pieces = [require_host_tensor(t).contiguous() for t in inputs]
         if len(places) != self._size or len(pieces) != self._size:
             raise CommArgumentError(
                 f"all_to_all: got {len(places)} outputs and {len(pieces)} inputs, expected {self._size}"
@@ -150,7 +150,7 @@ class ShmProcessGroup(ShmReductions):
     ) -> Any:
         pieces = separated(pieces, places)
         sends, expects = (list(map(nbytes, side)) for side in (pieces, places))  # compared there, on all ranks alike
-        arguments = (pointers(pieces), sends, pointers(places), expects, moved(pieces[0].dtype))
+        arguments = (pointers(pieces), sends, pointers(places), expects, wire_code(pieces[0].dtype))
         return self._issue(self._native.all_to_all, arguments, opts, (*kept, pieces), finish)
 
     def barrier(self, opts: Any = None, **_: Any) -> Any:
@@ -160,12 +160,12 @@ class ShmProcessGroup(ShmReductions):
     # - point to point
 
     def _transfer(self, sending: bool, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        flat, finish = packed(host(tensor))
+        flat, finish = packed(require_host_tensor(tensor))
         what = f"{'send to' if sending else 'recv from'} {peer}"
         note = WATCH.enter(self, what, abort=self._give_up, timeout=self._timeout)
         try:
             storages, words = words_of((flat,))
-            code = moved(flat.dtype)
+            code = wire_code(flat.dtype)
             pending = self._native.transfer(sending, peer, flat.data_ptr(), nbytes(flat), tag, code, words)
             done = pending.done()
         except RuntimeError as error:
@@ -181,15 +181,15 @@ class ShmProcessGroup(ShmReductions):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send `tensors[0]` to the group's rank `dst`."""
-        return self._transfer(True, one(tensors)[0], dst, tag)
+        return self._transfer(True, single_tensor(tensors)[0], dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Receive into `tensors[0]` from the group's rank `src`."""
-        return self._transfer(False, one(tensors)[0], src, tag)
+        return self._transfer(False, single_tensor(tensors)[0], src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive into `tensors[0]` from whoever sends first."""
-        return self._transfer(False, one(tensors)[0], -1, tag)
+        """Receive into `tensors[0]` from the rank that sends first."""
+        return self._transfer(False, single_tensor(tensors)[0], -1, tag)
 
     # - torch's other names
 

@@ -1,6 +1,6 @@
 """The reductions of a group of the shared-memory transport: all_reduce, reduce, reduce_scatter, several at once.
 
-Dtypes and operators that the compiled module adds up go to it; for the others everybody's data is gathered and torch
+Dtypes and operators that the compiled module adds up go to it; for the others all ranks' data is gathered and torch
 reduces in rank order.
 """
 
@@ -15,8 +15,8 @@ from torch._C import _distributed_c10d as c10d
 from ..errors import CommArgumentError
 from ..ordered import reduce_in_order
 from .codes import reduction
-from .group import NOWHERE, ShmGroup, one, options_of
-from .tensors import addresses, host, packed, pointers, target, unpack
+from .group import NOWHERE, ShmGroup, options_of, single_tensor
+from .tensors import addresses, packed, pointers, require_host_tensor, target, unpack
 from .work import JoinedWork
 
 
@@ -26,10 +26,10 @@ class ShmReductions(ShmGroup):
     def allreduce(self, tensors: Any, opts: Any = None, **_: Any) -> Any:
         """Reduce `tensors[0]` in place over all ranks."""
         opts = options_of(opts, c10d.AllreduceOptions)
-        (tensor,) = tensors = one(tensors)
+        (tensor,) = tensors = single_tensor(tensors)
         if tensor.is_sparse:
             return self._fallback().allreduce(tensors, opts)
-        flat, finish = packed(host(tensor))
+        flat, finish = packed(require_host_tensor(tensor))
         how = reduction(opts.reduceOp, flat.dtype)
         if how is None:
             return self._by_torch(flat, opts, tensors, finish)
@@ -43,7 +43,7 @@ class ShmReductions(ShmGroup):
         works = []
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             same = [t for t in tensors if t.dtype == dtype]
-            flat = same[0] if len(same) == 1 else torch.cat([host(t).reshape(-1) for t in same])
+            flat = same[0] if len(same) == 1 else torch.cat([require_host_tensor(t).reshape(-1) for t in same])
             work = self.allreduce([flat], opts)
             works.append((work, same if len(same) > 1 else [], flat))
         return JoinedWork([w for w, _, _ in works], lambda: [unpack(f, s) for _, s, f in works if s], list(tensors))
@@ -51,8 +51,8 @@ class ShmReductions(ShmGroup):
     def reduce(self, tensors: Any, opts: Any = None, **_: Any) -> Any:
         """Reduce `tensors[0]` into the root's."""
         opts = options_of(opts, c10d.ReduceOptions)
-        (tensor,) = tensors = one(tensors)
-        flat, finish = packed(host(tensor))
+        (tensor,) = tensors = single_tensor(tensors)
+        flat, finish = packed(require_host_tensor(tensor))
         how = reduction(opts.reduceOp, flat.dtype)
         if how is None:
             return self._by_torch(flat.clone(), opts, tensors, None, into=flat if self._rank == opts.rootRank else None)
@@ -64,7 +64,7 @@ class ShmReductions(ShmGroup):
         """outputs[0] = this rank's part of the reduction; `inputs[0]` holds one tensor per rank, of any sizes."""
         opts = options_of(opts, c10d.ReduceScatterOptions)
         output, parts = (outputs, inputs) if isinstance(outputs, torch.Tensor) else (outputs[0], inputs[0])
-        parts = [host(p).contiguous() for p in parts]
+        parts = [require_host_tensor(p).contiguous() for p in parts]
         counts = [p.numel() for p in parts]
         if len(parts) != self._size or counts[self._rank] != output.numel() or parts[0].dtype != output.dtype:
             raise CommArgumentError(
@@ -76,7 +76,7 @@ class ShmReductions(ShmGroup):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """output = this rank's part of the reduction of the ranks' `input`."""
         opts = options_of(opts, c10d.ReduceScatterOptions)
-        source = host(input).contiguous()
+        source = require_host_tensor(input).contiguous()
         count = output.numel()
         if source.numel() != count * self._size or source.dtype != output.dtype:
             raise CommArgumentError(
@@ -98,7 +98,7 @@ class ShmReductions(ShmGroup):
         """`parts`: addresses of what is for each rank, `counts` elements of it; `sources` hold them, one after the
         other.
         """
-        place, finish = target(host(output), sources, parts[self._rank])
+        place, finish = target(require_host_tensor(output), sources, parts[self._rank])
         how = reduction(opts.reduceOp, output.dtype)
         if how is None:
             flat = torch.cat([s.reshape(-1) for s in sources])
@@ -126,7 +126,7 @@ class ShmReductions(ShmGroup):
         into: torch.Tensor | None = None,
         part: tuple[int, int] | None = None,
     ) -> Any:
-        """Dtypes the compiled module does not add up: everybody's data is gathered, torch reduces it in rank order."""
+        """Dtypes the compiled module does not add up: all ranks' data is gathered, torch reduces it in rank order."""
         gathered = torch.empty(self._size * flat.numel(), dtype=flat.dtype)
         target = flat if into is None else into
         begin, length = part or (0, flat.numel())

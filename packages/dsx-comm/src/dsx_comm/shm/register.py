@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from ..errors import CommArgumentError
 from .gloo import gloo_group
-from .segment import Member, ShmOptions, Unavailable, share
+from .segment import Member, ShmOptions, Unavailable, map_segment
 
 logger = logging.getLogger(__name__)
 NAME = "dsx"
@@ -34,7 +34,7 @@ def make_group(described: Any, options: Any = None) -> Any:
     ranks = list(described.global_ranks_in_group) or list(range(size))
     store = PrefixStore("dsx/", described.store)
     try:
-        fd = share(Member(store, rank, size, timeout), options)
+        fd = map_segment(Member(store, rank, size, timeout), options)
     except Unavailable as error:
         if rank == 0 and not options.warn:
             logger.info("ranks do not share memory (%s): the group uses gloo", error)

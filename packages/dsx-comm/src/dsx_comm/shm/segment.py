@@ -2,7 +2,7 @@
 
 Rank 0 makes an anonymous file in memory (memfd: it has no name anywhere, so nothing can be left behind whoever is
 killed when, and the size of /dev/shm does not matter) and hands its descriptor to the others over a Unix socket with a
-random abstract name, which travels through the group's store. Whoever can connect and finds the random nonce in the
+random abstract name, which travels through the group's store. A process that connects and finds the random nonce in the
 memory is on the same machine; nothing else is believed. Every rank locks one byte of the file for as long as it lives:
 the kernel drops the lock with the process, which is how others notice its end. All ranks get the same verdict.
 """
@@ -151,7 +151,7 @@ def _listening() -> Iterator[tuple[socket.socket, str]]:
 
 
 def _hand_out(server: socket.socket, fd: int) -> bool:
-    """Give the descriptor to one process of the same user, if one asks; true if somebody asked."""
+    """Give the descriptor to one process of the same user, if one asks; true if one asked."""
     try:
         peer, _ = server.accept()
     except TimeoutError:
@@ -186,7 +186,7 @@ def _receive_descriptor(client: socket.socket) -> tuple[bytes, list[int]]:
     return data, [fd for body in found for (fd,) in struct.iter_unpack("i", body)]
 
 
-def share(me: Member, options: ShmOptions) -> int:
+def map_segment(me: Member, options: ShmOptions) -> int:
     """Make or get the group's segment; returns its descriptor, this rank's byte locked. Collective.
 
     Raises:

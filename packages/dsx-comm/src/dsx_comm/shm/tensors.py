@@ -12,7 +12,7 @@ import torch
 from ..errors import CommArgumentError
 
 
-def host(tensor: torch.Tensor) -> torch.Tensor:
+def require_host_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cpu:
         raise CommArgumentError(
             f'a group of backend "dsx" carries host tensors, got one on {tensor.device}: use an nccl group for it'
@@ -45,7 +45,7 @@ def packed(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any] | None
 
 
 def packed_list(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], Any] | None]:
-    pairs = [packed(host(t)) for t in tensors]
+    pairs = [packed(require_host_tensor(t)) for t in tensors]
     finishes = [f for _, f in pairs if f is not None]
     return [p for p, _ in pairs], (lambda: [f() for f in finishes]) if finishes else None
 

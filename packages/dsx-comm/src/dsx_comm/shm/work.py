@@ -36,7 +36,7 @@ def translated(error: BaseException, gone: Callable[[], list[int]]) -> BaseExcep
     """The compiled module's error as this package's; any other as it is. `gone` gives the global ranks whose process
     has ended.
 
-    Whoever waits sees the nearest rank that ended. That one may have ended because of another, which need not be a
+    A rank that waits sees the nearest rank that ended. That one may have ended because of another, which need not be a
     member of the group: so all are named.
     """
     if type(error).__module__ != native.module().__name__:
@@ -261,7 +261,7 @@ class Futures:
             work, future = entry
             try:
                 work.wait()
-            except Exception as error:  # noqa: BLE001  (handed to whoever waits)
+            except Exception as error:  # noqa: BLE001  (raised in the thread that waits)
                 future.set_exception(error)
             else:
                 future.set_result(work.result())
