@@ -1,7 +1,7 @@
 // bf16 and fp16 beside fp32: one number, a register, a row. To nearest, ties to even; NaN becomes a quiet NaN.
 //
 // For sources that are compiled once per instruction set: everything is inlined or local to its object, since a shared
-// function compiled with AVX-512 could be picked by the linker for everybody.
+// function compiled with AVX-512 could be picked by the linker for all callers.
 #pragma once
 #include <stdint.h>
 #if defined(DSX_ISA_AVX2) || defined(DSX_ISA_AVX512)

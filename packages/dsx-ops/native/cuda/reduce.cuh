@@ -39,7 +39,7 @@ template <class Op, class T> __device__ __forceinline__ T over_block(T value, Op
 }
 
 // Two sums over the threads of a block, again and again, at one barrier per pair: consecutive pairs use different
-// halves of the scratch memory, and nobody writes a half again before everybody has passed the barrier of the pair
+// halves of the scratch memory, and no thread writes a half again before all have passed the barrier of the pair
 // between.
 struct PairOfSums {
     float* scratch;  // shared, 4 per warp

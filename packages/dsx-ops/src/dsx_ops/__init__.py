@@ -29,6 +29,7 @@ from .gradients import CheckOverflow, clip_grad_norm_, get_global_norm, get_grad
 from .native import reference_only
 from .optim.adam import Adam8bit, CPUAdam, FusedAdam
 from .optim.lamb import FusedLamb
+from .optim.muon import Muon, orthogonalize
 from .optim.simple import SGD, CPUAdagrad, CPULion, FusedLion
 from .status import missing_kernels, native_status
 from .tokens import (
@@ -67,6 +68,7 @@ __all__ = [
     "FusedLion",
     "HyperparameterError",
     "LocoQuantizer",
+    "Muon",
     "NativeMissingError",
     "Norm",
     "OpsError",
@@ -102,6 +104,7 @@ __all__ = [
     "norm",
     "onebit",
     "op_builder",
+    "orthogonalize",
     "quantize",
     "quantize_fp8",
     "reduce_dequantize",

@@ -4,7 +4,7 @@
 // F and U behave like a float and a uint32_t of 16 lanes: one 512-bit register, two of 256 or four of 128 bits. The
 // sixteen lanes are the same on every machine, which makes sums taken per lane equal too. Everything here is in the
 // namespace of its instruction set and inlined: a shared inline function compiled with AVX-512 could be picked by the
-// linker for everybody.
+// linker for all callers.
 #pragma once
 #include <stdint.h>
 

@@ -120,8 +120,8 @@ class FusedOptimizer(Optimizer):
         are. It carries unscaling and clipping at once: loss scale divided by the clip coefficient. `copy_out`: for
         parameters in it, the new values are also written to that tensor, in its dtype, in the same pass. `found_inf` (a
         tensor of one number): when it is not 0, nothing changes and the step does not count; on a device with kernels
-        of ours nobody waits for it. torch.amp.GradScaler gives both by itself. Returns the closure's loss. Raises
-        `TensorError` before anything is written.
+        of ours the host does not wait for it. torch.amp.GradScaler gives both by itself. Returns the closure's loss.
+        Raises `TensorError` before anything is written.
         """
         loss = None
         if closure is not None:

@@ -138,7 +138,7 @@ class FusedLamb(FusedOptimizer):
 
 
 def _step_size(batch: Batch) -> float | Tensor:
-    """lr with the bias corrections; what lies on a device stays there, so that nobody waits for it."""
+    """lr with the bias corrections; what lies on a device stays there, so that the host does not wait for it."""
     hyper = batch.hyper
     lr = hyper.lr.double() if isinstance(hyper.lr, Tensor) else hyper.lr
     if batch.guard is not None:

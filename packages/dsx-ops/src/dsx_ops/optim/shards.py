@@ -54,7 +54,7 @@ def local_slot(slot: Slot, elementwise: bool) -> Slot:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. Nothing is imported for the question: who has one has imported its module."""
+    """Whether it is a DTensor. Nothing is imported for the question: a program that has one has imported its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
