@@ -13,7 +13,7 @@ from pathlib import Path
 
 import dsx_monitor
 import pytest
-from dsx_monitor import MonitorConfig, MonitorConfigError, MonitorMaster, csvMonitor
+from dsx_monitor import MonitorConfig, MonitorConfigError, MonitorMaster, background, csvMonitor
 
 
 def rows(path):
@@ -159,6 +159,8 @@ def test_wandb_offline_leaves_a_run_with_the_events(tmp_path, monkeypatch):
 def test_comet_offline_archive_holds_the_throttled_metrics(tmp_path, monkeypatch):
     pytest.importorskip("comet_ml")
     monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path))
+    # Its library takes seconds to write the archive; on a busy machine more than the ten that a user waits.
+    monkeypatch.setattr(background.BackgroundWriters.__init__, "__kwdefaults__", {"patience": 200.0})
     config = {"comet": {"enabled": True, "online": False, "samples_log_interval": 20, "experiment_name": "first"}}
     with dsx_monitor.CometMonitor(config, rank=0) as monitor:
         assert monitor.active == ("comet",)

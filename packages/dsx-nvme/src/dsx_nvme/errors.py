@@ -18,6 +18,10 @@ class DataRaceError(NvmeError):
     """A tensor was used while a transfer from or to it was in flight. What arrived is undefined."""
 
 
+class FolderInUseError(NvmeError):
+    """The folder of a store belongs to another store."""
+
+
 class ForkError(NvmeError):
     """A transfer begun by the parent process is waited for in a forked child."""
 

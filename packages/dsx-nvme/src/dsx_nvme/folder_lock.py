@@ -13,7 +13,7 @@ import stat
 import sys
 import time
 
-from .errors import NvmeError
+from .errors import FolderInUseError
 from .process_identity import ProcessIdentity
 
 __all__ = ["OWNER", "FolderLock"]
@@ -31,7 +31,7 @@ class FolderLock:
         self._path = os.path.join(folder, OWNER)
 
     def acquire(self) -> None:
-        """Take the folder. Raises NvmeError when another process (or store) has it."""
+        """Take the folder. Raises FolderInUseError when another process (or store) has it."""
         if sys.platform == "win32":
             return
         import fcntl  # not of every platform
@@ -48,7 +48,7 @@ class FolderLock:
                     time.sleep(POLL)
                     continue
                 who = f"process {owner.pid}" if owner is not None and running else "a child of a process that ended"
-                raise NvmeError(
+                raise FolderInUseError(
                     f"{self._folder} is in use by another TensorStore ({who}); give each process a folder of its own"
                 ) from error
         self._name_owner()

@@ -1,6 +1,6 @@
 // Registers of floats as wide as the instruction set has them, and the few operations attention needs. Everything is in
 // the namespace of its instruction set and inlined: a shared inline function compiled with AVX-512 could be picked by
-// the linker for everybody.
+// the linker for all callers.
 #pragma once
 #include <stdint.h>
 

@@ -4,7 +4,7 @@ A mask hides a key from a query where it is False, where it is 0 in mode "mul", 
 lower than `HIDES_BELOW`. The last covers -inf and the lowest finite number of float32 and bfloat16, which Hugging Face
 models add to hide (`torch.finfo(dtype).min`); in a float16 mask its own lowest number, -65504, hides. A query from
 which all keys are hidden gives zeros and passes no gradient. Without the rule such a row would be the mean of values
-that nobody may see. The kernels compute in powers of two: multiplied by log2(e), a number below the limit is -inf.
+that no query may see. The kernels compute in powers of two: multiplied by log2(e), a number below the limit is -inf.
 """
 
 from __future__ import annotations

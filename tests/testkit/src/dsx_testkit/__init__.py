@@ -9,27 +9,34 @@ def work(rank, world_size):
 assert run_ranks(work, 3) == [0, 1, 2]
 
 Files: `ranks` and `zygote` (processes), `numerics`, `tiny` (models), `paced` (links and computation of a known speed),
-`arena` (a device made of host memory), `nodes` (several nodes on one machine), `pycalls` (a count of Python calls),
-`fakes` (recording works, streams and events).
+`arena` and `labelled` (devices made of host memory), `nodes` (several nodes on one machine),
+`pycalls` (a count of Python calls), `fakes` (recording works, streams and events), `browser` (a headless Chromium),
+`stores` (a store of tensors that counts what is held).
 """
 
 from . import tiny
 from .arena import ArenaFullError, DeviceArena
+from .browser import Browser, find_browser
 from .fakes import FakeCuda, FakeEvent, FakeStream, RecordingWork, recorded_collectives
+from .labelled import LabelledDevice
 from .nodes import Crossing, Nodes
 from .numerics import assert_close_named, seed_all
 from .paced import PacedLink, PacedTransfer, SleepingLinear
 from .pycalls import CallCount, count_calls
 from .ranks import RankError, RankFailure, RankTimeout, run_ranks, stop_zygote
+from .stores import MemoryStore
 
 __all__ = [
     "ArenaFullError",
+    "Browser",
     "CallCount",
     "Crossing",
     "DeviceArena",
     "FakeCuda",
     "FakeEvent",
     "FakeStream",
+    "LabelledDevice",
+    "MemoryStore",
     "Nodes",
     "PacedLink",
     "PacedTransfer",
@@ -40,6 +47,7 @@ __all__ = [
     "SleepingLinear",
     "assert_close_named",
     "count_calls",
+    "find_browser",
     "recorded_collectives",
     "run_ranks",
     "seed_all",

@@ -1,4 +1,4 @@
-"""Who is read, updated and written when, over a fixed number of buffers: pure arithmetic, no I/O.
+"""What is read, updated and written when, over a fixed number of buffers: pure arithmetic, no I/O.
 
 Groups of elements are cut into pieces that fit a slot. A slot holds all states of one piece; the pieces go through the
 slots in turn. One slot: read, update, write, one after the other. `DEPTH` slots more for reading ahead, as many for

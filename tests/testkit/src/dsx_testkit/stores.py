@@ -1,0 +1,43 @@
+"""A `TensorStore` in a dictionary that counts the bytes which were read from it and are still held by somebody."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+__all__ = ["MemoryStore"]
+
+
+class _Done:
+    """A ticket of what has happened already."""
+
+    def wait(self) -> None:
+        """Nothing is left to do."""
+
+
+class MemoryStore:
+    """`held`: bytes read into tensors that are still alive; `peak`: the most there were."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.held = self.peak = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def put(self, name: str, tensor: torch.Tensor) -> _Done:
+        """Keep a copy."""
+        self.tensors[name] = tensor.clone()
+        return _Done()
+
+    def get(self, name: str, out: torch.Tensor) -> _Done:
+        """Fill `out`."""
+        out.copy_(self.tensors[name])
+        self.held += out.nbytes
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(out.untyped_storage(), self._gone, out.nbytes)
+        return _Done()
+
+    def _gone(self, nbytes: int) -> None:
+        self.held -= nbytes
