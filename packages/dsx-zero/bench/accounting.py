@@ -1,10 +1,11 @@
 """Memory and traffic of the ZeRO stages, counted, beside their formulas.
 
-    python packages/dsx-zero/bench/accounting.py [--backend gloo|dsx]
+    python packages/dsx-zero/bench/accounting.py [--backend gloo|dsx] [--tiers]
 
 Nothing is timed: bytes of model state are counted on unique storages (with gradients present, after a step), bytes sent
 in wire dtype by dsx_comm, on 1 to 4 ranks, accumulation 1 and 4. Psi is the number of parameters, N of ranks, a the
-accumulation. Prints the two tables of docs/figures.md as markdown, one row a case, with measured / formula.
+accumulation. Prints the two tables of docs/figures.md as markdown, one row a case, with measured / formula. `--tiers`:
+bytes by tier of every stage with offload instead.
 """
 
 from __future__ import annotations
@@ -89,11 +90,75 @@ def traffic_formula(stage: int, n: int, a: int, keep: bool) -> float:
     return factor * (n - 1) / n
 
 
+def measure_tiers(rank: int, world: int, stage: int, where: str) -> dict[str, Any]:
+    """One rank: bytes by tier after a step, with gradients, of bf16 parameters with fp32 masters."""
+    import tempfile
+
+    import dsx_nvme
+    import dsx_zero
+
+    place = {"device": "nvme" if where == "disk" else "cpu"}
+    config: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0, "offload_optimizer": place}
+    if stage == 3:
+        config["offload_param"] = place | ({"max_in_cpu": 0} if where == "disk" else {})
+    module = model(torch.bfloat16)
+    psi = sum(p.numel() for p in module.parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        store = dsx_nvme.TensorStore(folder, keep=False) if where == "disk" else None
+        sharded, optimizer = dsx_zero.shard(module, lambda p: torch.optim.AdamW(p, lr=1e-3), config=config, store=store)
+        for step in range(2):
+            sharded(torch.randn(2, 193).to(torch.bfloat16)).float().square().mean().backward()
+            if not step:
+                optimizer.step()
+                optimizer.zero_grad()
+        held = optimizer.state_bytes_by_tier()
+        optimizer.release()
+        if store is not None:
+            store.close()
+    found: dict[str, int] = {}
+    for kind in ("params", "grads", "master", "optimizer"):
+        for tier, nbytes in held[kind].items():
+            found[tier] = found.get(tier, 0) + nbytes
+    return {"psi": psi, "tiers": found}
+
+
+def tier_formula(stage: int, n: int, where: str) -> dict[str, float]:
+    """Bytes per parameter by tier: 2 for parameters and for gradients, 4 for masters, 8 for Adam."""
+    if stage == 3:
+        return {where: 16 / n}
+    if stage == 2:
+        on_host = {"host": 14 / n} if where == "host" else {"host": 2 / n, "disk": 12 / n}
+        return {"device": 2.0, **on_host}
+    return {"device": 4.0, where: 12 / n}
+
+
+def print_tiers() -> None:
+    """The table of `--tiers`."""
+    print(
+        "| stage | ranks | offload to | tier | bytes per parameter | formula | measured / formula |\n"
+        + "|---" * 7
+        + "|"
+    )
+    for stage, world, where in itertools.product((1, 2, 3), (1, 2), ("host", "disk")):
+        rows = run_ranks(measure_tiers, world, stage, where)
+        for tier, formula in tier_formula(stage, world, where).items():
+            per = max(row["tiers"].get(tier, 0) for row in rows) / rows[0]["psi"]
+            print(
+                f"| {stage} | {world} | {where} | {tier} | {per:.3f} | {formula:.3f} | {per / formula:.4f} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="gloo", choices=("gloo", "dsx"), help="dsx: buffers lie in shared memory")
-    run = functools.partial(run_ranks, backend=parser.parse_args().backend)
+    parser.add_argument("--tiers", action="store_true", help="bytes by tier, with offload")
+    arguments = parser.parse_args()
+    if arguments.tiers:
+        print_tiers()
+        return
+    run = functools.partial(run_ranks, backend=arguments.backend)
     torch.set_num_threads(1)
     print(
         "| stage | ranks | dtype | bytes per parameter | formula | measured / formula | and message buffers"

@@ -11,9 +11,9 @@ import threading
 
 import pytest
 from dsx_zero.order.agreed import AgreedOrder, NullOrder, ReuseLimits, ScheduleDivergence
-from dsx_zero.order.schedule import Kind
+from dsx_zero.order.schedule import Kind, Pass
 
-PATIENCE = 20.0
+PATIENCE = 4.0
 
 
 class Fabric:
@@ -58,6 +58,8 @@ class Rank:
         self.order = AgreedOrder(self, self, **options)
         self.held, self.arrived, self.outstanding, self.gradients = {}, set(), [], {}
         self.produced = 0
+        self.ahead = dict.fromkeys(Pass, 0)
+        self.evaluation_rounds = []
 
     def exchange(self, words):
         with self.fabric.changed:
@@ -89,12 +91,14 @@ class Rank:
         with self.fabric.changed:
             self.fabric.reduced += self.gradients.pop(unit, 0)
 
-    def use(self, unit):
+    def use(self, unit, during=Pass.TRAINING):
         if unit in self.arrived:
             self.order.use(unit)
         else:
-            self.order.gather(unit)
+            self.order.gather(unit, during=during)
+            before = len(self.held)
             self.order.run_ahead(lambda other: len(self.held) < 2 and other not in self.held)
+            self.ahead[during] += len(self.held) - before
         assert unit in self.held
         self.arrived.add(unit)
         self.fabric.wait(self.fabric.everybody("gather", self.held[unit]), f"rank {self.rank} gather {unit}")
@@ -102,8 +106,16 @@ class Rank:
             self.discard(unit)
 
     def step(self, program):
-        """``program``: passes, each ('forward', units) or ('backward', units)."""
+        """``program``: passes, each ('forward', units), ('backward', units) or ('evaluate', units); ('join', ()) after
+        passes in different numbers.
+        """
         for kind, units in program:
+            if kind == "join":
+                self.order.join()
+                continue
+            if kind == "evaluate":
+                self.evaluate(units)
+                continue
             for unit in units:
                 self.use(unit)
                 if kind == "backward":
@@ -121,6 +133,15 @@ class Rank:
                 self.outstanding.clear()
         self.order.boundary(lambda: list(self.gradients))
         assert not self.gradients
+
+    def evaluate(self, units):
+        before = len(self.fabric.rounds[self.rank])
+        for unit in units:
+            self.use(unit, Pass.EVALUATION)
+        self.order.end_forward(during=Pass.EVALUATION)
+        for unit in [*self.held]:
+            self.discard(unit)
+        self.evaluation_rounds.append(len(self.fabric.rounds[self.rank]) - before)
 
 
 def run(programs, **options):
@@ -192,12 +213,6 @@ def test_lasting_change_is_learnt_anew():
     assert str(ranks[0].order.schedule).startswith("gather(0) gather(2) gather(1)")
 
 
-def test_strict_mode_raises_on_every_rank_and_names_rank_and_operation():
-    other = [("forward", [0, 1, 2, 0]), ("backward", [2, 1, 0])]
-    with pytest.raises(ScheduleDivergence, match=r"rank 1 needed gather\(\d\)"):
-        run([[FULL] * 4, [FULL] * 3 + [other]], strict=True)
-
-
 def test_kept_units_are_gathered_once():
     reuse = [("forward", [0, 1, 0, 1]), ("backward", [1, 0])]
     limits = ReuseLimits([1, 1], max_reuse_distance=10, max_live=10)
@@ -230,6 +245,71 @@ def test_ranks_that_executed_different_things_are_told():
     assert "rank 0" in seen[0] and "rank 1" in seen[0]
 
 
+LOOK = ("evaluate", [0, 1, 2])
+
+
+def test_forwards_without_gradients_freeze_and_prefetch():
+    fabric, ranks = run([[[LOOK, LOOK, LOOK, *FULL], [LOOK, *FULL], [LOOK, LOOK]]] * 3)
+    for rank in ranks:
+        # Two forwards agree on three gathers and their end; the others need a word where they begin and end.
+        assert rank.evaluation_rounds == [4, 4, 2, 2, 2, 2]
+        assert str(rank.order.evaluation_schedule) == "gather(0) gather(1) gather(2) forward_end"
+        assert rank.ahead[Pass.EVALUATION] == 4 * 2  # of the three units of each, all but the first
+    assert fabric.logs["gather"][0].count(0) == 6 + 3 * 2  # the last step executes its schedule too
+
+
+def test_training_stays_frozen_beside_evaluation():
+    fabric, ranks = run([[[LOOK, *FULL]] * 6] * 2)
+    assert ranks[0].order.schedule is not None and ranks[0].order.evaluation_schedule is not None
+    last = fabric.rounds[0][-4:]  # begin and end of the forward, training begins, boundary
+    assert [Kind(words[0]) for words in last] == [
+        Kind.FORWARD_BEGIN, Kind.FORWARD_END, Kind.TRAINING_BEGIN, Kind.BOUNDARY,
+    ]  # fmt: skip
+
+
+def test_a_changed_evaluation_drops_its_own_order_only():
+    other = ("evaluate", [2, 0, 1])
+    _, ranks = run([[[LOOK, LOOK, *FULL]] * 3 + [[other, other, other, *FULL]]] * 2)
+    training = [rank.order.schedule for rank in ranks]
+    assert training[0] is not None and training[0] == training[1]
+    assert {str(rank.order.evaluation_schedule) for rank in ranks} == {"gather(2) gather(0) gather(1) forward_end"}
+
+
+def test_an_evaluation_that_needs_fewer_gathers_drops_its_order():
+    short = ("evaluate", [0, 1])
+    fabric, ranks = run([[[LOOK, LOOK, LOOK, short, short, short, short]]] * 2)
+    assert str(ranks[0].order.evaluation_schedule) == "gather(0) gather(1) forward_end"
+    assert fabric.logs["gather"][0] == [0, 1, 2] * 4 + [0, 1] * 3
+
+
+FROZEN = [[LOOK, LOOK, *FULL]] * 3
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ([LOOK, LOOK, *FULL], [LOOK, *FULL]),  # one rank evaluates less
+        ([LOOK, LOOK, LOOK, *FULL], [LOOK, *FULL], [LOOK, LOOK, *FULL]),
+        ([LOOK, *FULL], [("evaluate", [0]), *FULL]),  # it passes by
+        ([LOOK, *FULL], [("evaluate", [0, 1, 2, 0, 1]), *FULL]),  # needs beyond the order
+        ([LOOK, LOOK, *FULL], [("evaluate", [2, 1]), *FULL], [("evaluate", []), ("evaluate", [1]), *FULL]),
+        ([LOOK, LOOK, LOOK, ("join", ()), *FULL], [("join", ()), *FULL]),  # different numbers, in their context
+        ([LOOK, ("join", ()), *FULL], [("evaluate", [1, 0]), LOOK, LOOK, LOOK, ("join", ()), *FULL]),
+        ([LOOK, *FULL], [LOOK, ("forward", [0])]),  # no backward on one rank
+        ([FULL[0], LOOK, FULL[1]], [FULL[0], LOOK, LOOK, FULL[1]]),  # between forward and backward
+    ],
+)
+def test_ranks_that_evaluate_differently_never_hang(paths):
+    _, ranks = run([[*FROZEN, path, [LOOK, LOOK, *FULL], [LOOK, LOOK, *FULL]] for path in paths])
+    assert len({str(rank.order.evaluation_schedule) for rank in ranks}) == 1
+    assert ranks[0].order.evaluation_schedule is not None
+
+
+def test_a_rank_that_has_joined_is_named_to_one_that_trains():
+    with pytest.raises(ScheduleDivergence, match="rank 0 at join, rank 1 at training_begin"):
+        run([[*FROZEN, [LOOK, ("join", ())]], [*FROZEN, [LOOK, *FULL]]])
+
+
 def _random_pass(rng, units):
     chosen = [u for u in range(units) if rng.random() < 0.7]
     if rng.random() < 0.3:
@@ -237,8 +317,10 @@ def _random_pass(rng, units):
     return chosen + [rng.randrange(units) for _ in range(rng.random() < 0.3)]
 
 
-def _random_step(rng, units):
+def _random_step(rng, units, evaluates):
     program = []
+    for _ in range(rng.choice([1, 1, 3]) if evaluates else 0):
+        program.append(("evaluate", _random_pass(rng, units)))
     for _ in range(rng.choice([1, 1, 2, 3])):
         program.append(("forward", _random_pass(rng, units)))
         if rng.random() < 0.85:
@@ -250,11 +332,14 @@ def _random_step(rng, units):
 def test_random_programs_never_hang_and_lose_nothing(seed):
     rng = random.Random(seed)
     ranks, units = rng.randint(2, 6), rng.randint(1, 5)
-    common = _random_step(rng, units)
+    evaluates = rng.random() < 0.5
+    common = _random_step(rng, units, evaluates)
     frozen = [common] * rng.choice([0, 2, 3])
     limits = ReuseLimits([1] * units, max_reuse_distance=rng.choice([0, 3]), max_live=100)
     programs = [
-        frozen + [common if rng.random() < 0.4 else _random_step(rng, units) for _ in range(4)] + [common] * 2
+        frozen
+        + [common if rng.random() < 0.4 else _random_step(rng, units, evaluates) for _ in range(4)]
+        + [common] * 2
         for _ in range(ranks)
     ]
     run(programs, limits=limits)

@@ -3,10 +3,11 @@
 import itertools
 
 import pytest
-from dsx_zero.order.schedule import Decision, Kind, Operation, Post, Schedule, checksum, decide, elide_gathers
+from dsx_zero.order.schedule import Decision, Kind, Operation, Pass, Post, Schedule, checksum, decide, elide_gathers
 
 G, R = (lambda u: Operation(Kind.GATHER, u)), (lambda u: Operation(Kind.REDUCE, u))
 U = lambda u: Operation(Kind.USE, u)  # noqa: E731
+LOOK, TRAIN, JOIN = Operation(Kind.FORWARD_BEGIN), Operation(Kind.TRAINING_BEGIN), Operation(Kind.JOIN)
 FWD, BWD, END = Operation(Kind.FORWARD_END), Operation(Kind.BACKWARD_END), Operation(Kind.BOUNDARY)
 
 
@@ -28,6 +29,11 @@ def posts(*operations):
         ([FWD, BWD, END], [], {0, 1}),
         ([END, END, END], [], {0, 1, 2}),
         ([END], [], {0}),
+        ([LOOK, END, JOIN], [LOOK], {0}),
+        ([LOOK, LOOK, FWD], [LOOK], {0, 1}),
+        ([G(1), LOOK], [G(1)], {0}),
+        ([FWD, TRAIN], [], {0}),
+        ([TRAIN, TRAIN, END], [], {0, 1}),
     ],
 )
 def test_who_executes_what_and_who_goes_on(asked, operations, resume):
@@ -48,12 +54,22 @@ def test_every_combination_lets_somebody_go_on_and_executes_only_what_was_asked(
         assert sum(op.kind is Kind.REDUCE for op in decision.operations) <= 1
 
 
+@pytest.mark.parametrize("asked", [(JOIN, END), (JOIN, TRAIN), (JOIN, TRAIN, END)])
+def test_ranks_that_can_never_go_on_are_named(asked):
+    with pytest.raises(ValueError, match="rank 0 at join, rank 1 at"):
+        decide(posts(*asked))
+
+
 def test_all_align_to_the_one_who_is_farthest():
     assert decide([Post(G(0), position=3), Post(END, position=7)]).align == 7
 
 
 def test_words_survive_the_wire():
-    for post in (Post(G(7)), Post(END, False, 12, 0xFFFFFFFF, R(3)), Post(FWD, True, 1, 2, None)):
+    for post in (
+        Post(G(7)),
+        Post(END, Pass.OUTSIDE, 12, 0xFFFFFFFF, R(3)),
+        Post(FWD, Pass.EVALUATION, 1, 2, skipped=True, squares=float("inf")),
+    ):
         words = post.to_words()
         assert len(words) == Post.WORDS
         assert Post.from_words(words) == post

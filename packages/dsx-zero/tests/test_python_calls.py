@@ -52,5 +52,5 @@ def test_a_unit_costs_few_calls():
     few, many = run_ranks(_calls, 2, 2)[0], run_ranks(_calls, 2, 10)[0]
     forward, backward, step = ((more - less) / 8 for less, more in zip(few, many))
     assert forward <= 75  # 278 before schedules were indexed and gathers prepared
-    assert backward <= 205  # 363
-    assert step <= 60
+    assert backward <= 172  # 363
+    assert step <= 38

@@ -9,6 +9,8 @@ from dsx_zero.gather.hooks import UnitHooks
 from dsx_zero.gather.lifetime import GatherExecutor, GatherLifetime, GatherLimits
 from dsx_zero.lanes import CudaLane, make_lane
 from dsx_zero.order.agreed import NullOrder
+from dsx_zero.order.backward import BackwardClock
+from dsx_zero.order.executor import CollectiveExecutor
 from dsx_zero.params.partitioned_unit import PartitionedUnit
 from dsx_zero.plan.units import find_parameters, plan_units
 from torch import nn
@@ -43,12 +45,13 @@ def test_gradients_and_memory_on_a_side_stream(reentrant):
     assert isinstance(lane, CudaLane)
 
     class SlowCopy:
-        def start(self, out, shard, group, label):
+        def start(self, out, source, group, label):
             torch.cuda._sleep(2_000_000)  # a gather that arrives late: who does not wait for it reads something else
-            out.copy_(shard)
+            out.copy_(source)
 
-    executor = GatherExecutor(units, transport=SlowCopy(), lane=lane, limits=GatherLimits())
-    lifetime = GatherLifetime(units, executor=executor, order=NullOrder(executor))
+    gathers = GatherExecutor(units, transport=SlowCopy(), lane=lane, limits=GatherLimits())
+    order = NullOrder(CollectiveExecutor(lambda unit: None, gathers))
+    lifetime = GatherLifetime(units, executor=gathers, order=order, clock=BackwardClock(order))
     UnitHooks(model, units, lifetime)
     x = torch.randn(64, width, device="cuda", requires_grad=True)
     plain = {n: p for u in units for g in u.groups for n, p in zip(g.layout.names, g.parameters)}

@@ -15,6 +15,8 @@ from dsx_zero.gather.hooks import UnitHooks
 from dsx_zero.gather.lifetime import GatherExecutor, GatherLifetime, GatherLimits
 from dsx_zero.lanes import DeferringLane
 from dsx_zero.order.agreed import NullOrder
+from dsx_zero.order.backward import BackwardClock
+from dsx_zero.order.executor import CollectiveExecutor
 from dsx_zero.params.partitioned import PartitionedParameter, PartitionedParameterError
 from dsx_zero.params.partitioned_unit import PartitionedUnit, UnitState
 from dsx_zero.plan.units import find_parameters, plan_units
@@ -36,15 +38,14 @@ class Sharded:
         for unit in self.units:
             unit.adopt(model, {info.name: info for info in infos})
         self.gathers = 0
-        executor = GatherExecutor(self.units, transport=self, lane=DeferringLane(), limits=GatherLimits())
-        self.lifetime = GatherLifetime(self.units, executor=executor, order=NullOrder(executor))
-        for unit in self.units:
-            unit.lender = self.lifetime
+        gathers = GatherExecutor(self.units, transport=self, lane=DeferringLane(), limits=GatherLimits())
+        order = NullOrder(CollectiveExecutor(lambda unit: None, gathers))
+        self.lifetime = GatherLifetime(self.units, executor=gathers, order=order, clock=BackwardClock(order))
         self.hooks = UnitHooks(model, self.units, self.lifetime)
 
-    def start(self, out, shard, group, label):
+    def start(self, out, source, group, label):
         self.gathers += 1
-        out.copy_(shard)
+        out.copy_(source)
 
     def plain(self):
         return {

@@ -4,14 +4,17 @@ host.
 There is no device here: tensors are on "meta", torch's functions hand out works that record how they were waited for.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import dsx_zero.gather.publishing
-import dsx_zero.grads.reduction
 import pytest
 import torch
 import torch.distributed as dist
 from dsx_testkit import run_ranks
+from dsx_zero.grads.reduction import Reducer
+from dsx_zero.lanes import HostLane
+from dsx_zero.transports.chosen import PlainTransports
 
 
 class RecordingWork:
@@ -24,6 +27,18 @@ class RecordingWork:
 
     def is_completed(self):
         return False
+
+
+class Group:
+    """What transports and publishers know of a flat group."""
+
+    def __init__(self, buffer, ranks):
+        self.visible, self.ranks = buffer, ranks
+        self.layout = SimpleNamespace(numel=8)
+        self.key = SimpleNamespace(dtype=buffer.dtype, device=buffer.device)
+
+    def shard_of(self, whole):
+        return whole[:4]
 
 
 def waits(rank, n):
@@ -48,18 +63,17 @@ def waits(rank, n):
             patch.setattr(dist, name, issue, raising=False)
         group, buffer = dist.group.WORLD, torch.ones(8, device="meta")
         for bucket in (1000, 4):  # in one message, and in pieces
-            reducer = dsx_zero.grads.reduction.Reducer(RankSet.over(group), dsx_zero.Reduction(), bucket)
-            reducer.all_reduce(buffer, torch.float32).finish()
-            reducer.all_reduce(buffer, torch.bfloat16).finish()
-            reducer.reduce_scatter(buffer, torch.ones(4, device="meta"), torch.float32, add=False).finish()
-            reducer.reduce_scatter(buffer, torch.ones(4, device="meta"), torch.bfloat16, add=True).finish()
             gathering = dsx_zero.gather.publishing.Gathering(bucket)
-            flat = SimpleNamespace(
-                visible=buffer,
-                shard_of=lambda whole: whole[:4],
-                layout=SimpleNamespace(numel=8),
-                ranks=RankSet.over(group),
-            )
+            flat = Group(buffer, RankSet.over(group))
+            for wire, add in ((torch.float32, False), (torch.bfloat16, True)):
+
+                def engine(scatters, wire=wire, bucket=bucket):
+                    make = partial(PlainTransports(lambda dtype: wire, bucket).reduce, scatters=scatters)
+                    return Reducer(flat.ranks, dsx_zero.Reduction(), make, HostLane())
+
+                engine(False).all_reduce(buffer, flat, "test").finish()
+                out = torch.ones(4, device="meta")
+                engine(True).reduce_scatter(buffer, out, flat, "test", add=add).finish()
             gathering.publish(SimpleNamespace(plan="unit 0", trainable=[flat]))
             gathering.finish()
     assert len(works) >= 10 and all(work.waits == [()] for work in works), [work.waits for work in works]

@@ -4,10 +4,12 @@ every kind of lane.
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
 import torch
+from dsx_testkit import MemoryStore
 from dsx_zero.homes.home import DeviceHome, HostHome, accumulate, fetched, opened, read, write
 from dsx_zero.homes.stored import StoredHome
 from dsx_zero.lanes import DeferringLane, HostLane, TensorBuffer
@@ -150,3 +152,19 @@ def test_a_home_in_a_store_takes_and_gives_other_dtypes():
 def test_pieces_without_elements_are_refused():
     with pytest.raises(ValueError, match="got 0, expected at least one"):
         StoredHome(Drawer(), "state", 10, torch.float32, piece=0)
+
+
+def test_what_a_step_fetched_is_let_go_behind_it():
+    """A view of no elements kept the memory of each master that lives elsewhere."""
+    import dsx_zero
+
+    shelf = MemoryStore()
+    config = {"stage": 1, "offload_optimizer": {"device": "nvme"}, "sub_group_size": 300}
+    model = torch.nn.Linear(40, 40).bfloat16()
+    model, optimizer = dsx_zero.shard(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config=config, store=shelf)
+    for _ in range(2):
+        model(torch.ones(1, 40).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    assert shelf.held == 0

@@ -131,8 +131,12 @@ def test_one_process_and_refusals():
     plain = Net()
     model, _ = dsx_zero.shard(model, None, stage=0)
     assert all(type(p) is nn.Parameter and p.shape == q.shape for p, q in zip(model.parameters(), plain.parameters()))
-    for argument in ({"remote_device": "nvme"}, {"zero_quantized_weights": True}, {"pin_memory": True}):
-        with pytest.raises(dsx_zero.ZeroConfigError, match="not available yet"):
+    for argument, text in (
+        ({"zero_quantized_weights": True}, "in the configuration of the sharded model"),
+        ({"remote_device": "nvme"}, "there is no store on disk; give Init"),
+        ({"remote_device": "disk"}, "got 'disk', expected 'cpu', 'nvme' or None"),
+    ):
+        with pytest.raises(dsx_zero.ZeroConfigError, match=text):
             dsx_zero.Init(**argument)
     with pytest.raises(TypeError, match="nonsense"):
         dsx_zero.Init(nonsense=1)

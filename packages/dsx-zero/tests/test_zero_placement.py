@@ -133,13 +133,11 @@ def fused(parameters):
 def trained(rank, world, stage, where, dtype, kind=adamw, lane="host", steps=4):
     """Everything there is to see of a training, and the bytes by class and by tier."""
     from dsx_zero import api
-    from dsx_zero.gather import stage3
     from dsx_zero.lanes import DeferringLane
 
     with pytest.MonkeyPatch.context() as patch:
         if lane == "deferring":
-            for module in (api, stage3):
-                patch.setattr(module, "make_lane", lambda device: DeferringLane())
+            patch.setattr(api, "make_lane", lambda device: DeferringLane())
         placement = placements(where)
         config = {"stage": stage, "stage3_param_persistence_threshold": 45, "sub_group_size": 600}
         model, optimizer = dsx_zero.shard(Net(dtype), kind, config=config, placement=placement)
@@ -222,6 +220,15 @@ def test_bytes_by_tier_and_over_the_link():
     loaded = moments  # `load_state_dict` after the second step
     assert bytes_in == steps * moments + loaded
     assert bytes_out >= (steps - 1) * moments  # and what readers ask for
+
+
+def test_gradients_on_a_tier_without_views_count_once():
+    model, optimizer = dsx_zero.shard(
+        Net(torch.float32), adamw, config={"stage": 2}, placement=placements("attic gradients")
+    )
+    model(torch.ones(2, 12)).backward()
+    numel = sum(group.layout.shard_numel for unit in optimizer.runtime.units for group in unit.trainable)
+    assert optimizer.state_bytes_by_tier()["grads"]["attic"] == 4 * numel
 
 
 def by_config(rank, world, stage):

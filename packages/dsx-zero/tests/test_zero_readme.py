@@ -22,7 +22,7 @@ def example(rank, world, code):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_example(world):
-    code, _ = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     run_ranks(example, world, code)
 
 
@@ -36,5 +36,33 @@ def experts(rank, world, code):
 
 
 def test_example_of_experts():
-    _, code = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    _, code, *_ = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert run_ranks(experts, 2, code) == [1, 1]
+
+
+def checkpointing(rank, world, code):
+    scope: dict = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    return all(p.grad is not None for p in scope["block"].parameters())
+
+
+def test_example_of_activation_checkpointing():
+    (code,) = (found for found in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "checkpointing" in found)
+    assert run_ranks(checkpointing, 1, code) == [True]
+
+
+def fewer_bytes(rank, world, code):
+    scope: dict = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    for model, optimizer in ((scope["model"], scope["optimizer"]), (scope["hybrid"], scope["hybrid_optimizer"])):
+        x = torch.ones(1, 64)
+        for block in model:
+            x = block(x)
+        x.sum().backward()
+        optimizer.step()
+    return scope["hybrid_optimizer"].group_of("0.weight").ranks.size
+
+
+def test_example_of_fewer_bytes_between_nodes():
+    (code,) = (found for found in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "zero_hpz" in found)
+    assert run_ranks(fewer_bytes, 4, code) == [2] * 4

@@ -76,9 +76,16 @@ def reductions():
 
         return call
 
+    start = dsx_comm.PreparedCollective.start
+
+    def watched_start(self, output, source):
+        if self._call.op == "reduce_scatter_tensor":
+            found.append(dsx_comm.is_symmetric(source, self._call.group))
+        return start(self, output, source)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dsx_comm, "all_reduce", watched(dsx_comm.all_reduce, 0))
-        patch.setattr(dsx_comm, "reduce_scatter_tensor", watched(dsx_comm.reduce_scatter_tensor, 1))
+        patch.setattr(dsx_comm.PreparedCollective, "start", watched_start)
         yield found
 
 

@@ -12,6 +12,7 @@ stage 3 and after a step, `step` masters and norms, `state` slices by name, `acc
 model.
 """
 
+from . import checkpointing
 from ._version import __version__
 from .access import (
     safe_get_full_fp32_param,
@@ -30,8 +31,8 @@ from .access import (
 )
 from .alike import RanksDifferError, agree, telling
 from .api import shard
-from .compiling import compile_units
-from .errors import ZeroConfigError, ZeroError, ZeroModelError, ZeroOptimizerError, ZeroStateError
+from .compiling import compile_units, is_compiled
+from .errors import ZeroConfigError, ZeroError, ZeroLoadError, ZeroModelError, ZeroOptimizerError, ZeroStateError
 from .estimate import (
     MemoryNeeds,
     estimate_zero2_model_states_mem_needs,
@@ -43,12 +44,13 @@ from .estimate import (
 )
 from .gather.external import register_external_parameter, unit_index, unregister_external_parameter
 from .gathered import GatheredParameters, UnownedEditError
-from .generation import unwrap_model_for_generation
+from .generation import gather_hooks_paused, unwrap_model_for_generation
 from .grads.averaging import AveragesItself, averages_itself
 from .grads.reduction import Reduction
+from .inspection import Partition, partition_of
 from .optimizer import StepOutcome, ZeroOptimizer
 from .order.agreed import ScheduleDivergence
-from .params.init import Init
+from .params.init import Init, MiCS_Init
 from .params.partitioned import PartitionedParameter, PartitionedParameterError
 from .params.restored import z3_leaf_parameter
 from .plan.leaves import (
@@ -63,17 +65,24 @@ from .plan.leaves import (
 from .precision import Precision
 from .resharding import release_model
 from .state.loading import SliceLoad
-from .state.slices import ParamSlice, Reader
+from .state.moving import OffloadDeviceEnum, OffloadStateTypeEnum
+from .state.slices import ParamSlice, Reader, StoredValues
 from .tiled import TiledLinear, TiledLinearReturnBias
 from .uneven import uneven_forwards
+from .weights import LoadReport, load
 
 __all__ = [
+    "checkpointing",
     "AveragesItself",
     "agree",
     "averages_itself",
     "compile_units",
+    "is_compiled",
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
+    "LoadReport",
+    "load",
     "PartitionedParameter",
     "PartitionedParameterError",
     "ScheduleDivergence",
@@ -92,15 +101,20 @@ __all__ = [
     "z3_leaf_module",
     "z3_leaf_parameter",
     "MemoryNeeds",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
     "ParamSlice",
+    "Partition",
     "Precision",
     "RanksDifferError",
     "Reader",
     "Reduction",
     "SliceLoad",
     "StepOutcome",
+    "StoredValues",
     "ZeroConfigError",
     "ZeroError",
+    "ZeroLoadError",
     "ZeroModelError",
     "ZeroOptimizer",
     "ZeroOptimizerError",
@@ -112,6 +126,8 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "gather_hooks_paused",
+    "partition_of",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

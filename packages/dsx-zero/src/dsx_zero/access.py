@@ -75,6 +75,7 @@ class _View:
 
     def __init__(self, parameter: Parameter, optimizer: ZeroOptimizer | None) -> None:
         self.optimizer, self.name = _resolve(parameter, optimizer)
+        self.optimizer.check_states()
         self.runtime = self.optimizer.runtime
         self.group: FlatGroup = self.optimizer.group_of(self.name)
         if not self.group.trainable:

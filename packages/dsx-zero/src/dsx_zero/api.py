@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import dsx_comm
@@ -17,37 +19,43 @@ from .alike import agree, hash_of, model_facts, optimizer_facts, telling
 from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
 from .gather.publishing import Gathering, Replicated, share_first
 from .grads.averaging import Averaging, averaging_of
-from .grads.gradients import LocalGradients, ReducedGradients, ReduceOrder
+from .grads.gradients import Gradients, LocalGradients, ReducedGradients
 from .grads.reduction import LocalReducer, Reducer, Reduction, ReductionEngine
+from .grads.reductions import Reductions
 from .grads.unused import IgnoreUnused, UnusedParameters
 from .groups import LentGroups, join_launched_ranks
-from .homes.chosen import check_placement, placement_of, sub_group_size
+from .homes.chosen import check_placement, check_room, offload_ratio, place_units, placement_of, sub_group_size
 from .homes.stored import TensorStore
-from .homes.tiers import Placement
+from .homes.tiers import Placement, UnitPlacement
 from .lanes import make_lane
 from .optimizer import ZeroOptimizer
-from .order.agreed import AgreedOrder, NullOrder
-from .order.channel import ControlChannel
-from .order.reduce_executor import ReduceExecutor
+from .order.agreed import AgreedOrder, Channel, NullOrder, Order, ReuseLimits
+from .order.backward import BackwardClock
+from .order.channel import ControlChannel, OneRank
+from .order.executor import CollectiveExecutor
 from .params.flat import FlatGroup, Unit
 from .params.init import InitParameter
 from .params.memory import Memory, OrdinaryMemory, memory_of
 from .params.partitioned import PartitionedParameter
 from .params.restored import current_parameter, restore_model
 from .plan.leaves import fine_modules, named_leaves
-from .plan.rank_sets import check_rank_sets, choose_rank_sets, is_plain, ranks_of_buffers
+from .plan.rank_sets import check_rank_sets, choose_rank_sets, is_plain, ranks_of_buffers, ranks_of_mesh
+from .plan.secondary import SecondaryRanks
 from .plan.units import ParameterInfo, Persistence, RanksOf, UnitPlan, find_parameters, plan_units
 from .precision import Precision
 from .resharding import release_model
 from .runtime import Publisher, Runtime
-from .step.masters import check_optimizer, make_masters, place_masters, replace_parameters
+from .step.masters import check_optimizer, make_masters, needs_whole_tensors, place_masters, replace_parameters
 from .step.norm import groups_of_norm
 from .step.param_groups import StepGroups
 from .step.parts import may_be_cut
 from .step.runner import plan_step
 from .step.states import OptimizerStates
+from .transports.chosen import PlainTransports, Transports, transports_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .config import ZeroConfig
 
 __all__ = ["shard"]
@@ -84,6 +92,9 @@ def shard(
     ranks_of: RankSets | RanksOf | None = None,
     placement: Placement | None = None,
     store: TensorStore | None = None,
+    device: torch.device | None = None,
+    transports: Transports | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, ZeroOptimizer]:
     """Divide a model's states among the ranks of a process group (collective).
 
@@ -110,7 +121,13 @@ def shard(
 
         placement: where shards, masters, gradients and optimizer states live between their uses. Default: what the
             configuration's `offload_optimizer` and `offload_param` say, else all of it on the device.
+        device: where the model computes; default: where its parameters are. They are moved there unit by unit, so that
+            at stage 3 the device never holds more than one whole unit and this rank's shards (none of those that
+            `placement` keeps elsewhere). Buffers are not moved.
         store: for state on disk (`device: nvme`), such as a `dsx_nvme.TensorStore` of this rank.
+        transports: how parameters and gradients travel between the ranks. Default: what the configuration says.
+        mesh: in the place of `process_group`: a device mesh of one dimension, or of two for hybrid sharding: states are
+            divided along the second, and copied along the first.
 
     Returns:
         The model and a `ZeroOptimizer`.
@@ -122,22 +139,40 @@ def shard(
         RanksDifferError: the ranks have different models, optimizers or settings, or one of them raised one of the
             others.
     """
+    process_group, mesh_shards = ranks_of_mesh(mesh, process_group)
     data = choose_rank_sets(process_group, mpu, ranks_of).data
     with telling(data.group):
         settings = _settings(stage, config)
         precision, reduction = precision or Precision(), reduction or Reduction()
+        settings.check_combinations(mesh=mesh_shards > 0)
         _check_given(optimizer, stage=settings.stage)
+        given = placement is not None
         placement = placement or placement_of(settings, store)
         check_placement(placement, settings.stage)
     join_launched_ranks()
     sets = choose_rank_sets(process_group, mpu, ranks_of)
     data = sets.data
-    facts = {**_setting_facts(settings, precision, reduction), "placement": str(placement)}
+    groups = LentGroups()
+    plain = PlainTransports(precision.wire_dtype, settings.size("reduce_bucket_size"))
+    transports = transports or transports_of(settings, plain, groups)
+    facts = {
+        **_setting_facts(settings, precision, reduction),
+        "placement": str(placement),
+        "transports": type(transports).__name__,
+    }
     agree(_CALL, {**facts, **dict(model_facts(model))}, data.group)
     release_model(model)
-    choose = sets if ranks_of is None else ranks_of
+    choose: RanksOf = sets if ranks_of is None else ranks_of
     with telling(data.group):
         _check_marked_in_time(model, choose)
+        _check_values(model)
+    choose = SecondaryRanks(
+        choose,
+        groups.take_part,
+        shard_size=mesh_shards or settings.shard_ranks,
+        near_size=settings.near_ranks,
+        setting="mesh" if mesh_shards else "zero_optimization.mics_shard_size",
+    )
     if settings.stage < 3:
         restore_model(model)
     with telling(data.group):
@@ -145,30 +180,49 @@ def shard(
         held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
         infos = find_parameters(model, held)
         _check_model(model, infos)
+        if device is not None:
+            infos = tuple(replace(info, device=device) for info in infos)
         plans = plan_units(
             model,
             infos,
             stage=settings.stage,
             ranks_of=choose,
-            reduce_bucket_size=settings.size("reduce_bucket_size"),
+            reduce_bucket_size=_bucket_size(settings, infos),
             persistence=Persistence(
                 settings.size("stage3_param_persistence_threshold"), settings.stage3_model_persistence_threshold
             ),
             leaves=_leaves(model, settings),
+            undivided=needs_whole_tensors(inner),
         )
         check_rank_sets(plans, data)
+        check_room(placement, {str(p): _shard_numel(p) for p in plans if not p.resident})
         averaging = averaging_of(inner, reduction, stage=settings.stage, rank=data.rank, plain=is_plain(plans, data))
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     agree(_CALL, {**dict(optimizer_facts(inner, names)), **_plan_facts(plans)}, data.group)
-    build = _Build(model, settings, precision, reduction, data, infos, plans, averaging, placement)
+    sizes = [(plan.index, str(plan), _shard_numel(plan)) for plan in plans]
+    placements = place_units(sizes, placement, ratio=1.0 if given else offload_ratio(settings))
+    build = _Build(
+        model,
+        settings,
+        precision,
+        reduction,
+        data,
+        infos,
+        plans,
+        averaging,
+        placement,
+        placements,
+        transports,
+        groups,
+    )
     runtime = build.partitioned(inner) if settings.stage == 3 else build.resident()
     for notice in settings.notices():
         if data.rank == 0:
             _log.warning(notice)
     for unit in runtime.trainable_units():
         for group in unit.trainable:
-            group.make_master(precision.master, whole=runtime.whole, tier=placement.masters)
-    moves = placement.states is not None or any(
+            group.make_master(precision.master, whole=runtime.whole, tier=build.placed(unit.index).masters)
+    moves = any(record.placement.states is not None for record in placements) or any(
         group.master is not None and group.master.view() is None for unit in runtime.units for group in unit.groups
     )
     most = sub_group_size(settings, moves=moves) if may_be_cut(inner) else None
@@ -177,7 +231,8 @@ def shard(
     shown = [[faces.get(id(p), p) for p in group["params"]] for group in inner.param_groups]
     place_masters(inner, masters)
     stepped = [master for _, pieces in masters for master in pieces]
-    states = OptimizerStates(inner, stepped, placement.states)
+    unit_of = {id(group): unit.index for unit in runtime.units for group in unit.groups}
+    states = OptimizerStates(inner, stepped, [build.placed(unit_of[id(m.group)]).states for m in stepped])
     sharded = ZeroOptimizer(
         inner,
         runtime,
@@ -185,11 +240,17 @@ def shard(
         _unused_check(runtime, settings),
         groups=StepGroups(inner, shown),
         states=states,
+        placements=placements,
+        store=store,
         plan=plan_step(inner, runtime, stepped, most=most, moves=moves),
         lane=build.lane,
         faces=faces,
         owner_of=lambda parameter: None if (found := OWNERS.find(parameter)) is None else found[0],
     )
+    if data.rank == 0:
+        _report_padding(plans)
+    if data.rank == 0 and not placement.on_device:
+        _log.info("where state lives:\n%s", "\n".join(f"  {record}" for record in placements))
     dtypes = [group.key.dtype for unit in runtime.units for group in unit.trainable]
     averaging.announce(precision.wire_dtype(dtypes[0]) if dtypes else None)
     for unit in runtime.units:
@@ -199,6 +260,38 @@ def shard(
     for info in infos:  # at stage 3 the model holds other objects than the gradients' between uses
         OWNERS.add(model.get_parameter(info.name), sharded, info.name)
     return model, sharded
+
+
+_RATIO_UNITS = 16
+"""Units that a ratio of offload divides, at least: at stages 1 and 2 a unit is as large as a message."""
+
+
+def _bucket_size(settings: ZeroConfig, infos: Sequence[ParameterInfo]) -> int:
+    """Elements of a unit at stages 1 and 2, and of a reduction."""
+    size, ratio = settings.size("reduce_bucket_size"), offload_ratio(settings)
+    total = sum(info.numel for info in infos if info.trainable)
+    return size if ratio in (0.0, 1.0) else max(1, min(size, total // _RATIO_UNITS))
+
+
+_PADDING = 1.25
+"""Buffers this many times as large as their parameters are reported."""
+
+
+def _report_padding(plans: Sequence[UnitPlan]) -> None:
+    """Say so where ownership by whole tensors needs much more than the tensors: one of them is as large as a shard."""
+    layouts = [group.layout for plan in plans for group in plan.groups if group.layout.undivided]
+    needed, held = sum(sum(layout.sizes) for layout in layouts), sum(layout.numel for layout in layouts)
+    if held > _PADDING * needed:
+        _log.warning(
+            "the optimizer needs whole tensors, which %d ranks cannot own in equal parts: buffers have %.2f times the"
+            " elements of their parameters, in memory and in messages; use fewer ranks or larger units (at stage 3"
+            " stage3_module_granularity_threshold or leaf modules)",
+            max(layout.world_size for layout in layouts), held / needed,
+        )  # fmt: skip
+
+
+def _shard_numel(plan: UnitPlan) -> int:
+    return sum(group.layout.shard_numel for group in plan.groups)
 
 
 def _setting_facts(settings: ZeroConfig, precision: Precision, reduction: Reduction) -> dict[str, str]:
@@ -345,6 +438,23 @@ def _check_marked_in_time(model: nn.Module, ranks_of: RanksOf) -> None:
             )
 
 
+def _check_values(model: nn.Module) -> None:
+    """Refuse parameters that `Init` made on the meta device and nobody has written."""
+    empty = [
+        name
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, PartitionedParameter)
+        and isinstance(parameter.source, InitParameter)
+        and not parameter.source.has_values
+    ]
+    if empty:
+        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+        raise ZeroModelError(
+            f"{', '.join(empty[:5])}{more}: made on the meta device under dsx_zero.Init, and without values; fill the"
+            " model with dsx_zero.load(model, path) first, or write these parameters on every rank (p.data.normal_())"
+        )
+
+
 def _is_taken(parameter: torch.Tensor, trainable: bool) -> bool:
     """Whether sharding would take a parameter's memory from another optimizer that steps it, or give it a second one
     that does. What both leave frozen may be shared.
@@ -369,13 +479,22 @@ class _Build:
         plans: tuple[UnitPlan, ...],
         averaging: Averaging,
         placement: Placement,
+        placements: Sequence[UnitPlacement],
+        transports: Transports,
+        groups: LentGroups,
     ) -> None:
-        self.averaging, self.placement = averaging, placement
-        self.lane = make_lane(infos[0].device if infos else torch.device("cpu"))
-        """For what comes and goes between tiers. Gathers have a lane of their own."""
+        self.averaging, self.placement, self.transports = averaging, placement, transports
+        self._placed = {record.unit: record.placement for record in placements}
+        self.device = infos[0].device if infos else torch.device("cpu")
+        self.lane = make_lane(self.device)
+        """For what comes and goes between tiers. Gathers and reductions have lanes of their own."""
         self.model, self.settings, self.precision, self.reduction = model, settings, precision, reduction
         self.data, self.infos, self.plans = data, infos, plans
-        self.groups = LentGroups()
+        self.groups = groups
+
+    def placed(self, unit: int) -> Placement:
+        """Where the state of a unit lives."""
+        return self._placed[unit]
 
     def resident(self) -> Runtime:
         """Stages 0-2: whole parameters stay in memory."""
@@ -406,54 +525,65 @@ class _Build:
         if self.settings.stage > 0 and not alone:
             publisher = Gathering(self.settings.allgather_bucket_size)
         whole = alone and self.placement.on_device  # one rank without offload has nothing to divide
-        return self._runtime(units, 0 if whole else self.settings.stage, publisher)
+        stage = 0 if whole else self.settings.stage
+        return self._runtime(units, stage, publisher, self._gradients(units, stage))
 
     def partitioned(self, inner: Any) -> Runtime:
         """Stage 3: the modules get other parameters, which take the places of the old ones in the optimizer."""
-        from .gather.stage3 import Stage3Limits, build_stage3  # late: stages 0-2 need none of it
+        from .gather.executor import GatherExecutor, GatherLimits  # late: stages 0-2 need none of it
+        from .gather.lifetime import GatherLifetime
+        from .gather.stage3 import Stage3, partition, read_ahead_of, reuse_limits
 
         settings = self.settings
-        limits = Stage3Limits(
-            max_live_parameters=settings.stage3_max_live_parameters,
-            max_reuse_distance=settings.stage3_max_reuse_distance,
-            prefetch_bucket_size=settings.size("stage3_prefetch_bucket_size"),
-            allgather_bucket_size=settings.allgather_bucket_size,
-        )
         sets = dict.fromkeys(group.key.ranks for plan in self.plans for group in plan.groups)
         with_gathers = {ranks: self.groups.take_for_gathers(ranks) for ranks in sets}
         plans = [plan.on(with_gathers.__getitem__) for plan in self.plans]
-        channel = None
+        channel: Channel = OneRank()
         if self.data.size > 1:
             channel = ControlChannel(self.groups.take_control(self.data), self.data.rank, self.data.size)
-        tier = self.placement.parameters
-        stage, plain_of = build_stage3(self.model, self.infos, plans, channel=channel, limits=limits, tier=tier)
-        replace_parameters(inner, lambda old: plain_of.get(id(old), old))
+        found = partition(self.model, self.infos, plans, tier=self.placement.parameters)
+        replace_parameters(inner, lambda old: found.plain_of.get(id(old), old))
         self._share_buffers()
-        runtime = self._runtime(stage.units, 3, stage, order=stage, on_complete=stage.gradients_complete)
-        stage.connect(self.model, runtime.gradients)
-        return runtime
+        gathers = GatherExecutor(
+            found.partitioned,
+            transport=self.transports.gather(tuple(with_gathers.values())),
+            lane=make_lane(self.device),
+            limits=GatherLimits(settings.size("stage3_prefetch_bucket_size"), settings.stage3_max_live_parameters),
+            ahead=read_ahead_of(found.partitioned, self.placement.parameters),
+        )
+        limits = reuse_limits(
+            found.partitioned,
+            max_reuse_distance=settings.stage3_max_reuse_distance,
+            max_live=settings.stage3_max_live_parameters,
+        )
+        reductions = self._reductions(found.units, 3, lambda: gradients.complete())
+        order = self._order(CollectiveExecutor(reductions.run_reduce, gathers), channel, limits)
+        clock = BackwardClock(order)
+        # Before the gradients: a backward begins for it first, and ends for it last.
+        lifetime = GatherLifetime(found.partitioned, executor=gathers, order=order, clock=clock)
+        gradients = ReducedGradients(
+            self.model,
+            reductions,
+            order,
+            clock,
+            on_complete=lifetime.gradients_complete,
+            keeps_local=self.averaging.local,
+        )
+        gathering = Gathering(settings.allgather_bucket_size)
+        stage = Stage3(self.model, found, gathering, gathers, order, lifetime, gradients)
+        return self._runtime(found.units, 3, stage, gradients)
 
-    def _runtime(
-        self,
-        units: tuple[Unit, ...],
-        stage: int,
-        publisher: Publisher,
-        *,
-        order: ReduceOrder | None = None,
-        on_complete: Callable[[int], None] | None = None,
-    ) -> Runtime:
+    def _runtime(self, units: tuple[Unit, ...], stage: int, publisher: Publisher, gradients: Gradients) -> Runtime:
         dtypes = {group.key.dtype for unit in units for group in unit.trainable}
-        sets = {group.ranks for unit in units for group in unit.trainable}
-        sums = groups_of_norm(sets, self.data, whole=stage == 0)
         return Runtime(
             model=self.model,
             stage=stage,
             ranks=self.data,
-            norm_groups=sums,
+            norm_groups=self._norm_groups(units, stage),
             groups=self.groups,
             infos=self.infos,
             units=units,
-            gradients=self._gradients(units, stage, order, on_complete, sums),
+            gradients=gradients,
             publisher=publisher,
             averaging=self.averaging,
             checks_overflow=self.precision.checks_overflow(dtypes),
@@ -461,51 +591,53 @@ class _Build:
             load_masters=self.settings.load_from_fp32_weights,
         )
 
-    def _gradients(
-        self,
-        units: tuple[Unit, ...],
-        stage: int,
-        order: ReduceOrder | None,
-        on_complete: Callable[[int], None] | None,
-        norm_groups: tuple[Any, ...],
-    ) -> LocalGradients | ReducedGradients:
+    def _norm_groups(self, units: tuple[Unit, ...], stage: int) -> tuple[Any, ...]:
+        sets = {group.ranks for unit in units for group in unit.trainable}
+        return groups_of_norm(sets, self.data, whole=stage == 0)
+
+    def _gradients(self, units: tuple[Unit, ...], stage: int) -> Gradients:
+        """Of stages 0-2."""
         precision = self.precision
         dtypes = {group.key.dtype for unit in units for group in unit.trainable}
         if stage == 0 and self.data.size == 1 and all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes):
             return LocalGradients(units)
-        bucket = self.settings.size("reduce_bucket_size")
+        reductions = self._reductions(units, stage, lambda: gradients.complete())
+        channel = None
+        if self.data.size > 1:
+            channel = ControlChannel(self._control_group(), self.data.rank, self.data.size)
+        order = self._order(CollectiveExecutor(reductions.run_reduce), channel)
+        clock = BackwardClock(order)
+        gradients = ReducedGradients(self.model, reductions, order, clock, keeps_local=self.averaging.local)
+        return gradients
+
+    def _reductions(self, units: tuple[Unit, ...], stage: int, complete: Callable[[], None]) -> Reductions:
+        lane = make_lane(self.device)
 
         def reducer(ranks: dsx_comm.RankSet) -> ReductionEngine:
             if ranks.size == 1:
                 return LocalReducer.of(ranks, self.reduction)
-            return Reducer(ranks, self.reduction, bucket)
+            return Reducer(ranks, self.reduction, partial(self.transports.reduce, scatters=stage > 0), lane)
 
-        executor = ReduceExecutor()  # stage 3 brings an order with an executor of its own
-        gradients = ReducedGradients(
-            self.model,
+        return Reductions(
             units,
             stage=stage,
-            precision=precision,
+            precision=self.precision,
             reducer=reducer,
-            order=order or self._reduce_order(executor),
+            complete=complete,
             expose=self.reduction.op == "mean",
-            norm_groups=norm_groups,
+            norm_groups=self._norm_groups(units, stage),
             overlap=self.settings.overlap_comm is not False,
-            on_complete=on_complete,
-            keeps_local=self.averaging.local,
             memory=memory_of,
-            tier=self.placement.gradients,
+            tier=lambda unit: self.placed(unit).gradients,
             lane=self.lane,
         )
-        executor.bind(gradients.run_reduce)
-        return gradients
 
-    def _reduce_order(self, executor: ReduceExecutor) -> ReduceOrder:
-        """Stages 0-2: the ranks agree on reductions alone."""
-        if self.data.size == 1:
+    def _order(self, executor: CollectiveExecutor, channel: Channel | None, limits: ReuseLimits | None = None) -> Order:
+        """What the ranks agree on over the channel; None: every need is executed as it comes."""
+        if channel is None:
             return NullOrder(executor)
         names = {plan.index: str(plan) for plan in self.plans}
-        return AgreedOrder(executor, ControlChannel(self._control_group(), self.data.rank, self.data.size), names=names)
+        return AgreedOrder(executor, channel, limits=limits, names=names, alone=self.data.size == 1)
 
     def _control_group(self) -> Any:
         """A group for words of a few bytes in host memory."""

@@ -56,8 +56,8 @@ class OffloadParam(_Section):
     )
     nvme_path: str | None = Field("/local_nvme", description="folder for parameters on disk")
     pin_memory: bool = Field(False, description="page-locked host memory")
-    buffer_count: Count = Field(5, description="host buffers between device and disk")
-    buffer_size: Count = Field(100_000_000, description="elements of one such buffer")
+    buffer_count: Count = Field(5, description="shards that are read ahead from disk, at most")
+    buffer_size: Count = Field(100_000_000, description="elements of them; buffer_count x buffer_size in all")
     max_in_cpu: Size = Field(1_000_000_000, description="elements kept in host memory although the home is the disk")
 
 
@@ -111,33 +111,21 @@ SECOND_NAMES: dict[str, str] = {
 }
 """Second name of a setting -> the name that the documentation uses."""
 
-_OLD_OFFLOAD = "nothing: it is the old name of offload_optimizer and offload_param"
-_FINER_OFFLOAD = "finer offload policies of dsx-zero"
-_ZEROPP = "quantised and hierarchical collectives (ZeRO++) in dsx-zero"
-_MICS = "shard groups smaller than the data-parallel group"
+_SUPERCHIPS = "no plan: the host step is not bound to cores of its own (decision 0016)"
 
 NOT_YET: dict[str, str] = {
-    "cpu_offload": _OLD_OFFLOAD,
-    "cpu_offload_params": _OLD_OFFLOAD,
-    "offload_optimizer.cpuadam_cores_perc": _FINER_OFFLOAD,
-    "offload_optimizer.ratio": _FINER_OFFLOAD,
-    "offload_optimizer.super_offload": _FINER_OFFLOAD,
-    "mics_shard_size": _MICS,
-    "mics_hierarchical_params_gather": _MICS,
-    "save_muon_momentum_buffer_in_memory": "Muon under ZeRO",
-    "zenflow": "stall-free offload; no date",
-    "zero_hpz_partition_size": _ZEROPP,
-    "zero_quantized_gradients": _ZEROPP,
-    "zero_quantized_nontrainable_weights": _ZEROPP,
-    "zero_quantized_weights": _ZEROPP,
-    "zeropp_loco_param": _ZEROPP,
+    "offload_optimizer.cpuadam_cores_perc": _SUPERCHIPS,
+    "offload_optimizer.super_offload": _SUPERCHIPS,
+    "zenflow": "no plan: it changes what is trained (decision 0016)",
 }
 """Setting -> what will bring it. This table and `NO_EFFECT` are the only judges of these settings; `dsx` asks them."""
 
 NO_EFFECT: dict[str, str] = {
     "allgather_partitions": "updated parameters are always gathered with one collective",
     "contiguous_gradients": "gradients are always in one buffer per unit",
-    "cpu_offload_use_pin_memory": "it belongs to cpu_offload; write pin_memory in offload_optimizer",
+    "cpu_offload": "it is an old name, read as offload_optimizer with device cpu; write that",
+    "cpu_offload_params": "it is an old name, read as offload_param with device cpu; write that",
+    "cpu_offload_use_pin_memory": "it is an old name, read as pin_memory of what those two mean",
     "elastic_checkpoint": "every checkpoint loads at every world size and stage",
     "enable_sanity_checks": "writes to partitioned parameters always work or raise",
     "grad_hooks": "gradients are always reduced from backward hooks",
@@ -146,9 +134,6 @@ NO_EFFECT: dict[str, str] = {
     "offload_optimizer.fast_init": "masters are written in one pass, states with the first step",
     "offload_optimizer.pipeline_read": "the next sub-group is always read while one is stepped",
     "offload_optimizer.pipeline_write": "the last sub-group is always written while one is stepped",
-    "offload_param.buffer_count": "a buffer is taken for each gather under way",
-    "offload_param.buffer_size": "a buffer is as large as its shard",
-    "offload_param.max_in_cpu": "what lives on disk is in host memory only around its use",
     "memory_efficient_linear": "gathered weights are never kept by autograd",
     "override_module_apply": "nothing is patched",
     "pipeline_loading_checkpoint": "each rank reads only its own slices",
@@ -158,7 +143,9 @@ NO_EFFECT: dict[str, str] = {
     "stage3_use_all_reduce_for_fetch_params": "parameters are always all-gathered",
     "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered",
 }
-"""Setting -> why it has no effect: the behaviour that it chooses is the only one."""
+"""Setting -> why it has no effect of its own: the behaviour that it chooses is the only one, or it is an old name."""
+
+_OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
 
 
 class ZeroConfig(_Section):
@@ -211,13 +198,24 @@ class ZeroConfig(_Section):
     stage3_use_all_reduce_for_fetch_params: bool = Field(False, description="gather parameters by all-reduce")
     stage3_allgather_sequential: bool = Field(False, description="one gather at a time")
 
-    zero_hpz_partition_size: Count = Field(1, description="ranks that share a second copy of the parameters")
-    zero_quantized_weights: bool = Field(False, description="gather parameters as 8-bit integers")
+    zero_hpz_partition_size: Count = Field(
+        1, description="stage 3: neighbouring ranks that share a second copy of the parameters, for backward"
+    )
+    zero_quantized_weights: bool = Field(False, description="stage 3: gather parameters as integers")
+    zero_quantized_weights_bits: Literal[8, 4] = Field(8, description="bits of such an integer")
     zero_quantized_nontrainable_weights: bool = Field(False, description="the same for frozen parameters only")
-    zero_quantized_gradients: bool = Field(False, description="reduce gradients as 4-bit integers")
-    zeropp_loco_param: LoCo | None = Field(None, description="error feedback for quantised gradients")
-    mics_shard_size: Annotated[int, Field(ge=-1)] = Field(-1, description="ranks among which a copy is divided")
-    mics_hierarchical_params_gather: bool = Field(False, description="gather in two levels")
+    zero_quantized_gradients: bool = Field(False, description="stages 1-3: reduce gradients as integers, in two hops")
+    zero_quantized_gradients_bits: Literal[8, 4, 2] = Field(4, description="bits of such an integer")
+    zero_quantized_error_feedback: bool = Field(
+        False, description="what quantised parameters and gradients leave out is added to the next ones"
+    )
+    zeropp_loco_param: LoCo | None = Field(None, description="a moving average of errors for quantised gradients")
+    mics_shard_size: Annotated[int, Field(ge=-1)] = Field(
+        -1, description="stages 1-3: neighbouring ranks that divide a copy of the states; -1: all ranks divide one"
+    )
+    mics_hierarchical_params_gather: bool = Field(
+        False, description="stage 3: gather parameters between nodes first, then inside them"
+    )
 
     memory_efficient_linear: bool = Field(True, description="do not keep gathered weights for backward")
     pipeline_loading_checkpoint: bool = Field(False, description="upstream: ranks load one after the other")
@@ -226,7 +224,9 @@ class ZeroConfig(_Section):
     enable_sanity_checks: bool = Field(False, description="upstream: errors for writes to partitioned parameters")
     leaf_module: LeafModules | None = Field(None, description="modules fetched as a whole")
     zenflow: dict[str, Any] | None = Field(None, description="stall-free offload")
-    save_muon_momentum_buffer_in_memory: bool = Field(False, description="Muon under offload")
+    save_muon_momentum_buffer_in_memory: bool = Field(
+        False, description="offload to disk: optimizer states (Muon's momentum) stay in host memory"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -239,7 +239,14 @@ class ZeroConfig(_Section):
         for second, first in SECOND_NAMES.items():
             if second in data and first in data:
                 raise ValueError(f"{second} and {first} are two names of one setting; give one")
-        return {SECOND_NAMES.get(key, key): value for key, value in data.items()}
+        found = {SECOND_NAMES.get(key, key): value for key, value in data.items()}
+        for old, new in _OLD_NAMES.items():
+            if found.get(old) is True:
+                meant = {"device": "cpu", "pin_memory": found.get("cpu_offload_use_pin_memory") is True}
+                if found.get(new) not in (None, meant):
+                    raise ValueError(f"{old} is the old name of {new} with device cpu; give one of the two")
+                found[new] = meant
+        return found
 
     def size(self, name: str) -> int:
         """A size with "auto" replaced by its default."""
@@ -263,10 +270,33 @@ class ZeroConfig(_Section):
             path, value = f"{PATH}.{name}", found[0]
             raise ZeroConfigError(path, f"not available yet: {path} (got {value!r}); remove it; it comes with {brings}")
 
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that divide a copy of the states; 0: all of them."""
+        return max(self.mics_shard_size, 0)
+
+    @property
+    def near_ranks(self) -> int:
+        """Ranks that have secondary shards; 0: none."""
+        return self.zero_hpz_partition_size if self.zero_hpz_partition_size > 1 else 0
+
+    def check_combinations(self, *, mesh: bool = False) -> None:
+        """Refuse settings of ZeRO++ and hybrid sharding where they cannot work.
+
+        Args:
+            mesh: a device mesh says how many ranks divide a copy of the states.
+
+        Raises:
+            ZeroConfigError: names the setting and the reason.
+        """
+        for name, wrong, reason in _conflicts(self, mesh):
+            if wrong:
+                raise ZeroConfigError(f"{PATH}.{name}", f"got {getattr(self, name)!r}, but {reason}")
+
     def notices(self) -> tuple[str, ...]:
         """Settings that were changed and have no effect, each with the reason."""
         return tuple(
-            f"{PATH}.{name} has no effect: {reason}"
+            f"{PATH}.{name}{':' if 'an old name' in reason else ' has no effect:'} {reason}"
             for name, reason in NO_EFFECT.items()
             if self._changed(name) is not None
         )
@@ -284,3 +314,80 @@ class ZeroConfig(_Section):
         value = getattr(owner, key)
         given = key in owner.model_fields_set and value != type(owner).model_fields[key].default
         return (value,) if given else None
+
+
+def _conflicts(z: ZeroConfig, mesh: bool) -> list[tuple[str, bool, str]]:
+    """(setting, whether it cannot work, why)."""
+    below_3 = f"at stage {z.stage} every rank keeps all parameters, and none are gathered for a use; use stage 3"
+    hybrid, quantized = z.mics_shard_size > 0 or mesh, z.zero_quantized_weights or z.zero_quantized_gradients
+    weights = z.zero_quantized_weights or z.zero_quantized_nontrainable_weights
+    loco = z.zeropp_loco_param is not None
+    return [
+        ("zero_hpz_partition_size", z.near_ranks > 0 and z.stage < 3, below_3),
+        ("zero_quantized_weights", z.zero_quantized_weights and z.stage < 3, below_3),
+        ("zero_quantized_nontrainable_weights", z.zero_quantized_nontrainable_weights and z.stage < 3, below_3),
+        ("mics_hierarchical_params_gather", z.mics_hierarchical_params_gather and z.stage < 3, below_3),
+        (
+            "mics_shard_size",
+            hybrid and z.stage == 0,
+            "at stage 0 nothing is divided among the ranks; use stage 1, 2 or 3",
+        ),
+        (
+            "mics_shard_size",
+            mesh and z.mics_shard_size > 0,
+            "the mesh says how the ranks are divided; give one of them",
+        ),
+        (
+            "zero_hpz_partition_size",
+            z.near_ranks > 0 and hybrid,
+            "hybrid sharding gathers parameters among few ranks already; give one of them",
+        ),
+        (
+            "zero_quantized_gradients",
+            z.zero_quantized_gradients and hybrid,
+            "with hybrid sharding gradients are summed over copies too, which is not quantised; give one of them",
+        ),
+        (
+            "zero_quantized_gradients",
+            z.zero_quantized_gradients and z.stage == 0,
+            "at stage 0 every rank needs all averaged gradients, and hops of a quantised reduction end in shards; use"
+            " stage 1, 2 or 3",
+        ),
+        ("zeropp_loco_param", loco and not z.zero_quantized_gradients, "it needs zero_quantized_gradients"),
+        (
+            "zeropp_loco_param",
+            loco and z.zero_quantized_error_feedback,
+            "zero_quantized_error_feedback keeps all errors of gradients already; give one of them",
+        ),
+        (
+            "zeropp_loco_param",
+            z.zeropp_loco_param is not None and z.zeropp_loco_param.err_beta >= 1.0,
+            "with err_beta = 1 no error is ever learned; expected less than 1",
+        ),
+        (
+            "zero_quantized_error_feedback",
+            z.zero_quantized_error_feedback and not quantized,
+            "nothing is quantised that is trained; set zero_quantized_weights or zero_quantized_gradients",
+        ),
+        (
+            "zero_quantized_weights_bits",
+            z.zero_quantized_weights_bits != 8 and not weights,
+            "parameters are not quantised; set zero_quantized_weights",
+        ),
+        (
+            "zero_quantized_gradients_bits",
+            z.zero_quantized_gradients_bits != 4 and not z.zero_quantized_gradients,
+            "gradients are not quantised; set zero_quantized_gradients",
+        ),
+        (
+            "zero_quantized_gradients_bits",
+            z.zero_quantized_gradients_bits == 2 and not z.zero_quantized_error_feedback and not loco,
+            "2 bits lose too much of a gradient without error feedback; set zero_quantized_error_feedback",
+        ),
+        (
+            "zero_quantized_weights_bits",
+            z.zero_quantized_weights and z.zero_quantized_weights_bits == 4 and not z.zero_quantized_error_feedback,
+            "4 bits lose too much of parameters that are trained without error feedback; set"
+            " zero_quantized_error_feedback",
+        ),
+    ]

@@ -5,7 +5,7 @@ Mistakes in arguments derive from `ValueError`, states that do not allow a call 
 
 from __future__ import annotations
 
-__all__ = ["ZeroConfigError", "ZeroError", "ZeroModelError", "ZeroOptimizerError", "ZeroStateError"]
+__all__ = ["ZeroConfigError", "ZeroError", "ZeroLoadError", "ZeroModelError", "ZeroOptimizerError", "ZeroStateError"]
 
 
 class ZeroError(Exception):
@@ -30,3 +30,7 @@ class ZeroOptimizerError(ZeroError, ValueError):
 
 class ZeroStateError(ZeroError, RuntimeError):
     """A call that is not possible now (after what came before it)."""
+
+
+class ZeroLoadError(ZeroError, RuntimeError):
+    """Files of weights that cannot be read, or do not fit the model."""

@@ -61,8 +61,8 @@ class GatheredParameters:
     Inside, ``module.weight`` and the partitioned object itself can be used like any tensor.
 
     Args:
-        params: a parameter, a module, or any nesting of lists and tuples of them. Parameters that are not partitioned
-            are taken as they are.
+        params: a parameter, a module, or any nesting of lists and tuples of them, None among them for a parameter that
+            a module does not have. Parameters that are not partitioned are taken as they are.
         modifier_rank: the rank (among those that share the parameter: all data-parallel ranks, or those of an expert's
             own group) whose values become everybody's at the end; None for
             reading.
@@ -127,7 +127,7 @@ class GatheredParameters:
             whole, owner = parameter.detach().contiguous(), OWNERS.find(parameter)
             ranks = RankSet.over() if owner is None else owner[0].group_of(owner[1]).ranks
             if ranks.size > 1:
-                dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(ranks.group, modifier), group=ranks.group)
+                dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(ranks.holders, modifier), group=ranks.holders)
             if fingerprint(whole) == before:
                 continue  # the same decision on every rank: `before` was, and `whole` is, equal on all
             parameter.detach().copy_(whole)
@@ -142,7 +142,8 @@ def _flatten(params: Any) -> Iterator[torch.Tensor]:
         yield from params.parameters()
     elif isinstance(params, Iterable):
         for item in params:
-            yield from _flatten(item)
+            if item is not None:  # a bias that a module does not have
+                yield from _flatten(item)
     else:
         raise TypeError(
             f"GatheredParameters got {type(params).__name__}, expected parameters, modules, or lists of them"

@@ -16,7 +16,7 @@ from torch import nn
 
 from .gather.registry import stage3_of
 
-__all__ = ["unwrap_model_for_generation"]
+__all__ = ["gather_hooks_paused", "unwrap_model_for_generation"]
 
 
 @contextmanager
@@ -38,3 +38,16 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
             return
         with stage.lifetime.gathered([unit.index for unit in stage.partitioned]), stage.hooks.paused():
             yield model
+
+
+@contextmanager
+def gather_hooks_paused(model: nn.Module) -> Iterator[None]:
+    """Forwards of `model` inside neither gather, free nor agree with other ranks: for callers that hold all of its
+    parameters with `GatheredParameters`. Below stage 3 there is nothing to pause.
+    """
+    stage = stage3_of(model)
+    if stage is None:
+        yield
+        return
+    with stage.hooks.paused():
+        yield

@@ -12,6 +12,7 @@ Only members make a group, so that disjoint sets of ranks may shard models at th
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -64,10 +65,31 @@ class LentGroups:
             return self._take(ranks.group, "control", "gloo")
         return self._take(ranks.group, "control", "dsx", dsx_comm.ShmOptions(slice_bytes=4096, warn=False))
 
+    def take_part(self, ranks: dsx_comm.RankSet, places: Sequence[int], kind: str) -> dsx_comm.RankSet:
+        """Some of the ranks of a set, with this one among them, and a group of their own (collective over the set).
+
+        Args:
+            ranks: the set.
+            places: of the wanted ranks in it, in order. All ranks of the set call; those with equal `places` get one
+                group.
+            kind: what the group is for, the same word on all ranks.
+        """
+        held = dsx_comm.get_all_ranks_from_group(ranks.group)
+        backend = dsx_comm.get_backend(ranks.group)
+        group = self._take(ranks.group, kind, backend, members=[held[place] for place in places])
+        return dsx_comm.RankSet(group, list(places).index(ranks.rank), len(places), kind=kind)
+
     def _take(
-        self, beside: Any, kind: str, backend: str | None = None, options: dsx_comm.ShmOptions | None = None
+        self,
+        beside: Any,
+        kind: str,
+        backend: str | None = None,
+        options: dsx_comm.ShmOptions | None = None,
+        members: Sequence[int] | None = None,
     ) -> Any:
-        """A group of the same ranks as `beside`. One that was handed back, if every rank has it."""
+        """A group of the same ranks as `beside`, or of `members` of them. One that was handed back, if every rank has
+        it.
+        """
         beside = dsx_comm.get_world_group() if beside is None else beside
         idle = _IDLE.setdefault(beside, {})
         mine = [number for known, number in idle if known == kind]
@@ -80,8 +102,8 @@ class LentGroups:
         else:
             key = (kind, _MADE.get(beside, 0))
             _MADE[beside] = key[1] + 1
-            ranks = dsx_comm.get_all_ranks_from_group(beside)
-            group = dsx_comm.new_group(ranks, backend=backend or kind, local=True, options=options)
+            ranks = dsx_comm.get_all_ranks_from_group(beside) if members is None else members
+            group = dsx_comm.new_group(list(ranks), backend=backend or kind, local=True, options=options)
         self._lent.setdefault(beside, {})[key] = group
         return group
 

@@ -58,6 +58,14 @@ class TensorBuffer:
 Job = Callable[[], "Pending | None"]
 
 
+def is_done(pending: Pending) -> bool:
+    """Is it known that nothing is under way any more? What cannot be asked (`is_completed`) is taken to be under
+    way.
+    """
+    ask = getattr(pending, "is_completed", None)
+    return ask is not None and bool(ask())
+
+
 class Ticket(Protocol):
     """One submitted job."""
 
@@ -83,14 +91,13 @@ class Lane(Protocol):
 
     def retire(self, buffer: Buffer) -> None: ...
 
-    def drain(self) -> None:
-        """Start everything that is queued."""
-        ...
-
 
 class _HostTicket:
     def __init__(self, pending: Pending | None) -> None:
         self._pending = pending
+
+    def is_completed(self) -> bool:
+        return self._pending is None or is_done(self._pending)
 
     def wait(self) -> None:
         pending, self._pending = self._pending, None
@@ -116,14 +123,14 @@ class HostLane:
         """Free at once: host operations are finished when they return."""
         buffer.free()
 
-    def drain(self) -> None:
-        """Nothing is ever queued."""
-
 
 class _CudaTicket:
     def __init__(self, event: torch.cuda.Event, pending: Pending | None) -> None:
         self._event = event
         self._pending = pending  # keeps the collective's own references alive until it is waited for
+
+    def is_completed(self) -> bool:
+        return self._event.query()
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
@@ -167,13 +174,13 @@ class CudaLane:
         self._retired = event
         buffer.free()
 
-    def drain(self) -> None:
-        """Nothing is ever queued on the host."""
-
 
 class _DeferredTicket:
     def __init__(self, lane: DeferringLane, job: Job) -> None:
         self._lane, self.job = lane, job
+
+    def is_completed(self) -> bool:
+        return not self._lane.is_queued(self)
 
     def wait(self) -> None:
         self._lane.run_through(self)
@@ -196,6 +203,10 @@ class DeferringLane:
 
     def follow(self) -> None:
         """Nothing to do: one thread."""
+
+    def is_queued(self, ticket: _DeferredTicket) -> bool:
+        """Has the job not run yet?"""
+        return ticket in self._queue
 
     def run_through(self, ticket: _DeferredTicket) -> None:
         """Run the queue up to and with ``ticket``."""

@@ -11,7 +11,7 @@ the model's parameters, whose places the masters take during the step.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,19 +20,24 @@ import torch
 
 from .errors import ZeroOptimizerError, ZeroStateError
 from .grads.gradients import BackwardWatch
+from .homes.home import Home
+from .homes.stored import TensorStore
+from .homes.tiers import UnitPlacement
 from .lanes import Lane
 from .params.flat import FlatGroup
 from .params.partitioned_unit import is_partitioned
+from .plan.layout import LocalSlice
 from .runtime import Runtime, UnusedCheck
-from .state.loading import SliceLoad, read_slices
+from .state.loading import SliceLoad, publish_masters, read_slices
 from .state.local import count_bytes, load_local, save_local
+from .state.moving import MovedStates, OffloadStateTypeEnum
 from .state.slices import ParamSlice, Reader, iter_slices
 from .step.edits import EditAgreement, Edits
 from .step.frozen import Frozen
 from .step.masters import Master, refresh_master, write_parameters
 from .step.model_check import ModelCheck
 from .step.nonfinite import NonFiniteWarning
-from .step.norm import CLIP_EPSILON, global_norm
+from .step.norm import CLIP_EPSILON, norm_of, sum_of_squares
 from .step.param_groups import StateView, StepGroups, checked_state
 from .step.plan import StepPlan
 from .step.runner import StepRunner
@@ -84,6 +89,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups: StepGroups,
         states: OptimizerStates,
         plan: StepPlan,
+        placements: Sequence[UnitPlacement] = (),
+        store: TensorStore | None = None,
         lane: Lane | None = None,
         faces: Mapping[int, torch.Tensor],
         owner_of: Callable[[torch.Tensor], object | None],
@@ -101,11 +108,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._device = next(iter(devices), torch.device("cpu"))
         flat = [group for unit in runtime.units for group in unit.groups]
         self._frozen = Frozen(flat, masters)
+        self.placements = tuple(placements)
+        """Where the state of each unit lives, by class; chosen once, when the model was sharded."""
+        self.store = store
+        """Where state on disk lies, as it was given to `shard`; None: nowhere."""
         self.states = states
         """The inner optimizer's states, wherever they live."""
         self._runner = StepRunner(
             inner, runtime, masters, groups=groups, frozen=self._frozen, states=states, plan=plan, lane=lane
         )
+        self._moved = MovedStates(runtime, states)
         self._edits = Edits(flat)
         self._edit_agreement = EditAgreement(flat, runtime.ranks)
         runtime.gradients.watch_edits(self._edit_agreement)
@@ -124,6 +136,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Whether the model may be sharded anew."""
         self._on_release: list[Callable[[], object]] = []
         self._nonfinite = NonFiniteWarning(runtime)
+        self._all_double = False  # of the gradients of the running step
         self._loss_scale: Callable[[], float] = lambda: 1.0
         self._dynamic_loss_scale = False
         self._connect_norms()
@@ -228,6 +241,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for group in unit.trainable:
                 yield from group.parameters
 
+    def offload_states(
+        self,
+        include: Iterable[OffloadStateTypeEnum | str] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to host memory, so that something else can use the device; `reload_states` brings them back.
+
+        To be called on every rank, between steps. Until they are back, `step`, checkpoints and accessors raise; so do
+        forwards, except those without gradients while the parameters are there. A second call adds to the first.
+
+        Args:
+            include: classes of state, by `OffloadStateTypeEnum` or its values; None: all.
+            device: "cpu".
+            pin_memory: page-locked host memory, where the states are on a CUDA device.
+            non_blocking: the host does not wait for the copies.
+
+        Raises:
+            ZeroConfigError: another class, or another device.
+        """
+        if self.released:
+            self._check_in_use()
+        self._moved.move_out(include, device, pin=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring everything that `offload_states` moved back to where it was; nothing if there is nothing."""
+        self._moved.bring_back(non_blocking=non_blocking)
+
     def release(self) -> None:
         """Take every hook off the model, which then trains no more through this optimizer, and hand its process groups
         back. At stage 3 its parameters stay partitioned. To be called on every rank, or on none. Calling it again does
@@ -235,6 +277,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self.released:
             return
+        self._moved.bring_back()
         self.released = True
         self._runtime.gradients.remove_hooks()
         self._unused.remove_hooks()
@@ -253,6 +296,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "this optimizer was released: release() was called (or destroy() of its engine), or its model was"
                 " sharded anew; use the optimizer that dsx_zero.shard returned last"
             )
+        self._moved.check()
 
     # The step ---------------------------------------------------------------------------------------------------------
 
@@ -286,8 +330,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._unused.check()
         run.averaging.announce_clipping(max_norm)
         local = run.averaging.local()
-        run.gradients.finish()
-        norm = self._norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local)
+        total = run.gradients.finish(self._squares if self._host_reads_norm() else None)
+        norm = self._norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local, total=total)
         if run.checks_overflow:
             everywhere = self._sum_over_ranks(norm) if local else norm
             if not torch.isfinite(everywhere).item():
@@ -305,9 +349,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         checkpoints do it.
 
         Raises:
-            ZeroStateError: a parameter or its memory was replaced, added or removed; names it.
+            ZeroStateError: a parameter or its memory was replaced, added or removed; names it. Or states are offloaded.
         """
+        self.check_states()
         self._model_check.check()
+
+    def check_states(self) -> None:
+        """Refuse what needs values, while `offload_states` has moved some of them. Raises ZeroStateError."""
+        self._moved.check()
 
     def follow_backward(self, watch: BackwardWatch) -> None:
         """Let whoever scales losses have a word on every backward: see `BackwardWatch`."""
@@ -402,12 +451,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # State ------------------------------------------------------------------------------------------------------------
 
-    def slices(self) -> Iterator[ParamSlice]:
+    def slices(self, *, lazily: bool = False) -> Iterator[ParamSlice]:
         """What this rank owns of every parameter, frozen ones too, in definition order; over all ranks each element
-        once.
+        once. `lazily`: values that are not in memory are given as `StoredValues`, whose `fetch` reads them.
         """
         self._collect_edits()
-        return iter_slices(self._runtime, self._by_name, self.states)
+        return iter_slices(self._runtime, self._by_name, self.states, lazily=lazily)
 
     def held_slices(self) -> Iterator[ParamSlice]:
         """Like `slices`, but everything that this rank keeps: whole tensors at stage 0, whole frozen ones up to
@@ -439,6 +488,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         `dsx_zero.Reader`.
         """
         self.read_slices(reader).install()
+
+    def homes_of(self, name: str) -> Iterator[tuple[Home, LocalSlice]]:
+        """Where this rank keeps the values of a parameter that all others follow: its master, or a frozen parameter
+        itself; and which elements lie there. After writing: `parameters_loaded`.
+        """
+        group = self._groups[name]
+        whole = self._runtime.whole or (self._runtime.holds_whole_parameters and not group.trainable)
+        index = group.layout.index(name)
+        part = group.whole_slice(index) if whole else group.layout.local_slice(name, group.rank)
+        home = group.master if group.trainable else None
+        if home is None:
+            home = group.all_visible() if whole else group.shard
+        if part is not None:
+            yield home, part
+
+    @torch.no_grad()
+    def parameters_loaded(self) -> None:
+        """Masters and frozen parameters were written through `homes_of`: make that visible (collective)."""
+        publish_masters(self._runtime)
+        self._parameters_written()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's slices by parameter name, and the settings of the parameter groups. Tensors are not copied."""
@@ -504,18 +573,45 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """`state_bytes`, each class divided by where its bytes lie: "device", "host", "disk", or a tier's own name."""
         counted = count_bytes(self._runtime, self.states)
         counted["master"]["device"] = counted["master"].get("device", 0) + self._edits.nbytes()
+        for kind, nbytes in self._moved.nbytes().items():
+            counted[kind]["host"] = counted[kind].get("host", 0) + nbytes
         return {kind: {tier: n for tier, n in tiers.items() if n} for kind, tiers in counted.items()}
 
-    def _norm(self, grad_scale: float, *, needed: bool) -> torch.Tensor:
+    def _norm(self, grad_scale: float, *, needed: bool, total: float | None) -> torch.Tensor:
         """L2 norm of the unscaled gradients that the ranks hold together; at stage 0 of what this rank holds, which
-        is everything.
+        is everything. Where gradients stay each rank's own, replicas do not count, and stages of a pipeline do.
+        `total`: their squares, added up over the data-parallel ranks already.
         """
         run = self._runtime
         if not needed:
             return torch.zeros(())
-        groups = () if run.averaging.local() else run.norm_groups
-        norm = global_norm(run.gradients.blocks(), device=self._device, groups=groups, whole=run.whole)
+        local = run.averaging.local()
+        groups = [group for group in run.norm_groups if not local or group != run.ranks.group]
+        if total is None:
+            mine, all_double = self._sum_of_squares(groups, whole=run.whole and not local)
+        else:
+            mine, all_double = torch.tensor(total, dtype=torch.float64, device=self._device), self._all_double
+            groups = [group for group in groups if group is not run.ranks.group]
+        norm = norm_of(mine, groups, all_double=all_double)
         return norm if grad_scale == 1.0 else norm / grad_scale
+
+    def _sum_of_squares(self, groups: Sequence[Any], *, whole: bool) -> tuple[torch.Tensor, bool]:
+        return sum_of_squares(self._runtime.gradients.blocks(), device=self._device, alone=not groups, whole=whole)
+
+    def _host_reads_norm(self) -> bool:
+        """Whether this rank's squares can travel with what the ranks agree on at each step. Elsewhere they would make
+        the host wait for the device.
+        """
+        run = self._runtime
+        if run.ranks.size == 1 or run.averaging.local() or run.ranks.group not in run.norm_groups:
+            return False
+        return self._device.type == "cpu" or (run.checks_overflow and self._device.type != "mps")
+
+    def _squares(self) -> float:
+        """This rank's part of the square of the norm, on the host."""
+        run = self._runtime
+        mine, self._all_double = self._sum_of_squares(run.norm_groups, whole=run.whole)
+        return mine.item()
 
     def _sum_over_ranks(self, norm: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' own norms: not finite where one of them is not (collective)."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from .access import OWNERS
 from .gather.registry import forget
+from .homes.tiers import HostTier, Tier
 from .params.init import InitParameter
 from .params.partitioned import PartitionedParameter
 from .params.partitioned_unit import UnitParameter
@@ -33,6 +34,8 @@ def release_model(model: nn.Module) -> bool:
     """
     owners = {id(found[0]): found[0] for p in model.parameters() if (found := OWNERS.find(p)) is not None}
     mine = [owner for owner in owners.values() if owner.runtime.model is model and not owner.released]
+    if mine:
+        _save_from_stores(model)
     for owner in mine:
         if owner.runtime.ranks.rank == 0:
             _log.warning(
@@ -50,6 +53,14 @@ def release_model(model: nn.Module) -> bool:
     return bool(mine)
 
 
-def _apart(source: UnitParameter) -> InitParameter:
+def _save_from_stores(model: nn.Module) -> None:
+    """Parts that lie in a store may go with their optimizer: bring them to host memory before it is released."""
+    for parameter in model.parameters():
+        source = parameter.source if isinstance(parameter, PartitionedParameter) else None
+        if isinstance(source, UnitParameter) and source.group.shard.view() is None:
+            parameter._source = _apart(source, HostTier(pin=False))  # type: ignore[union-attr]
+
+
+def _apart(source: UnitParameter, tier: Tier | None = None) -> InitParameter:
     """The parameter outside of its unit, as `Init` would have made it."""
-    return InitParameter.divide(source.name, source.full_tensor(), source.group.ranks)
+    return InitParameter.divide(source.name, source.full_tensor(), source.group.ranks, tier)

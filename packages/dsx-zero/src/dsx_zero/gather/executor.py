@@ -12,10 +12,10 @@ import torch
 
 from ..homes.home import fetched
 from ..lanes import Lane, Ticket
-from ..order.reduce_executor import ReduceExecutor
 from ..params.flat import FlatGroup
 from ..params.partitioned_unit import PartitionedUnit, UnitState
-from .transport import GatherTransport
+from ..transports.protocol import Transport
+from .read_ahead import ReadAhead
 
 __all__ = ["GatherExecutor", "GatherLimits"]
 
@@ -32,8 +32,8 @@ class GatherLimits:
     max_live_parameters: int = 1_000_000_000
 
 
-class GatherExecutor(ReduceExecutor):
-    """Issues gathers of units on a lane and frees them. The reductions come from the gradients (``bind``).
+class GatherExecutor:
+    """Issues gathers of units on a lane and frees them.
 
     How they travel is the ``transport``'s affair.
     """
@@ -42,11 +42,12 @@ class GatherExecutor(ReduceExecutor):
         self,
         units: Sequence[PartitionedUnit],
         *,
-        transport: GatherTransport,
+        transport: Transport,
         lane: Lane,
         limits: GatherLimits,
+        ahead: ReadAhead | None = None,
     ) -> None:
-        super().__init__()
+        self._ahead = ahead
         self._units = {unit.index: unit for unit in units}
         self._transport, self._lane, self._limits = transport, lane, limits
         self._tickets: dict[int, list[Ticket]] = {}
@@ -62,14 +63,20 @@ class GatherExecutor(ReduceExecutor):
         if target.state is not UnitState.PARTITIONED:
             self._gather_past(target)
             return
+        if self._ahead is not None:
+            self._ahead.gathers(unit)
         self.live += target.numel
         self._under_way += target.numel
         target.state = UnitState.GATHERING
-        self._tickets[unit] = [
-            self._lane.submit(self._job(target.name, store, group))
-            for store, group in zip(target.storages, target.groups)
-            if store.numel
-        ]
+        jobs = []
+        for store, group in zip(target.storages, target.groups):
+            if store.numel:
+                jobs.append(self._job(target.name, store, group))
+        if self._ahead is not None:
+            self._ahead.taken()  # before the jobs, which may wait for their shards
+        tickets = self._tickets[unit] = []
+        for job in jobs:
+            tickets.append(self._lane.submit(job))
 
     def _job(self, name: str, store: Any, group: FlatGroup) -> Callable[[], Any]:
         shard, arrival = fetched(group.shard, group.key.device, self._lane)
@@ -151,6 +158,8 @@ class GatherExecutor(ReduceExecutor):
 
     def free_all(self) -> None:
         """Free everything and forget who held it."""
+        if self._ahead is not None:
+            self._ahead.drop()
         for index in self._units:
             self._holds[index] = 0
             self.free(index)
@@ -176,6 +185,12 @@ class GatherExecutor(ReduceExecutor):
             return False
         return limits.prefetch_bucket_size > 0 and (not ahead or ahead + target.numel <= limits.prefetch_bucket_size)
 
+    def kept_tensors(self) -> list[torch.Tensor]:
+        """What the transport keeps between gathers."""
+        return self._transport.tensors()
+
     def follow(self) -> None:
         """Shards have new values: gathers from now on must see them."""
+        if self._ahead is not None:
+            self._ahead.changed()
         self._lane.follow()

@@ -15,7 +15,7 @@ that calls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,8 @@ import torch
 
 from ..errors import ZeroStateError
 from ..order.agreed import Order
+from ..order.backward import BackwardClock
+from ..order.schedule import Pass
 from ..params.partitioned_unit import Lender, PartitionedUnit, UnitState
 from ..params.tensors import tensors_in
 from .executor import GatherExecutor, GatherLimits
@@ -38,7 +40,10 @@ class Use:
 
 
 class GatherLifetime(Lender):
-    """Turns what happens to modules and to autograd into needs of units. Its methods are the bodies of the hooks."""
+    """Turns what happens to modules and to autograd into needs of units. Its methods are the bodies of the hooks.
+
+    It becomes the lender of its units.
+    """
 
     def __init__(
         self,
@@ -46,19 +51,22 @@ class GatherLifetime(Lender):
         *,
         executor: GatherExecutor,
         order: Order,
-        begin_backward: Callable[[], None] = lambda: None,
+        clock: BackwardClock,
     ) -> None:
         self._units = {unit.index: unit for unit in units}
-        self._executor, self._order, self.begin_backward = executor, order, begin_backward
-        self._depth, self._training = 0, True
+        self._executor, self._order, self._clock = executor, order, clock
+        self._depth, self._pass = 0, Pass.TRAINING
         self._open: dict[int, list[Use]] = {index: [] for index in self._units}
         self._backward: dict[int, set[Any]] = {index: set() for index in self._units}
         self._ends_with_gradients = {  # frozen parameters give no gradients, and the root's are complete too early
             unit.index for unit in units if unit.plan.users != ("",) and all(group.trainable for group in unit.groups)
         }
         self._borrowed: set[int] = set()
-        self._task: int | None = None
-        self._pass_ended = False
+        self._in_backward = False
+        """Whether a backward has begun and what it used has not been released."""
+        for unit in units:
+            unit.lender = self
+        clock.watch(self)
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -70,15 +78,16 @@ class GatherLifetime(Lender):
             self._depth = 0
             self._abandon_forward()
         if self._depth == 0:
-            self._training = torch.is_grad_enabled()
-            if self._task is not None:  # a backward that an error ended
+            self._pass = Pass.TRAINING if torch.is_grad_enabled() else Pass.EVALUATION
+            if self._in_backward:  # a backward that an error ended
+                self._clock.forget()
                 self._release_all()
         self._depth += 1
 
     def leave_forward(self, *, failed: bool) -> None:
         """A hooked module's forward has returned or failed."""
-        if torch._C._current_graph_task_id() != -1:
-            return
+        if torch._C._current_graph_task_id() != -1 or not self._depth:
+            return  # (another hook's error came before this forward was entered)
         self._depth -= 1
         if self._depth > 0:
             return
@@ -86,18 +95,19 @@ class GatherLifetime(Lender):
             self._executor.let_go(unit)
         self._borrowed.clear()
         if not failed:
-            self._order.end_forward(training=self._training)
+            self._order.end_forward(during=self._pass)
             self._executor.settle()
         self._executor.sweep()
 
     def before_forward(self, unit: int, inputs: Any) -> None:
         """The unit's module is about to run on ``inputs`` (arguments and keyword arguments)."""
         if torch._C._current_graph_task_id() != -1:
-            self.enter_backward()
-            self._take(unit, training=True)
+            if not self._in_backward:
+                self._clock.enter()
+            self._take(unit, Pass.TRAINING)
             self._add_backward_hold(unit, "recomputation")
         else:
-            self._take(unit, training=self._training)
+            self._take(unit, self._pass)
             self._executor.hold(unit)
         use = Use()
         self._open[unit].append(use)
@@ -123,15 +133,15 @@ class GatherLifetime(Lender):
         if self._executor.let_go(unit) == 0 and not self._order.keeps(unit):
             self._executor.free(unit)
 
-    def _take(self, unit: int, *, training: bool) -> None:
+    def _take(self, unit: int, during: Pass) -> None:
         executor, target = self._executor, self._units[unit]
         if target.state is UnitState.GATHERED:
             if not executor.held(unit):
                 self._order.use(unit)
             target.swap_in()
             return
-        self._order.gather(unit, training=training)
-        if training:
+        self._order.gather(unit, during=during)
+        if during is not Pass.OUTSIDE:
             self._order.run_ahead(executor.may_run_ahead)
         executor.arrive(unit)
 
@@ -143,20 +153,16 @@ class GatherLifetime(Lender):
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def enter_backward(self) -> None:
-        """Called from every hook that runs in backward: the first one arranges for the end."""
-        if self._task is not None:
-            return
-        self._task = torch._C._current_graph_task_id()
-        self._pass_ended = False
-        self.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+    def begin_backward(self) -> None:
+        """See `BackwardWatcher`."""
+        self._in_backward = True
 
     def before_backward(self, unit: int, use: Use) -> None:
         """The gradient of an output of ``use`` is there."""
-        self.enter_backward()
+        if not self._in_backward:
+            self._clock.enter()
         if use not in self._backward[unit]:
-            self._take(unit, training=True)
+            self._take(unit, Pass.TRAINING)
             self._add_backward_hold(unit, use)
 
     def after_backward(self, unit: int, use: Use) -> None:
@@ -175,9 +181,11 @@ class GatherLifetime(Lender):
         holds = self._backward[unit]
         if not holds or unit not in self._ends_with_gradients:
             return
-        if all(isinstance(use, Use) and not use.first_input_hooked for use in holds):
-            holds.clear()
-            self._done(unit)
+        for use in holds:
+            if not isinstance(use, Use) or use.first_input_hooked:
+                return
+        holds.clear()
+        self._done(unit)
 
     def _add_backward_hold(self, unit: int, token: Any) -> None:
         holds = self._backward[unit]
@@ -185,19 +193,14 @@ class GatherLifetime(Lender):
             self._executor.hold(unit)
         holds.add(token)
 
-    def end_backward_pass(self) -> None:
-        """Tell the order that backward has ended, once (the gradients come before this object if they reduce)."""
-        if not self._pass_ended:
-            self._pass_ended = True
-            self._order.end_backward()
-            self._executor.settle()
-
-    def _end_backward(self) -> None:
-        self.end_backward_pass()
+    def end_backward(self) -> None:
+        """See `BackwardWatcher`."""
+        self._clock.end_pass()
+        self._executor.settle()
         self._release_all()
 
     def _release_all(self) -> None:
-        self._task = None
+        self._in_backward = False
         for unit, holds in self._backward.items():
             if holds:
                 holds.clear()
@@ -240,9 +243,10 @@ class GatherLifetime(Lender):
         backward = torch._C._current_graph_task_id() != -1
         if self._depth == 0 and not backward:
             return False
-        self._take(unit.index, training=True if backward else self._training)
+        self._take(unit.index, Pass.TRAINING if backward else self._pass)
         if backward:
-            self.enter_backward()
+            if not self._in_backward:
+                self._clock.enter()
             self._add_backward_hold(unit.index, "recomputation")
         elif unit.index not in self._borrowed:
             self._borrowed.add(unit.index)
@@ -260,7 +264,7 @@ class GatherLifetime(Lender):
         """The units' whole parameters are in their modules for the length of the context. Collective."""
         taken = list(dict.fromkeys(units))
         for unit in taken:
-            self._take(unit, training=False)
+            self._take(unit, Pass.OUTSIDE)
             self._executor.hold(unit)
         try:
             yield
@@ -276,7 +280,7 @@ class GatherLifetime(Lender):
 
     def free_gathered(self) -> None:
         """Free every unit that is gathered; refused while a forward or backward may be using one."""
-        if self._depth or self._task is not None:
+        if self._depth or self._in_backward:
             raise ZeroStateError(
                 "gathered parameters cannot be freed inside a forward or backward; call it between them"
             )

@@ -14,12 +14,12 @@ __all__ = ["Gathering", "Replicated", "share_first"]
 
 
 def share_first(values: torch.Tensor, ranks: dsx_comm.RankSet) -> None:
-    """Give the values of the first of these ranks to all of them (collective)."""
-    if ranks.size == 1 or not values.numel():
+    """Give the values of the first rank that holds them to all others that do (collective)."""
+    if (ranks.size == 1 and ranks.copies is None) or not values.numel():
         return
     with torch.no_grad():
         contiguous = values if values.is_contiguous() else values.contiguous()
-        dsx_comm.broadcast(contiguous, dsx_comm.get_global_rank(ranks.group, 0), group=ranks.group)
+        dsx_comm.broadcast(contiguous, dsx_comm.get_global_rank(ranks.holders, 0), group=ranks.holders)
         if contiguous is not values:
             values.copy_(contiguous)
 

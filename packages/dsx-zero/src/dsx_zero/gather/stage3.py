@@ -1,4 +1,7 @@
-"""Builds the parts of stage 3 for one model: units, the order of collectives, lifetime of gathered parameters, hooks.
+"""Stage 3 of one model: its units, made first, and the object that publishes their values.
+
+`partition` divides the model. The gathers, their order, the lifetime of what is gathered and the reductions are made of
+its units (`api`), and `Stage3` of all of these: it puts the hooks on and is complete when it is made.
 
 Small parameters (``stage3_param_persistence_threshold``) are one unit that stays whole, as at stage 2: its shard is
 part of its whole buffer, and it is gathered once per optimizer step.
@@ -6,44 +9,55 @@ part of its whole buffer, and it is gathered once per optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import dsx_comm
 import torch
 from torch import nn
 
-from ..homes.home import write
+from ..homes.home import ReadsAhead, write
 from ..homes.tiers import Tier
-from ..lanes import Lane, make_lane
-from ..order.agreed import AgreedOrder, Channel, NullOrder, Order, ReuseLimits
+from ..order.agreed import Order, ReuseLimits
 from ..params.flat import FlatGroup, Unit
 from ..params.memory import memory_of
 from ..params.partitioned import PartitionedParameter
 from ..params.partitioned_unit import PartitionedUnit, UnitState
 from ..params.restored import restore_parameter
 from ..plan.units import ParameterInfo, UnitPlan
+from .executor import GatherExecutor
 from .external import take_pending, unit_index
 from .hooks import UnitHooks
-from .lifetime import GatherExecutor, GatherLifetime, GatherLimits
+from .lifetime import GatherLifetime
 from .publishing import Gathering, share_first
+from .read_ahead import ReadAhead
 from .registry import remember
-from .transport import PlainGather
 
-__all__ = ["Stage3", "Stage3Limits", "build_stage3"]
+__all__ = ["Partition", "Stage3", "partition", "read_ahead_of", "reuse_limits"]
+
+
+class _HasHooks(Protocol):
+    def remove_hooks(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Stage3Limits:
-    """The sizes of stage 3 (elements), as the ``zero_optimization`` section names them."""
+class Partition:
+    """A model that is divided.
 
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
-    prefetch_bucket_size: int = 50_000_000
-    allgather_bucket_size: int = 500_000_000
-    strict_order: bool = False
+    Attributes:
+        units: all of them in plan order, as gradients and optimizer see them.
+        resident: those of `units` that stay whole.
+        partitioned: those that are gathered and freed.
+        plain_of: for each parameter that was in the model (by ``id``) the plain one that takes gradients from now on.
+        external: modules whose forwards use a partitioned unit that is not theirs (`register_external_parameter`).
+    """
+
+    units: tuple[Unit, ...]
+    resident: tuple[Unit, ...]
+    partitioned: tuple[PartitionedUnit, ...]
+    plain_of: Mapping[int, nn.Parameter]
+    external: tuple[tuple[nn.Module, int], ...]
 
 
 class Stage3:
@@ -51,31 +65,23 @@ class Stage3:
 
     def __init__(
         self,
-        resident: Sequence[Unit],
-        partitioned: Sequence[PartitionedUnit],
+        model: nn.Module,
+        found: Partition,
         gathering: Gathering,
+        executor: GatherExecutor,
+        order: Order,
+        lifetime: GatherLifetime,
+        gradients: _HasHooks,
     ) -> None:
-        self._resident = {unit.index: unit for unit in resident}
-        self._units = {unit.index: unit for unit in partitioned}
-        self._gathering = gathering
-        self.lifetime: GatherLifetime
-        self.order: Order
-        self.executor: GatherExecutor
-        self.hooks: UnitHooks
-        self.gradients: Any
-        self.pending: list[tuple[nn.Module, int]] = []
-        self.unit_of_original: dict[int, int] = {}
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """All units in plan order, as gradients and optimizer see them."""
-        found = [*self._resident.values(), *(unit.as_unit() for unit in self._units.values())]
-        return tuple(sorted(found, key=lambda unit: unit.index))
-
-    @property
-    def partitioned(self) -> tuple[PartitionedUnit, ...]:
-        """The units that are gathered and freed."""
-        return tuple(self._units.values())
+        self._resident = frozenset(unit.index for unit in found.resident)
+        self._units = {unit.index: unit for unit in found.partitioned}
+        self.units, self.partitioned = found.units, found.partitioned
+        self.lifetime, self.executor, self.order = lifetime, executor, order
+        self._gathering, self._gradients = gathering, gradients
+        self.hooks = UnitHooks(model, found.partitioned, lifetime, keeps=self)
+        remember(model, self)
+        for module, index in found.external:
+            self.hooks.add(module, index)
 
     def unit_of(self, parameter: torch.Tensor) -> int | None:
         """Index of the unit a parameter belongs to (either face); None if it is always whole."""
@@ -86,6 +92,8 @@ class Stage3:
 
     def publish(self, unit: Unit) -> None:
         """See ``runtime.Publisher``: the small parameters are gathered, the others at their next use."""
+        for group in unit.groups:
+            group.generation += 1
         if unit.index in self._resident:
             self._gathering.publish(unit)
             for group in unit.groups:
@@ -102,6 +110,7 @@ class Stage3:
 
     def write(self, group: FlatGroup, index: int, whole: torch.Tensor) -> None:
         """See ``runtime.Publisher``: into the shard, and into the whole parameter where it is there."""
+        group.generation += 1
         name = group.layout.names[index]
         part = group.layout.local_slice(name, group.rank)
         with torch.no_grad():
@@ -111,21 +120,15 @@ class Stage3:
             if unit is None or unit.state is UnitState.GATHERED:
                 group.parameters[index].detach().copy_(whole)
 
-    @contextmanager
-    def whole(self, unit: Unit) -> Iterator[None]:
-        """See ``runtime.Publisher``."""
-        with self.lifetime.gathered([unit.index] if unit.index in self._units else []):
-            yield
-
     def free_gathered(self) -> None:
         """See ``runtime.Publisher``."""
         self.lifetime.free_gathered()
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is gathered at the moment."""
+        """What is gathered at the moment, and what the transport keeps."""
         return [
             store.fill for unit in self._units.values() for store in unit.storages if store.numel and store.allocated
-        ]
+        ] + self.executor.kept_tensors()
 
     def remove_hooks(self) -> None:
         """Take the hooks off the model's modules."""
@@ -137,101 +140,48 @@ class Stage3:
         Needed where the optimizer was dropped without `release`: the hooks keep this object, and it keeps the
         gradients.
         """
-        self.gradients.remove_hooks()
+        self._gradients.remove_hooks()
         self.hooks.remove()
         self.executor.free_all()
 
-    # The order, as the gradients see it: backward ends once, for gathers and reduces.
 
-    def reduce(self, unit: int) -> None:
-        """See ``gradients.ReduceOrder``."""
-        self.order.reduce(unit)
-
-    def end_backward(self) -> None:
-        """See ``gradients.ReduceOrder``."""
-        self.lifetime.end_backward_pass()
-
-    def boundary(self, pending: Any) -> None:
-        """See ``gradients.ReduceOrder``."""
-        self.order.boundary(pending)
-
-    def complete(self, pending: Any) -> None:
-        """See ``gradients.ReduceOrder``."""
-        self.order.complete(pending)
-
-    def watch_edits(self, watch: Any) -> None:
-        """See ``gradients.ReduceOrder``."""
-        self.order.watch_edits(watch)
-
-    def gradients_complete(self, unit: int) -> None:
-        """See ``GatherLifetime.gradients_complete``."""
-        self.lifetime.gradients_complete(unit)
-
-    def connect(self, model: nn.Module, gradients: Any) -> None:
-        """Complete the circle with the gradients and put the hooks on."""
-        self.gradients = gradients
-        self.executor.bind(gradients.run_reduce)
-        self.lifetime.begin_backward = gradients.begin_backward
-        self.hooks = UnitHooks(model, self.partitioned, self.lifetime, keeps=self)
-        remember(model, self)
-        for module, key in self.pending:
-            index = self.unit_of_original.get(key)
-            if index is not None:
-                self.hooks.add(module, index)
-
-
-def build_stage3(
-    model: nn.Module,
-    infos: Sequence[ParameterInfo],
-    plans: Sequence[UnitPlan],
-    *,
-    channel: Channel | None,
-    limits: Stage3Limits,
-    lane: Lane | None = None,
-    tier: Tier | None = None,
-) -> tuple[Stage3, dict[int, nn.Parameter]]:
+def partition(
+    model: nn.Module, infos: Sequence[ParameterInfo], plans: Sequence[UnitPlan], *, tier: Tier | None = None
+) -> Partition:
     """Partition the model's parameters unit by unit (collective; the values of the first of the ranks that share a
-    parameter become everybody's). The ranks agree over `channel` on what comes next; None: there is one.
-
-    Returns:
-        The parts, and for each parameter that was in the model (by ``id``) the plain one that takes gradients from now
-        on.
+    parameter become everybody's). Shards live in `tier`.
     """
     by_name = {info.name: info for info in infos}
-    resident, partitioned, plain_of = [], [], {}
-    pending, unit_of_original = take_pending(model), {}
+    units: list[Unit] = []
+    resident: list[Unit] = []
+    partitioned: list[PartitionedUnit] = []
+    plain_of: dict[int, nn.Parameter] = {}
+    registered = take_pending(model)  # by the `id`s of parameters, which are replaced now
+    unit_of_original: dict[int, int] = {}
     for plan in plans:
         if plan.resident:
             unit, originals = _resident(plan, model, by_name)
-            plain_of.update(originals)
             resident.append(unit)
-            continue
-        unit = PartitionedUnit(plan, tier=tier, memory=lambda ranks: memory_of(ranks, ranks.gather_group))
-        originals = unit.adopt(model, by_name)
+        else:
+            divided = PartitionedUnit(plan, tier=tier, memory=lambda ranks: memory_of(ranks, ranks.gather_group))
+            originals = divided.adopt(model, by_name)
+            unit = divided.as_unit()
+            unit_of_original.update(dict.fromkeys(originals, plan.index))
+            partitioned.append(divided)
         plain_of.update(originals)
-        unit_of_original.update(dict.fromkeys(originals, plan.index))
-        partitioned.append(unit)
-    stage = Stage3(resident, partitioned, Gathering(limits.allgather_bucket_size))
-    stage.pending, stage.unit_of_original = pending, unit_of_original
-    stage.executor = GatherExecutor(
-        partitioned,
-        transport=PlainGather(),
-        lane=lane or make_lane(infos[0].device if infos else torch.device("cpu")),
-        limits=GatherLimits(limits.prefetch_bucket_size, limits.max_live_parameters),
-    )
-    stage.order = NullOrder(stage.executor)
-    if channel is not None:
-        stage.order = AgreedOrder(
-            stage.executor,
-            channel,
-            limits=_reuse(partitioned, limits),
-            strict=limits.strict_order,
-            names={plan.index: str(plan) for plan in plans},
-        )
-    stage.lifetime = GatherLifetime(partitioned, executor=stage.executor, order=stage.order)
-    for unit in partitioned:
-        unit.lender = stage.lifetime
-    return stage, plain_of
+        units.append(unit)
+    units.sort(key=lambda unit: unit.index)
+    external = tuple((module, unit_of_original[key]) for module, key in registered if key in unit_of_original)
+    return Partition(tuple(units), tuple(resident), tuple(partitioned), plain_of, external)
+
+
+def read_ahead_of(units: Sequence[PartitionedUnit], tier: Tier | None) -> ReadAhead | None:
+    """What reads shards on disk before their gathers; None where none are there."""
+    homes = {unit.index: [g.shard for g in unit.groups if isinstance(g.shard, ReadsAhead)] for unit in units}
+    found = {index: shards for index, shards in homes.items() if shards}
+    if not found:
+        return None
+    return ReadAhead(found, elements=getattr(tier, "ahead", 0), count=getattr(tier, "ahead_count", 0))
 
 
 def _resident(
@@ -256,11 +206,10 @@ def _resident(
     return Unit(plan, tuple(groups)), replaced
 
 
-def _reuse(units: Sequence[PartitionedUnit], limits: Stage3Limits) -> ReuseLimits:
+def reuse_limits(units: Sequence[PartitionedUnit], *, max_reuse_distance: int, max_live: int) -> ReuseLimits:
+    """What decides whether a unit of these stays gathered until its next use (elements)."""
     numel = {unit.index: unit.numel for unit in units}
     top = max(numel, default=-1) + 1
     return ReuseLimits(
-        [numel.get(index, 0) for index in range(top)],
-        max_reuse_distance=limits.max_reuse_distance,
-        max_live=limits.max_live_parameters,
+        [numel.get(index, 0) for index in range(top)], max_reuse_distance=max_reuse_distance, max_live=max_live
     )

@@ -134,7 +134,7 @@ def averaging_of(optimizer: Any, reduction: Reduction, *, stage: int, rank: int,
     if not plain:
         raise ZeroOptimizerError(
             f"{name} averages all parameters over one group of ranks, and this model has parameters that only some"
-            " ranks hold (experts, slices of tensors); use AdamW, or another optimizer that leaves averaging to"
-            " dsx_zero"
+            " ranks hold (experts, slices of tensors, weights that pipeline stages share); use AdamW, or another"
+            " optimizer that leaves averaging to dsx_zero"
         )
     return ByOptimizer(optimizer, rank)

@@ -18,7 +18,7 @@ arrival counts as zeros.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -26,10 +26,10 @@ from ..errors import ZeroModelError, ZeroStateError
 from ..homes.home import DeviceHome, Home, accumulate, opened, read, write
 from ..homes.tiers import DeviceTier, Tier
 from ..lanes import HostLane, Lane, TensorBuffer, Ticket
-from ..params.flat import FlatGroup
+from ..params.flat import FlatGroup, cut_at_parts
 from ..params.memory import BufferPool, OrdinaryMemory
 from .access import GradientAccess, GradientPlace
-from .reduction import Pending, ReductionEngine
+from .reduction import PendingReduction, ReductionEngine
 from .sharded import ShardedGradient
 
 __all__ = ["GroupGradients", "refuse_sparse"]
@@ -46,11 +46,12 @@ class GroupGradients:
 
     Args:
         group: the parameters.
-        dtype, wire: dtypes of accumulation and of messages.
+        dtype: of accumulation.
         stage: 0 reduces everything on every rank, 1-3 each rank's shard; from 2 on the whole buffer is given back.
         expose: `.grad` of the parameters are views of the reduced buffer (stage 0); otherwise they are
             `ShardedGradient`s.
         access: serves what users do with those.
+        label: what reductions are for, where a hang is explained.
         tier, lane: from stage 2 on, where the reduced values live, and the lane on which they go there.
     """
 
@@ -59,17 +60,17 @@ class GroupGradients:
         group: FlatGroup,
         *,
         dtype: torch.dtype,
-        wire: torch.dtype,
         stage: int,
         reducer: ReductionEngine,
         pool: BufferPool,
         expose: bool,
         access: GradientAccess,
+        label: str = "",
         tier: Tier | None = None,
         lane: Lane | None = None,
     ) -> None:
         self.group = group
-        self.dtype, self.wire, self.stage = dtype, wire, stage
+        self.dtype, self.stage, self._label = dtype, stage, label
         self._reducer, self._pool, self._access = reducer, pool, access
         self._expose = expose and stage == 0 and dtype == group.key.dtype
         self.buffer: torch.Tensor | None = None
@@ -80,7 +81,7 @@ class GroupGradients:
         self._tier, self._lane = tier or DeviceTier(), lane or HostLane()
         self._shard: Home | None = None
         self.result: Home | None = None
-        self._pending: Pending | None = None
+        self._pending: PendingReduction | None = None
         self._staged: tuple[Home, torch.Tensor, bool] | None = None
         self._leaving: tuple[Ticket, torch.Tensor] | None = None
         self.dirty = False
@@ -130,8 +131,13 @@ class GroupGradients:
         their place are this rank's own gradients, to be averaged as those of a backward are. `arriving`: leave this one
         to `absorb`.
         """
-        grads = [parameter.grad for parameter in self.group.parameters]
-        other = [i for i, (grad, face) in enumerate(zip(grads, self._faces)) if grad is not face and i != arriving]
+        # The usual case, that nothing was done, costs no call for a parameter (test_python_calls.py).
+        grads, other = [], []
+        for index, (parameter, face) in enumerate(zip(self.group.parameters, self._faces)):
+            grad = parameter.grad
+            grads.append(grad)
+            if grad is not face and index != arriving:
+                other.append(index)
         if not other:
             return
         given = [(i, grad) for i in other if (grad := grads[i]) is not None]
@@ -305,17 +311,20 @@ class GroupGradients:
             layout, memory = self.group.layout, OrdinaryMemory()
             name = f"gradient.{layout.names[0]}"
             self._shard = self._tier.home(name, layout.shard_numel, self.dtype, buffer.device, memory)
+            cut_at_parts(self._shard, self.group.parts)
         return self._shard
 
-    def _launch_shard(self, buffer: torch.Tensor, home: Home, reducer: ReductionEngine, *, add: bool) -> Pending:
+    def _launch_shard(
+        self, buffer: torch.Tensor, home: Home, reducer: ReductionEngine, *, add: bool
+    ) -> PendingReduction:
         """Reduce into the home where it is on the buffer's device, else beside it: `finish` sends it off."""
         out = home.view()
         if out is not None and out.device == buffer.device:
-            return reducer.reduce_scatter(buffer, out, self.wire, add=add)
+            return reducer.reduce_scatter(buffer, out, self.group, self._label, add=add)
         self.arrive()
         staging = torch.empty(self.group.layout.shard_numel, dtype=self.dtype, device=buffer.device)
         self._staged = (home, staging, add)
-        return reducer.reduce_scatter(buffer, staging, self.wire, add=False)
+        return reducer.reduce_scatter(buffer, staging, self.group, self._label, add=False)
 
     def _send_off(self) -> None:
         """The staged values are reduced: start their way to their home."""
@@ -336,18 +345,16 @@ class GroupGradients:
             ticket.synchronize()
             self._lane.retire(TensorBuffer(staging))
 
-    def _launch_whole(self, buffer: torch.Tensor, reducer: ReductionEngine) -> Pending:
-        pending = reducer.all_reduce(buffer, self.wire)
+    def _launch_whole(self, buffer: torch.Tensor, reducer: ReductionEngine) -> PendingReduction:
+        pending = reducer.all_reduce(buffer, self.group, self._label)
         earlier = None if self.result is None or self._in_buffer() else read(self.result)
         if earlier is not None:
-            scale = pending.complete
 
-            def complete() -> None:
-                scale()
+            def add_earlier() -> None:
                 buffer.add_(earlier)
                 self._pool.give(earlier)
 
-            pending = Pending(pending.work, complete)
+            pending = pending.then(add_earlier)
         self.result = DeviceHome(buffer)
         return pending
 
@@ -398,7 +405,8 @@ class GroupGradients:
         self.finish()
         for index in range(len(self._faces)):
             self._detach(index)
-        self.arrive()
+        with suppress(OSError):  # of a transfer whose values nobody wants any more
+            self.arrive()
         if self.stage == 0 and self.result is not None and not self._in_buffer():
             self._pool.give(read(self.result))  # set aside for late gradients
         self.result, self.dirty = None, False
@@ -413,8 +421,8 @@ class GroupGradients:
         return [] if self.buffer is None else [self.buffer]
 
     def homes(self) -> list[Home]:
-        """The homes of reduced values."""
-        return [home for home in (self._shard, self.result) if home is not None]
+        """The homes of reduced values, each once."""
+        return list({id(home): home for home in (self._shard, self.result) if home is not None}.values())
 
 
 def _address(buffer: torch.Tensor | None) -> int:

@@ -3,12 +3,8 @@
 Every trainable parameter has a hook that runs when its gradient has been accumulated. The gradient moves into its
 unit's flat buffer; when the unit has seen as many arrivals as the step before, its reduction starts while backward goes
 on. What has not started when backward ends (an unused parameter, the first step) starts then. The order of reductions
-is the business of `ReduceOrder`.
-
-When does backward end? Reentrant checkpointing runs backwards inside backwards, and a hook cannot tell which one it is
-in. So the outputs of the model carry a hook too: it runs first, in the outermost one. A loss that does not come from
-the model's own outputs is noticed by its first gradient. Gradients that come after their unit was reduced are kept and
-reduced in a second pass at the step.
+is the business of `ReduceOrder`, the reductions themselves are `Reductions`, and when backward begins and ends is told
+by `BackwardClock`. Gradients that come after their unit was reduced are kept and reduced in a second pass at the step.
 
 What users do to `.grad` between two backwards (`model.zero_grad()`, `p.grad = None`, other tensors) is noticed when the
 next backward begins, at the step, and whenever gradients are read.
@@ -30,29 +26,20 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ZeroStateError
-from ..homes.home import Home, read, write
-from ..homes.tiers import Tier
-from ..lanes import Lane
+from ..homes.home import Home
 from ..module_hooks import ModuleHook
 from ..order.agreed import EditWatch
+from ..order.backward import BackwardClock
 from ..params.flat import FlatGroup, Part, Unit
-from ..params.memory import Kind, Memory, OrdinaryMemory
 from ..plan.layout import LocalSlice
-from ..precision import Precision
-from .access import GradientAccess
 from .buffers import GroupGradients, refuse_sparse
-from .reduction import LocalReducer, ReductionEngine
+from .reductions import Reductions
 
 __all__ = ["BackwardWatch", "Gradients", "LocalGradients", "ReduceOrder", "ReducedGradients"]
 
-IN_FLIGHT = 2
-"""From stage 2 on, units whose reductions may be under way at once: one on the wire, one being filled behind it. More
-would hold more whole buffers. Stages 0-1 keep theirs anyway, so there backward never waits.
-"""
-
 
 class ReduceOrder(Protocol):
-    """Decides, equally on all ranks, when each unit is reduced. It calls `run_reduce` of what it was bound to."""
+    """Decides, equally on all ranks, when each unit is reduced. Its executor calls `Reductions.run_reduce`."""
 
     def reduce(self, unit: int) -> None:
         """This rank has the unit's gradients: all that it had in the step before, or backward has ended."""
@@ -62,8 +49,12 @@ class ReduceOrder(Protocol):
         """The outermost backward has ended."""
         ...
 
-    def boundary(self, pending: Callable[[], Sequence[int]]) -> None:
-        """Step boundary. `pending()` gives the units whose gradients no reduction has taken yet."""
+    def boundary(
+        self, pending: Callable[[], Sequence[int]], squares: Callable[[], float] | None = None
+    ) -> float | None:
+        """Step boundary. `pending()` gives the units whose gradients no reduction has taken yet; the sum of `squares()`
+        over the ranks, which travels with what they agree on.
+        """
         ...
 
     def complete(self, pending: Callable[[], Sequence[int]]) -> None:
@@ -97,8 +88,10 @@ class Gradients(Protocol):
 
     def no_sync(self) -> Any: ...
 
-    def finish(self) -> None:
-        """The optimizer steps now: complete every reduction."""
+    def finish(self, squares: Callable[[], float] | None = None) -> float | None:
+        """The optimizer steps now: complete every reduction. The sum over the ranks of `squares()`, which reads reduced
+        gradients, or None where it has to be added up otherwise.
+        """
         ...
 
     def complete(self) -> None:
@@ -163,6 +156,14 @@ class Gradients(Protocol):
 
     def idle_bytes(self) -> int: ...
 
+    def drop_idle(self) -> None:
+        """Give back what is kept for the buffers of backwards to come."""
+        ...
+
+    def refuse_backwards(self, why: str | None) -> None:
+        """Let backwards raise a ZeroStateError with this text; None: no more."""
+        ...
+
 
 class ReducedGradients:
     """Gradients that are reduced over ranks into flat buffers."""
@@ -170,80 +171,42 @@ class ReducedGradients:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],
-        *,
-        stage: int,
-        precision: Precision,
-        reducer: Callable[[dsx_comm.RankSet], ReductionEngine],
+        reductions: Reductions,
         order: ReduceOrder,
-        expose: bool,
-        norm_groups: Sequence[Any] = (),
+        clock: BackwardClock,
+        *,
         on_complete: Callable[[int], None] | None = None,
-        overlap: bool = True,
         keeps_local: Callable[[], bool] = lambda: False,
-        memory: Callable[[dsx_comm.RankSet], Memory] = lambda ranks: OrdinaryMemory(),
-        tier: Tier | None = None,
-        lane: Lane | None = None,
     ) -> None:
-        self._overlap, self._keeps_local = overlap, keeps_local
-        kinds: dict[dsx_comm.RankSet, list[Kind]] = {}
-        for unit in units:
-            for group in unit.trainable:
-                kind = (group.layout.numel, precision.gradient_dtype(group.key.dtype), group.key.device)
-                kinds.setdefault(group.ranks, []).append(kind)
-        # Stages 0-1 keep their buffers for good, so there backward never waits for one.
-        self._limit = IN_FLIGHT if stage >= 2 else len(units)
-        self._pools = {
-            ranks: memory(ranks).pool(found, idle=IN_FLIGHT if stage >= 2 else len(found))
-            for ranks, found in kinds.items()
-        }
-        self._order, self._on_complete = order, on_complete
-        self._access = GradientAccess(self.complete, divided=stage > 0, norm_groups=norm_groups)
-        reducers = {ranks: reducer(ranks) for ranks in kinds}
-        self._of: dict[FlatGroup, GroupGradients] = {}
-        self._by_unit: dict[int, list[GroupGradients]] = {}
-        self._names = {unit.index: f"{unit.plan}, gradients" for unit in units}
-        for unit in units:
-            for group in unit.trainable:
-                buffers = GroupGradients(
-                    group,
-                    dtype=precision.gradient_dtype(group.key.dtype),
-                    wire=precision.wire_dtype(group.key.dtype),
-                    stage=stage,
-                    reducer=reducers[group.ranks],
-                    pool=self._pools[group.ranks],
-                    # What is visible is averaged again with what comes late: only a mean of equal values changes
-                    # nothing.
-                    expose=expose and group.ranks.divisor == group.ranks.size,
-                    access=self._access,
-                    tier=tier,
-                    lane=lane,
-                )
-                self._of[group] = buffers
-                self._by_unit.setdefault(unit.index, []).append(buffers)
+        self._reductions, self._order, self._clock = reductions, order, clock
+        self._on_complete, self._keeps_local = on_complete, keeps_local
+        self._groups = reductions.groups
+        self._by_unit = reductions.by_unit
         self._expected = dict.fromkeys(self._by_unit, 0)
         self._arrived = dict.fromkeys(self._by_unit, 0)
-        self._in_flight: list[int] = []
-        self._leaving: list[int] = []
-        self._sync, self._task = True, None
+        self._sync = True
+        self._arriving: tuple[GroupGradients, int] | None = None
+        """The parameter whose gradient is there already, while its arrival announces a backward."""
         self._watch: BackwardWatch | None = None
         self._factor: float | None = None
-        self._completed, self._due, self._stage = True, False, stage
-        self._handles = list(self._register(model, units))
+        self._refused: str | None = None
+        self._completed, self._due = True, False
+        self._handles = list(self._register(model))
+        clock.watch(self)
 
-    def _register(self, model: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
-        me = weakref.ref(self)
-        for unit in units:
-            for place, group in enumerate(unit.trainable):
-                for index, parameter in enumerate(group.parameters):
-                    yield parameter.register_post_accumulate_grad_hook(partial(_arrived, me, unit.index, place, index))
+    def _register(self, model: nn.Module) -> Iterator[Any]:
+        me: Callable[[], ReducedGradients | None] = weakref.ref(self)
+        for unit, groups in self._by_unit.items():
+            for place, buffers in enumerate(groups):
+                for index, parameter in enumerate(buffers.group.parameters):
+                    yield parameter.register_post_accumulate_grad_hook(self._hook(me, unit, place, index))
         yield model.register_forward_hook(ModuleHook(partial(_returned, me)))
 
     def remove_hooks(self) -> None:
         """Take all hooks off the model, and all gradients off its parameters."""
         for handle in self._handles:
             handle.remove()
-        for buffers in self._of.values():
+        for buffers in self._groups:
             buffers.clear()
 
     def follow(self, watch: BackwardWatch) -> None:
@@ -275,122 +238,114 @@ class ReducedGradients:
                 leaf.register_hook(self._on_output_gradient)
 
     def _on_output_gradient(self, grad: torch.Tensor) -> None:
-        self.begin_backward()
+        self._clock.enter(outermost=True)
 
-    def begin_backward(self, arriving: tuple[GroupGradients, int] | None = None) -> None:
-        """Mark the running backward as the outermost one. Stage 3 calls it from its own hooks too.
-
-        `arriving`: the parameter whose gradient is there already, if that is how the backward was noticed.
-        """
-        task = torch._C._current_graph_task_id()
-        if task == -1 or task == self._task:
-            return
-        # Another task that never ended was stopped by an error; what it left is kept, as autograd keeps it in `.grad`.
-        self._task, self._factor, self._completed, self._due = task, None, False, False
+    def begin_backward(self) -> None:
+        """See `BackwardWatcher`. What an error left of the backward before is kept, as autograd keeps it in `.grad`."""
+        if self._refused is not None:
+            raise ZeroStateError(self._refused)
+        self._factor, self._completed, self._due = None, False, False
         self._arrived = dict.fromkeys(self._arrived, 0)
         scaled = self._watch is None or self._watch.factor() == 1.0
-        for buffers in self._of.values():
+        arriving = self._arriving
+        for buffers in self._groups:
             buffers.notice(arriving[1] if arriving is not None and arriving[0] is buffers else None)
             if not scaled:
                 buffers.hide_views()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def on_arrival(self, unit: int, place: int, index: int) -> None:
-        """The gradient of a parameter has been accumulated: number `index` of group `place` of `unit`."""
-        buffers = self._by_unit[unit][place]
-        if self._task is None:
-            self.begin_backward((buffers, index))
-        if self._factor is None:
-            self._factor = self._first_arrival(buffers, index)
-        buffers.absorb(index, self._factor)
-        arrived = self._arrived[unit] = self._arrived[unit] + 1
-        if arrived == self._expected[unit]:
-            if self._on_complete is not None:
-                self._on_complete(unit)
-            if self._reduces():
-                self._order.reduce(unit)
+    @staticmethod
+    def _hook(
+        me: Callable[[], ReducedGradients | None], unit: int, place: int, index: int
+    ) -> Callable[[torch.Tensor], None]:
+        """What runs when the gradient of a parameter has been accumulated: number `index` of group `place` of `unit`.
+
+        `me`: Python's collector does not see what a tensor's hooks hold, and a strong reference would keep the
+        parameters for ever.
+        """
+
+        def arrived(_: torch.Tensor) -> None:
+            # One function, because it runs for every parameter of every backward (test_python_calls.py).
+            self = me()
+            if self is None:
+                return
+            buffers = self._by_unit[unit][place]
+            factor = self._factor if self._clock.running else None
+            if factor is None:
+                factor = self._first_arrival(buffers, index)
+            buffers.absorb(index, factor)
+            count = self._arrived[unit] = self._arrived[unit] + 1
+            if count == self._expected[unit]:
+                if self._on_complete is not None:
+                    self._on_complete(unit)
+                if self._reduces():
+                    self._order.reduce(unit)
+
+        return arrived
 
     def _first_arrival(self, buffers: GroupGradients, index: int) -> float:
-        """What the running backward's gradients are multiplied with."""
+        """The first gradient of the running backward has arrived; what all of them are multiplied with."""
+        if not self._clock.running:
+            self._arriving = (buffers, index)
+            self._clock.enter()
+            self._arriving = None
+        self._factor = self._chosen_factor(buffers, index)
+        return self._factor
+
+    def _chosen_factor(self, buffers: GroupGradients, index: int) -> float:
         if self._watch is None:
             return 1.0
         try:
             return self._watch.begin()
         except BaseException:
             buffers.refuse(index)
-            for hidden in self._of.values():
+            for hidden in self._groups:
                 hidden.show_views()
             raise
 
-    def _end_backward(self) -> None:
-        self._task = None
+    def end_backward(self) -> None:
+        """See `BackwardWatcher`: reduce what has arrived and was not complete."""
         for unit, arrived in self._arrived.items():
             self._expected[unit] = max(self._expected[unit], arrived)
             self._arrived[unit] = 0
-        for buffers in self._of.values():
+        for buffers in self._groups:
             buffers.show_views()
         if not self._reduces():
             return
         self._due = True
-        for unit in self._dirty():
+        for unit in self._reductions.dirty():
             self._order.reduce(unit)
-        self._order.end_backward()
-        self._wait()
-        for buffers in self._of.values():
+        self._clock.end_pass()
+        self._reductions.wait()
+        for buffers in self._groups:
             buffers.hide_unreduced()
-        self._drop_idle()
+        self._reductions.drop_idle()
 
     def _reduces(self) -> bool:
         """Not under `no_sync`, and not in a step whose optimizer wants this rank's own gradients."""
         return self._sync and not self._keeps_local()
 
-    def _dirty(self) -> list[int]:
-        """Units with gradients that no reduction has taken, in the order in which backward tends to complete them."""
-        units = (unit for unit, groups in self._by_unit.items() if any(buffers.dirty for buffers in groups))
-        return sorted(units, reverse=True)
+    # Between backwards -----------------------------------------------------------------------------------------------
 
-    # Reductions -------------------------------------------------------------------------------------------------------
-
-    def run_reduce(self, unit: int) -> None:
-        """Start the reduction of a unit with what has arrived. Called by the order, in the same order on every rank."""
-        while len(self._in_flight) >= self._limit or (self._in_flight and self._is_done(self._in_flight[0])):
-            self._finish_unit(self._in_flight.pop(0))
-        with dsx_comm.unit(self._names[unit]):
-            for buffers in self._by_unit[unit]:
-                buffers.launch()
-        self._in_flight.append(unit)
-        if not self._overlap:
-            self._wait()
-
-    def _is_done(self, unit: int) -> bool:
-        return all(buffers.is_done() for buffers in self._by_unit[unit])
-
-    def _finish_unit(self, unit: int) -> None:
-        """The reduction is complete; where its result goes to another tier, that copy begins."""
-        for buffers in self._by_unit[unit]:
-            buffers.finish()
-        if any(buffers.is_leaving for buffers in self._by_unit[unit]):
-            self._leaving.append(unit)
-        while len(self._leaving) > IN_FLIGHT:
-            for buffers in self._by_unit[self._leaving.pop(0)]:
-                buffers.arrive()
-
-    def _wait(self) -> None:
-        while self._in_flight:
-            self._finish_unit(self._in_flight.pop(0))
-
-    def finish(self) -> None:
-        """Complete every reduction, late gradients included."""
-        self._task = None
-        for buffers in self._of.values():
+    def finish(self, squares: Callable[[], float] | None = None) -> float | None:
+        """Complete every reduction, late gradients included. See `Gradients.finish`."""
+        self._clock.forget()
+        total = None
+        for buffers in self._groups:
             buffers.notice()
         if self._keeps_local():
-            self._finish_alone()
+            self._reductions.finish_alone()
         else:
-            self._order.boundary(self._dirty)
-            self._wait()
+            asked = None if squares is None else partial(self._reduced, squares)
+            total = self._order.boundary(self._reductions.dirty, asked)
+            self._reductions.wait()
         self._completed = True
-        self._drop_idle()
+        self._reductions.drop_idle()
+        return total
+
+    def _reduced(self, squares: Callable[[], float]) -> float:
+        """`squares()` of gradients whose reductions are complete."""
+        self._reductions.wait()
+        return squares()
 
     def watch_edits(self, watch: EditWatch) -> None:
         """See `Gradients.watch_edits`."""
@@ -400,98 +355,74 @@ class ReducedGradients:
         """See `Gradients.complete`."""
         if self._completed:
             return
-        for buffers in self._of.values():
+        for buffers in self._groups:
             buffers.notice()
         if self._keeps_local():
-            self._finish_alone()
+            self._reductions.finish_alone()
         else:
-            self._order.complete(self._dirty)
-            self._wait()
+            self._order.complete(self._reductions.dirty)
+            self._reductions.wait()
         self._completed = True
-        self._drop_idle()
+        self._reductions.drop_idle()
 
     def complete_due(self) -> None:
         """See `Gradients.complete_due`."""
         # At stage 0 a gradient may be read by one rank alone; only what is really missing makes that a collective.
-        if self._due and (self._stage > 0 or self._dirty()):
+        if self._due and (self._reductions.stage > 0 or self._reductions.dirty()):
             self.complete()
-
-    def _finish_alone(self) -> None:
-        """Nothing is exchanged, so there is nothing to agree on."""
-        for buffers in self._of.values():
-            buffers.launch(LocalReducer())
-            buffers.finish()
 
     # What the optimizer reads -----------------------------------------------------------------------------------------
 
     def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
         """See `Gradients.parts`."""
-        if not parts:
-            return ()
-        first, last = parts[0].slice.offset, parts[-1].slice.offset + parts[-1].slice.numel
-        block = read(self._of[group].values(), first, last)
-        master = group.master
-        if master is not None:
-            block = block.to(device=master.device, dtype=master.dtype)
-        return tuple(block.narrow(0, part.slice.offset - first, part.slice.numel) for part in parts)
+        return self._reductions.parts(group, parts)
 
     def blocks(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
         """The reduced buffers."""
-        return ((group.ranks, read(buffers.values())) for group, buffers in self._of.items())
+        return self._reductions.blocks()
 
     def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
         """See `Gradients.read`."""
-        self._of[group].notice()
-        if self._of[group].result is None:
-            return None
-        return read(self._of[group].values(), part.offset, part.offset + part.numel)
+        return self._reductions.read(group, part)
 
     def write(self, group: FlatGroup, index: int, part: LocalSlice, values: torch.Tensor) -> None:
         """See `Gradients.write`."""
-        if self._of[group].result is not None:
-            write(self._of[group].values(), values, part.offset)
+        self._reductions.write(group, part, values)
 
     def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
         """See `Gradients.unreduced`."""
-        self._of[group].notice()
-        return self._of[group].unreduced(index)
+        buffers = self._reductions.of(group)
+        buffers.notice()
+        return buffers.unreduced(index)
 
     def changed(self) -> None:
         """See `Gradients.changed`."""
-        self._access.changed()
+        self._reductions.changed()
 
     def clear(self) -> None:
         """Forget all gradients."""
         self._due = False
-        self._wait()
-        for buffers in self._of.values():
-            buffers.clear()
-        self._drop_idle()
+        self._reductions.clear()
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything held for gradients."""
-        return [tensor for buffers in self._of.values() for tensor in buffers.tensors()]
+        return self._reductions.tensors()
 
     def homes(self) -> list[Home]:
         """See `Gradients.homes`."""
-        return [home for buffers in self._of.values() for home in buffers.homes()]
+        return self._reductions.homes()
 
     def idle_bytes(self) -> int:
         """Memory kept for the buffers of backwards to come."""
-        return sum(pool.idle_bytes() for pool in self._pools.values())
+        return self._reductions.idle_bytes()
 
-    def _drop_idle(self) -> None:
-        for pool in self._pools.values():
-            pool.drop()
+    def drop_idle(self) -> None:
+        """See `Gradients.drop_idle`."""
+        self._reductions.drop_idle()
 
-
-def _arrived(
-    gradients: Callable[[], ReducedGradients | None], unit: int, place: int, index: int, _: torch.Tensor
-) -> None:
-    # Python's collector does not see what a tensor's hooks hold: a strong reference would keep the parameters for ever.
-    owner = gradients()
-    if owner is not None:
-        owner.on_arrival(unit, place, index)
+    def refuse_backwards(self, why: str | None) -> None:
+        """See `Gradients.refuse_backwards`."""
+        self._refused = why
 
 
 def _returned(gradients: Callable[[], ReducedGradients | None], module: nn.Module, args: Any, output: Any) -> None:
@@ -570,13 +501,14 @@ class LocalGradients:
             handle.remove()
         self._handles.clear()
 
-    def finish(self) -> None:
-        """Give parameters without a gradient zeros."""
+    def finish(self, squares: Callable[[], float] | None = None) -> float | None:
+        """Give parameters without a gradient zeros. There is no other rank."""
         for group in self._groups:
             for name, parameter in zip(group.layout.names, group.parameters):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
                 refuse_sparse(parameter.grad, name)
+        return None
 
     def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
         """See `Gradients.parts`."""
@@ -620,6 +552,12 @@ class LocalGradients:
     def idle_bytes(self) -> int:
         """Nothing is kept."""
         return 0
+
+    def drop_idle(self) -> None:
+        """Nothing is kept."""
+
+    def refuse_backwards(self, why: str | None) -> None:
+        """Nothing to do: autograd refuses to add to a `.grad` that shows no memory of its own."""
 
 
 def _grad(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,24 @@
 """Moving gradients: one unit's buffer becomes the reduced gradient of what this rank keeps.
 
-A reduction is `g * before`, a sum or average over the ranks, `g * after`. Messages larger than the bucket size, or in
-another dtype than the buffer's, go through a message buffer of constant size, piece by piece.
+A reduction is `g * before`, a sum or average over the ranks, `g * after`. How the buffers travel between is the
+transport's affair (`transports`); a reduction is a job of a lane.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import dsx_comm
 import torch
 
 from ..errors import ZeroConfigError
-from ..plan.layout import pieces
+from ..lanes import Lane, Ticket, is_done
+from ..params.flat import FlatGroup
+from ..transports.protocol import ReduceTransport
 
-__all__ = ["LocalReducer", "Pending", "Reducer", "Reduction", "ReductionEngine"]
+__all__ = ["LocalReducer", "PendingReduction", "Reducer", "Reduction", "ReductionEngine"]
 
 
 @dataclass(frozen=True)
@@ -54,78 +56,125 @@ class Reduction:
         return 1.0, average, 1.0 if average else 1.0 / ranks.divisor
 
 
-@dataclass
-class Pending:
+class PendingReduction:
     """A reduction under way: `finish()` waits for it and puts the result in its place."""
 
-    work: Any
-    complete: Callable[[], None]
+    __slots__ = ("_complete", "_ticket")
+
+    def __init__(self, ticket: Ticket | None, complete: Callable[[], None]) -> None:
+        self._ticket, self._complete = ticket, complete
+
+    def then(self, more: Callable[[], None]) -> PendingReduction:
+        """The same, with something more to do at its end."""
+        complete = self._complete
+
+        def both() -> None:
+            complete()
+            more()
+
+        return PendingReduction(self._ticket, both)
 
     def is_done(self) -> bool:
         """Would `finish` return without waiting?"""
-        return self.work is None or self.work.is_completed()
+        return self._ticket is None or is_done(self._ticket)
 
     def finish(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        self.complete()
+        """Wait, and put the result in its place."""
+        if self._ticket is not None:
+            self._ticket.wait()
+        self._complete()
+
+
+class ReductionEngine(Protocol):
+    """Reduces flat gradient buffers over the ranks that share them."""
+
+    def all_reduce(self, buffer: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
+        """Reduce `buffer` (1-D, all elements of `group`) in place on every rank. `label`: where a hang is explained."""
+        ...
+
+    def reduce_scatter(
+        self, buffer: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str, *, add: bool
+    ) -> PendingReduction:
+        """Reduce `buffer` (1-D, all elements of `group`) and put (or `add`) this rank's shard of the result into
+        `out`, which may be part of `buffer`.
+        """
+        ...
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept between two reductions."""
+        ...
 
 
 class Reducer:
-    """All-reduce and reduce-scatter of flat gradient buffers over one set of ranks."""
+    """All-reduce and reduce-scatter over one set of ranks.
 
-    def __init__(self, ranks: dsx_comm.RankSet, reduction: Reduction, bucket_size: int) -> None:
-        self._group, self._world_size = ranks.group, ranks.size
-        self._bucket_size = bucket_size
+    Args:
+        ranks: who shares the buffers.
+        reduction: what becomes of their gradients.
+        transport: makes the transport for `dsx_comm.ReduceOp.SUM` or `AVG` and these ranks.
+        lane: where reductions run.
+    """
+
+    def __init__(
+        self,
+        ranks: dsx_comm.RankSet,
+        reduction: Reduction,
+        transport: Callable[[Any, dsx_comm.RankSet], ReduceTransport],
+        lane: Lane,
+    ) -> None:
+        self._ranks, self._lane = ranks, lane
         self._before, average, self._after = reduction.factors(ranks)
-        self._op = dsx_comm.ReduceOp.AVG if average else dsx_comm.ReduceOp.SUM
+        self._transport = transport(dsx_comm.ReduceOp.AVG if average else dsx_comm.ReduceOp.SUM, ranks)
+        self._dtypes: dict[FlatGroup, torch.dtype] = {}  # in which results arrive
 
-    def all_reduce(self, buffer: torch.Tensor, wire: torch.dtype) -> Pending:
-        """Reduce `buffer` (1-D) in place on every rank."""
-        self._scale(buffer, self._before)
-        if wire == buffer.dtype and buffer.numel() <= self._bucket_size:
-            work = dsx_comm.all_reduce(buffer, op=self._op, group=self._group, async_op=True)
-            return Pending(work, lambda: self._scale(buffer, self._after))
-        for start, stop in pieces(buffer.numel(), self._bucket_size):
-            part = buffer[start:stop]
-            message = part.to(wire)
-            dsx_comm.all_reduce(message, op=self._op, group=self._group)
-            part.copy_(message)
-        return Pending(None, lambda: self._scale(buffer, self._after))
+    def all_reduce(self, buffer: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
+        """See `ReductionEngine.all_reduce`."""
+        ticket = self._submit(buffer, buffer, group, label)
 
-    def reduce_scatter(self, buffer: torch.Tensor, out: torch.Tensor, wire: torch.dtype, *, add: bool) -> Pending:
-        """Reduce `buffer` (1-D) and put (or `add`) this rank's shard of the result into `out`, which may be part of
-        `buffer`.
+        def complete() -> None:
+            if self._after != 1.0:
+                buffer.mul_(self._after)
+
+        return PendingReduction(ticket, complete)
+
+    def reduce_scatter(
+        self, buffer: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str, *, add: bool
+    ) -> PendingReduction:
+        """See `ReductionEngine.reduce_scatter`."""
+        dtype = self._dtypes.get(group)
+        if dtype is None:
+            dtype = self._dtypes[group] = self._transport.result_dtype(buffer.dtype, group)
+        direct = not add and out.dtype == dtype and self._may_write(out, buffer)
+        result = out if direct else torch.empty_like(out, dtype=dtype)
+        ticket = self._submit(result, buffer, group, label)
+        return PendingReduction(ticket, lambda: self._put(result, out, add))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """See `ReductionEngine.tensors`."""
+        return self._transport.tensors()
+
+    def _may_write(self, out: torch.Tensor, buffer: torch.Tensor) -> bool:
+        """May the result arrive in `out` while `buffer` is sent? Not where it is a part of it, except over shared
+        memory: there each rank writes only where nobody else reads.
         """
-        self._scale(buffer, self._before)
-        if wire == buffer.dtype and buffer.numel() <= self._bucket_size:
-            shared = out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-            # over shared memory each rank writes only where nobody else reads: the result may replace its part of the
-            # buffer
-            in_place = not shared or dsx_comm.is_symmetric(buffer, self._group)
-            direct = not add and in_place and out.dtype == wire
-            result = out if direct else torch.empty_like(out, dtype=wire)
-            work = dsx_comm.reduce_scatter_tensor(result, buffer, op=self._op, group=self._group, async_op=True)
-            return Pending(work, lambda: self._put(result, out, add))
-        rows = buffer.view(self._world_size, -1)
-        for start, stop in pieces(rows.shape[1], self._bucket_size // self._world_size):
-            message = rows[:, start:stop].to(wire).contiguous()
-            result = message.new_empty(stop - start)
-            dsx_comm.reduce_scatter_tensor(result, message.view(-1), op=self._op, group=self._group)
-            self._put(result, out[start:stop], add)
-        return Pending(None, lambda: None)
+        if out.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+            return True
+        return dsx_comm.is_symmetric(buffer, self._ranks.group)
+
+    def _submit(self, out: torch.Tensor, buffer: torch.Tensor, group: FlatGroup, label: str) -> Ticket:
+        if self._before != 1.0:
+            buffer.mul_(self._before)
+        lane, start = self._lane, self._transport.start
+        lane.follow()  # backward has written the buffer
+        return lane.submit(lambda: start(out, buffer, group, label))
 
     def _put(self, result: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-        self._scale(result, self._after)
+        if self._after != 1.0:
+            result.mul_(self._after)
         if add:
             out.add_(result)
         elif result is not out:
             out.copy_(result)
-
-    @staticmethod
-    def _scale(buffer: torch.Tensor, factor: float) -> None:
-        if factor != 1.0:
-            buffer.mul_(factor)
 
 
 class LocalReducer:
@@ -142,15 +191,21 @@ class LocalReducer:
         before, _, after = reduction.factors(ranks)
         return cls(before * after)
 
-    def all_reduce(self, buffer: torch.Tensor, wire: torch.dtype) -> Pending:
+    def all_reduce(self, buffer: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
         """It is there already."""
-        return Pending(None, lambda: self._scale(buffer))
+        return PendingReduction(None, lambda: self._scale(buffer))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Nothing is kept."""
+        return []
 
     def _scale(self, buffer: torch.Tensor) -> None:
         if self._factor != 1.0:
             buffer.mul_(self._factor)
 
-    def reduce_scatter(self, buffer: torch.Tensor, out: torch.Tensor, wire: torch.dtype, *, add: bool) -> Pending:
+    def reduce_scatter(
+        self, buffer: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str, *, add: bool
+    ) -> PendingReduction:
         """Copy or add, unless `out` is the buffer."""
 
         def complete() -> None:
@@ -161,7 +216,4 @@ class LocalReducer:
                 out.copy_(buffer)
             self._scale(out)
 
-        return Pending(None, complete)
-
-
-ReductionEngine = Reducer | LocalReducer
+        return PendingReduction(None, complete)

@@ -41,9 +41,9 @@ class UnusedParameters:
         self._names = [name for name, _ in pairs]
         # Of what only some ranks hold (experts): who does. A token need not reach each of them.
         self._holders = {
-            name: dsx_comm.get_all_ranks_from_group(group.ranks.group)
+            name: dsx_comm.get_all_ranks_from_group(group.ranks.holders)
             for group in groups
-            if group.ranks.group is not ranks.group
+            if group.ranks.holders is not ranks.group
             for name in group.layout.names
         }
         self._seen = torch.zeros(len(pairs), dtype=torch.uint8)

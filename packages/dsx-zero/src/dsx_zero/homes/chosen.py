@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import ZeroConfigError
 from .stored import TensorStore
-from .tiers import DeviceTier, DiskTier, HostTier, Placement, Tier
+from .tiers import DeviceTier, DiskTier, HostRoom, HostTier, Placement, Tier, UnitPlacement
 
-__all__ = ["check_placement", "placement_of", "sub_group_size"]
+__all__ = ["check_placement", "check_room", "offload_ratio", "place_units", "placement_of", "sub_group_size"]
 
 _MOVING = 1 << 24
 """Elements of a sub-group where states come and go and the configuration does not say."""
+
+_ALIGNMENT = 256
+"""Elements: where the plan of the step cuts parameters (`step.plan.ALIGNMENT`); pieces on disk are cut there too."""
 
 
 class Section(Protocol):
@@ -27,6 +31,9 @@ class Section(Protocol):
     def model_fields_set(self) -> set[str]: ...
 
     @property
+    def save_muon_momentum_buffer_in_memory(self) -> bool: ...
+
+    @property
     def offload_param(self) -> Any: ...
 
     @property
@@ -37,8 +44,9 @@ def placement_of(settings: Section, store: TensorStore | None) -> Placement:
     """Where each class of state lives.
 
     Masters, optimizer states and (from stage 2 on) reduced gradients follow `offload_optimizer`; gradients are in host
-    memory where the states are on disk, because they are written anew in each step. Shards of parameters follow
-    `offload_param`.
+    memory where only the states are on disk, because they are written anew in each step, and on disk where the
+    parameters are there too; states stay in host memory beside masters on disk with
+    `save_muon_momentum_buffer_in_memory`. Shards of parameters follow `offload_param`.
 
     Raises:
         ZeroConfigError: the stage cannot have it, or state is to live on disk and there is no store.
@@ -57,21 +65,51 @@ def placement_of(settings: Section, store: TensorStore | None) -> Placement:
         )
     if states == parameters == "none":
         return Placement()
-    masters = _tier("offload_optimizer", settings.offload_optimizer, store)
+    size = sub_group_size(settings, moves=True) or _MOVING
+    piece = min(_MOVING, max(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT))
+    masters = _tier("offload_optimizer", settings.offload_optimizer, store, piece)
     host = HostTier(pin=True if states == "none" else bool(settings.offload_optimizer.pin_memory))
+    gradients: Tier = DeviceTier() if states == "none" else host
     return Placement(
-        parameters=_tier("offload_param", settings.offload_param, store),
+        parameters=_tier("offload_param", settings.offload_param, store, piece),
         masters=masters,
-        gradients=DeviceTier() if states == "none" else host,
-        states=masters if states == "nvme" else None,
+        gradients=masters if states == parameters == "nvme" else gradients,
+        states=(host if settings.save_muon_momentum_buffer_in_memory else masters) if states == "nvme" else None,
     )
+
+
+def place_units(
+    units: Sequence[tuple[int, str, int]], placement: Placement, *, ratio: float
+) -> tuple[UnitPlacement, ...]:
+    """The record of each unit.
+
+    Args:
+        units: number, name and elements of this rank's shards, in order.
+        ratio: part of the elements whose masters, gradients and states are offloaded (Twin-Flow, `ratio` of
+            `offload_optimizer`), in whole units. The last units are: those at the beginning are stepped on the device,
+            which works while the host goes on.
+    """
+    on_device = Placement(parameters=placement.parameters)
+    left = sum(elements for _, _, elements in units) * (1.0 - ratio)
+    records = []
+    for number, name, elements in units:
+        stays = ratio < 1.0 and elements / 2 < left
+        left -= elements
+        records.append(UnitPlacement(number, name, elements, on_device if stays else placement))
+    return tuple(records)
+
+
+def offload_ratio(settings: Section) -> float:
+    """`offload_optimizer.ratio`."""
+    section = settings.offload_optimizer
+    return 1.0 if _device(section) == "none" else float(section.ratio)
 
 
 def _device(section: Any) -> str:
     return "none" if section is None else section.device
 
 
-def _tier(key: str, section: Any, store: TensorStore | None) -> Tier:
+def _tier(key: str, section: Any, store: TensorStore | None, piece: int) -> Tier:
     device = _device(section)
     if device == "none":
         return DeviceTier()
@@ -83,7 +121,37 @@ def _tier(key: str, section: Any, store: TensorStore | None) -> Tier:
             "got nvme, but there is no store on disk; give dsx_zero.shard(store=dsx_nvme.TensorStore(folder)), with a"
             " folder for each rank (the package dsx-nvme)",
         )
-    return DiskTier(store)
+    if key == "offload_optimizer":
+        return DiskTier(store, piece=piece)
+    return DiskTier(
+        store,
+        piece=piece,
+        host=HostRoom(section.max_in_cpu),
+        ahead=section.buffer_count * section.buffer_size,
+        ahead_count=section.buffer_count,
+        pin=bool(section.pin_memory),
+    )
+
+
+def check_room(placement: Placement, shards: Mapping[str, int]) -> None:
+    """Refuse a disk whose host buffers are too small for the largest unit.
+
+    Args:
+        shards: elements of this rank's shard of each unit on it, by the unit's name.
+
+    Raises:
+        ZeroConfigError: says which unit, and the sizes.
+    """
+    tier = placement.parameters
+    if not isinstance(tier, DiskTier) or not shards:
+        return
+    name, largest = max(shards.items(), key=lambda item: item[1])
+    if 0 < tier.ahead < largest:  # 0: nothing is read ahead
+        raise ZeroConfigError(
+            "zero_optimization.offload_param.buffer_size",
+            f"got buffer_count x buffer_size = {tier.ahead:,} elements of host memory, expected at least the"
+            f" {largest:,} of this rank's part of unit {name}; raise one of them",
+        )
 
 
 def check_placement(placement: Placement, stage: int) -> None:

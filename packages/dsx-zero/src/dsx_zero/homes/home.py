@@ -10,15 +10,27 @@ It leaves out when elements come and go: that is for the plan of the step, and f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from ..errors import ZeroStateError
 from ..lanes import HostLane, Lane, Ticket
 
-__all__ = ["DeviceHome", "Home", "HostHome", "accumulate", "fetched", "opened", "read", "write"]
+__all__ = [
+    "Cuttable",
+    "DeviceHome",
+    "Home",
+    "HostHome",
+    "ReadsAhead",
+    "accumulate",
+    "fetched",
+    "opened",
+    "read",
+    "write",
+]
 
 
 class Home(Protocol):
@@ -64,6 +76,40 @@ class Home(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A home that can be brought closer before it is fetched, where its place is slow (disk)."""
+
+    @property
+    def numel(self) -> int: ...
+
+    @property
+    def is_ahead(self) -> bool:
+        """Was it read ahead, and not taken yet?"""
+        ...
+
+    def read_ahead(self) -> None:
+        """Start reading everything into host memory; nothing if that is under way."""
+        ...
+
+    def take(self, device: torch.device, lane: Lane) -> tuple[torch.Tensor, Ticket] | None:
+        """What was read ahead, on `device`, and what to wait for; None where nothing was."""
+        ...
+
+    def forget_ahead(self) -> None:
+        """Give up what was read ahead."""
+        ...
+
+
+@runtime_checkable
+class Cuttable(Protocol):
+    """A home that is divided into pieces, and reads and writes them whole."""
+
+    def cut_at(self, places: Iterable[int]) -> None:
+        """Let pieces begin at these elements. Only before anything is stored."""
+        ...
+
+
 class _InMemory:
     """Common to the homes that have a view."""
 
@@ -71,6 +117,8 @@ class _InMemory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
+        self.away: str | None = None
+        """Why the values are not there at the moment; None: they are."""
 
     @property
     def numel(self) -> int:
@@ -88,7 +136,14 @@ class _InMemory:
     def nbytes(self) -> int:
         return self._tensor.nbytes
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """The tensor itself, whether its values are there or not."""
+        return self._tensor
+
     def view(self) -> torch.Tensor:
+        if self.away is not None:
+            raise ZeroStateError(f"the values of this state are not on the device: {self.away}")
         return self._tensor
 
     def fetch(self, out: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
@@ -114,13 +169,21 @@ class HostHome(_InMemory):
     """Host memory for a tensor whose parameters compute on `device`; page-locked where that is a CUDA device.
 
     Raises:
-        RuntimeError: torch's, where page-locked memory is refused.
+        ZeroStateError: memory, or locking its pages, is refused.
     """
 
     tier = "host"
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool = True) -> None:
-        super().__init__(torch.empty(numel, dtype=dtype, pin_memory=pin and device.type == "cuda"))
+        try:
+            memory = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin and device.type == "cuda")
+        except RuntimeError as error:
+            raise ZeroStateError(
+                f"host memory for {numel:,} elements ({numel * dtype.itemsize:,} bytes"
+                f"{', page-locked' if pin else ''}) was refused: {error}; expected that much free memory"
+                f"{', and page-locking allowed (`ulimit -l`): or set pin_memory to false' if pin else ''}"
+            ) from error
+        super().__init__(memory)
         self._arriving: list[Ticket] = []
 
     def view(self) -> torch.Tensor:
@@ -183,6 +246,8 @@ def fetched(home: Home, device: torch.device, lane: Lane) -> tuple[torch.Tensor,
     view = home.view()
     if view is not None and view.device == device:
         return view, None
+    if view is None and isinstance(home, ReadsAhead) and (taken := home.take(device, lane)) is not None:
+        return taken
     out = torch.empty(home.numel, dtype=home.dtype, device=device)
     return out, home.fetch(out, lane)
 

@@ -1,13 +1,15 @@
 """Homes in a `TensorStore`: named tensors on disk, or wherever the store keeps them.
 
 `dsx_nvme.TensorStore` is one; dsx_zero does not import it, `dsx` hands it in. A store reads and writes whole tensors by
-name. A home therefore lies in it as pieces of one size, so that a sub-group of the optimizer's step is read and written
-without the rest. A range that is not a piece is copied through a piece in host memory.
+name. A home therefore lies in it as pieces, cut where parameters begin (`cut_at`) and after so many elements, so that
+what the optimizer's step reads and writes is whole pieces. A range that is not is copied through pieces in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -54,17 +56,23 @@ class StoredHome:
     Args:
         store: where.
         name: the beginning of its pieces' names; no other home of the store has it.
-        piece: elements of a piece.
+        piece: elements of a piece, at most.
+        pin: what is read ahead lies in page-locked memory.
     """
 
     tier = "disk"
     device = torch.device("cpu")
 
-    def __init__(self, store: TensorStore, name: str, numel: int, dtype: torch.dtype, *, piece: int) -> None:
+    def __init__(
+        self, store: TensorStore, name: str, numel: int, dtype: torch.dtype, *, piece: int, pin: bool = False
+    ) -> None:
         if piece < 1:
             raise ValueError(f"piece: got {piece}, expected at least one element")
-        self._store, self._name, self._piece = store, name, piece
+        self._store, self._name, self._piece, self._pin = store, name, piece, pin
         self.numel, self.dtype = numel, dtype
+        self._starts: list[int] = []
+        self.cut_at(())
+        self._ahead: tuple[torch.Tensor, _Moves] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -79,14 +87,61 @@ class StoredHome:
         return lane.submit(lambda: self._read(out, start))
 
     def store(self, values: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
+        self.forget_ahead()
         lane.follow()
         return lane.submit(lambda: self._write(values, start))
 
+    # Reading ahead ----------------------------------------------------------------------------------------------------
+
+    def read_ahead(self) -> None:
+        """Start reading everything into host memory, for a `take` soon; nothing if that is under way."""
+        if self._ahead is None:
+            out = torch.empty(self.numel, dtype=self.dtype, device="cpu", pin_memory=self._pin)
+            self._ahead = out, self._read(out, 0)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Was it read ahead, and not taken yet?"""
+        return self._ahead is not None
+
+    def take(self, device: torch.device, lane: Lane) -> tuple[torch.Tensor, Ticket] | None:
+        """What was read ahead, on `device`, with the ticket to wait for; None where nothing was."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        values, moves = ahead
+        if device.type == "cpu":
+            return values, lane.submit(lambda: moves)
+        out = torch.empty(self.numel, dtype=self.dtype, device=device)
+
+        def copy() -> None:
+            moves.wait()
+            out.copy_(values, non_blocking=True)
+
+        return out, lane.submit(copy)
+
+    def forget_ahead(self) -> None:
+        """What was read ahead is stale, or not wanted."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead[1].wait()  # the buffer must not go while it is being filled
+
+    def cut_at(self, places: Iterable[int]) -> None:
+        """Let pieces begin at these elements. Only before anything is stored."""
+        bounds = sorted({0, self.numel, *(place for place in places if 0 < place < self.numel)})
+        starts = [at for begin, end in pairwise(bounds) for at in range(begin, end, self._piece)]
+        if self._starts and self.nbytes:
+            raise ValueError(f"{self._name}: has values already; it is cut before they are stored")
+        self._starts = starts
+
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, str]]:
         """The pieces that have elements of [start, stop)."""
-        for number in range(start // self._piece, -(-stop // self._piece)):
-            begin = number * self._piece
-            yield begin, min(begin + self._piece, self.numel), f"{self._name}.{number}"
+        starts = self._starts
+        number = max(0, bisect_right(starts, start) - 1)
+        while number < len(starts) and starts[number] < stop:
+            end = starts[number + 1] if number + 1 < len(starts) else self.numel
+            yield starts[number], end, f"{self._name}.{number}"
+            number += 1
 
     def _read(self, out: torch.Tensor, start: int) -> _Moves:
         moves, stop = _Moves(), start + out.numel()

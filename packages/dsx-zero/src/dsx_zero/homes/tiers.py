@@ -13,7 +13,7 @@ import torch
 from .home import DeviceHome, Home, HostHome
 from .stored import StoredHome, TensorStore
 
-__all__ = ["DeviceTier", "DiskTier", "HostTier", "MakesMemory", "Placement", "Tier"]
+__all__ = ["DeviceTier", "DiskTier", "HostRoom", "HostTier", "MakesMemory", "Placement", "Tier", "UnitPlacement"]
 
 
 class MakesMemory(Protocol):
@@ -64,17 +64,46 @@ class HostTier:
         return HostHome(numel, dtype, device, pin=self.pin)
 
 
+class HostRoom:
+    """How many elements may stay in host memory although their tier is the disk (`max_in_cpu`)."""
+
+    def __init__(self, elements: int) -> None:
+        self.left = elements
+
+    def take(self, numel: int) -> bool:
+        """Take room for so many, if there is."""
+        if numel > self.left:
+            return False
+        self.left -= numel
+        return True
+
+
 @dataclass(frozen=True)
 class DiskTier:
-    """A store on disk, in pieces of `piece` elements."""
+    """A store on disk.
+
+    Attributes:
+        store: where.
+        piece: elements of one tensor in it.
+        host: what fits stays in host memory; None: nothing does.
+        ahead: elements that may be read ahead of their use.
+        ahead_count: and how many homes.
+        pin: host memory is page-locked, where the device is a CUDA device.
+    """
 
     store: TensorStore
     piece: int = 1 << 24
     name: str = "disk"
+    host: HostRoom | None = field(default=None, compare=False)
+    ahead: int = field(default=500_000_000, compare=False)
+    ahead_count: int = field(default=5, compare=False)
+    pin: bool = field(default=False, compare=False)
 
     def home(self, name: str, numel: int, dtype: torch.dtype, device: torch.device, memory: MakesMemory) -> Home:
         """See `Tier.home`."""
-        return StoredHome(self.store, name, numel, dtype, piece=self.piece)
+        if self.host is not None and self.host.take(numel):
+            return HostHome(numel, dtype, device, pin=self.pin)
+        return StoredHome(self.store, name, numel, dtype, piece=self.piece, pin=self.pin and device.type == "cuda")
 
 
 @dataclass(frozen=True)
@@ -100,9 +129,33 @@ class Placement:
         tiers = (self.parameters, self.masters, self.gradients, self.states)
         return all(tier is None or isinstance(tier, DeviceTier) for tier in tiers)
 
+    @property
+    def state_tier(self) -> str:
+        """The name of the tier of optimizer states."""
+        return (self.masters if self.states is None else self.states).name
+
     def __str__(self) -> str:
-        states = self.masters if self.states is None else self.states
         return (
             f"parameters: {self.parameters.name}, masters: {self.masters.name}, gradients: {self.gradients.name},"
-            f" optimizer states: {states.name}"
+            f" optimizer states: {self.state_tier}"
         )
+
+
+@dataclass(frozen=True)
+class UnitPlacement:
+    """Where the state of one unit lives.
+
+    Attributes:
+        unit: its number.
+        name: what it is called.
+        elements: of this rank's shards of it.
+        placement: the tiers.
+    """
+
+    unit: int
+    name: str
+    elements: int
+    placement: Placement
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.elements:,} elements: {self.placement}"

@@ -5,12 +5,15 @@ and where it is (``end_forward``, ``end_backward``, ``boundary``); the order cal
 operation and for any others that are due before it. Which ones is a matter of the mode:
 
 * **agreeing**: each need is posted to all ranks in a round of a few bytes, and ``schedule.decide`` says what all
-  execute. Who has nothing to ask for serves the others: at the end of a pass until all have ended theirs, at the
-  boundary (or where it has joined) until all are there.
+  execute. A rank without a request keeps answering. At the end of a forward or backward it waits until every rank has
+  ended that pass; at the optimizer step (or after ``join``) until every rank is there.
 * **frozen**: when all ranks posted the same in two whole steps, the second is the schedule of the following ones, and
   nothing is asked any more. A rank that passes over an entry executes it on its way. A need that the rest of the
   schedule does not have is a deviation: the rank completes the schedule and posts; the others serve it at their
   boundary.
+
+Forwards without gradients have a schedule of their own (``evaluation``). A rank that trains after them says so in one
+round, in which it takes part in what other ranks still evaluate.
 
 At the boundary the ranks compare a checksum of what they executed and learn who deviated where. After two steps with
 deviations in a row the schedule is dropped and the ranks agree until a step is uniform again.
@@ -27,7 +30,9 @@ from typing import Protocol
 import dsx_comm
 
 from ..errors import ZeroStateError
-from .schedule import Decision, Kind, Operation, Post, Schedule, checksum, decide, elide_gathers
+from .evaluation import EvaluationOrder
+from .replay import Replay
+from .schedule import Decision, Kind, Operation, Pass, Post, Schedule, checksum, decide, elide_gathers
 
 __all__ = ["AgreedOrder", "Channel", "Executor", "NullOrder", "Order", "ReuseLimits", "ScheduleDivergence"]
 
@@ -42,7 +47,7 @@ expect).
 
 
 class ScheduleDivergence(ZeroStateError):
-    """The ranks executed, or under ``strict`` needed, different collectives in one step."""
+    """The ranks executed different collectives in one step, or wait for each other at different places."""
 
 
 class Executor(Protocol):
@@ -68,7 +73,7 @@ class Executor(Protocol):
 class Order(Protocol):
     """What a rank tells while it computes."""
 
-    def gather(self, unit: int, *, training: bool = True) -> None:
+    def gather(self, unit: int, *, during: Pass = Pass.TRAINING) -> None:
         """This rank needs the unit now. On return its gather has been issued (or it is a use of a kept unit)."""
         ...
 
@@ -80,7 +85,7 @@ class Order(Protocol):
         """This rank has complete gradients for the unit. They may be left pending, for ``boundary`` to ask for."""
         ...
 
-    def end_forward(self, *, training: bool = True) -> None:
+    def end_forward(self, *, during: Pass = Pass.TRAINING) -> None:
         """The outermost forward ended."""
         ...
 
@@ -88,9 +93,15 @@ class Order(Protocol):
         """A backward ended."""
         ...
 
-    def boundary(self, pending: Callable[[], Sequence[int]]) -> None:
+    def boundary(
+        self, pending: Callable[[], Sequence[int]], squares: Callable[[], float] | None = None
+    ) -> float | None:
         """The rank comes to its optimizer step. ``pending()`` gives the units whose gradients have not been reduced
         yet.
+
+        Returns:
+            The sum over the ranks of ``squares()``, which is asked for when this rank's gradients have been reduced;
+            None without ``squares``, or where there is no other rank.
         """
         ...
 
@@ -105,7 +116,7 @@ class Order(Protocol):
         ...
 
     def join(self) -> None:
-        """The rank has run its last forward outside training; serve the others until all have."""
+        """The rank has run its last forward without gradients; serve the others until all have."""
         ...
 
     def keeps(self, unit: int) -> bool:
@@ -164,7 +175,7 @@ class NullOrder:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
-    def gather(self, unit: int, *, training: bool = True) -> None:
+    def gather(self, unit: int, *, during: Pass = Pass.TRAINING) -> None:
         self._executor.run_gather(unit)
 
     def use(self, unit: int) -> None:
@@ -173,15 +184,18 @@ class NullOrder:
     def reduce(self, unit: int) -> None:
         self._executor.run_reduce(unit)
 
-    def end_forward(self, *, training: bool = True) -> None:
+    def end_forward(self, *, during: Pass = Pass.TRAINING) -> None:
         """Nobody to wait for."""
 
     def end_backward(self) -> None:
         """Nobody to wait for."""
 
-    def boundary(self, pending: Callable[[], Sequence[int]]) -> None:
+    def boundary(
+        self, pending: Callable[[], Sequence[int]], squares: Callable[[], float] | None = None
+    ) -> float | None:
         for unit in pending():
             self._executor.run_reduce(unit)
+        return None
 
     def complete(self, pending: Callable[[], Sequence[int]]) -> None:
         self.boundary(pending)
@@ -199,92 +213,9 @@ class NullOrder:
         """Nothing is known in advance."""
 
 
-class _Replay:
-    """How far a rank has come in a frozen schedule.
-
-    ``position`` is the place after the last entry that this rank has used or passed by. Gathers may have been issued
-    ahead of it. A reduce is issued when the rank has offered it (its gradients are complete), every reduce before it is
-    issued and every gather that stands before it too; a rank that goes past it issues it with what it has. So whoever
-    waits in one operation has issued everything that stands before it, and no two ranks wait for each other.
-    """
-
-    def __init__(self, schedule: Schedule, run: Callable[[Operation], None], discard: Callable[[int], None]) -> None:
-        self.schedule = schedule
-        self.position = 0
-        self._run, self._discard = run, discard
-        entries, self._end = schedule.entries, len(schedule)
-        self._gathers = [i for i, entry in enumerate(entries) if entry.kind is Kind.GATHER]
-        self._reduces = [i for i, entry in enumerate(entries) if entry.kind is Kind.REDUCE]
-        self._issued_gathers = self._issued_reduces = 0
-        self._gather_place = self._gathers[0] if self._gathers else self._end
-        """Place of the next gather to issue; the schedule's length if there is none. (Looked at in every hook.)"""
-        self._reduce_place = self._reduces[0] if self._reduces else self._end
-        self._offered: set[int] = set()
-
-    def _issue_gather(self) -> None:
-        place, places = self._gather_place, self._gathers
-        self._issued_gathers = issued = self._issued_gathers + 1
-        self._gather_place = places[issued] if issued < len(places) else self._end
-        self._run(self.schedule.entries[place])
-
-    def _issue_reduce(self) -> None:
-        place, places = self._reduce_place, self._reduces
-        self._issued_reduces = issued = self._issued_reduces + 1
-        self._reduce_place = places[issued] if issued < len(places) else self._end
-        self._run(self.schedule.entries[place])
-
-    def issue(self, stop: int) -> None:
-        """Issue all operations before place ``stop`` that are still due."""
-        while self._gather_place < stop or self._reduce_place < stop:
-            if self._gather_place < self._reduce_place:
-                self._issue_gather()
-            else:
-                self._issue_reduce()
-
-    def offer(self, operation: Operation) -> None:
-        """The rank has complete gradients for a unit. Nothing if this pass has reduced the unit already."""
-        start = max(self.position, self._reduce_place)
-        place = self.schedule.find_in_pass(operation, min(start, self._end))
-        if place is not None:
-            self._offered.add(place)
-            self.issue_offered()
-
-    def issue_offered(self) -> None:
-        """Issue the reduces that are offered and have their turn."""
-        while self._reduce_place in self._offered and self._reduce_place < self._gather_place:
-            self._issue_reduce()
-
-    def pass_by(self, stop: int) -> None:
-        """Execute everything before ``stop``, giving up the gathers on the way."""
-        entries = self.schedule.entries
-        for place in range(self.position, stop):
-            self.issue(place + 1)
-            if entries[place].kind in (Kind.GATHER, Kind.USE):
-                self._discard(entries[place].unit)
-        self.position = max(self.position, stop)
-
-    def use(self, place: int) -> None:
-        """The rank needs the unit of the entry at ``place`` now."""
-        if self.position < place:
-            self.pass_by(place)
-        if self._gather_place <= place or self._reduce_place <= place:
-            self.issue(place + 1)
-        self.position = place + 1
-        if self._reduce_place in self._offered:
-            self.issue_offered()
-
-    def run_ahead(self, accept: Callable[[int], bool]) -> None:
-        """Issue gathers early; not beyond the end of a backward, where parameters may change."""
-        entries, stop = self.schedule.entries, self.schedule.backward_ends[self.position]
-        while self._gather_place < stop and accept(entries[self._gather_place].unit):
-            self._issue_gather()
-            if self._reduce_place in self._offered:
-                self.issue_offered()
-
-
 class AgreedOrder:
-    """Several ranks: see the module's text. ``strict`` turns a deviation from the schedule into an error on all
-    ranks. ``names``: of the units.
+    """See the module's text. ``names``: of the units. ``alone``: there is no other rank, so that gathers which are not
+    needed are left out.
     """
 
     def __init__(
@@ -293,16 +224,19 @@ class AgreedOrder:
         channel: Channel,
         *,
         limits: ReuseLimits | None = None,
-        strict: bool = False,
         names: Mapping[int, str] | None = None,
+        alone: bool = False,
     ) -> None:
         self._executor, self._channel, self._names = executor, channel, names or {}
         self._limits = limits or ReuseLimits()
-        self._strict = strict
-        self._replay: _Replay | None = None
+        self._alone = alone
+        self._replay: Replay | None = None
         self._schedule: Schedule | None = None
         self._strayed_steps = self._uniform_steps = 0
         self._edits: EditWatch | None = None
+        self._evaluation = EvaluationOrder(self._limits.apply)
+        self._has_evaluated = False
+        """Whether this rank's last pass was a forward without gradients."""
         self._new_step()
 
     def _new_step(self) -> None:
@@ -310,27 +244,64 @@ class AgreedOrder:
         self._deviation: Operation | None = None
         self._uniform = True
         self._record: list[Operation] = []
-        self._replay = None if self._schedule is None else _Replay(self._schedule, self._run, self._executor.discard)
+        self._replay = None if self._schedule is None else self._begin(self._schedule)
+
+    def _begin(self, schedule: Schedule) -> Replay:
+        return Replay(schedule, self._run, self._executor.discard, alone=self._alone)
 
     @property
     def schedule(self) -> Schedule | None:
-        """The frozen schedule; None while the ranks agree."""
+        """The frozen schedule of a training step; None while the ranks agree."""
         return self._schedule
 
-    def gather(self, unit: int, *, training: bool = True) -> None:
+    @property
+    def evaluation_schedule(self) -> Schedule | None:
+        """The frozen schedule of a forward without gradients; None while the ranks agree."""
+        return self._evaluation.schedule
+
+    def gather(self, unit: int, *, during: Pass = Pass.TRAINING) -> None:
         wanted = Operation(Kind.GATHER, unit)
-        replay = self._replay
-        if replay is not None and training:
+        if during is Pass.TRAINING:
+            replay = self._train()
+        else:
+            replay = self._follow_evaluation() if during is Pass.EVALUATION else None
+        if replay is not None:
             place = replay.schedule.find(wanted, replay.position)
             if place is not None:
                 replay.use(place)
                 if self._executor.holds(unit):
                     return
-            self._stray(wanted)
-        self._rendezvous(wanted, training)
+            if during is Pass.TRAINING:
+                self._stray(wanted)
+        self._rendezvous(wanted, during)
+
+    def _follow_evaluation(self) -> Replay | None:
+        """This rank's way through the schedule of forwards without gradients, which one begins here at the latest."""
+        evaluation, self._has_evaluated = self._evaluation, True
+        if evaluation.replay is None and evaluation.schedule is not None:
+            self._rendezvous(Operation(Kind.FORWARD_BEGIN), Pass.EVALUATION)
+            if evaluation.schedule is not None:  # a need of another rank may have dropped it meanwhile
+                evaluation.replay = self._begin(evaluation.schedule)
+        return evaluation.replay
+
+    def _train(self) -> Replay | None:
+        """This rank's way through the schedule of the step.
+
+        After forwards without gradients it asks first whether other ranks still run some: going on by the frozen
+        schedule would leave them without this rank's shards.
+        """
+        if self._has_evaluated:
+            self._has_evaluated = False
+            if self._replay is not None:
+                self._rendezvous(Operation(Kind.TRAINING_BEGIN), Pass.TRAINING)
+        return self._replay
+
+    def _running(self) -> Replay | None:
+        """This rank's way through the schedule of the pass that it is in."""
+        return self._evaluation.replay if self._has_evaluated else self._replay
 
     def use(self, unit: int) -> None:
-        replay = self._replay
+        replay = self._running()
         if replay is None:
             return
         place = replay.schedule.find_in_pass(Operation(Kind.GATHER, unit), replay.position)
@@ -338,39 +309,49 @@ class AgreedOrder:
             replay.use(place)
 
     def reduce(self, unit: int) -> None:
-        wanted = Operation(Kind.REDUCE, unit)
-        replay = self._replay
+        wanted, replay = Operation(Kind.REDUCE, unit), self._train()
         if replay is None:
-            self._rendezvous(wanted, True)
+            self._rendezvous(wanted, Pass.TRAINING)
         else:
             # If the pass has reduced the unit already, what came late travels with its next reduction, or at the
             # boundary.
             replay.offer(wanted)
 
-    def end_forward(self, *, training: bool = True) -> None:
-        self._end_pass(Operation(Kind.FORWARD_END), training)
+    def end_forward(self, *, during: Pass = Pass.TRAINING) -> None:
+        if during is Pass.TRAINING:
+            self._end_pass(Operation(Kind.FORWARD_END))
+            return
+        self._follow_evaluation()  # where this rank gathered nothing, others may have
+        self._rendezvous(Operation(Kind.FORWARD_END), during)
+        self._evaluation.replay = None
 
     def end_backward(self) -> None:
-        self._end_pass(Operation(Kind.BACKWARD_END), True)
+        self._end_pass(Operation(Kind.BACKWARD_END))
 
-    def _end_pass(self, mark: Operation, training: bool) -> None:
-        replay = self._replay
-        if replay is None or not training:
-            self._rendezvous(mark, training)
+    def _end_pass(self, mark: Operation) -> None:
+        replay = self._train()
+        if replay is None:
+            self._rendezvous(mark, Pass.TRAINING)
             return
         place = replay.schedule.find(mark, replay.position)
         if place is not None:
             replay.pass_by(place + 1)
 
-    def boundary(self, pending: Callable[[], Sequence[int]]) -> None:
-        if self._replay is not None:
-            self._replay.pass_by(len(self._replay.schedule))
+    def boundary(
+        self, pending: Callable[[], Sequence[int]], squares: Callable[[], float] | None = None
+    ) -> float | None:
+        replay = self._train()
+        if replay is not None:
+            replay.complete()
         while units := list(pending()):
             wanted = Operation(Kind.REDUCE, max(units))
             if self._replay is not None and self._deviation is None:
                 self._deviation = wanted
-            self._rendezvous(wanted, True)
-        self._finish(self._rendezvous(Operation(Kind.BOUNDARY), True, 0 if self._edits is None else self._edits.word()))
+            self._rendezvous(wanted, Pass.TRAINING)
+        edits = 0 if self._edits is None else self._edits.word()
+        posts = self._rendezvous(Operation(Kind.BOUNDARY), Pass.TRAINING, edits, squares)
+        self._finish(posts)
+        return None if squares is None else sum(post.squares for post in posts)  # in the order of ranks, on all alike
 
     def watch_edits(self, watch: EditWatch) -> None:
         self._edits = watch
@@ -384,22 +365,27 @@ class AgreedOrder:
                 continue
             if replay is not None and self._deviation is None:
                 self._deviation = wanted
-            self._rendezvous(wanted, True)
-        self.join()
+            self._rendezvous(wanted, Pass.TRAINING)
+        self._join()
 
     def join(self) -> None:
-        self._rendezvous(Operation(Kind.JOIN), False)
+        self._join()
+        self._has_evaluated = False  # no rank evaluates any more
+
+    def _join(self) -> None:
+        self._rendezvous(Operation(Kind.JOIN), Pass.OUTSIDE)
 
     def keeps(self, unit: int) -> bool:
-        replay = self._replay
+        replay = self._running()
         if replay is None:
             return False
         place = replay.schedule.find_in_pass(Operation(Kind.GATHER, unit), replay.position)
         return place is not None and replay.schedule.entries[place].kind is Kind.USE
 
     def run_ahead(self, accept: Callable[[int], bool]) -> None:
-        if self._replay is not None:
-            self._replay.run_ahead(accept)
+        replay = self._running()
+        if replay is not None:
+            replay.run_ahead(accept)
 
     def _run(self, operation: Operation) -> None:
         self._sums[operation.kind] = checksum(operation, self._sums[operation.kind])
@@ -412,18 +398,24 @@ class AgreedOrder:
         return (self._sums[Kind.GATHER] << 31) ^ self._sums[Kind.REDUCE]
 
     def _stray(self, wanted: Operation) -> None:
-        replay = self._replay
-        if replay is not None:
-            replay.pass_by(len(replay.schedule))
+        if self._replay is not None:
+            self._replay.complete()
         if self._deviation is None:
             self._deviation = wanted
 
-    def _rendezvous(self, wanted: Operation, training: bool, edits: int = 0) -> list[Post]:
+    def _rendezvous(
+        self, wanted: Operation, during: Pass, edits: int = 0, squares: Callable[[], float] | None = None
+    ) -> list[Post]:
         """Post ``wanted`` round by round, serving the others, until it is fulfilled."""
+        skipped = False
+        if self._evaluation.replay is not None:  # in a round all ranks have executed the same of it: all or nothing
+            self._evaluation.replay.complete()
+            skipped = self._evaluation.replay.skipped
         name = self._names.get(wanted.unit, str(wanted))  # where a hang is explained
+        found = 0.0 if squares is None else squares()
         while True:
             position = 0 if self._replay is None else self._replay.position
-            mine = Post(wanted, training, position, self._checksum(), self._deviation, edits)
+            mine = Post(wanted, during, position, self._checksum(), self._deviation, edits, skipped, found)
             with dsx_comm.unit(name):
                 posts = [Post.from_words(words) for words in self._channel.exchange(mine.to_words())]
             try:
@@ -434,25 +426,40 @@ class AgreedOrder:
                     " the same calls on gradients (`clip_grad_norm_`, changes of `.grad`)"
                 ) from error
             self._carry_out(decision, wanted)
+            if squares is not None and any(operation.kind is Kind.REDUCE for operation in decision.operations):
+                found = squares()  # gradients that came late have been reduced
             self._note(posts)
             if self._channel.rank in decision.resume:
                 return posts
+            if wanted.kind is Kind.FORWARD_BEGIN and self._evaluation.schedule is None:
+                return posts  # there is nothing to follow any more
 
     def _carry_out(self, decision: Decision, wanted: Operation) -> None:
         if self._replay is not None:
             self._replay.pass_by(decision.align)
         for operation in decision.operations:
+            if operation.kind is Kind.FORWARD_BEGIN:
+                self._serve_evaluation(operation, wanted)
+                continue
             self._run(operation)
             if operation.kind is Kind.GATHER and operation != wanted:
                 self._executor.discard(operation.unit)
 
+    def _serve_evaluation(self, operation: Operation, wanted: Operation) -> None:
+        """Other ranks run a forward without gradients: take part in its gathers, unless this rank runs it too."""
+        schedule = self._evaluation.schedule
+        if schedule is not None and operation != wanted:
+            self._begin(schedule).complete()
+
     def _note(self, posts: list[Post]) -> None:
-        """Record the round for the schedule, if this is a training step that is still uniform."""
+        """Record the round for the schedules: of the training step if it is still uniform, and of evaluation."""
         operation = posts[0].operation
-        if any(post.operation != operation or post.training != posts[0].training for post in posts):
-            self._uniform = False
-        elif posts[0].training and operation.kind is not Kind.BOUNDARY:
-            self._record.append(operation)
+        if any(post.during is Pass.TRAINING for post in posts):
+            if any(post.operation != operation or post.during is not Pass.TRAINING for post in posts):
+                self._uniform = False
+            elif operation.kind < Kind.BOUNDARY:
+                self._record.append(operation)
+        self._evaluation.note(posts)
 
     def _finish(self, posts: list[Post]) -> None:
         """All ranks are at the boundary: compare, and choose the mode of the next step. The same outcome on every
@@ -478,15 +485,9 @@ class AgreedOrder:
         self._new_step()
         if self._edits is not None and self._edits.differ([post.edits for post in posts]):
             self._edits.refuse()
-        if strayed and self._strict:
-            raise ScheduleDivergence(
-                "the ranks' needs differ from the agreed schedule: "
-                + "; ".join(f"rank {rank} needed {operation}" for rank, operation in strayed)
-                + ". Without strict mode this only costs time"
-            )
 
     def _report(self, strayed: Sequence[tuple[int, Operation | None]]) -> None:
-        if self._channel.rank == 0 and self._strayed_steps == 0:
+        if self._channel.rank == 0 and self._strayed_steps == 0 and not self._alone:
             needs = "; ".join(f"rank {rank} needed {operation}" for rank, operation in strayed)
             _log.warning(
                 "beyond the agreed schedule of collectives: %s (correct, but slower than an unchanging order)", needs

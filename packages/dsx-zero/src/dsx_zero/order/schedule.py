@@ -17,7 +17,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
-__all__ = ["Decision", "Kind", "Operation", "Post", "Schedule", "checksum", "decide", "elide_gathers"]
+__all__ = ["Decision", "Kind", "Operation", "Pass", "Post", "Schedule", "checksum", "decide", "elide_gathers"]
 
 
 class Kind(IntEnum):
@@ -37,6 +37,21 @@ class Kind(IntEnum):
     """A rank has come to its optimizer step."""
     JOIN = 6
     """A rank has run the last of its forwards in a context where the ranks may run different numbers of them."""
+    FORWARD_BEGIN = 7
+    """A rank begins a forward without gradients whose order is frozen."""
+    TRAINING_BEGIN = 8
+    """A rank begins to train after forwards without gradients; the order of its training step is frozen."""
+
+
+class Pass(IntEnum):
+    """What a rank is doing when it needs something. Each kind of pass has an order of its own."""
+
+    EVALUATION = 0
+    """A forward without gradients."""
+    TRAINING = 1
+    """A forward with gradients, a backward, or the end of a step."""
+    OUTSIDE = 2
+    """No pass: parameters are gathered because the user asks for them."""
 
 
 _PAUSES = frozenset({Kind.FORWARD_END, Kind.BACKWARD_END})
@@ -56,41 +71,57 @@ class Operation(NamedTuple):
 class Post:
     """What one rank tells the others in one round of agreement.
 
-    ``training`` is false for forwards outside training steps. ``position`` is how far the rank has executed its frozen
+    ``during`` is the kind of pass that the rank is in. ``position`` is how far the rank has executed its frozen
     schedule (0 without one), ``checksum`` covers everything it has executed in this step, ``deviation`` is the first
     operation it needed beyond the schedule, ``edits`` stands for what its user wrote into parameters since the last
-    step.
+    step, ``skipped`` says whether a forward without gradients passed by gathers of its frozen order, ``squares`` is
+    this rank's sum of squares of its gradients, where the ranks' are to be added up.
     """
 
     operation: Operation
-    training: bool = True
+    during: Pass = Pass.TRAINING
     position: int = 0
     checksum: int = 0
     deviation: Operation | None = None
     edits: int = 0
+    skipped: bool = False
+    squares: float = 0.0
 
-    WORDS = 8
+    WORDS = 10
 
     def to_words(self) -> tuple[int, ...]:
-        """Eight integers, for the wire."""
+        """Ten integers, for the wire."""
         strayed = self.deviation
         return (
             int(self.operation.kind),
             self.operation.unit,
-            int(self.training),
+            int(self.during),
             self.position,
             self.checksum,
             -1 if strayed is None else int(strayed.kind),
             -1 if strayed is None else strayed.unit,
             self.edits,
+            int(self.skipped),
+            _bits(self.squares),
         )
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Post:
         """The inverse of ``to_words``."""
-        kind, unit, training, position, digest, strayed_kind, strayed_unit, edits = words
+        kind, unit, during, position, digest, strayed_kind, strayed_unit, edits, skipped, bits = words
         strayed = None if strayed_kind < 0 else Operation(Kind(strayed_kind), strayed_unit)
-        return cls(Operation(Kind(kind), unit), bool(training), position, digest, strayed, edits)
+        return cls(
+            Operation(Kind(kind), unit), Pass(during), position, digest, strayed, edits, bool(skipped), _number(bits)
+        )
+
+
+def _bits(number: float) -> int:
+    """The bits of a double, as a whole number."""
+    return struct.unpack("<q", struct.pack("<d", number))[0]
+
+
+def _number(bits: int) -> float:
+    return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
 @dataclass(frozen=True)
@@ -113,10 +144,13 @@ def decide(posts: Sequence[Post]) -> Decision:
     * With no gather asked for, one reduce is executed: the posted unit with the highest index, because backward runs
       through the units from the last to the first; the ranks that posted it resume, the others join with what they
       have.
-    * When every rank is at the end of a pass or at its boundary, those at the end of a pass resume.
+    * With nothing asked for, a forward without gradients that any rank begins is executed by all in its frozen order.
+    * When no rank asks for anything and some are at the end of a pass, those resume.
+    * When every rank begins to train or is at its boundary, those that begin to train resume.
     * When every rank is at its boundary, or every rank has joined, all resume.
 
-    Raises ``ValueError`` when some ranks are at their boundary and the others have joined: neither can ever go on.
+    Raises ``ValueError`` when some ranks have joined and all others begin to train or are at their boundary: neither
+    can ever go on.
     """
     if not posts:
         raise ValueError("decide needs the post of at least one rank")
@@ -129,11 +163,17 @@ def decide(posts: Sequence[Post]) -> Decision:
     if reduces:
         chosen = (max(reduces, key=lambda op: op.unit),)
         return Decision(align, chosen, _ranks(asked, chosen))
+    begun = (Operation(Kind.FORWARD_BEGIN),)
+    if begun[0] in asked:
+        return Decision(align, begun, _ranks(asked, begun))
     paused = frozenset(rank for rank, op in enumerate(asked) if op.kind in _PAUSES)
-    if not paused and len(set(asked)) > 1:
+    if paused:
+        return Decision(align, (), paused)
+    trains = _ranks(asked, (Operation(Kind.TRAINING_BEGIN),))
+    if len(set(asked)) > 1 and (not trains or Operation(Kind.JOIN) in asked):
         where = ", ".join(f"rank {rank} at {op}" for rank, op in enumerate(asked))
         raise ValueError(f"the ranks wait for each other at different places: {where}")
-    return Decision(align, (), paused or frozenset(range(len(posts))))
+    return Decision(align, (), trains or frozenset(range(len(posts))))
 
 
 def _ranks(asked: Sequence[Operation], operations: tuple[Operation, ...]) -> frozenset[int]:
@@ -201,7 +241,7 @@ class Schedule:
         gathered: set[int] = set()
         for place, entry in enumerate(self.entries):
             marks = entry.kind in _PAUSES
-            if marks != (entry.unit < 0) or entry.kind in (Kind.BOUNDARY, Kind.JOIN) or entry.unit >= units:
+            if marks != (entry.unit < 0) or entry.kind >= Kind.BOUNDARY or entry.unit >= units:
                 raise ValueError(f"schedule entry {place} is {entry}: not an operation on one of {units} units")
             if entry.kind is Kind.USE and entry.unit not in gathered:
                 raise ValueError(

@@ -19,13 +19,13 @@ import torch
 from dsx_comm import RankSet
 from torch import nn
 
-from ..homes.home import DeviceHome, Home, read, write
+from ..homes.home import Cuttable, DeviceHome, Home, read, write
 from ..homes.tiers import DeviceTier, Tier
 from ..plan.layout import FlatLayout, LocalSlice
 from ..plan.units import GroupKey, GroupPlan, UnitPlan
 from .memory import Memory, OrdinaryMemory
 
-__all__ = ["UNFREEZE", "FlatGroup", "Unit", "local_parts"]
+__all__ = ["UNFREEZE", "FlatGroup", "Unit", "cut_at_parts", "local_parts"]
 
 UNFREEZE = (
     "it was frozen when the model was sharded and has no place for gradients; unfreeze it before dsx_zero.shard, with"
@@ -46,6 +46,13 @@ def local_parts(layout: FlatLayout, rank: int) -> tuple[Part, ...]:
     """The parameters of which `rank` owns something, in layout order."""
     found = ((name, layout.local_slice(name, rank)) for name in layout.names)
     return tuple(Part(name, part) for name, part in found if part is not None)
+
+
+def cut_at_parts(home: Home, parts: Sequence[Part]) -> None:
+    """Let a home that lies in pieces be cut where the parameters begin and end."""
+    if isinstance(home, Cuttable):
+        places = [(part.slice.offset, part.slice.offset + part.slice.numel) for part in parts]
+        home.cut_at(place for pair in places for place in pair)
 
 
 class FlatGroup:
@@ -81,6 +88,8 @@ class FlatGroup:
         self._tier = tier or DeviceTier()
         self.parts = local_parts(plan.layout, self.rank)
         self.master: Home | None = None
+        self.generation = 0
+        """Grows with every change of the values, on all ranks alike: what was made of earlier values is old."""
 
     @classmethod
     def resident(cls, plan: GroupPlan, parameters: Sequence[nn.Parameter], *, memory: Memory) -> FlatGroup:
@@ -100,11 +109,10 @@ class FlatGroup:
 
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The parameters' places in a buffer of `layout.numel` elements, in their logical shapes."""
-        layout = self.layout
-        return tuple(
-            buffer.narrow(0, offset, size).view(shape)
-            for offset, size, shape in zip(layout.offsets, layout.sizes, layout.shapes)
-        )
+        layout, found = self.layout, []
+        for offset, size, shape in zip(layout.offsets, layout.sizes, layout.shapes):  # a loop: no call per parameter
+            found.append(buffer.narrow(0, offset, size).view(shape))
+        return tuple(found)
 
     def make_master(self, dtype: torch.dtype, *, whole: bool, tier: Tier | None = None) -> None:
         """Create the master values of the shard (or of everything, `whole`, where every rank steps everything).
@@ -122,7 +130,13 @@ class FlatGroup:
         dtype = self.key.dtype if wide_enough else dtype
         name = f"master.{self.layout.names[0] if self.layout.names else ''}"
         self.master = tier.home(name, self.stepped.numel, dtype, self.key.device, OrdinaryMemory())
-        write(self.master, read(self.stepped))
+        if self.master.view() is not None:
+            write(self.master, read(self.stepped))
+            return
+        cut_at_parts(self.master, self.parts)
+        for part in self.parts:  # one after the other, and no padding
+            start = part.slice.offset
+            write(self.master, read(self.stepped, start, start + part.slice.numel), start)
 
     @property
     def own_master(self) -> Home | None:
@@ -159,7 +173,7 @@ class Unit:
     plan: UnitPlan
     groups: tuple[FlatGroup, ...]
 
-    @property
+    @cached_property
     def index(self) -> int:
         return self.plan.index
 

@@ -6,16 +6,19 @@ the root, is partitioned when the context ends. Random numbers are drawn exactly
 gives the same model. ``dsx_zero.shard(stage=3)`` later moves the values into units; below stage 3 it makes the
 parameters whole again. In between the model can be converted as any other (``model.to(torch.bfloat16)``).
 
+Parameters on the meta device have no values to divide: each rank makes room for its part, and ``dsx_zero.load`` (or
+whoever writes the parameter) gives values. ``remote_device`` says where the parts live until the model is sharded.
+
 Where a launcher started this process as one of several and no process group exists yet, ``Init`` makes the default one.
 
-Only torch's registration hooks are used; no class or function of torch is replaced.
-It leaves out homes other than the device (``remote_device``) and quantised parameters.
+Only torch's registration hooks are used; no class or function of torch is replaced. It leaves out quantised parameters.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,46 +32,91 @@ from torch.nn.modules import module as registration
 
 from ..errors import ZeroConfigError
 from ..groups import join_launched_ranks
-from ..homes.home import DeviceHome, Home
-from ..plan.layout import FlatLayout
-from .partitioned import PartitionedParameter
+from ..homes.home import Home, read, write
+from ..homes.stored import TensorStore
+from ..homes.tiers import DeviceTier, DiskTier, HostTier, Tier
+from ..plan.layout import FlatLayout, pieces
+from .memory import OrdinaryMemory
+from .partitioned import PartitionedParameter, PartitionedParameterError
 from .whole import read_whole, write_whole
 
-__all__ = ["Init", "InitParameter"]
+__all__ = ["Init", "InitParameter", "MiCS_Init"]
+
+
+_AT_ONCE = 1 << 24
+"""Elements that are copied at once between homes without a view."""
 
 
 class InitParameter:
-    """The ``ParameterSource`` of a parameter that is partitioned but not yet in a unit."""
+    """The ``ParameterSource`` of a parameter that is partitioned but not yet in a unit.
 
-    def __init__(self, name: str, layout: FlatLayout, values: torch.Tensor, ranks: RankSet) -> None:
-        self.name, self.layout, self._values, self.ranks = name, layout, values, ranks
-        self.shard: Home = DeviceHome(values)
+    Args:
+        dtype, device: of the whole parameter.
+        tier: where this rank's part lives.
+    """
+
+    def __init__(
+        self, name: str, layout: FlatLayout, ranks: RankSet, *, dtype: torch.dtype, device: torch.device, tier: Tier
+    ) -> None:
+        self.name, self.layout, self.ranks, self.device, self._tier = name, layout, ranks, device, tier
+        stored = f"init.{uuid.uuid4().hex}.{name}"  # names of modules' classes repeat
+        self.shard: Home = tier.home(stored, layout.shard_numel, dtype, device, OrdinaryMemory())
+        if (view := self.shard.view()) is not None:
+            view.zero_()
         self.master: Home | None = None
+        self.has_values = False
+        """Whether somebody has written the parameter."""
         self._opened: torch.Tensor | None = None
 
     @classmethod
-    def divide(cls, name: str, value: torch.Tensor, ranks: RankSet) -> InitParameter:
+    def divide(cls, name: str, value: torch.Tensor, ranks: RankSet, tier: Tier | None = None) -> InitParameter:
         """Keep this rank's part of the first rank's ``value`` (collective)."""
-        layout = FlatLayout.build([(name, tuple(value.shape))], world_size=ranks.size, itemsize=value.element_size())
-        shard = torch.zeros(layout.shard_numel, dtype=value.dtype, device=value.device)
-        made = cls(name, layout, shard, ranks)
+        made = cls.empty(name, value, ranks, device=value.device, tier=tier)
         write_whole(made, name, value)
+        made.has_values = True
         return made
+
+    @classmethod
+    def empty(
+        cls, name: str, like: torch.Tensor, ranks: RankSet, *, device: torch.device, tier: Tier | None = None
+    ) -> InitParameter:
+        """Room for this rank's part of a parameter with the shape and dtype of ``like``, which has no values yet."""
+        layout = FlatLayout.build([(name, tuple(like.shape))], world_size=ranks.size, itemsize=like.element_size())
+        return cls(name, layout, ranks, dtype=like.dtype, device=device, tier=tier or DeviceTier())
 
     def local_shard(self) -> torch.Tensor:
         part = self.layout.local_slice(self.name, self.ranks.rank)
-        return self._values[:0] if part is None else self._values.narrow(0, part.offset, part.numel)
+        return read(self.shard, *((0, 0) if part is None else (part.offset, part.offset + part.numel)))
 
     def full_tensor(self) -> torch.Tensor:
-        return read_whole(self.layout, self.name, self.shard, self.ranks, device=self.shard.device)
+        if not self.has_values:
+            raise PartitionedParameterError(
+                f"parameter '{self.name}' (shape {self.layout.shapes[0]}) was made on the meta device and has no values"
+                " yet; fill the model with dsx_zero.load(model, path), or write the parameter on every rank"
+                " (p.data.normal_())"
+            )
+        return read_whole(self.layout, self.name, self.shard, self.ranks, device=self.device)
 
     def write(self, edit: Callable[[torch.Tensor], object]) -> None:
         if self._opened is not None:
             edit(self._opened)
             return
-        whole = self.full_tensor()
+        if not self.has_values and torch.get_default_device().type == "meta":
+            return  # as on any tensor without values
+        whole = self._whole()
         edit(whole)
         write_whole(self, self.name, whole)
+        self.has_values = True
+
+    def _whole(self) -> torch.Tensor:
+        """The values; zeros where nobody has written any."""
+        return read_whole(self.layout, self.name, self.shard, self.ranks, device=self.device)
+
+    def write_part(self, start: int, values: torch.Tensor) -> None:
+        """Set elements of this rank's part, counted in the whole parameter. Not collective: each rank sets its own."""
+        part = self.layout.local_slice(self.name, self.ranks.rank)
+        if part is not None:
+            write(self.shard, values, part.offset + start - part.start)
 
     def borrow(self) -> torch.Tensor | None:
         return self._opened
@@ -94,12 +142,15 @@ class InitParameter:
     def converted(self, dtype: torch.dtype, device: torch.device) -> InitParameter | None:
         if self._opened is not None:
             return None  # what is gathered for editing must not lose its shard
-        values = self._values.to(device=device, dtype=dtype)
-        return InitParameter(self.name, self.layout, values, self.ranks)
+        made = InitParameter(self.name, self.layout, self.ranks, dtype=dtype, device=device, tier=self._tier)
+        for start, stop in pieces(self.shard.numel, _AT_ONCE) if self.has_values else ():
+            write(made.shard, read(self.shard, start, stop), start)
+        made.has_values = self.has_values
+        return made
 
     def open(self) -> torch.Tensor:
         """Gather the whole parameter for reading and writing (collective)."""
-        self._opened = self.full_tensor()
+        self._opened = self._whole()
         return self._opened
 
     def close(self, *, source_rank: int | None) -> None:
@@ -107,6 +158,7 @@ class InitParameter:
         whole, self._opened = self._opened, None
         if whole is not None and source_rank is not None:
             write_whole(self, self.name, whole, source_rank=source_rank)
+            self.has_values = True
 
 
 _CONTEXTS: list[Init] = []
@@ -120,11 +172,16 @@ class Init:
         data_parallel_group: the ranks to partition over (default: all).
         dtype: floating-point parameters are converted to it; default: what the configuration's ``fp16`` or ``bf16``
             says, else as built.
-        config_dict_or_path, config: a configuration (a dict or a JSON file, comments allowed); only the dtype is read
-            from it.
+        remote_device: where each rank's part lives until the model is sharded: "cpu", "nvme", or None, "none": what the
+            configuration's ``offload_param`` says, else the device.
+        pin_memory: page-locked host memory, for ``remote_device="cpu"``.
+        config_dict_or_path, config: a configuration (a dict or a JSON file, comments allowed); the dtype and
+            ``offload_param`` are read from it.
         enabled: False makes the context do nothing.
         mpu: an object whose ``get_data_parallel_group()`` gives the ranks.
         mem_efficient_linear: accepted; gathered weights are never kept for backward.
+        store: for ``remote_device="nvme"``, such as a ``dsx_nvme.TensorStore`` of this rank (``dsx.zero.Init`` makes
+            one).
 
     Raises:
         ZeroConfigError: for arguments whose feature is not there yet.
@@ -142,20 +199,47 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
+        store: TensorStore | None = None,
         **later: Any,
     ) -> None:
-        _refuse(remote_device=remote_device not in (None, "none"), pin_memory=pin_memory, **later)
+        _refuse(**later)
         if config is not None and config_dict_or_path is not None:
             raise ZeroConfigError("Init.config", "got config and config_dict_or_path; they are two names of one thing")
-        self._dtype = dtype or _dtype_of(config if config is not None else config_dict_or_path)
+        given = config if config is not None else config_dict_or_path
+        settings = read_config(given) if isinstance(given, (str, Path)) else given
+        self._dtype = dtype or _dtype_of(settings)
         if enabled:
             join_launched_ranks()
         self._ranks = _rank_sets(data_parallel_group, mpu)
         self._enabled = enabled
+        self._tier: Tier = DeviceTier()
+        if enabled:
+            self._tier = self._chosen_tier(remote_device, pin_memory, _offload_of(settings), store)
         self._seen: list[nn.Module] = []
         self._stack = ExitStack()
         if module is not None and enabled:
             self._partition(module)
+
+    def _chosen_tier(
+        self, remote_device: str | None, pin: bool, offload: Mapping[str, Any], store: TensorStore | None
+    ) -> Tier:
+        asked = getattr(remote_device, "value", remote_device)
+        where = offload.get("device", "none") if asked in (None, "none") else asked
+        if where == "none":
+            return DeviceTier()
+        if where == "cpu":
+            return HostTier(pin=pin or bool(offload.get("pin_memory")))
+        if where != "nvme":
+            raise ZeroConfigError("Init.remote_device", f"got {remote_device!r}, expected 'cpu', 'nvme' or None")
+        return DiskTier(store or self._store_on_disk(offload.get("nvme_path")))
+
+    def _store_on_disk(self, path: str | None) -> TensorStore:
+        """The store for ``remote_device="nvme"``; ``path`` is the configuration's ``nvme_path``."""
+        raise ZeroConfigError(
+            "Init.remote_device",
+            "got nvme, but there is no store on disk; give Init(store=dsx_nvme.TensorStore(folder)), with a folder for"
+            " each rank, or use dsx.zero.Init, which makes one in zero_optimization.offload_param.nvme_path",
+        )
 
     def __enter__(self) -> Init:
         if not self._enabled:
@@ -167,7 +251,7 @@ class Init:
             registration.register_module_parameter_registration_hook(self._on_parameter),
         ):
             self._stack.callback(handle.remove)
-        if there_is_cuda(self._ranks.data.group):
+        if there_is_cuda(self._ranks.data.group) and torch.get_default_device().type != "meta":
             self._stack.enter_context(torch.device("cuda", torch.cuda.current_device()))
         return self
 
@@ -206,21 +290,29 @@ class Init:
                     self._replace(owner, name, parameter)
 
     def _replace(self, owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if parameter.device.type == "meta":
-            return  # no values to divide; whoever materialises it registers a new parameter
         value = parameter.detach()
         if self._dtype is not None and value.is_floating_point():
             value = value.to(self._dtype)
         if value.numel() == 0:
             parameter.data = value
             return
-        ranks = self._ranks.of(ParameterMarks.read(parameter))
-        source = InitParameter.divide(f"{type(owner).__name__}.{name}", value.contiguous(), ranks)
+        ranks, label = self._ranks.of(ParameterMarks.read(parameter)), f"{type(owner).__name__}.{name}"
+        device = self._target() if value.device.type == "meta" else value.device
+        with torch.device(device):  # a model may be built under another default device, such as meta
+            if value.device.type == "meta":
+                source = InitParameter.empty(label, value, ranks, device=device, tier=self._tier)
+            else:
+                source = InitParameter.divide(label, value.contiguous(), ranks, self._tier)
         face = PartitionedParameter(
-            source, value.shape, dtype=value.dtype, device=value.device, requires_grad=parameter.requires_grad
+            source, value.shape, dtype=value.dtype, device=device, requires_grad=parameter.requires_grad
         )
         vars(face).update({k: v for k, v in vars(parameter).items() if k not in ("_source", "_is_param")})
         owner._parameters[name] = face  # type: ignore[assignment]
+
+    def _target(self) -> torch.device:
+        """Where parameters will compute that have no memory yet."""
+        on_cuda = there_is_cuda(self._ranks.data.group)
+        return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
 def _rank_sets(data_parallel_group: Any, mpu: Any) -> RankSets:
@@ -234,7 +326,7 @@ def there_is_cuda(group: Any) -> bool:
     return torch.cuda.is_available() and dsx_comm.is_initialized() and "nccl" in str(dsx_comm.get_backend(group))
 
 
-def _refuse(*, remote_device: bool, pin_memory: bool, **later: Any) -> None:
+def _refuse(**later: Any) -> None:
     known = {
         "zero_param_parallel_group",
         "zero_quantized_weights",
@@ -243,9 +335,14 @@ def _refuse(*, remote_device: bool, pin_memory: bool, **later: Any) -> None:
         "param_swapper",
         "tensor_overrides",
     }
-    for name, value in {"remote_device": remote_device, "pin_memory": pin_memory, **later}.items():
-        if name not in known | {"remote_device", "pin_memory"}:
+    for name, value in later.items():
+        if name not in known:
             raise TypeError(f"Init got an unexpected argument {name!r}")
+        if value not in (None, False) and name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+            raise ZeroConfigError(
+                f"Init.{name}",
+                f"Init only divides parameters; set zero_optimization.{name} in the configuration of the sharded model",
+            )
         if value not in (None, False):
             raise ZeroConfigError(f"Init.{name}", "not available yet: leave it out")
 
@@ -254,7 +351,7 @@ _COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DO
 _COMMA = re.compile(r'("(?:[^"\\\n]|\\.)*")|,(?=\s*[}\]])')
 
 
-def _read(path: str | Path) -> Any:
+def read_config(path: str | Path) -> Any:
     """The JSON in a file, comments and trailing commas left out as where an engine reads it."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -268,10 +365,21 @@ def _read(path: str | Path) -> Any:
         ) from error
 
 
-def _dtype_of(config: Mapping[str, Any] | str | Path | None) -> torch.dtype | None:
-    if isinstance(config, (str, Path)):
-        config = _read(config)
+def _dtype_of(config: Mapping[str, Any] | None) -> torch.dtype | None:
     for section, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
         if isinstance(config, Mapping) and dict(config.get(section) or {}).get("enabled") is True:
             return dtype
     return None
+
+
+def _offload_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The section ``zero_optimization.offload_param``; empty where there is none."""
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    found = zero.get("offload_param") if isinstance(zero, Mapping) else None
+    return {"device": "cpu", **found} if isinstance(found, Mapping) else {}
+
+
+MiCS_Init = Init
+"""The name that scripts know for hybrid sharding. How many ranks divide a copy (`mics_shard_size`) is decided when the
+model is sharded.
+"""

@@ -21,9 +21,10 @@ from torch import nn
 from ..homes.home import read, write
 from ..homes.tiers import DeviceTier, Tier
 from ..plan.units import GroupPlan, ParameterInfo, UnitPlan
-from .flat import UNFREEZE, FlatGroup, Unit
+from .flat import UNFREEZE, FlatGroup, Unit, cut_at_parts, local_parts
 from .memory import Memory, OrdinaryMemory
 from .partitioned import PartitionedParameter, PartitionedParameterError
+from .sources import SourceWithPlain
 from .storage import GatheredStorage
 from .whole import read_whole, write_whole
 
@@ -48,7 +49,7 @@ class Place:
     partitioned: PartitionedParameter
 
 
-class UnitParameter:
+class UnitParameter(SourceWithPlain):
     """The ``ParameterSource`` of a parameter of a sharded model."""
 
     def __init__(self, name: str, unit: PartitionedUnit, group: FlatGroup) -> None:
@@ -71,6 +72,7 @@ class UnitParameter:
         whole = self.full_tensor()
         edit(whole)
         whole = write_whole(self.group, self.name, whole)
+        self.group.generation += 1
         if self.unit.state is UnitState.GATHERED:
             self.plain.detach().copy_(whole)
 
@@ -84,6 +86,7 @@ class UnitParameter:
         self._opened = False
         if source_rank is not None:
             whole = write_whole(self.group, self.name, self.plain.detach(), source_rank=source_rank)
+            self.group.generation += 1
             self.plain.detach().copy_(whole)
 
     @property
@@ -97,9 +100,6 @@ class UnitParameter:
         lender = self.unit.lender
         return self.plain if lender is not None and lender.lends(self.unit) else None
 
-    def read(self) -> None:
-        return None  # ranks may do different things with a sharded model
-
     def lend(self, output: Any) -> Any:
         lender = self.unit.lender
         return output if lender is None or self._opened else lender.watch(self.unit, output)
@@ -109,19 +109,6 @@ class UnitParameter:
             return UNFREEZE
         self.plain.requires_grad_(value)
         return None
-
-    def gradient(self) -> torch.Tensor | None:
-        return self.plain.grad
-
-    def set_gradient(self, value: torch.Tensor | None) -> bool:
-        self.plain.grad = value
-        return True
-
-    def leaf(self) -> torch.Tensor | None:
-        return self.plain
-
-    def converted(self, dtype: torch.dtype, device: torch.device) -> None:
-        return None  # the optimizer works with the shards as they are
 
 
 class Lender:
@@ -176,6 +163,7 @@ class PartitionedUnit:
     ) -> None:
         tier = tier or DeviceTier()
         self.plan = plan
+        self.index = plan.index
         self.state = UnitState.PARTITIONED
         self.storages = tuple(
             GatheredStorage(group.layout.numel, dtype=group.key.dtype, device=group.key.device) for group in plan.groups
@@ -189,10 +177,6 @@ class PartitionedUnit:
         self.name = str(plan)
         self.lender = lender
         self._places: list[Place] = []
-
-    @property
-    def index(self) -> int:
-        return self.plan.index
 
     def as_unit(self) -> Unit:
         """What the gradients and the optimizer work on."""
@@ -218,7 +202,7 @@ class PartitionedUnit:
         attributes = {k: v for k, v in vars(original).items() if k not in ("_source", "_is_param")}
         with torch.no_grad():
             whole = original.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
-            write_whole(group, info.name, whole)
+            write_whole(group, info.name, whole.to(group.key.device))
         partitioned = self._face(original, UnitParameter(info.name, self, group), info, plain.requires_grad)
         for face in (plain, partitioned):
             vars(face).update(attributes)
@@ -270,10 +254,6 @@ class PartitionedUnit:
             yield place.plain
             yield place.partitioned
 
-    def partitioned_parameters(self) -> dict[str, PartitionedParameter]:
-        """The partitioned face of each parameter, by its first name."""
-        return {place.partitioned.source.name: place.partitioned for place in self._places}
-
 
 def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, memory: Memory, tier: Tier) -> FlatGroup:
     layout = plan.layout
@@ -284,5 +264,8 @@ def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, memory: Memory
     storage.free()
     name = f"shard.{layout.names[0] if layout.names else ''}"
     shard = tier.home(name, layout.shard_numel, plan.key.dtype, plan.key.device, memory)
-    write(shard, torch.zeros(layout.shard_numel, dtype=plan.key.dtype))  # the padding, too
+    if shard.view() is None:
+        cut_at_parts(shard, local_parts(layout, plan.key.ranks.rank))
+    else:
+        write(shard, torch.zeros(layout.shard_numel, dtype=plan.key.dtype))  # the padding, too
     return PartitionedGroup(plan, parameters, visible=None, shard=shard, tier=tier)

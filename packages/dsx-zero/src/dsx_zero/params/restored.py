@@ -15,16 +15,21 @@ from torch import nn
 
 from ..plan.leaves import marked_parameter
 from .partitioned import PartitionedParameter
-from .sources import ParameterSource
+from .sources import SourceWithPlain
 
 __all__ = ["WholeParameter", "current_parameter", "restore_model", "restore_parameter"]
 
 
-class WholeParameter:
+class WholeParameter(SourceWithPlain):
     """The `ParameterSource` of an object whose parameter is whole now: everything is done on the parameter itself."""
 
     def __init__(self, name: str, plain: nn.Parameter) -> None:
-        self.name, self.plain = name, plain
+        self.name, self._plain = name, plain
+
+    @property
+    def plain(self) -> nn.Parameter:
+        """The parameter that is whole."""
+        return self._plain
 
     def local_shard(self) -> torch.Tensor:
         return self.plain.detach().reshape(-1)
@@ -38,27 +43,11 @@ class WholeParameter:
     def borrow(self) -> torch.Tensor | None:
         return self.plain
 
-    def read(self) -> torch.Tensor | None:
-        return None
-
     def lend(self, output: Any) -> Any:
         return output
 
     def set_requires_grad(self, value: bool) -> str | None:
         self.plain.requires_grad_(value)
-        return None
-
-    def gradient(self) -> torch.Tensor | None:
-        return self.plain.grad
-
-    def set_gradient(self, value: torch.Tensor | None) -> bool:
-        self.plain.grad = value
-        return True
-
-    def leaf(self) -> torch.Tensor | None:
-        return self.plain
-
-    def converted(self, dtype: torch.dtype, device: torch.device) -> ParameterSource | None:
         return None
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-__all__ = ["ParameterSource"]
+__all__ = ["ParameterSource", "SourceWithPlain"]
 
 
 class ParameterSource(Protocol):
@@ -65,3 +67,33 @@ class ParameterSource(Protocol):
         fixed.
         """
         ...
+
+
+class SourceWithPlain(ABC):
+    """What sources have in common whose parameter has a plain `nn.Parameter` too, which autograd works on."""
+
+    @property
+    @abstractmethod
+    def plain(self) -> nn.Parameter:
+        """The plain parameter."""
+
+    def gradient(self) -> torch.Tensor | None:
+        """See `ParameterSource.gradient`."""
+        return self.plain.grad
+
+    def set_gradient(self, value: torch.Tensor | None) -> bool:
+        """See `ParameterSource.set_gradient`."""
+        self.plain.grad = value
+        return True
+
+    def leaf(self) -> torch.Tensor | None:
+        """See `ParameterSource.leaf`."""
+        return self.plain
+
+    def read(self) -> torch.Tensor | None:
+        """Not there: ranks may do different things with a sharded model."""
+        return None
+
+    def converted(self, dtype: torch.dtype, device: torch.device) -> ParameterSource | None:
+        """Not there: the optimizer works with the values as they are."""
+        return None

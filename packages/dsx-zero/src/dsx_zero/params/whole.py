@@ -62,8 +62,8 @@ class Shards(Protocol):
 
 
 def write_whole(group: Shards, name: str, whole: torch.Tensor, *, source_rank: int = 0) -> torch.Tensor:
-    """Make ``whole`` of rank ``source_rank`` (of those that share the group) the parameter's value: each rank keeps its
-    elements, in shard and master.
+    """Make ``whole`` of rank ``source_rank`` (of those that hold the parameter) the parameter's value: each rank keeps
+    its elements, in shard and master.
 
     Returns that rank's tensor, which may be ``whole`` itself, written to.
     """
@@ -71,10 +71,9 @@ def write_whole(group: Shards, name: str, whole: torch.Tensor, *, source_rank: i
         return whole
     layout = group.layout
     if layout.world_size > 1:
-        whole = whole.contiguous()
+        whole, holders = whole.contiguous(), group.ranks.holders
         with dsx_comm.unit(name):
-            source = dsx_comm.get_global_rank(group.ranks.group, source_rank)
-            dsx_comm.broadcast(whole, src=source, group=group.ranks.group)
+            dsx_comm.broadcast(whole, src=dsx_comm.get_global_rank(holders, source_rank), group=holders)
     part = layout.local_slice(name, group.ranks.rank)
     if part is None:
         return whole

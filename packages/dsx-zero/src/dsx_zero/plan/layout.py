@@ -5,6 +5,9 @@ of 64 bytes, so that kernels on a parameter or on its gradient see aligned memor
 divides into `world_size` equal shards whose size is a multiple of 16 bytes; rank `r` owns elements `[r * S, (r + 1) *
 S)`. A shard boundary may cut a parameter; `local_slice` says where. Ranks that own no element of a parameter are normal
 (world size above its size).
+
+Where an optimizer has to see whole tensors (`undivided`), no boundary cuts a parameter: parameters are assigned to
+ranks, the largest first, each to the rank that has least so far, and every shard is as large as the largest one.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class LocalSlice:
     stop: int
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.stop - self.start
 
@@ -53,13 +56,26 @@ class FlatLayout:
     numel: int
     """Elements of the whole buffer, padding included; a multiple of `world_size`."""
     world_size: int
+    undivided: bool = False
+    """Does every parameter lie in one shard?"""
 
     @classmethod
-    def build(cls, parameters: Iterable[tuple[str, tuple[int, ...]]], *, world_size: int, itemsize: int) -> FlatLayout:
-        """Lay out `(name, shape)` pairs in the given order; `itemsize` is the size of an element in bytes."""
+    def build(
+        cls,
+        parameters: Iterable[tuple[str, tuple[int, ...]]],
+        *,
+        world_size: int,
+        itemsize: int,
+        undivided: bool = False,
+    ) -> FlatLayout:
+        """Lay out `(name, shape)` pairs in the given order, by ranks where they are `undivided`; `itemsize` is the
+        size of an element in bytes.
+        """
         if world_size < 1 or itemsize < 1:
             raise ValueError(f"world_size and itemsize must be at least 1, got {world_size} and {itemsize}")
         align = max(1, PARAMETER_ALIGNMENT // itemsize)
+        if undivided:
+            return cls._by_ranks([(name, tuple(shape)) for name, shape in parameters], world_size, align)
         names, shapes, offsets, position = [], [], [], 0
         for name, shape in parameters:
             names.append(name)
@@ -71,6 +87,25 @@ class FlatLayout:
         end = max((o + prod(s) for o, s in zip(offsets, shapes)), default=0)
         numel = _round_up(end, world_size * max(1, SHARD_ALIGNMENT // itemsize))
         return cls(tuple(names), tuple(shapes), tuple(offsets), numel, world_size)
+
+    @classmethod
+    def _by_ranks(cls, parameters: list[tuple[str, tuple[int, ...]]], world_size: int, align: int) -> FlatLayout:
+        if len({name for name, _ in parameters}) != len(parameters):
+            raise ValueError(f"parameter names must be unique, got {[name for name, _ in parameters]}")
+        loads, owned = [0] * world_size, [list[int]() for _ in range(world_size)]
+        for index in sorted(range(len(parameters)), key=lambda i: -prod(parameters[i][1])):
+            rank = min(range(world_size), key=loads.__getitem__)
+            owned[rank].append(index)
+            loads[rank] += _round_up(prod(parameters[index][1]), align)
+        shard, order, offsets = max(loads), [], []
+        for rank, indices in enumerate(owned):
+            position = rank * shard
+            for index in sorted(indices):
+                order.append(parameters[index])
+                offsets.append(position)
+                position += _round_up(prod(parameters[index][1]), align)
+        names, shapes = tuple(name for name, _ in order), tuple(shape for _, shape in order)
+        return cls(names, shapes, tuple(offsets), shard * world_size, world_size, undivided=True)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ a topology has not made yet.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dsx_comm
 import torch
@@ -17,7 +17,10 @@ from torch import nn
 from ..errors import ZeroModelError
 from .units import RanksOf, UnitPlan
 
-__all__ = ["check_rank_sets", "choose_rank_sets", "is_plain", "ranks_of_buffers"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["check_rank_sets", "choose_rank_sets", "is_plain", "ranks_of_buffers", "ranks_of_mesh"]
 
 
 def choose_rank_sets(process_group: Any, mpu: Any, ranks_of: RankSets | RanksOf | None) -> RankSets:
@@ -43,10 +46,38 @@ def choose_rank_sets(process_group: Any, mpu: Any, ranks_of: RankSets | RanksOf 
     return RankSets.current() if process_group is None else RankSets.over(process_group)
 
 
+def ranks_of_mesh(mesh: DeviceMesh | None, process_group: Any) -> tuple[Any, int]:
+    """(process group, ranks that share a buffer) of a device mesh; (the process group given, 0) without one. Collective
+    for a mesh of two dimensions over some ranks only.
+
+    Raises:
+        ZeroModelError: a process group is given too, or the mesh is not what `shard` can divide along.
+    """
+    if mesh is None:
+        return process_group, 0
+    if process_group is not None:
+        raise ZeroModelError("got a process_group and a mesh, and each says which ranks are data-parallel; give one")
+    ranks = mesh.mesh.reshape(-1).tolist()
+    if mesh.ndim > 2:
+        raise ZeroModelError(
+            f"mesh: got {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}, expected one (shards) or two (copies,"
+            " shards); take a part of it, such as mesh['replicate', 'shard']"
+        )
+    if ranks != sorted(ranks):
+        raise ZeroModelError(f"mesh: got the ranks {ranks}, expected them in ascending order, row by row")
+    if mesh.ndim == 1:
+        return mesh.get_group(), 0
+    everybody = len(ranks) == dsx_comm.get_world_size()
+    return None if everybody else dsx_comm.new_group(ranks, local=True), mesh.size(1)
+
+
 def is_plain(plans: Sequence[UnitPlan], data: RankSet) -> bool:
-    """Whether all parameters are held by the data-parallel ranks alike, and by no others."""
+    """Whether all parameters are held by the data-parallel ranks alike, and by no others.
+
+    So are those of a pipeline stage, but for weights that stages share: of those a copy does not count in the norm.
+    """
     sets = {group.key.ranks for plan in plans for group in plan.groups}
-    return sets <= {data} and data.norm_groups in ((), (data.group,))
+    return sets <= {data} and data.counts_in_norm
 
 
 def check_rank_sets(plans: Sequence[UnitPlan], data: RankSet) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dsx_comm import ParameterMarks, RankSet
@@ -118,7 +119,7 @@ class UnitPlan:
     resident: bool = False
     members: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def users(self) -> tuple[str, ...]:
         """Names of the modules whose forward needs the unit: `module`, or the `members` of a bucket of modules."""
         return self.members or (self.module,)
@@ -270,7 +271,7 @@ def _buckets(infos: list[ParameterInfo], bucket_size: int) -> Iterator[tuple[tup
         yield tuple(names), members
 
 
-def _groups(members: list[ParameterInfo], ranks_of: RanksOf) -> tuple[GroupPlan, ...]:
+def _groups(members: list[ParameterInfo], ranks_of: RanksOf, undivided: bool) -> tuple[GroupPlan, ...]:
     keys: dict[GroupKey, list[ParameterInfo]] = {}
     for info in members:
         keys.setdefault(GroupKey(info.dtype, info.device, info.trainable, ranks_of(info)), []).append(info)
@@ -278,7 +279,10 @@ def _groups(members: list[ParameterInfo], ranks_of: RanksOf) -> tuple[GroupPlan,
         GroupPlan(
             key,
             FlatLayout.build(
-                ((i.name, i.shape) for i in infos), world_size=key.ranks.size, itemsize=key.dtype.itemsize
+                ((i.name, i.shape) for i in infos),
+                world_size=key.ranks.size,
+                itemsize=key.dtype.itemsize,
+                undivided=undivided and key.trainable and key.ranks.size > 1,
             ),
         )
         for key, infos in keys.items()
@@ -295,18 +299,23 @@ def plan_units(
     persistence: Persistence | None = None,
     bucket_size: int = STAGE3_BUCKET,
     leaves: frozenset[str] = frozenset(),
+    undivided: bool = False,
 ) -> tuple[UnitPlan, ...]:
     """Divide the parameters among units, in definition order of the modules (the root unit first at stage 3).
 
     `ranks_of` says which ranks share a parameter's buffer; parameters of one unit with other ranks lie in other
     buffers. `reduce_bucket_size` (elements) bounds the units of stages 0-2; a single parameter above it communicates in
     pieces. At stage 3 what lies outside all blocks is one unit up to `bucket_size` elements; more is divided into
-    buckets of whole modules. The modules named by `leaves` are units of their own, whatever they contain.
+    buckets of whole modules. The modules named by `leaves` are units of their own, whatever they contain. `undivided`:
+    each trainable parameter is owned by one rank, at the stages that divide anything.
     """
     blocks = block_names(model, leaves)
     if stage != 3:
         chosen = _by_size(infos, blocks, reduce_bucket_size)
-        return tuple(UnitPlan(i, module, _groups(members, ranks_of)) for i, (module, members) in enumerate(chosen))
+        return tuple(
+            UnitPlan(i, module, _groups(members, ranks_of, undivided and stage > 0))
+            for i, (module, members) in enumerate(chosen)
+        )
     blocks += tuple(name for name in tile_names(model) if name not in blocks)
     small = (persistence or Persistence()).choose(infos)
     kept = frozenset(info.name for info in small)
@@ -319,6 +328,6 @@ def plan_units(
         else:
             units.extend((home[0], found, False, home) for home, found in _buckets(members, bucket_size))
     return tuple(
-        UnitPlan(i, module, _groups(members, ranks_of), resident, users)
+        UnitPlan(i, module, _groups(members, ranks_of, undivided), resident, users)
         for i, (module, members, resident, users) in enumerate(units)
     )

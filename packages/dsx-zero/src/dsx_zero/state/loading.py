@@ -24,7 +24,7 @@ from .templates import StateTemplates, is_single
 if TYPE_CHECKING:
     from ..runtime import Runtime
 
-__all__ = ["SliceLoad", "read_slices"]
+__all__ = ["SliceLoad", "publish_masters", "read_slices"]
 
 
 class SliceLoad:
@@ -52,12 +52,17 @@ class SliceLoad:
                 self._writes.pop()()
             if hasattr(inner, "states_loaded"):  # optimizers that communicate by themselves count steps in their states
                 inner.states_loaded()  # type: ignore[attr-defined]
-            for unit in run.units:
-                for group in unit.trainable:
-                    write_parameters(group)
-                run.publisher.publish(unit)
-            run.publisher.finish()
+            publish_masters(run)
         self._installed()
+
+
+def publish_masters(runtime: Runtime) -> None:
+    """Masters and frozen parameters have new values: write the parameters, and make them visible (collective)."""
+    for unit in runtime.units:
+        for group in unit.trainable:
+            write_parameters(group)
+        runtime.publisher.publish(unit)
+    runtime.publisher.finish()
 
 
 def read_slices(

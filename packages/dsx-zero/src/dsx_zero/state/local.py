@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import ZeroStateError
-from ..homes.home import Home
+from ..homes.home import DeviceHome, Home
 from ..runtime import Runtime
 from ..step.states import OptimizerStates
 from .loading import SliceLoad
@@ -127,7 +127,7 @@ class _Count:
         for tensor in tensors:
             self.add(found, "device", tensor)
         for home in homes:
-            view = home.view()
+            view = home.memory if isinstance(home, DeviceHome) else home.view()
             if view is None:
                 found[home.tier] = found.get(home.tier, 0) + home.nbytes
             else:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..errors import ZeroStateError
-from ..homes.home import read
+from ..homes.home import Home, read
 from ..params.flat import FlatGroup
 from ..plan.layout import LocalSlice
 from ..step.masters import Master
@@ -25,7 +25,7 @@ from .templates import StateTemplates, is_single
 if TYPE_CHECKING:
     from ..runtime import Runtime
 
-__all__ = ["ParamSlice", "Place", "Reader", "State", "iter_slices", "places_of"]
+__all__ = ["ParamSlice", "Place", "Reader", "State", "StoredValues", "iter_slices", "places_of"]
 
 State = torch.Tensor | int | float | bool
 
@@ -51,6 +51,34 @@ class ParamSlice:
     master: torch.Tensor | None
     states: Mapping[str, State] = field(default_factory=dict)
     ranges: tuple[tuple[str, int, torch.Tensor], ...] = ()
+
+
+@dataclass(frozen=True)
+class StoredValues:
+    """Elements that are not in memory, 1-D, in the place of a tensor of a `ParamSlice`; `fetch` reads them.
+
+    Attributes:
+        ranges: homes, and which of their elements, in a row.
+    """
+
+    ranges: tuple[tuple[Home, int, int], ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.ranges[0][0].dtype
+
+    def dim(self) -> int:
+        """As of the tensor."""
+        return 1
+
+    def numel(self) -> int:
+        """As of the tensor."""
+        return sum(stop - start for _, start, stop in self.ranges)
+
+    def fetch(self) -> torch.Tensor:
+        """The elements, a new tensor."""
+        found = [read(*place) for place in self.ranges]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class Reader(Protocol):
@@ -84,11 +112,17 @@ def places_of(runtime: Runtime) -> dict[str, Place]:
 
 
 def iter_slices(
-    runtime: Runtime, masters: Mapping[str, tuple[Master, ...]], states: OptimizerStates, *, held: bool = False
+    runtime: Runtime,
+    masters: Mapping[str, tuple[Master, ...]],
+    states: OptimizerStates,
+    *,
+    held: bool = False,
+    lazily: bool = False,
 ) -> Iterator[ParamSlice]:
     """What this rank owns of every parameter, in definition order.
 
-    `held`: everything it keeps (whole parameters at stage 0, whole frozen ones up to stage 2).
+    `held`: everything it keeps (whole parameters at stage 0, whole frozen ones up to stage 2). `lazily`: what is not in
+    memory is given as `StoredValues`.
     """
     places, inner = places_of(runtime), states.inner
     templates = StateTemplates(inner)
@@ -97,8 +131,10 @@ def iter_slices(
         if held and (runtime.whole or (runtime.holds_whole_parameters and not info.trainable)):
             part, home = group.whole_slice(index), group.all_visible()
         else:
-            part, home = group.layout.local_slice(info.name, group.rank) or LocalSlice(0, 0, 0), group.shard
-        param = read(home, part.offset, part.offset + part.numel).detach()
+            # of equal shards (hybrid sharding) the first copy's are the ones that count
+            owned = group.layout.local_slice(info.name, group.rank) if held or group.ranks.first_copy else None
+            part, home = owned or LocalSlice(0, 0, 0), group.shard
+        param: Any = _elements(home, part.offset, part.numel, lazily)
         pieces = masters.get(info.name, ())
         trainable = info.trainable
         yield ParamSlice(
@@ -109,8 +145,8 @@ def iter_slices(
             start=part.start,
             stop=part.stop,
             param=param,
-            master=_own_master(group, pieces, part, param) if trainable else None,
-            states=_own_states(states, pieces, part, templates) if part.numel else {},
+            master=_own_master(group, pieces, part, param, lazily) if trainable else None,
+            states=_own_states(states, pieces, part, templates, lazily) if part.numel else {},
             ranges=tuple(found for master in pieces for found in _own_ranges(inner, master)),
         )
 
@@ -121,13 +157,19 @@ def _own_ranges(inner: Any, master: Master) -> tuple[tuple[str, int, torch.Tenso
     return () if give is None else tuple(give(master.tensor))
 
 
-def _own_master(group: FlatGroup, pieces: Sequence[Master], part: LocalSlice, param: torch.Tensor) -> torch.Tensor:
+def _elements(home: Home, start: int, numel: int, lazily: bool) -> Any:
+    if lazily and numel and home.view() is None:
+        return StoredValues(((home, start, start + numel),))
+    return read(home, start, start + numel).detach()
+
+
+def _own_master(group: FlatGroup, pieces: Sequence[Master], part: LocalSlice, param: Any, lazily: bool) -> Any:
     if group.own_master is None:
         return param
-    if not pieces:
+    if not pieces or not part.numel:
         return read(group.own_master, 0, 0)
     start = pieces[0].slice.offset + part.start - pieces[0].slice.start
-    return read(group.own_master, start, start + part.numel)
+    return _elements(group.own_master, start, part.numel, lazily)
 
 
 def _cut(master: Master, tensor: torch.Tensor, part: LocalSlice) -> torch.Tensor:
@@ -137,12 +179,24 @@ def _cut(master: Master, tensor: torch.Tensor, part: LocalSlice) -> torch.Tensor
 
 
 def _own_states(
-    states: OptimizerStates, pieces: Sequence[Master], part: LocalSlice, templates: StateTemplates
-) -> dict[str, State]:
-    found = [_states_of(states, master, part, templates) for master in pieces]
+    states: OptimizerStates, pieces: Sequence[Master], part: LocalSlice, templates: StateTemplates, lazily: bool
+) -> dict[str, Any]:
+    found = [_states_of(states, master, part, templates, lazily) for master in pieces]
+    stored: dict[str, Any] = _stored_states(states, pieces, part) if lazily else {}
     if len(found) <= 1:
-        return found[0] if found else {}
-    return {key: _joined([piece[key] for piece in found if key in piece]) for key in found[0]}
+        return (found[0] if found else {}) | stored
+    return {key: _joined([piece[key] for piece in found if key in piece]) for key in found[0]} | stored
+
+
+def _stored_states(states: OptimizerStates, pieces: Sequence[Master], part: LocalSlice) -> dict[str, StoredValues]:
+    """The states per element that are not in memory."""
+    ranges: dict[str, list[tuple[Home, int, int]]] = {}
+    for master in pieces:
+        first, last = max(part.start, master.slice.start), min(part.stop, master.slice.stop)
+        for key, home in states.stored(master).items():
+            start = first - master.slice.start
+            ranges.setdefault(key, []).append((home, start, start + max(0, last - first)))
+    return {key: StoredValues(tuple(found)) for key, found in ranges.items()}
 
 
 def _joined(values: Sequence[State]) -> State:
@@ -152,10 +206,10 @@ def _joined(values: Sequence[State]) -> State:
 
 
 def _states_of(
-    states: OptimizerStates, master: Master, part: LocalSlice, templates: StateTemplates
+    states: OptimizerStates, master: Master, part: LocalSlice, templates: StateTemplates, lazily: bool
 ) -> dict[str, State]:
     found: dict[str, State] = {}
-    for key, value in states.of(master).items():
+    for key, value in states.of(master, stored=not lazily).items():
         if _is_elementwise(key, value, master, templates):
             found[key] = _cut(master, value, part)
         elif isinstance(value, torch.Tensor) and value.numel() == 1:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..step.masters import Master
+from ..step.masters import Master, needs_whole_tensors
 
 __all__ = ["StateTemplates", "is_single"]
 
@@ -32,20 +32,23 @@ class StateTemplates:
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner = inner
-        self._known: dict[tuple[int, torch.dtype, torch.device], dict[str, Any]] = {}
+        self._known: dict[tuple[int, torch.dtype, torch.device, tuple[int, ...] | None], dict[str, Any]] = {}
 
     def of(self, master: Master) -> dict[str, Any]:
         """Names and examples of a master's states; single ones have their own shape, elementwise ones two elements."""
         for number, group in enumerate(self._inner.param_groups):
             if any(tensor is master.tensor for tensor in group["params"]):
-                key = (number, master.tensor.dtype, master.tensor.device)
+                whole = tuple(master.shape) if needs_whole_tensors(self._inner) else None
+                key = (number, master.tensor.dtype, master.tensor.device, whole)
                 if key not in self._known:
-                    self._known[key] = self._learn(group, master.tensor)
+                    self._known[key] = self._learn(group, master.tensor, whole)
                 return self._known[key]
         return {}
 
-    def _learn(self, group: dict[str, Any], like: torch.Tensor) -> dict[str, Any]:
-        sample = torch.nn.Parameter(torch.zeros(_SAMPLE, dtype=like.dtype, device=like.device))
+    def _learn(self, group: dict[str, Any], like: torch.Tensor, whole: tuple[int, ...] | None) -> dict[str, Any]:
+        # What an optimizer of whole tensors keeps depends on their shape.
+        shape = (_SAMPLE,) if whole is None else whole
+        sample = torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
         if hasattr(self._inner, "state_template"):  # a step of those would communicate
             return self._inner.state_template(sample)  # type: ignore[attr-defined]
         probe = _copy_without_groups(self._inner)

@@ -138,12 +138,12 @@ class EditAgreement:
         self._names = [name for _, name, _ in held]
         self._parameters = [parameter for *_, parameter in held]
         self._seen = _versions(self._parameters)
-        self._of_some = frozenset(name for group, name, _ in held if group.ranks.group is not ranks.group)
+        self._of_some = frozenset(name for group, name, _ in held if group.ranks.holders is not ranks.group)
         self._holders = self._find_holders([group.ranks for group, *_ in held]) if self._of_some else []
 
     def _find_holders(self, sets: Sequence[dsx_comm.RankSet]) -> list[list[int]]:
         """The ranks in classes that hold the same parameters (collective)."""
-        groups = dict.fromkeys(ranks.group for ranks in sets)
+        groups = dict.fromkeys(ranks.holders for ranks in sets)
         mine = [dsx_comm.get_all_ranks_from_group(group) for group in groups]
         everybody: list[Any] = [None] * self._ranks.size
         dsx_comm.all_gather_object(everybody, mine, group=self._ranks.group)

@@ -1,8 +1,8 @@
 """What the inner optimizer sees: one tensor per parameter with this rank's slice of its master values.
 
 At stage 0 every rank steps everything, so the tensors keep their logical shapes and any optimizer works. From stage 1
-on they are 1-D slices; optimizers that need whole tensors are refused. Parameters of which this rank owns nothing are
-left out of its groups.
+on they are 1-D slices, or whole tensors where the optimizer needs those (`needs_whole_tensors`). Parameters of which
+this rank owns nothing are left out of its groups.
 """
 
 from __future__ import annotations
@@ -26,22 +26,31 @@ __all__ = [
     "check_optimizer",
     "copy_targets",
     "make_masters",
+    "needs_whole_tensors",
     "place_masters",
     "refresh_master",
     "replace_parameters",
     "write_parameters",
 ]
 
-_WHOLE = {
-    "Muon": "it orthogonalises whole matrices",
-    "Adafactor": "its state is factored into rows and columns",
-    "LBFGS": "its line search needs the whole gradient in one vector",
-    "Shampoo": "it preconditions whole matrices",
-    "DistributedShampoo": "it preconditions whole matrices",
-    "SOAP": "it preconditions whole matrices",
+_REFUSED = {
+    "LBFGS": "its line search evaluates the model again and again, and needs the whole gradient in one vector",
     "SparseAdam": "it needs sparse gradients of whole tensors",
-    "MuonWithAuxAdam": "it orthogonalises whole matrices",
 }
+_WHOLE = frozenset(
+    {
+        "Muon",
+        "MuonWithAuxAdam",
+        "Adafactor",
+        "Shampoo",
+        "DistributedShampoo",
+        "SOAP",
+        "GaLoreAdamW",
+        "AdaFactor",
+        "CAME",
+    }
+)
+"""Optimizers that see whole tensors: matrices that are orthogonalised or preconditioned, states of rows and columns."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +73,27 @@ class Master:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *, stage: int) -> None:
-    """Refuse optimizers that cannot work on slices.
+    """Refuse optimizers that cannot work on what one rank owns.
 
     Raises:
-        ZeroOptimizerError: for an optimizer that needs whole tensors, at stage 1 or above.
+        ZeroOptimizerError: for such an optimizer at stage 1 or above.
     """
     for kind in type(optimizer).__mro__:
-        if stage >= 1 and kind.__name__ in _WHOLE:
+        if stage >= 1 and kind.__name__ in _REFUSED:
             raise ZeroOptimizerError(
-                f"{type(optimizer).__name__} cannot be used at stage {stage}: {_WHOLE[kind.__name__]}, and a rank holds"
-                " slices; use stage 0, or an element-wise optimizer (Adam, AdamW, Lion, SGD, Adagrad, ...)"
+                f"{type(optimizer).__name__} cannot be used at stage {stage}: {_REFUSED[kind.__name__]}, and a rank"
+                " owns some of the elements; use stage 0, or another optimizer"
             )
+
+
+def needs_whole_tensors(optimizer: Any) -> bool:
+    """Has each parameter to be owned by one rank? So for the known ones of this kind, and where
+    `optimizer.needs_whole_tensors` says so.
+    """
+    said = getattr(optimizer, "needs_whole_tensors", None)
+    if said is not None:
+        return bool(said)
+    return any(kind.__name__ in _WHOLE for kind in type(optimizer).__mro__)
 
 
 Masters = Sequence[tuple[nn.Parameter, tuple[Master, ...]]]
@@ -102,10 +121,10 @@ def _of_group(group: FlatGroup, *, whole: bool, most: int | None) -> Iterator[tu
         if place is None:
             yield parameter, ()
             continue
-        for start, stop in ((0, place.numel),) if whole or most is None else cut(place.numel, most):
+        for start, stop in ((0, place.numel),) if whole or layout.undivided or most is None else cut(place.numel, most):
             piece = LocalSlice(place.start + start, place.start + stop, place.offset + start)
             # A 0-dim parameter gets a 1-D master: its states must differ in shape from single values such as `step`.
-            form = torch.Size(shape) if whole and shape else torch.Size([piece.numel])
+            form = torch.Size(shape) if (whole or layout.undivided) and shape else torch.Size([piece.numel])
             if values is None:
                 tensor = torch.empty(0, dtype=home.dtype, device=home.device)
             else:

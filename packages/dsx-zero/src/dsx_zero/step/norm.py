@@ -1,4 +1,6 @@
-"""The global gradient norm and the overflow check: one pass over what this rank holds, one tiny all-reduce.
+"""The global gradient norm and the overflow check: one pass over what this rank holds, and one number per rank that is
+added up over the ranks. It travels with what the ranks agree on at each step where the host reads it anyway, else in an
+all-reduce of its own.
 
 A non-finite gradient makes the sum of squares non-finite on every rank, so that the norm is the overflow flag too.
 Squares are summed per buffer in fp32 by the norm kernel and across buffers in fp64. A sum of squares beyond fp32 is
@@ -18,7 +20,7 @@ from dsx_comm import RankSet
 
 from ..errors import ZeroModelError
 
-__all__ = ["CLIP_EPSILON", "global_norm", "groups_of_norm"]
+__all__ = ["CLIP_EPSILON", "groups_of_norm", "norm_of", "sum_of_squares"]
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -45,22 +47,23 @@ def groups_of_norm(sets: Collection[RankSet], data: RankSet, *, whole: bool) -> 
     return () if whole and plain else data.norm_groups
 
 
-def global_norm(
-    blocks: Iterable[tuple[RankSet, torch.Tensor]], *, device: torch.device, groups: Sequence[Any], whole: bool
-) -> torch.Tensor:
-    """L2 norm over all gradients, a 0-dim fp64 tensor on `device` (fp32 where fp64 is missing).
+def sum_of_squares(
+    blocks: Iterable[tuple[RankSet, torch.Tensor]], *, device: torch.device, alone: bool, whole: bool
+) -> tuple[torch.Tensor, bool]:
+    """What this rank contributes to the square of the norm, and whether all gradients are fp64: a 0-dim fp64 tensor on
+    `device` (fp32 where fp64 is missing).
 
     Args:
         blocks: this rank's gradients and who shares them, wherever they lie; each is let go before the next one is
             taken.
-        groups: process groups over which squares are summed, one after the other; none where every rank holds all.
+        alone: no other rank's squares are added, because every rank holds all gradients.
         whole: each of a block's ranks holds all of it (else a shard), so that only the first of them counts.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=dtype, device=device)
     norms, counted, all_double = [], [], True
     for ranks, block in blocks:
-        counted.append(not groups or (ranks.counts_in_norm and not (whole and ranks.rank)))
+        counted.append(alone or (ranks.counts_in_norm and not (whole and ranks.rank)))
         norms.append(_norm(block))
         all_double = all_double and block.dtype == torch.float64
     if norms:
@@ -69,6 +72,16 @@ def global_norm(
             # Times zero, not left out: a copy that is not finite makes the norm so on all ranks, which then all skip.
             squares = squares * torch.tensor(counted, dtype=dtype).to(device, non_blocking=True)
         total += squares.sum()
+    return total, all_double
+
+
+def norm_of(total: torch.Tensor, groups: Sequence[Any], *, all_double: bool) -> torch.Tensor:
+    """L2 norm over all gradients from this rank's sum of squares: a 0-dim tensor like `total`.
+
+    Args:
+        groups: process groups over which squares are summed, one after the other.
+        all_double: see `sum_of_squares`.
+    """
     for group in groups:
         dsx_comm.all_reduce(total, op=dsx_comm.ReduceOp.SUM, group=group)
     if all_double:

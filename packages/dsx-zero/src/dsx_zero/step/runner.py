@@ -63,6 +63,7 @@ class StepRunner:
         self._takes_copies = "copy_out" in parameters
         self._copies = copy_targets(masters) if self._takes_copies else {}
         self._device = masters[0].tensor.device if masters else torch.device("cpu")
+        self._devices = {master.tensor.device for master in masters} or {self._device}
         self._unit_of = {id(group): unit.index for unit in self._units.values() for group in unit.trainable}
         self._number_of = groups.numbers()
         self._whole_plan = plan
@@ -77,7 +78,7 @@ class StepRunner:
 
     def run(self, factor: float | torch.Tensor) -> None:
         """One step with the reduced gradients times `factor`."""
-        if isinstance(factor, torch.Tensor) and factor.device != self._device:
+        if isinstance(factor, torch.Tensor) and self._devices != {factor.device}:
             factor = factor.item()  # masters on the host are stepped by the host, which has to know the number
         plan = self._whole_plan if has_step_hooks(self._inner) else self.plan
         by_flat = len(plan.sub_groups) > 1 and hasattr(self._inner, "step_flat")
@@ -172,7 +173,8 @@ class StepRunner:
             finally:
                 del inner.grad_scale
         else:
-            torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
+            if grads:  # a rank may own nothing
+                torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
             inner.step(**keywords)
 
     def _torch_scales(self) -> bool:

@@ -45,11 +45,12 @@ class OptimizerStates:
     Args:
         inner: the optimizer.
         masters: what it steps.
-        tier: where states per element live; None: where the optimizer makes them.
+        tiers: where the states per element of each master live; None: where the optimizer makes them.
     """
 
-    def __init__(self, inner: Any, masters: Sequence[Master], tier: Tier | None) -> None:
-        self.inner, self._tier = inner, tier
+    def __init__(self, inner: Any, masters: Sequence[Master], tiers: Sequence[Tier | None]) -> None:
+        self.inner = inner
+        self._tier_of = {id(master.tensor): tier for master, tier in zip(masters, tiers, strict=True)}
         self._homes: dict[int, dict[str, Home]] = {id(master.tensor): {} for master in masters}
         self._tiers = {id(m.tensor): m.group.master.tier for m in masters if m.group.master is not None}
         for master in masters:
@@ -58,12 +59,20 @@ class OptimizerStates:
     @property
     def moves(self) -> bool:
         """Do states leave memory between steps?"""
-        return self._tier is not None
+        return any(tier is not None for tier in self._tier_of.values())
 
-    def of(self, master: Master) -> dict[str, Any]:
-        """All states of a master, to be read. States per element have its shape."""
+    def of(self, master: Master, *, stored: bool = True) -> dict[str, Any]:
+        """All states of a master, to be read; `stored`: those too that are not in memory. States per element have its
+        shape.
+        """
         found = {key: value for key, value in self.inner.state.get(master.tensor, {}).items() if value is not None}
-        return found | {key: read(home).view(master.shape) for key, home in self._homes[id(master.tensor)].items()}
+        left_out = () if stored else self.stored(master)
+        homes = {key: home for key, home in self._homes[id(master.tensor)].items() if key not in left_out}
+        return found | {key: read(home).view(master.shape) for key, home in homes.items()}
+
+    def stored(self, master: Master) -> dict[str, Home]:
+        """Its states that are not in memory, 1-D."""
+        return {key: home for key, home in self._homes[id(master.tensor)].items() if home.view() is None}
 
     def names(self, master: Master) -> list[str]:
         """The names of its states."""
@@ -130,12 +139,13 @@ class OptimizerStates:
         master, home = visit.master, visit.master.group.master
         if visit.values is not None and home is not None:
             visit.tickets.append(home.store(visit.values, lane, start=master.slice.offset))
-            master.tensor.data = visit.values[:0]
+            master.tensor.data = visit.values.new_empty(0)  # no view: it would keep the memory
         visit.tickets += self._move_out(master, lane)
 
     def _move_out(self, master: Master, lane: Lane | None = None) -> list[Ticket]:
         """Bring the states per element that the optimizer holds to their homes."""
-        if self._tier is None or master.tensor not in self.inner.state:
+        tier = self._tier_of[id(master.tensor)]
+        if tier is None or master.tensor not in self.inner.state:
             return []
         state, homes, tickets = self.inner.state[master.tensor], self._homes[id(master.tensor)], []
         for key in [key for key, value in state.items() if self._is_per_element(master, value)]:
@@ -143,7 +153,7 @@ class OptimizerStates:
             if key not in homes:
                 name = f"state.{key}.{master.name}.{master.slice.start}"
                 device = master.group.key.device
-                homes[key] = self._tier.home(name, master.numel, value.dtype, device, OrdinaryMemory())
+                homes[key] = tier.home(name, master.numel, value.dtype, device, OrdinaryMemory())
             view = homes[key].view()
             if view is not None and view.data_ptr() == value.data_ptr():
                 continue

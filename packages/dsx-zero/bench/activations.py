@@ -1,0 +1,237 @@
+"""Activation checkpointing: memory and time, on one CPU process.
+
+    python packages/dsx-zero/bench/activations.py overhead   # against torch.utils.checkpoint, 12 layers
+    python packages/dsx-zero/bench/activations.py budget     # against 20 choices by hand that fit the same budget
+    python packages/dsx-zero/bench/activations.py offload    # how much of paced copies sleeping compute hides
+    python packages/dsx-zero/bench/activations.py compiled   # compiled blocks at stage 3 against eager ones
+
+`--small` runs everything at a size that shows that it works. Bytes are the allocator's, from the profiler's events:
+the most that is allocated at a time during forward and backward above what was allocated before, gradients included.
+Variants run in turn within each round; times are medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from dsx_zero import checkpointing, compile_units, shard
+from dsx_zero.checkpointing.blocks import recompute_modules
+from dsx_zero.checkpointing.plan import peak_bytes
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+
+class Block(nn.Module):
+    """A transformer block without dropout."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    """Blocks, each called through `call`."""
+
+    def __init__(self, layers: int, width: int, call: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.call = call or (lambda block, x: block(x))
+        self.blocks = nn.ModuleList(Block(width, max(1, width // 64)) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x.square().mean()
+
+
+def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
+    """Forward and backward."""
+    began = time.perf_counter()
+    model(x).backward()
+    return time.perf_counter() - began
+
+
+def step_bytes(model: nn.Module, x: torch.Tensor) -> int:
+    """The peak of one step above what was there before; gradients exist already."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model(x).backward()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def compare(models: dict[str, nn.Module], x: torch.Tensor, rounds: int) -> dict[str, float]:
+    """Median seconds of each."""
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for number in range(rounds + 1):
+        for name, model in models.items():
+            seconds = step_seconds(model, x)
+            if number:
+                times[name].append(seconds)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def overhead(small: bool) -> None:
+    """Peak bytes and time of recomputing every block."""
+    layers, width, tokens, rounds = (3, 64, 64, 2) if small else (12, 256, 256, 7)
+    x = torch.randn(4, tokens, width)
+    models = {
+        "no recomputation": Model(layers, width),
+        "torch.utils.checkpoint": Model(layers, width, lambda b, x: torch_checkpoint(b, x, use_reentrant=False)),
+        "dsx checkpoint": Model(layers, width, checkpointing.checkpoint),
+    }
+    seconds = compare(models, x, rounds)
+    for name, model in models.items():
+        print(f"{name:24} {step_bytes(model, x) / 2**20:9.2f} MiB  {seconds[name] * 1e3:9.2f} ms")
+
+
+def budget(small: bool) -> None:
+    """Budgets of 25, 50 and 75 % of the activations against 20 choices by hand that also fit."""
+    layers, width, tokens, rounds = (4, 64, 64, 1) if small else (12, 256, 256, 5)
+    x = torch.randn(4, tokens, width)
+    for fraction in (0.25, 0.5, 0.75):
+        model = Model(layers, width)
+        found = checkpointing.apply_memory_budget(model, fraction)
+        costs: list[Any] = []
+        decide = found._decide
+        found._decide = lambda c, outside, decide=decide, costs=costs: costs.extend(c) or decide(c, outside=outside)  # type: ignore[method-assign]
+        step_seconds(model, x)
+        choice, rng = found.choice, random.Random(0)
+        assert choice is not None
+        fitting: dict[str, tuple[str, ...]] = {}
+        for _ in range(2000):
+            names = tuple(cost.name for cost in costs if rng.random() < rng.random())
+            if len(fitting) < 20 and peak_bytes(costs, names) <= choice.budget:
+                fitting[",".join(names)] = names
+        models: dict[str, nn.Module] = {"chosen": model}
+        for label, names in fitting.items():
+            models[label] = Model(layers, width)
+            recompute_modules(models[label], names)
+        seconds = compare(models, x, rounds)
+        best = min((value for name, value in seconds.items() if name != "chosen"), default=float("nan"))
+        planned = f"planned peak {choice.peak / 2**20:.2f} of {choice.budget / 2**20:.2f} MiB"
+        own = f"{seconds['chosen'] * 1e3:.1f} ms"
+        print(f"{fraction:.0%}: {len(choice.recomputed)} of {layers} recomputed, {planned}, {own}")
+        print(f"     best of {len(fitting)} by hand {best * 1e3:.1f} ms ({seconds['chosen'] / best:.3f}x)")
+
+
+class PacedLane:
+    """Copies in a thread, at a speed; waiting is counted."""
+
+    def __init__(self, seconds_per_copy: float) -> None:
+        self._pace, self._pool = seconds_per_copy, ThreadPoolExecutor(1)
+        self.copies, self.waited = 0, 0.0
+
+    def submit(self, job: Callable[[], Any]) -> Any:
+        self.copies += 1
+
+        def run() -> None:
+            time.sleep(self._pace)
+            job()
+
+        return _Paced(self, self._pool.submit(run))
+
+    def follow(self) -> None:
+        """One order of jobs."""
+
+    def retire(self, buffer: Any) -> None:
+        buffer.free()
+
+    def drain(self) -> None:
+        """Jobs start by themselves."""
+
+
+class _Paced:
+    def __init__(self, lane: PacedLane, future: Future[None]) -> None:
+        self._lane, self._future = lane, future
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        self._future.result()
+        self._lane.waited += time.perf_counter() - began
+
+    synchronize = wait
+
+
+class _Sleeping(torch.autograd.Function):
+    """Takes its time in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        ctx.save_for_backward(x)  # so that the backward recomputes
+        time.sleep(seconds)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _ = ctx.saved_tensors
+        time.sleep(2 * ctx.seconds)
+        return grads[0], None
+
+
+def offload(small: bool) -> None:
+    """Share of the copies' time that is not waited for."""
+    layers, compute, copy = (4, 0.002, 0.0015) if small else (24, 0.01, 0.008)
+    lane = PacedLane(copy)
+    checkpointing.configure(None, checkpoint_in_cpu=True, lane=lane)
+    x = torch.randn(1000, requires_grad=True)
+    y = x * 1
+    for _ in range(layers):
+        y = checkpointing.checkpoint(lambda x: _Sleeping.apply(x, compute), y)
+    y.sum().backward()
+    checkpointing.configure()
+    total = lane.copies * copy
+    share = 1 - lane.waited / total
+    print(f"{lane.copies} copies of {copy * 1e3:.1f} ms, waited {lane.waited * 1e3:.1f} ms: {share:.1%} hidden")
+
+
+def compiled(small: bool) -> None:
+    """Compiled blocks at stage 3 on this process."""
+    layers, width, tokens, rounds = (2, 64, 32, 2) if small else (6, 512, 256, 7)
+    x = torch.randn(2, tokens, width)
+    backend = "aot_eager" if small else "inductor"
+    models: dict[str, nn.Module] = {}
+    for name in ("eager", backend):
+        models[name], _ = shard(Model(layers, width), torch.optim.AdamW, stage=3)
+    compile_units(models[backend], backend=backend)
+    seconds = compare(models, x, rounds)
+    for name, value in seconds.items():
+        print(f"{name:10} {value * 1e3:9.2f} ms ({value / seconds['eager']:.3f}x)")
+
+
+def main() -> None:
+    """Run one part, or all."""
+    parts = {"overhead": overhead, "budget": budget, "offload": offload, "compiled": compiled}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=[*parts, "all"], nargs="?", default="all")
+    parser.add_argument("--small", action="store_true")
+    chosen = parser.parse_args()
+    for name, part in parts.items():
+        if chosen.part in (name, "all"):
+            print(f"# {name}")
+            part(chosen.small)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""A budget in bytes for activations: the first forward pass is measured, then the blocks to recompute are chosen.
+
+    budget = apply_memory_budget(model, 0.5)     # half of what would be kept without recomputation
+    ... first step ...
+    print(budget.choice)
+
+Blocks are the units of ZeRO (children of `nn.ModuleList`s, leaf modules). Ranks take the largest bytes and times among
+them, so that all come to the same choice. What the model saves outside of blocks counts and cannot be recomputed.
+
+The choice is made for the shapes of the measured pass; with larger ones more is kept (`measure_again`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from ..errors import ZeroConfigError, ZeroModelError
+from ..module_hooks import ModuleHook
+from ..plan.units import block_names
+from .blocks import recompute_modules
+from .measured import Measurement
+from .plan import BlockCost, Choice, choose
+from .settings import PATH
+
+__all__ = ["MemoryBudget", "apply_memory_budget", "check_budget"]
+
+_log = logging.getLogger("dsx_zero.checkpointing")
+_MICROSECOND = 1e-6
+
+
+def check_budget(budget: Any) -> int | float:
+    """A budget as it may be written: bytes above 1, or a fraction.
+
+    Raises:
+        ZeroConfigError: it is neither.
+    """
+    number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+    if not number or not 0 < budget < float("inf") or (budget > 1 and budget != int(budget)):
+        raise ZeroConfigError(
+            f"{PATH}.memory_budget", f"got {budget!r}, expected bytes (a whole number) or a fraction between 0 and 1"
+        )
+    return int(budget) if budget > 1 else float(budget)
+
+
+class MemoryBudget:
+    """Measures a model's next forward pass in training, decides, and recomputes from then on. Made by
+    `apply_memory_budget`.
+
+    Attributes:
+        choice: the decision; None before it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget: int | float,
+        *,
+        names: Sequence[str],
+        group: Any,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._model, self._names, self._group, self._announce = model, tuple(names), group, announce
+        self.budget = check_budget(budget)
+        self.choice: Choice | None = None
+        self._measurement: Measurement | None = None
+        self._end: Callable[[], None] = lambda: None
+        self._warned = False
+        before, after = ModuleHook(self._before), ModuleHook(self._after)
+        self._handles = [
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(after, always_call=True),
+        ]
+
+    def measure_again(self) -> None:
+        """Decide anew after the next forward pass in training; every rank calls it."""
+        self._end()
+        self._end, self.choice = (lambda: None), None
+
+    def remove(self) -> None:
+        """Recompute nothing any more, and take the hooks off."""
+        self.measure_again()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The decision as plain values, for a checkpoint: a resumed training does not measure again."""
+        found = None if self.choice is None else dataclasses.asdict(self.choice)
+        return {"budget": self.budget, "blocks": list(self._names), "choice": found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a decision over. One for another budget or other blocks is left alone: the next forward decides."""
+        self.measure_again()
+        found = state.get("choice")
+        if found is None or state.get("budget") != self.budget or tuple(state.get("blocks", ())) != self._names:
+            return
+        self._take(Choice(**{**found, "recomputed": tuple(found["recomputed"])}))
+
+    # - One forward pass
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.choice is None and self._measurement is None and torch.is_grad_enabled() and module.training:
+            self._measurement = Measurement(self._model, self._names)
+            self._measurement.begin()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        measurement, self._measurement = self._measurement, None
+        if measurement is None:
+            return
+        costs, outside = measurement.end()
+        if output is None:  # an exception passes through
+            return
+        found = self._agreed({cost.name: cost for cost in costs}, outside)
+        if found is not None:
+            self._decide(*found)
+
+    def _agreed(self, costs: Mapping[str, BlockCost], outside: int) -> tuple[list[BlockCost], int] | None:
+        """The largest bytes and times among the ranks; None where a rank left blocks out. Times are whole microseconds,
+        which add up alike everywhere.
+        """
+        order = [*costs, *(name for name in self._names if name not in costs)]
+        rows = [costs.get(name, BlockCost(name, 0, 0, 0.0)) for name in order]
+        table = [[c.kept, c.inputs, round(c.seconds / _MICROSECOND), c.outside] for c in rows]
+        table.append([outside, int(len(costs) < len(order)), 0, 0])
+        if dsx_comm.is_initialized() and dsx_comm.get_world_size(self._group) > 1:
+            device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+            values = torch.tensor(table, dtype=torch.int64, device=device)
+            dsx_comm.all_reduce(values, op=dsx_comm.ReduceOp.MAX, group=self._group)
+            table = values.tolist()
+        *found, (outside, incomplete, *_) = table
+        if incomplete:
+            if not self._warned:
+                self._warned = True
+                missing = [name for name in self._names if name not in costs]
+                _log.warning(
+                    "%s.memory_budget: nothing is decided, because blocks (%s, ...) were not called as modules in the"
+                    " forward pass; a model that is compiled as a whole does not call them: compile the blocks"
+                    " (compile_units, engine.compile)",
+                    PATH, missing[0] if missing else "on another rank",
+                )  # fmt: skip
+            return None
+        return [BlockCost(name, k, i, s * _MICROSECOND, o) for name, (k, i, s, o) in zip(order, found)], outside
+
+    def _decide(self, costs: Sequence[BlockCost], outside: int) -> None:
+        budget = self.budget
+        if isinstance(budget, float):
+            budget = int(budget * choose(costs, 0, outside=outside).peak_of_all_kept)
+        self._take(choose(costs, budget, outside=outside))
+
+    def _take(self, choice: Choice) -> None:
+        self.choice = choice
+        self._end = recompute_modules(self._model, choice.recomputed)
+        self._announce(str(choice))
+        if not choice.fits:
+            _log.warning(
+                "%s.memory_budget: %d bytes cannot be held, even with every block recomputed the peak is %d bytes; use"
+                " smaller micro-batches, or a budget of at least that",
+                PATH, choice.budget, choice.peak,
+            )  # fmt: skip
+
+
+def apply_memory_budget(
+    model: nn.Module,
+    budget: int | float,
+    *,
+    blocks: Sequence[str] | None = None,
+    group: Any = None,
+    announce: Callable[[str], None] | None = None,
+) -> MemoryBudget:
+    """Hold the activations of a model within a budget, at the least time for recomputation.
+
+    The first forward pass in training is measured (every block runs twice in it, and is recomputed) and decides.
+
+    Args:
+        model: the model, before or after `shard`.
+        budget: bytes, or a fraction of what is kept without recomputation (at most 1).
+        blocks: names of the modules that may be recomputed, none inside another; None: the units of ZeRO.
+        group: process group whose ranks run the same blocks and decide alike; None: all ranks.
+        announce: is told the decision; None: the logger `dsx_zero.checkpointing`.
+
+    Raises:
+        ZeroConfigError: the budget is neither bytes nor a fraction.
+        ZeroModelError: the model has no blocks, or one of the names is none of a module.
+    """
+    check_budget(budget)
+    names = block_names(model) if blocks is None else tuple(blocks)
+    known = dict(model.named_modules())
+    if not names or any(name not in known for name in names):
+        raise ZeroModelError(
+            f"{PATH}.memory_budget: got blocks {list(names)}, expected names of modules of the model; blocks are the"
+            " children of nn.ModuleLists, or what set_z3_leaf_module marks; name others with"
+            " apply_memory_budget(blocks=[...])"
+        )
+    return MemoryBudget(
+        model, budget, names=names, group=group, announce=announce or (lambda text: _log.info("%s", text))
+    )

@@ -1,0 +1,198 @@
+"""`checkpoint`: run a function, keep its inputs only, and run it again in the backward pass.
+
+Tensors anywhere in the arguments (lists, dicts, keyword arguments) take part in autograd; everything else is passed on
+as it is. The recomputation sees the autocast state, the random state of CPU and device, and the states of all tracked
+generators of the first run, and leaves the present ones as they were.
+
+The form that does not re-enter autograd is the default: it also serves `torch.autograd.grad`, frozen inputs, and
+graphs that are differentiated in part. With `use_reentrant=True` the first run records no graph; where no input
+requires gradients that would lose the gradients of parameters, so that the other form is taken there.
+
+Buffers of a module (running statistics) are updated by the first run only, where the function is the module or a
+method of it.
+
+Inside another checkpoint inputs stay as they are: the outer one frees them until its own recomputation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..errors import ZeroStateError
+from .configured import State, current
+from .rng import RngSnapshot
+
+__all__ = ["checkpoint", "non_reentrant_checkpoint"]
+
+_log = logging.getLogger("dsx_zero.checkpointing")
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = False,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run `function(*args, **kwargs)` and compute it again in the backward pass, as `configure` says.
+
+    Args:
+        function: what to run; it must compute the same when it is run again with the same inputs.
+        args, kwargs: its arguments.
+        use_reentrant: see the module's text. Outputs are then tensors, or containers of them.
+        preserve_rng_state: False saves the time for it where nothing random is drawn.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        ZeroStateError: from the backward, where an input was changed in place in the meantime.
+    """
+    if not isinstance(use_reentrant, bool):
+        raise ZeroStateError(f"checkpoint(use_reentrant=...): got {use_reentrant!r}, expected True or False")
+    if torch.compiler.is_compiling() and current().keeper.plain:
+        return torch_checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+        )
+    return _OUTSIDE_GRAPHS(function, args, kwargs, use_reentrant, preserve_rng_state)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`checkpoint` in the form that does not re-enter autograd, whatever `use_reentrant` its default may be."""
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def _checkpoint(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reentrant: bool, preserve: bool
+) -> Any:
+    state = current()
+    state.uses += 1
+    leaves, structure = tree_flatten((args, kwargs))
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaves[index] for index in places]
+    others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    reentrant = reentrant and any(tensor.requires_grad for tensor in tensors)
+
+    def call(*given: torch.Tensor) -> Any:
+        filled = list(others)
+        for index, tensor in zip(places, given):
+            filled[index] = tensor
+        inner_args, inner_kwargs = tree_unflatten(filled, structure)
+        return function(*inner_args, **inner_kwargs)
+
+    run = _Run(call, state, tracked=preserve, flat=reentrant, module=_module_of(function))
+    hooks: Any = nullcontext()
+    if not state.keeper.plain and not state.depth and torch.is_grad_enabled():
+        hooks = state.keeper.keeping(tensors)
+    with hooks:
+        out = torch_checkpoint.checkpoint(run, *tensors, use_reentrant=reentrant, preserve_rng_state=preserve)
+    return run.assembled(out) if reentrant else out
+
+
+class _OutsideGraphs:
+    """Calls `_checkpoint` where `torch.compile` does not trace it. Marked at the first call: to mark a function imports
+    the compiler.
+    """
+
+    def __init__(self) -> None:
+        self._function: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._function is None:
+            self._function = torch.compiler.disable(_checkpoint)
+        return self._function(*args)
+
+
+_OUTSIDE_GRAPHS = _OutsideGraphs()
+_TENSOR = object()
+"""Stands for a tensor among the leaves of an output."""
+
+
+class _Run:
+    """The function as PyTorch's checkpoint calls it: once in the forward pass, then once for each recomputation.
+
+    Args:
+        function: takes the tensors among the inputs.
+        state: settings and tracked generators.
+        tracked: restore tracked generators for a recomputation.
+        flat: return the tensors of the output side by side; `assembled` puts them back into their containers.
+        module: its buffers (running statistics) are left by a recomputation as they were before it.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], state: State, *, tracked: bool, flat: bool, module: nn.Module | None
+    ) -> None:
+        self._function, self._state, self._flat, self._module = function, state, flat, module
+        self._tracked = tracked
+        self._began: RngSnapshot | None = None
+        self._first = True
+        self._number = state.uses
+        self._output: tuple[Any, list[Any]] | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        state = self._state
+        first, self._first = self._first, False
+        before = state.rng.snapshot() if self._tracked else None
+        buffers = [] if first or self._module is None else [(b, b.detach().clone()) for b in self._module.buffers()]
+        if first:
+            self._began = before
+        elif self._began is not None:
+            state.rng.restore(self._began)
+        _meet_device(state)
+        began = time.perf_counter()
+        state.depth += 1
+        try:
+            out = self._function(*tensors)
+        finally:
+            state.depth -= 1
+            if not first and before is not None:
+                state.rng.restore(before)
+            restore_buffers(buffers)
+            _meet_device(state)
+            if state.settings.profile:
+                what = "forward" if first else "recomputation"
+                _log.info("checkpoint %d: %s %.3f ms", self._number, what, (time.perf_counter() - began) * 1e3)
+        return self._flattened(out, first) if self._flat else out
+
+    def _flattened(self, out: Any, first: bool) -> tuple[torch.Tensor, ...]:
+        leaves, structure = tree_flatten(out)
+        if first:
+            self._output = (structure, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def assembled(self, tensors: Any) -> Any:
+        """The output as the function returned it."""
+        if self._output is None:
+            raise ZeroStateError("checkpoint(): the function was not run")
+        structure, leaves = self._output
+        given = iter((tensors,) if isinstance(tensors, torch.Tensor) else tensors)
+        return tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in leaves], structure)
+
+
+def _module_of(function: Callable[..., Any]) -> nn.Module | None:
+    """The module that a function is, or is a method of."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def restore_buffers(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give buffers earlier values. Graphs that hold the buffers stay valid: what they need of them did not change."""
+    with torch.no_grad():
+        for buffer, value in values:
+            with torch.autograd._unsafe_preserve_version_counter(buffer):  # pyright: ignore[reportPrivateImportUsage]
+                buffer.copy_(value)
+
+
+def _meet_device(state: State) -> None:
+    wanted = state.settings.synchronize_checkpoint_boundary or state.settings.profile
+    if wanted and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,47 @@
+"""The `activation_checkpointing` section of a configuration (needs pydantic; imported by who loads one)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from .budget import check_budget
+from .settings import CheckpointingSettings
+
+__all__ = ["ActivationCheckpointing"]
+
+
+def _whole(value: Any) -> Any:
+    """Let 1e1 through as 10; the strict check judges the rest."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+
+
+class ActivationCheckpointing(BaseModel):
+    """Recomputation of activations: where the inputs of `dsx.checkpointing.checkpoint` are kept."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+
+    partition_activations: bool = Field(False, description="divide kept inputs among the model-parallel ranks")
+    cpu_checkpointing: bool = Field(False, description="keep inputs in host memory")
+    contiguous_memory_optimization: bool = Field(False, description="copy slices into buffers that are made once")
+    number_checkpoints: Count | None = Field(None, description="checkpoints these buffers have room for")
+    synchronize_checkpoint_boundary: bool = Field(False, description="wait for the device at every boundary")
+    profile: bool = Field(False, description="log the time of every checkpoint")
+    memory_budget: int | float | None = Field(
+        None,
+        description=(
+            "bytes of activations, or a fraction (at most 1) of what is kept without recomputation: blocks are"
+            " recomputed so that it holds"
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ActivationCheckpointing:
+        CheckpointingSettings.read(self)
+        if self.memory_budget is not None:
+            check_budget(self.memory_budget)
+        return self

@@ -1,0 +1,183 @@
+"""What the blocks of a model save for the backward and how long their forwards take, from one forward pass.
+
+In that pass every block is run twice: once to count what it saves, with nothing of it kept, and once through
+`checkpoint`. So the measurement needs no more memory than recomputing everything. The first run leaves random state
+and buffers (running statistics) as they were.
+
+Counted are the bytes of distinct storages that autograd saves, parameters and buffers left out. Temporaries inside
+operators are not seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from .blocks import SLOT
+from .call import checkpoint, restore_buffers
+from .configured import current
+from .plan import BlockCost
+
+__all__ = ["Measurement"]
+
+
+class Measurement:
+    """One forward pass that is measured: between `begin` and `end`.
+
+    Args:
+        model: whose forward is measured.
+        names: its blocks.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self._blocks = {name: model.get_submodule(name) for name in names}
+        inside = {part for block in self._blocks.values() for part in block.modules()}
+        self._around = [module for module in model.modules() if module not in inside]
+        self._costs: dict[str, BlockCost] = {}
+        self._between = 0
+        self._inside = False
+        self._seen: set[int] = set()
+        self._held: list[torch.Tensor] = []
+        self._calls: list[tuple[nn.Module, Any]] = []
+        self._hooks = ExitStack()
+
+    def begin(self) -> None:
+        """Watch the blocks and what is saved outside of them."""
+        for name, module in self._blocks.items():
+            inner = getattr(module, SLOT, None)
+            self._calls.append((module, inner))
+            setattr(module, SLOT, _MeasuredCall(self, name, module, inner))
+        self._hooks.enter_context(saved_tensors_hooks(self._note_outside, lambda tensor: tensor))
+
+    def end(self) -> tuple[tuple[BlockCost, ...], int]:
+        """Stop watching.
+
+        Returns:
+            Costs in the order of the forward pass, and the bytes that were saved behind the last block.
+        """
+        self._hooks.close()
+        for module, inner in self._calls:
+            setattr(module, SLOT, inner)
+        self._calls, self._held = [], []
+        return tuple(self._costs.values()), self._between
+
+    def _note_outside(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._inside and not _of([tensor]) <= self._seen:
+            self._seen |= _storages(self._around)  # at ZeRO stage 3 parameters come and go
+            self._between += _new_bytes([tensor], self._seen)
+            self._held.append(tensor)  # so that its address stays its own
+        return tensor
+
+    def run(self, name: str, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of a block."""
+        if not torch.is_grad_enabled() or self._inside:
+            return call(*args, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._held += inputs
+        probe = _Probe(module, self._seen, inputs)
+        self._inside = True
+        try:
+            with probe:
+                out = checkpoint(call, *args, **kwargs)
+        finally:
+            self._inside = False
+        before = self._costs.get(name, BlockCost(name, 0, 0, 0.0))
+        self._costs[name] = BlockCost(
+            name,
+            before.kept + probe.kept,
+            before.inputs + _new_bytes(inputs, self._seen),
+            before.seconds + probe.seconds,
+            before.outside + self._between,
+        )
+        self._between = 0
+        return out
+
+
+class _MeasuredCall:
+    def __init__(self, measurement: Measurement, name: str, module: nn.Module, inner: Any) -> None:
+        self._measurement, self._name, self._module, self._inner = measurement, name, module, inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._module._call_impl if self._inner is None else self._inner
+        return self._measurement.run(self._name, self._module, call, args, kwargs)
+
+
+class _Probe:
+    """Takes the place of a module's forward for one call, inside the module's hooks, and runs it twice."""
+
+    def __init__(self, module: nn.Module, seen: set[int], inputs: Sequence[torch.Tensor]) -> None:
+        self._module, self._seen, self._inputs = module, seen, inputs
+        self._own = module.__dict__.get("forward")
+        self.kept, self.seconds = 0, 0.0
+
+    def __enter__(self) -> None:
+        self._forward = self._module.forward
+        self._module.forward = self  # type: ignore[method-assign]
+
+    def __exit__(self, *exc_info: object) -> None:
+        del self._module.forward
+        if self._own is not None:
+            self._module.forward = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.kept = self._count(args, kwargs)
+        _meet(self._inputs)
+        began = time.perf_counter()
+        out = self._forward(*args, **kwargs)
+        _meet(self._inputs)
+        self.seconds = time.perf_counter() - began
+        return out
+
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Bytes that a call saves, with nothing of it kept and no effect on buffers and random state."""
+        held: list[torch.Tensor] = []
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+        devices = sorted({tensor.device.index for tensor in self._inputs if tensor.is_cuda})
+        rng = current().rng
+        streams = rng.snapshot()
+        with torch.random.fork_rng(devices=devices), saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+            self._forward(*args, **kwargs)
+        rng.restore(streams)
+        restore_buffers(buffers)
+        return _new_bytes(held, self._seen | _storages(self._module.modules()))
+
+
+def _new_bytes(tensors: Sequence[torch.Tensor], seen: set[int]) -> int:
+    """Bytes of the storages that are not in `seen`, and put them there."""
+    total = 0
+    for tensor in tensors:
+        for key, size in _places(tensor):
+            if key not in seen:
+                seen.add(key)
+                total += size
+    return total
+
+
+def _places(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Address and bytes of a tensor's storage; nothing for what has none of its own (subclasses)."""
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return []
+    storage = tensor.untyped_storage()
+    return [(storage.data_ptr(), storage.nbytes())] if storage.nbytes() else []
+
+
+def _of(tensors: Sequence[torch.Tensor]) -> set[int]:
+    return {key for tensor in tensors for key, _ in _places(tensor)}
+
+
+def _storages(modules: Iterable[nn.Module]) -> set[int]:
+    """Storages of the modules' own parameters and buffers."""
+    own = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
+    return _of([tensor.detach() for tensor in own if type(tensor) in (torch.Tensor, nn.Parameter)])
+
+
+def _meet(tensors: Sequence[torch.Tensor]) -> None:
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()

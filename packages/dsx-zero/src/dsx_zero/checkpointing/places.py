@@ -1,0 +1,304 @@
+"""Memory that kept inputs lie in between forward and backward.
+
+A *place* takes a flat tensor and gives a `Held`, which gives it back on its device. `DevicePlace` keeps the tensor,
+`SlotPlace` copies it into a buffer with a fixed number of slots, `HostPlace` copies it into host memory on a lane and
+back again while the checkpoint behind it in the model is recomputed.
+
+A slot is free again when the `Held` in it is gone, so that neither retained graphs nor graphs that are never
+differentiated can free it twice or too early.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ..errors import ZeroStateError
+from ..lanes import Lane, Ticket, make_lane
+
+__all__ = ["DevicePlace", "Held", "HostPlace", "Place", "SlotPlace", "Slots", "changed_in_place"]
+
+
+def changed_in_place(shape: torch.Size) -> ZeroStateError:
+    """The error for a kept input that was written to before the backward."""
+    return ZeroStateError(
+        f"checkpoint(): an input of shape {tuple(shape)} was changed in place after the forward pass, so that the"
+        " recomputation would see other values; change a copy (x = x + y in the place of x += y)"
+    )
+
+
+_log = logging.getLogger("dsx_zero.checkpointing")
+
+
+class Held(Protocol):
+    """A tensor in a place."""
+
+    def get(self) -> torch.Tensor:
+        """The flat tensor on its device, to be read only."""
+        ...
+
+
+class Place(Protocol):
+    """See the module's text."""
+
+    def put(self, flat: torch.Tensor) -> Held:
+        """Keep a flat tensor. It must not be written to as long as it is held."""
+        ...
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """Does it copy this tensor rather than keep it?"""
+        ...
+
+    def begin(self) -> None:
+        """A checkpoint begins: what is put from now on is needed at the same time in the backward."""
+        ...
+
+    def reset(self) -> None:
+        """Let buffers go that are kept for later use."""
+        ...
+
+
+class _Kept:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get(self) -> torch.Tensor:
+        return self._tensor
+
+
+class DevicePlace:
+    """Keeps what it is given."""
+
+    def put(self, flat: torch.Tensor) -> Held:
+        """See `Place`."""
+        return _Kept(flat)
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """It never does."""
+        return False
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def reset(self) -> None:
+        """There are no buffers."""
+
+
+class Slots:
+    """Buffers of `number` equal slots, one for each size, dtype and device that comes.
+
+    Args:
+        make: allocates a buffer: (elements, dtype, device).
+    """
+
+    def __init__(self, number: int, make: Callable[[int, torch.dtype, torch.device], torch.Tensor]) -> None:
+        self._number, self._make = number, make
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self._warned = False
+
+    def take(self, owner: object, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A slot that is `owner`'s until it is collected. New memory where all slots are taken, with one warning."""
+        key = (numel, dtype, device)
+        if key not in self._free:
+            buffer = self._make(numel * self._number, dtype, device)
+            self._free[key] = list(buffer.view(self._number, numel))
+        free = self._free[key]
+        if not free:
+            if not self._warned:
+                self._warned = True
+                _log.warning(
+                    "number_checkpoints: got %d, and more checkpointed inputs of %d elements are alive at a time; the"
+                    " others get memory of their own. Raise it to the number of checkpoints of a forward pass",
+                    self._number, numel,
+                )  # fmt: skip
+            return self._make(numel, dtype, device)
+        slot = free.pop()
+        weakref.finalize(owner, free.append, slot).atexit = False
+        return slot
+
+    def reset(self) -> None:
+        """Let the buffers go; slots in use live on with what is in them."""
+        self._free = {}
+
+
+class SlotPlace:
+    """Copies into slots on the same device."""
+
+    def __init__(self, number: int) -> None:
+        self._slots = Slots(number, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+
+    def put(self, flat: torch.Tensor) -> Held:
+        """See `Place`."""
+        held = _InSlot()
+        held.slot = self._slots.take(held, flat.numel(), flat.dtype, flat.device)
+        held.slot.copy_(flat)
+        return held
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """It always does."""
+        return True
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def reset(self) -> None:
+        """See `Place`."""
+        self._slots.reset()
+
+
+class _InSlot:
+    slot: torch.Tensor
+
+    def get(self) -> torch.Tensor:
+        return self.slot
+
+
+class _Batch:
+    """What is put during one checkpoint, and the batch before it, which the backward needs next."""
+
+    def __init__(self, before: _Batch | None) -> None:
+        self.held: list[weakref.ref[_OnHost]] = []
+        self.before = None if before is None else weakref.ref(before)
+
+    def fetch(self) -> None:
+        """Start the copies back of what is still wanted."""
+        for known in self.held:
+            if (held := known()) is not None:
+                held.start()
+
+
+class _OnHost:
+    def __init__(self, source: torch.Tensor, host: torch.Tensor, lane: Lane, batch: _Batch) -> None:
+        self._source: torch.Tensor | None = source
+        self._version = source._version
+        self._device, self._host, self._lane, self._batch = source.device, host, lane, batch
+        self._changed = False
+        self._back: tuple[torch.Tensor, Ticket] | None = None
+        lane.follow()
+        self._leaving = lane.submit(lambda: _copy(host, source))
+        batch.held.append(weakref.ref(self))
+
+    def let_go(self) -> None:
+        """Free the device's copy. What follows on the caller's side waits for the copy, so that the memory can be taken
+        again.
+        """
+        if self._source is not None:
+            self._leaving.wait()
+            self._changed = self._source._version != self._version
+            self._source = None
+
+    def start(self) -> None:
+        """Begin to copy it back, unless it is still on the device or on its way."""
+        if self._source is not None or self._back is not None:
+            return
+        out, host = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device), self._host
+        self._lane.follow()  # the memory of `out` may have had another user on the caller's side
+        self._back = (out, self._lane.submit(lambda: _copy(out, host)))
+
+    def get(self) -> torch.Tensor:
+        self._batch.fetch()
+        before = self._batch.before
+        if before is not None and (batch := before()) is not None:
+            batch.fetch()
+        source = self._source
+        if self._changed or (source is not None and source._version != self._version):
+            raise changed_in_place(self._host.shape)
+        if source is not None:
+            self._leaving.wait()
+            return source
+        self.start()
+        (out, ticket), self._back = self._arriving(), None
+        ticket.wait()
+        return out
+
+    def _arriving(self) -> tuple[torch.Tensor, Ticket]:
+        if self._back is None:
+            raise RuntimeError("a copy from host memory was taken before it was started")
+        return self._back
+
+    def __del__(self) -> None:
+        if self._back is not None:
+            self._back[1].wait()  # the lane still writes into memory that is about to be freed
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+class HostPlace:
+    """Copies into host memory, page-locked for CUDA tensors, and back.
+
+    Copies out run beside the computation of the next checkpoint; the device keeps the inputs of the latest two until
+    then. In the backward the inputs of one checkpoint come back while the one after it is recomputed and
+    differentiated. Host tensors are in host memory already and are kept as they are, unless a lane is given.
+
+    Args:
+        number: slots to copy into; None: new memory for each.
+        lane: where copies run; None: a lane for each device.
+    """
+
+    def __init__(self, number: int | None = None, lane: Lane | None = None) -> None:
+        self._slots = None if number is None else Slots(number, _host_memory)
+        self._given, self._lanes = lane, {}
+        self._leaving: deque[list[weakref.ref[_OnHost]]] = deque()
+        self._batch = _Batch(None)
+        self._stays: Place = DevicePlace() if number is None else SlotPlace(number)
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """Host tensors stay, where no lane was given."""
+        return tensor.device.type != "cpu" or self._given is not None or self._stays.moves(tensor)
+
+    def begin(self) -> None:
+        """See `Place`."""
+        self._batch = _Batch(self._batch)
+        self._leaving.append(self._batch.held)
+        while len(self._leaving) > 2:
+            for known in self._leaving.popleft():
+                if (held := known()) is not None:
+                    held.let_go()
+
+    def put(self, flat: torch.Tensor) -> Held:
+        """See `Place`."""
+        if flat.device.type == "cpu" and self._given is None:
+            return self._stays.put(flat)
+        if self._slots is None:
+            return _OnHost(
+                flat, _host_memory(flat.numel(), flat.dtype, flat.device), self._lane(flat.device), self._batch
+            )
+        held = _InHostSlot()
+        slot = self._slots.take(held, flat.numel(), flat.dtype, flat.device)
+        held.inner = _OnHost(flat, slot, self._lane(flat.device), self._batch)
+        return held
+
+    def reset(self) -> None:
+        """See `Place`."""
+        self._leaving.clear()
+        self._batch = _Batch(None)
+        self._stays.reset()
+        if self._slots is not None:
+            self._slots.reset()
+
+    def _lane(self, device: torch.device) -> Lane:
+        if self._given is not None:
+            return self._given
+        if device not in self._lanes:
+            self._lanes[device] = make_lane(device)
+        return self._lanes[device]
+
+
+class _InHostSlot:
+    """Has a slot as long as it lives."""
+
+    inner: _OnHost
+
+    def get(self) -> torch.Tensor:
+        return self.inner.get()
+
+
+def _host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")

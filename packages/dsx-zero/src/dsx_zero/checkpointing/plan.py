@@ -1,0 +1,150 @@
+"""Which blocks to recompute so that a budget of bytes holds at the least time: plain arithmetic.
+
+A forward pass is a row of blocks. What a block keeps is alive from its forward until its backward is over; the backward
+goes through the blocks in reverse. A recomputed block keeps its inputs in the forward, and everything again while its
+own backward runs. So with P(j) for the bytes that are kept up to block j the conditions are
+
+    P(n) + bytes outside of blocks behind it <= budget
+    P(j - 1) + inputs(j) + kept(j) <= budget      for every block j that is recomputed
+
+and the time to be least is the sum of the forward times of the recomputed blocks. Choices are extended block by block;
+of two with the same time the one with fewer bytes wins, so that few are left (blocks are mostly alike). With many
+different sizes bytes are rounded up to a grid, which keeps the budget and may miss the best choice by little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["BlockCost", "Choice", "choose", "peak_bytes"]
+
+MOST_CHOICES = 4096
+"""Beyond so many choices bytes are rounded up to a grid of this many steps."""
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """What one block costs in one forward pass.
+
+    Attributes:
+        name: of the module.
+        kept: bytes that are saved for its backward where it is not recomputed.
+        inputs: bytes of its inputs, which are kept where it is recomputed.
+        seconds: of its forward.
+        outside: bytes that are saved between the block before it and this one.
+    """
+
+    name: str
+    kept: int
+    inputs: int
+    seconds: float
+    outside: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A decision. `fits`: does the peak hold the budget?"""
+
+    budget: int
+    recomputed: tuple[str, ...]
+    peak: int
+    seconds: float
+    peak_of_all_kept: int
+    peak_of_all_recomputed: int
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.budget
+
+    def __str__(self) -> str:
+        names = ", ".join(self.recomputed) or "none"
+        return (
+            f"activation budget {self.budget} bytes: recomputed blocks: {names}; peak {self.peak} bytes"
+            f" (all kept {self.peak_of_all_kept}, all recomputed {self.peak_of_all_recomputed}), recomputation"
+            f" {self.seconds * 1e3:.1f} ms per forward pass"
+        )
+
+
+def peak_bytes(costs: Sequence[BlockCost], recomputed: Sequence[str], *, outside: int = 0) -> int:
+    """The most bytes of activations that are alive at a time. `outside`: saved behind the last block."""
+    chosen, sum_so_far, peak = frozenset(recomputed), 0, 0
+    for cost in costs:
+        sum_so_far += cost.outside
+        if cost.name in chosen:
+            peak = max(peak, sum_so_far + cost.inputs + cost.kept)
+        sum_so_far += cost.inputs if cost.name in chosen else cost.kept
+    return max(peak, sum_so_far + outside)
+
+
+def choose(costs: Sequence[BlockCost], budget: int, *, outside: int = 0) -> Choice:
+    """The choice of the least time whose peak is within the budget, or all blocks where none is.
+
+    Args:
+        costs: in the order of the forward pass.
+        budget: bytes.
+        outside: bytes that are saved behind the last block.
+    """
+    names = tuple(cost.name for cost in costs)
+    found = _least_time(costs, budget - outside, budget)
+    recomputed = names if found is None else tuple(name for name, chosen in zip(names, found) if chosen)
+    return Choice(
+        budget=budget,
+        recomputed=recomputed,
+        peak=peak_bytes(costs, recomputed, outside=outside),
+        seconds=sum(cost.seconds for cost in costs if cost.name in recomputed),
+        peak_of_all_kept=peak_bytes(costs, (), outside=outside),
+        peak_of_all_recomputed=peak_bytes(costs, names, outside=outside),
+    )
+
+
+def _least_time(costs: Sequence[BlockCost], at_end: int, at_once: int) -> tuple[bool, ...] | None:
+    """Which blocks are recomputed; None where nothing fits.
+
+    Args:
+        at_end: bytes that may be kept by all blocks together.
+        at_once: bytes that may be alive during the backward of a recomputed block.
+    """
+    # bytes kept so far -> (seconds, decisions as a linked list, the latest first)
+    front: dict[int, tuple[float, tuple]] = {0: (0.0, ())}
+    for cost in costs:
+        following: dict[int, tuple[float, tuple]] = {}
+        for kept, (seconds, decisions) in front.items():
+            kept += cost.outside
+            if kept + cost.kept <= at_end:
+                _offer(following, kept + cost.kept, seconds, (False, decisions))
+            if kept + cost.inputs <= at_end and kept + cost.inputs + cost.kept <= at_once:
+                _offer(following, kept + cost.inputs, seconds + cost.seconds, (True, decisions))
+        front = _not_dominated(following)
+        if len(front) > MOST_CHOICES:
+            front = _on_grid(front, max(1, at_end // MOST_CHOICES))
+    if not front:
+        return None
+    _, decisions = min(front.values(), key=lambda found: found[0])
+    found: list[bool] = []
+    while decisions:
+        chosen, decisions = decisions
+        found.append(chosen)
+    return tuple(reversed(found))
+
+
+def _offer(front: dict[int, tuple[float, tuple]], kept: int, seconds: float, decisions: tuple) -> None:
+    if kept not in front or seconds < front[kept][0]:
+        front[kept] = (seconds, decisions)
+
+
+def _not_dominated(front: dict[int, tuple[float, tuple]]) -> dict[int, tuple[float, tuple]]:
+    """Without choices that need more bytes than another and no less time."""
+    best, left = float("inf"), {}
+    for kept in sorted(front):
+        if front[kept][0] < best:
+            best = front[kept][0]
+            left[kept] = front[kept]
+    return left
+
+
+def _on_grid(front: dict[int, tuple[float, tuple]], step: int) -> dict[int, tuple[float, tuple]]:
+    rounded: dict[int, tuple[float, tuple]] = {}
+    for kept, (seconds, decisions) in front.items():
+        _offer(rounded, -(-kept // step) * step, seconds, decisions)
+    return _not_dominated(rounded)

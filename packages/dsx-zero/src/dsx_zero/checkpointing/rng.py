@@ -1,0 +1,148 @@
+"""Random streams that a checkpoint saves before its forward and restores for its recomputation.
+
+Model-parallel code draws some dropout masks alike on all model-parallel ranks and some differently. `RngTracker` keeps
+named streams beside the default one, as Megatron's tracker does; `fork` draws from one of them. A `torch.Generator` of
+the user's own is tracked too, once it was given to `track`.
+
+Streams are those of the current CUDA device where CUDA is in use, else of the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ZeroStateError
+
+__all__ = ["MODEL_PARALLEL_STREAM", "RngSnapshot", "RngTracker"]
+
+MODEL_PARALLEL_STREAM = "model-parallel-rng"
+
+
+@dataclass(frozen=True)
+class RngSnapshot:
+    """States of all streams and generators of a tracker at one moment."""
+
+    streams: Mapping[str, torch.Tensor]
+    generators: Mapping[str, torch.Tensor]
+
+
+class RngTracker:
+    """Named random streams and generators."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, torch.Tensor] = {}
+        self._seeds: dict[int, str] = {}
+        self._generators: dict[str, torch.Generator] = {}
+
+    def reset(self) -> None:
+        """Forget all streams and generators."""
+        self._streams.clear()
+        self._seeds.clear()
+        self._generators.clear()
+
+    def add(self, name: str, seed: int) -> None:
+        """Add a stream that begins at `seed`.
+
+        Raises:
+            ZeroStateError: the name or the seed is in use; two streams of one seed would draw the same numbers.
+        """
+        if name in self._streams:
+            raise ZeroStateError(f"RngTracker.add({name!r}): there is a stream of this name; call reset() first")
+        if seed in self._seeds:
+            raise ZeroStateError(
+                f"RngTracker.add({name!r}, {seed}): the stream {self._seeds[seed]!r} has this seed, so that both would"
+                " draw the same numbers; give another seed"
+            )
+        self._seeds[seed] = name
+        with _default_stream_kept():
+            _seed(seed)
+            self._streams[name] = _state()
+
+    def track(self, name: str, generator: torch.Generator) -> None:
+        """Save and restore a generator of yours with every checkpoint. `fork` does not know it: draw from it directly.
+
+        Raises:
+            ZeroStateError: another generator has the name.
+        """
+        if self._generators.get(name, generator) is not generator:
+            raise ZeroStateError(f"RngTracker.track({name!r}): another generator has this name; give another one")
+        self._generators[name] = generator
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
+        """Inside, the default generator draws from the stream `name`; afterwards it goes on where it was.
+
+        Raises:
+            ZeroStateError: there is no such stream.
+        """
+        if name not in self._streams:
+            known = ", ".join(sorted(self._streams)) or "none"
+            raise ZeroStateError(
+                f"RngTracker.fork({name!r}): no such stream, known: {known}; call"
+                " model_parallel_cuda_manual_seed(seed) or add(name, seed) first"
+            )
+        with _default_stream_kept():
+            _set_state(self._streams[name])
+            try:
+                yield
+            finally:
+                self._streams[name] = _state()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """Copies of the streams' states, for a checkpoint on disk."""
+        return {name: state.clone() for name, state in self._streams.items()}
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Go on from states that `get_states` gave. Streams that are not among them are forgotten."""
+        self._streams = {name: state.clone() for name, state in states.items()}
+
+    def snapshot(self) -> RngSnapshot:
+        """All states now. They are replaced, never changed in place, so that nothing is copied."""
+        return RngSnapshot(dict(self._streams), {name: g.get_state() for name, g in self._generators.items()})
+
+    def restore(self, snapshot: RngSnapshot) -> None:
+        """Go back to a moment. What was added since keeps its state."""
+        self._streams.update(snapshot.streams)
+        for name, state in snapshot.generators.items():
+            if name in self._generators:
+                self._generators[name].set_state(state)
+
+
+def seed_default_stream(seed: int) -> None:
+    """Seed the default generator of the device that streams are on."""
+    _seed(seed)
+
+
+def _on_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _state() -> torch.Tensor:
+    return torch.cuda.get_rng_state() if _on_cuda() else torch.get_rng_state()
+
+
+def _set_state(state: torch.Tensor) -> None:
+    if _on_cuda():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+def _seed(seed: int) -> None:
+    if _on_cuda():
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def _default_stream_kept() -> Iterator[None]:
+    before = _state()
+    try:
+        yield
+    finally:
+        _set_state(before)

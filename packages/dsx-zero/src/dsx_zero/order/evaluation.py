@@ -1,0 +1,80 @@
+"""The order of gathers in forwards without gradients: evaluation, generation.
+
+When all ranks have asked for the same gathers in two such forwards, one after the other, those become the schedule of
+the following ones: nothing is asked per unit any more, and gathers are issued ahead of their use. Two rounds of words
+are left in each forward. The one at its beginning (`Kind.FORWARD_BEGIN`) tells ranks that run fewer forwards to take
+part; the one at its end makes sure that no rank needs a gather that the schedule does not have before any rank goes
+back to its user, whose own collectives would wait for that rank.
+
+A need beyond the schedule drops it, on all ranks and in the round that tells of it; the schedule of the training step
+stays. So does it where every rank passes by a gather: it is not needed any more.
+
+This file holds what is known and how it is learnt from rounds; `agreed` asks and executes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from .replay import Replay
+from .schedule import Kind, Operation, Pass, Post, Schedule
+
+__all__ = ["EvaluationOrder"]
+
+_log = logging.getLogger(__name__)
+
+
+class EvaluationOrder:
+    """The schedule of forwards without gradients, and this rank's way through the running one.
+
+    Its state depends on rounds only, which all ranks see alike; so all have the same schedule.
+
+    Args:
+        limits: turns gathers into uses of what is still gathered.
+    """
+
+    def __init__(self, limits: Callable[[Schedule], Schedule]) -> None:
+        self.schedule: Schedule | None = None
+        """None while the ranks agree on each gather."""
+        self.replay: Replay | None = None
+        """Of the running forward, if it has begun to follow the schedule."""
+        self._limits = limits
+        self._record: list[Operation] = []
+        self._last: list[Operation] | None = None  # what all ranks asked for in the forward before
+        self._uniform = True
+
+    def note(self, posts: Sequence[Post]) -> None:
+        """Learn from a round."""
+        evaluating = [post for post in posts if post.during is Pass.EVALUATION]
+        if not evaluating:
+            return
+        operation = posts[0].operation
+        alike = len(evaluating) == len(posts) and all(post.operation == operation for post in posts)
+        if self.schedule is None:
+            self._learn(operation, alike)
+        elif any(post.operation.kind is Kind.GATHER for post in evaluating):
+            needs = [f"rank {r} needed {p.operation}" for r, p in enumerate(posts) if p.operation.kind is Kind.GATHER]
+            _log.debug("the order of forwards without gradients is agreed on anew: %s", "; ".join(needs))
+            self._drop()
+            self._learn(operation, alike)
+            self._uniform = False  # the record has not the beginning of this forward
+        elif alike and operation.kind is Kind.FORWARD_END and all(post.skipped for post in posts):
+            self._drop()
+
+    def _drop(self) -> None:
+        self.schedule = self.replay = self._last = None
+        self._record, self._uniform = [], True
+
+    def _learn(self, operation: Operation, alike: bool) -> None:
+        if not alike:
+            self._uniform = False
+        elif operation.kind is Kind.GATHER:
+            self._record.append(operation)
+        elif operation.kind is Kind.FORWARD_END:
+            record = [*self._record, operation] if self._uniform and self._record else None
+            if record is not None and record == self._last:
+                self.schedule = self._limits(Schedule(tuple(record)))
+                _log.debug("the order of forwards without gradients is frozen:\n%s", self.schedule)
+            self._last = record
+            self._record, self._uniform = [], True

@@ -1,0 +1,56 @@
+"""What an order of collectives has executed: gathers, where parameters come and go, and reductions."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..errors import ZeroStateError
+
+__all__ = ["CollectiveExecutor", "Gathers", "NoGathers"]
+
+
+class Gathers(Protocol):
+    """The gathers of one model (`gather.executor.GatherExecutor`); see `Executor` for the methods."""
+
+    def run_gather(self, unit: int) -> None: ...
+
+    def discard(self, unit: int) -> None: ...
+
+    def holds(self, unit: int) -> bool: ...
+
+
+class NoGathers:
+    """Stages 0-2: parameters are always whole."""
+
+    def run_gather(self, unit: int) -> None:
+        """Never asked for at these stages."""
+        raise ZeroStateError(f"unit {unit} is whole at stages 0-2, there is nothing to gather")
+
+    def discard(self, unit: int) -> None:
+        """Whole units stay."""
+
+    def holds(self, unit: int) -> bool:
+        """They are always there."""
+        return True
+
+
+class _OnUnit(Protocol):
+    def __call__(self, unit: int) -> None: ...
+
+
+class _AskUnit(Protocol):
+    def __call__(self, unit: int) -> bool: ...
+
+
+class CollectiveExecutor:
+    """The `Executor` of one model: `reduce` starts the reduction of a unit, `gathers` are the other half.
+
+    Its operations are those of the halves themselves, so that none of them costs another call.
+    """
+
+    def __init__(self, reduce: _OnUnit, gathers: Gathers | None = None) -> None:
+        half: Gathers = gathers or NoGathers()
+        self.run_reduce: _OnUnit = reduce
+        self.run_gather: _OnUnit = half.run_gather
+        self.discard: _OnUnit = half.discard
+        self.holds: _AskUnit = half.holds

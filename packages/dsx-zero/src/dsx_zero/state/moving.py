@@ -1,0 +1,249 @@
+"""States that leave the device for a while, at run time: `offload_states` and `reload_states`.
+
+For programs that share a device between training and something else, such as reinforcement learning, where the model
+generates between two updates. Each storage is copied into host memory and given back under the tensors that lie in it,
+so that every view (masters, slices, states, parameters) is right again once the bytes are back. Meanwhile nobody may
+read them: homes raise, a forward raises, and parameters and `.grad` show NaNs of their shape.
+
+What lives on the host or on disk already (`offload_optimizer`, `offload_param`) stays where it is, and so does memory
+that the ranks of a host share: it is host memory. Left out are moves to disk: give `offload_optimizer` for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from ..errors import ZeroConfigError, ZeroStateError
+from ..homes.home import DeviceHome, Home
+from ..runtime import Runtime
+from ..step.states import OptimizerStates
+
+__all__ = ["MovedStates", "OffloadDeviceEnum", "OffloadStateTypeEnum"]
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """The classes of state that can be moved, by the names that scripts use."""
+
+    optim_states = "optim_states"
+    """What the optimizer keeps per element."""
+    hp_params = "hp_params"
+    """Masters, where they are memory of their own."""
+    lp_params = "lp_params"
+    """Parameters: whole ones at stages 0-2, shards at stage 3."""
+    lp_grads = "lp_grads"
+    """Gradients."""
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+    """Buffers that are kept for the gradients of backwards to come; they have no values and are given back."""
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where state can live, by the names of configurations."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+_CLASSES = {
+    OffloadStateTypeEnum.lp_params: "params",
+    OffloadStateTypeEnum.hp_params: "master",
+    OffloadStateTypeEnum.lp_grads: "grads",
+    OffloadStateTypeEnum.optim_states: "optimizer",
+}
+"""The class of `state_bytes` that each is counted under."""
+
+
+@dataclass
+class _Found:
+    """What one class of state consists of: tensors whose storages move, homes over them, and tensors that users see."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    homes: list[DeviceHome] = field(default_factory=list)
+    faces: list[torch.Tensor] = field(default_factory=list)
+
+
+class _Stash:
+    """The bytes of one storage in host memory; the storage object stays, without memory."""
+
+    def __init__(self, tensor: torch.Tensor, *, pin: bool, non_blocking: bool) -> None:
+        self._storage, self._device = tensor.untyped_storage(), tensor.device
+        self.nbytes = self._storage.nbytes()
+        on_cuda = self._device.type == "cuda"
+        self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pin and on_cuda)
+        data = self._bytes()
+        self._host.copy_(data, non_blocking=non_blocking)
+        if on_cuda:
+            data.record_stream(torch.cuda.current_stream(self._device))
+        self._storage.resize_(0)
+
+    def bring_back(self, *, non_blocking: bool) -> None:
+        """Take the memory again, with the values of before."""
+        self._storage.resize_(self.nbytes)
+        self._bytes().copy_(self._host, non_blocking=non_blocking)
+
+    def _bytes(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._storage)  # type: ignore[arg-type]
+
+
+class MovedStates:
+    """Moves the states of one sharded model off the device and back."""
+
+    def __init__(self, runtime: Runtime, states: OptimizerStates) -> None:
+        self._runtime, self._states = runtime, states
+        self._stashes: dict[OffloadStateTypeEnum, list[_Stash]] = {}
+        self._homes: list[DeviceHome] = []
+        self._faces: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._guard: Any = None
+
+    def check(self) -> None:
+        """Refuse what needs all states on the device.
+
+        Raises:
+            ZeroStateError: states are offloaded; names them.
+        """
+        if self._stashes:
+            raise ZeroStateError(self._refusal())
+
+    def _refusal(self) -> str:
+        names = ", ".join(kind.value for kind in self._stashes)
+        return (
+            f"{names} of this model are in host memory since offload_states(); expected them on the device: call"
+            " reload_states() on every rank first"
+        )
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in host memory, by the classes of `state_bytes`."""
+        return {_CLASSES[kind]: sum(s.nbytes for s in stashes) for kind, stashes in self._stashes.items()}
+
+    def move_out(
+        self, include: Iterable[OffloadStateTypeEnum | str] | None, device: Any, *, pin: bool, non_blocking: bool
+    ) -> None:
+        """See `ZeroOptimizer.offload_states`."""
+        kinds = _kinds(include)
+        _check_device(device)
+        if not self._stashes:
+            self._runtime.gradients.complete_due()  # nothing may be under way
+        for kind in kinds:
+            if kind is OffloadStateTypeEnum.contiguous_grad_buffer:
+                self._runtime.gradients.drop_idle()
+            elif kind not in self._stashes:
+                self._stashes[kind] = self._move(self._find(kind), pin=pin, non_blocking=non_blocking)
+        if self._stashes and self._guard is None:
+            self._guard = self._runtime.model.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._runtime.gradients.refuse_backwards(self._refusal() if self._stashes else None)
+
+    def bring_back(self, *, non_blocking: bool = False) -> None:
+        """See `ZeroOptimizer.reload_states`."""
+        stashes, self._stashes = self._stashes, {}
+        for kept in stashes.values():
+            for stash in kept:
+                stash.bring_back(non_blocking=non_blocking)
+        for home in self._homes:
+            home.away = None
+        for face, values in self._faces:
+            face.data = values
+        self._homes, self._faces = [], []
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+        self._runtime.gradients.refuse_backwards(None)
+
+    def _move(self, found: _Found, *, pin: bool, non_blocking: bool) -> list[_Stash]:
+        for face in found.faces:
+            self._faces.append((face, face.detach()))
+            nothing = float("nan") if face.is_floating_point() else 0
+            face.data = torch.full((), nothing, dtype=face.dtype, device=face.device).expand(face.shape)
+        for home in found.homes:
+            home.away = "offload_states() has moved it to host memory; call reload_states() on every rank first"
+        self._homes += found.homes
+        storages = {
+            tensor.untyped_storage()._cdata: tensor
+            for tensor in found.tensors
+            if tensor.untyped_storage().nbytes() and tensor.untyped_storage().resizable()
+        }
+        return [_Stash(tensor, pin=pin, non_blocking=non_blocking) for tensor in storages.values()]
+
+    def _before_forward(self, module: Any, args: Any) -> None:
+        if OffloadStateTypeEnum.lp_params in self._stashes or torch.is_grad_enabled():
+            self.check()
+
+    # What there is ----------------------------------------------------------------------------------------------------
+
+    def _find(self, kind: OffloadStateTypeEnum) -> _Found:
+        finders: dict[OffloadStateTypeEnum, Callable[[], _Found]] = {
+            OffloadStateTypeEnum.lp_params: self._parameters,
+            OffloadStateTypeEnum.hp_params: self._masters,
+            OffloadStateTypeEnum.lp_grads: self._gradients,
+            OffloadStateTypeEnum.optim_states: self._optimizer,
+        }
+        return finders[kind]()
+
+    def _parameters(self) -> _Found:
+        self._runtime.publisher.free_gathered()
+        found = _Found()
+        for unit in self._runtime.units:
+            for group in unit.groups:
+                homes = list(_on_device([group.shard, group.stepped]))
+                visible = [] if group.visible is None else [group.visible]
+                tensors = [*visible, *(home.memory for home in homes)]
+                if not all(tensor.untyped_storage().resizable() for tensor in tensors):
+                    continue  # in memory that the ranks share, which is host memory
+                found.tensors += tensors
+                found.homes += homes
+                if group.visible is not None:
+                    found.faces += [p for p in group.parameters if p.numel()]
+        return found
+
+    def _masters(self) -> _Found:
+        masters = [group.own_master for unit in self._runtime.units for group in unit.groups]
+        homes = list(_on_device(master for master in masters if master is not None))
+        return _Found([home.memory for home in homes], homes)
+
+    def _gradients(self) -> _Found:
+        gradients = self._runtime.gradients
+        homes = list(_on_device(gradients.homes()))
+        faces = [
+            p.grad
+            for unit in self._runtime.units
+            for group in unit.trainable
+            for p in group.parameters
+            if p.grad is not None and type(p.grad) is torch.Tensor and p.grad.numel()
+        ]
+        return _Found([*gradients.tensors(), *(home.memory for home in homes)], homes, faces)
+
+    def _optimizer(self) -> _Found:
+        tensors = [tensor for tier, tensor in self._states.tensors() if tier == "device" and tensor.numel() > 1]
+        homes = list(_on_device(self._states.homes()))
+        return _Found([*tensors, *(home.memory for home in homes)], homes)
+
+
+def _on_device(homes: Iterable[Home]) -> Iterator[DeviceHome]:
+    return (home for home in homes if isinstance(home, DeviceHome))
+
+
+def _kinds(include: Iterable[OffloadStateTypeEnum | str] | None) -> list[OffloadStateTypeEnum]:
+    if include is None:
+        return list(OffloadStateTypeEnum)
+    known = [kind.value for kind in OffloadStateTypeEnum]
+    given = [include] if isinstance(include, str) else list(include)
+    for kind in given:
+        if kind not in known:
+            raise ZeroConfigError(
+                "offload_states(include=...)", f"got {kind!r}, expected a set of {', '.join(known)}, or None for all"
+            )
+    return [kind for kind in OffloadStateTypeEnum if kind in given]
+
+
+def _check_device(device: Any) -> None:
+    name = getattr(device, "value", None) or str(device)
+    if name != "cpu":
+        raise ZeroConfigError(
+            "offload_states(device=...)",
+            f"got {device!r}, expected 'cpu'; state that is to live on disk needs offload_optimizer or offload_param"
+            " with device nvme",
+        )

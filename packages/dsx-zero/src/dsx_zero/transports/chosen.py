@@ -1,0 +1,141 @@
+"""The transports of one model, chosen once, from the configuration or by the caller of `shard`.
+
+Transports of one's own are a class with `gather` and `reduce`; it is given to `shard(transports=...)` and needs no
+other place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import dsx_comm
+import torch
+from dsx_comm import RankSet
+
+from ..groups import LentGroups
+from .gathers import PlainGather
+from .levels import HierarchicalGather, SecondaryGather
+from .nodes import hierarchy_of
+from .protocol import ReduceTransport, Transport
+from .quantized import QuantizedGather, QuantizedReduceScatter
+from .reductions import AllReduce, Cast, HybridReduceScatter, InPieces, ReduceScatter
+
+if TYPE_CHECKING:
+    from ..config import ZeroConfig
+
+__all__ = ["PlainTransports", "Transports", "ZeroPlusPlus", "transports_of"]
+
+
+class Transports(Protocol):
+    """Makes the transports of one model. Every rank has the same ones, and makes them in the same order."""
+
+    def gather(self, sets: Collection[RankSet]) -> Transport:
+        """For the parameters of stage 3, which these sets of ranks share."""
+        ...
+
+    def reduce(self, op: Any, ranks: RankSet, *, scatters: bool) -> ReduceTransport:
+        """For the gradients of one rank set.
+
+        Args:
+            op: `dsx_comm.ReduceOp.SUM` or `AVG`.
+            ranks: who shares them.
+            scatters: each rank keeps a shard of the result (stages 1-3); else all of it, in the place of the source.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PlainTransports:
+    """Values as they are.
+
+    Attributes:
+        wire: the dtype in which gradients travel, for the dtype of their parameter.
+        most: elements of the greatest message of a reduction.
+    """
+
+    wire: Callable[[torch.dtype], torch.dtype]
+    most: int
+
+    def gather(self, sets: Collection[RankSet]) -> Transport:
+        """See `Transports.gather`."""
+        plain: Transport = PlainGather()
+        return plain if all(ranks.near is None for ranks in sets) else SecondaryGather(plain)
+
+    def reduce(self, op: Any, ranks: RankSet, *, scatters: bool) -> ReduceTransport:
+        """See `Transports.reduce`."""
+        if not scatters:
+            inner: ReduceTransport = AllReduce(op)
+        else:
+            inner = ReduceScatter(op) if ranks.copies is None else HybridReduceScatter(op)
+        return InPieces(Cast(inner, self.wire), self.most)
+
+
+@dataclass(frozen=True)
+class ZeroPlusPlus:
+    """Fewer bytes, and fewer of them between nodes.
+
+    Attributes:
+        plain: carries what is not quantised.
+        groups: where groups of nodes come from.
+        weight_bits: of gathered parameters; 0: they are not quantised.
+        only_frozen: of these, those that are not trained.
+        gradient_bits: of reduced gradients; 0: they are not quantised.
+        weight_feedback: what the codes of parameters leave out is added to the next step's.
+        gradient_feedback: (decay, period) of `dsx_comm.QuantizationFeedback` for gradients; None: none.
+        two_levels: gathers go between nodes first (`mics_hierarchical_params_gather`).
+    """
+
+    plain: PlainTransports
+    groups: LentGroups
+    weight_bits: int = 0
+    only_frozen: bool = False
+    gradient_bits: int = 0
+    weight_feedback: bool = False
+    gradient_feedback: tuple[float, int] | None = None
+    two_levels: bool = False
+
+    def gather(self, sets: Collection[RankSet]) -> Transport:
+        """See `Transports.gather`."""
+        primary: Transport = PlainGather()
+        if self.two_levels:
+            found = {ranks: hierarchy_of(ranks, self.groups, "gathers") for ranks in sets if ranks.size > 1}
+            several = {ranks: nodes for ranks, nodes in found.items() if nodes.nodes > 1 and nodes.devices > 1}
+            primary = HierarchicalGather(primary, several)
+        if self.weight_bits:
+            primary = QuantizedGather(
+                primary, bits=self.weight_bits, only_frozen=self.only_frozen, feedback=self.weight_feedback
+            )
+        return primary if all(ranks.near is None for ranks in sets) else SecondaryGather(primary)
+
+    def reduce(self, op: Any, ranks: RankSet, *, scatters: bool) -> ReduceTransport:
+        """See `Transports.reduce`."""
+        exact = self.plain.reduce(op, ranks, scatters=scatters)
+        if not self.gradient_bits or not scatters or ranks.copies is not None:
+            return exact
+        feedback = None
+        if self.gradient_feedback is not None:
+            feedback = partial(dsx_comm.QuantizationFeedback, *self.gradient_feedback)
+        nodes = hierarchy_of(ranks, self.groups, "gradients")
+        return QuantizedReduceScatter(exact, op, nodes, bits=self.gradient_bits, feedback=feedback)
+
+
+def transports_of(settings: ZeroConfig, plain: PlainTransports, groups: LentGroups) -> Transports:
+    """The transports that the `zero_optimization` section asks for."""
+    weights = settings.zero_quantized_weights or settings.zero_quantized_nontrainable_weights
+    if not (weights or settings.zero_quantized_gradients or settings.mics_hierarchical_params_gather):
+        return plain
+    loco, feedback = settings.zeropp_loco_param, settings.zero_quantized_error_feedback
+    decay = (0.0, 0) if feedback else None
+    return ZeroPlusPlus(
+        plain,
+        groups,
+        weight_bits=settings.zero_quantized_weights_bits if weights else 0,
+        only_frozen=not settings.zero_quantized_weights,
+        gradient_bits=settings.zero_quantized_gradients_bits if settings.zero_quantized_gradients else 0,
+        weight_feedback=feedback and settings.zero_quantized_weights,
+        gradient_feedback=decay if loco is None else (loco.err_beta, loco.reset_T),
+        two_levels=settings.mics_hierarchical_params_gather,
+    )

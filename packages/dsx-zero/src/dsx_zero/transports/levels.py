@@ -1,0 +1,82 @@
+"""Gathers that know of nodes: secondary shards (hpZ) and gathers in two levels (MiCS).
+
+With secondary shards the first gather after a change of the values goes over all ranks, and each rank keeps a part of
+what it gathered: 1/k of the buffer, k the number of ranks near it (`RankSet.near`, normally those of its node). Gathers
+until the next change, such as those of backward, go among these ranks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import dsx_comm
+import torch
+
+from ..lanes import Pending
+from ..params.flat import FlatGroup
+from .protocol import Stateless, Then, Transport
+
+__all__ = ["HierarchicalGather", "SecondaryGather"]
+
+
+class SecondaryGather:
+    """Gathers with secondary shards, where a group's ranks have near ones. `primary`: the gather over all ranks."""
+
+    def __init__(self, primary: Transport) -> None:
+        self._primary = primary
+        self._shards: dict[FlatGroup, torch.Tensor] = {}
+        self._generation: dict[FlatGroup, int] = {}
+        self._filling: dict[FlatGroup, Then] = {}
+        self._prepared: dict[FlatGroup, dsx_comm.PreparedCollective] = {}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """See `Transport.tensors`: the secondary shards."""
+        return self._primary.tensors() + list(self._shards.values())
+
+    def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
+        """See `Transport.start`. Which shards are read follows from what was gathered before, so all ranks choose
+        alike.
+        """
+        near = group.ranks.near
+        if near is None:
+            return self._primary.start(out, source, group, label)
+        if self._generation.get(group) != group.generation:
+            return self._fill(out, source, group, label, near)
+        filling = self._filling.pop(group, None)
+        if filling is not None:
+            filling.wait()
+        prepared = self._prepared.get(group)
+        if prepared is None:
+            numel = group.layout.numel // near.size
+            prepared = self._prepared[group] = dsx_comm.prepare_all_gather(
+                numel, group.key.dtype, group.key.device, near.group, label=label
+            )
+        return prepared.start(out, self._shards[group])
+
+    def _fill(
+        self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str, near: dsx_comm.RankSet
+    ) -> Then:
+        self._generation[group] = group.generation
+        numel = group.layout.numel // near.size
+        shard = self._shards.get(group)
+        if shard is None:
+            shard = self._shards[group] = out.new_empty(numel)
+        pending = self._primary.start(out, source, group, label)
+        part = out[near.rank * numel : (near.rank + 1) * numel]
+        filling = self._filling[group] = Then([pending], lambda: shard.copy_(part))
+        return filling
+
+
+class HierarchicalGather(Stateless):
+    """Gathers between nodes first, then inside them. `hierarchies`: the nodes of each rank set that spans several."""
+
+    def __init__(self, plain: Transport, hierarchies: Mapping[dsx_comm.RankSet, dsx_comm.Hierarchy]) -> None:
+        self._plain, self._hierarchies = plain, hierarchies
+
+    def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
+        """See `Transport.start`."""
+        hierarchy = self._hierarchies.get(group.ranks)
+        if hierarchy is None:
+            return self._plain.start(out, source, group, label)
+        with dsx_comm.unit(label):
+            return dsx_comm.hierarchical_all_gather(out, source, hierarchy, async_op=True)

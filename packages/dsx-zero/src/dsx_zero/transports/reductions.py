@@ -1,0 +1,135 @@
+"""Reductions of gradients: as they are, in another dtype, and in pieces of a greatest size.
+
+A stage has one kind of reduction: stage 0 all-reduces in place, stages 1-3 scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import dsx_comm
+import torch
+
+from ..lanes import Pending
+from ..params.flat import FlatGroup
+from ..plan.layout import pieces
+from .protocol import ReduceTransport, Stateless, Then
+
+__all__ = ["AllReduce", "Cast", "HybridReduceScatter", "InPieces", "ReduceScatter"]
+
+
+class AllReduce(Stateless):
+    """The sum or mean in place, on every rank. `op`: `dsx_comm.ReduceOp.SUM` or `AVG`."""
+
+    def __init__(self, op: Any) -> None:
+        self._op = op
+
+    def result_dtype(self, source: torch.dtype, group: FlatGroup) -> torch.dtype:
+        """See `ReduceTransport.result_dtype`."""
+        return source
+
+    def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
+        """See `Transport.start`."""
+        with dsx_comm.unit(label):
+            return dsx_comm.all_reduce(source, op=self._op, group=group.ranks.group, async_op=True)
+
+
+class ReduceScatter(Stateless):
+    """This rank's shard of the sum or mean, in one reduce-scatter that is made ready once per group and size."""
+
+    def __init__(self, op: Any) -> None:
+        self._op = op
+        self._prepared: dict[tuple[FlatGroup, int, torch.dtype], dsx_comm.PreparedCollective] = {}
+
+    def result_dtype(self, source: torch.dtype, group: FlatGroup) -> torch.dtype:
+        """See `ReduceTransport.result_dtype`."""
+        return source
+
+    def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
+        """See `Transport.start`."""
+        key = (group, out.numel(), source.dtype)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepared[key] = dsx_comm.prepare_reduce_scatter(
+                out.numel(), source.dtype, group.key.device, self._op, group.ranks.group, label=label
+            )
+        return prepared.start(out, source)
+
+
+class HybridReduceScatter(Stateless):
+    """This rank's shard of the sum over all copies of the buffer (hybrid sharding): a reduce-scatter among those that
+    share it, then an all-reduce of the shard over `RankSet.copies`.
+    """
+
+    def __init__(self, op: Any) -> None:
+        self._op = op
+
+    def result_dtype(self, source: torch.dtype, group: FlatGroup) -> torch.dtype:
+        """See `ReduceTransport.result_dtype`."""
+        return source
+
+    def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
+        """See `Transport.start`."""
+        ranks = group.ranks
+        copies = None if ranks.copies is None else ranks.copies.group
+        with dsx_comm.unit(label):
+            return dsx_comm.hybrid_reduce_scatter(out, source, copies, self._op, ranks.group, async_op=True)
+
+
+class Cast:
+    """Sends gradients in another dtype than the one they are kept in. `wire`: that dtype for a parameter's dtype."""
+
+    def __init__(self, inner: ReduceTransport, wire: Callable[[torch.dtype], torch.dtype]) -> None:
+        self._inner, self._wire = inner, wire
+
+    def tensors(self) -> list[torch.Tensor]:
+        """See `Transport.tensors`."""
+        return self._inner.tensors()
+
+    def result_dtype(self, source: torch.dtype, group: FlatGroup) -> torch.dtype:
+        """See `ReduceTransport.result_dtype`."""
+        return self._inner.result_dtype(self._wire(group.key.dtype), group)
+
+    def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
+        """See `Transport.start`."""
+        wire = self._wire(group.key.dtype)
+        if wire == source.dtype:
+            return self._inner.start(out, source, group, label)
+        message = source.to(wire)
+        if out is not source:
+            return Then([self._inner.start(out, message, group, label)], keeps=message)
+        pending = self._inner.start(message, message, group, label)
+        return Then([pending], lambda: out.copy_(message))
+
+
+class InPieces:
+    """Cuts messages at `most` elements. All pieces travel at once: what is sent of a unit beyond `most` elements is
+    copied, and the copies go as soon as the unit has arrived.
+    """
+
+    def __init__(self, inner: ReduceTransport, most: int) -> None:
+        self._inner, self._most = inner, most
+
+    def tensors(self) -> list[torch.Tensor]:
+        """See `Transport.tensors`."""
+        return self._inner.tensors()
+
+    def result_dtype(self, source: torch.dtype, group: FlatGroup) -> torch.dtype:
+        """See `ReduceTransport.result_dtype`."""
+        return self._inner.result_dtype(source, group)
+
+    def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
+        """See `Transport.start`."""
+        inner = self._inner
+        if source.numel() <= self._most:
+            return inner.start(out, source, group, label)
+        if out is source:
+            parts = [source[start:stop] for start, stop in pieces(source.numel(), self._most)]
+            return Then([inner.start(part, part, group, label) for part in parts])
+        rows = source.view(group.ranks.size, -1)  # row r is for rank r
+        cuts = pieces(rows.shape[1], self._most // group.ranks.size)
+        parts = [rows[:, start:stop].reshape(-1) for start, stop in cuts]
+        return Then(
+            [inner.start(out[start:stop], part, group, label) for (start, stop), part in zip(cuts, parts)], keeps=parts
+        )

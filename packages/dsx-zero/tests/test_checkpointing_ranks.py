@@ -1,0 +1,187 @@
+"""`dsx_zero.checkpointing` on model-parallel ranks and under ZeRO: the gradients and the dropout of a model without it,
+at every stage, divided or not; each rank keeps its slice.
+"""
+
+import pytest
+import torch
+from dsx_testkit import RankError, run_ranks
+
+
+class Axes:
+    """Neighbours are model-parallel: the mpu of a job of `world` ranks in pairs."""
+
+    def __init__(self, rank, world, model):
+        import torch.distributed as dist
+
+        groups = {}
+        for start in range(0, world, model):
+            ranks = tuple(range(start, start + model))
+            groups["model", ranks] = dist.new_group(ranks)
+        for start in range(model):
+            ranks = tuple(range(start, world, model))
+            groups["data", ranks] = dist.new_group(ranks)
+        for (kind, ranks), group in groups.items():
+            if rank in ranks:
+                setattr(self, f"get_{kind}_parallel_group", lambda group=group: group)
+                setattr(self, f"get_{kind}_parallel_rank", lambda ranks=ranks: ranks.index(rank))
+                setattr(self, f"get_{kind}_parallel_world_size", lambda ranks=ranks: len(ranks))
+
+
+def build(call, mpu):
+    """A model whose blocks are cut over the model-parallel ranks, as Megatron's are."""
+    import torch.distributed as dist
+    from dsx_zero import checkpointing
+    from torch import nn
+    from torch.nn import functional as F
+
+    group = mpu.get_model_parallel_group()
+
+    class Enter(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad = grad.clone()
+            dist.all_reduce(grad, group=group)
+            return grad
+
+    class Leave(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            x = x.clone()
+            dist.all_reduce(x, group=group)
+            return x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Block(nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            torch.manual_seed(100 * mpu.get_model_parallel_rank() + seed)
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+            for parameter in self.parameters():
+                parameter.tensor_model_parallel = True
+
+        def forward(self, x):
+            y = torch.tanh(self.up(Enter.apply(x)))
+            with checkpointing.get_cuda_rng_tracker().fork():  # this rank's part: a mask of its own
+                y = F.dropout(y, 0.25)
+            return x + F.dropout(Leave.apply(self.down(y)), 0.25)  # alike on all ranks
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(Block(n) for n in range(3))
+
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = call(block, x)
+            return x
+
+    return Model()
+
+
+def losses(call, stage, mpu, data_rank):
+    import dsx_zero
+    from dsx_zero import checkpointing
+
+    model, optimizer = dsx_zero.shard(build(call, mpu), lambda p: torch.optim.AdamW(p, lr=0.01), stage=stage, mpu=mpu)
+    checkpointing.model_parallel_cuda_manual_seed(100 + data_rank)
+    found = []
+    for step in range(3):
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + data_rank))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    optimizer.release()
+    return torch.stack(found)
+
+
+POLICIES = [
+    {},
+    {"partition_activations": True},
+    {"partition_activations": True, "checkpoint_in_cpu": True},
+    {"partition_activations": True, "contiguous_checkpointing": True, "num_checkpoints": 3},
+]
+
+
+def stages(rank, world, model, which, policies):
+    from dsx_zero import checkpointing
+
+    mpu = Axes(rank, world, model)
+    data_rank = mpu.get_data_parallel_rank()
+    for stage in which:
+        expected = losses(lambda block, x: block(x), stage, mpu, data_rank)
+        for policy in policies:
+            for reentrant in (False, True):
+                checkpointing.configure(mpu, **policy)
+
+                def call(block, x, reentrant=reentrant):
+                    return checkpointing.checkpoint(block, x, use_reentrant=reentrant)
+
+                got = losses(call, stage, mpu, data_rank)
+                assert torch.equal(got, expected), (stage, policy, reentrant, got, expected)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_ranks_all_stages(world):
+    run_ranks(stages, world, world, (0, 1, 2, 3), POLICIES[1:2])
+
+
+def test_two_by_two_ranks_at_stage_3():
+    run_ranks(stages, 4, 2, (3,), POLICIES[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_policies_at_all_stages(world):
+    run_ranks(stages, world, min(world, 2), (0, 1, 2, 3), POLICIES)
+
+
+def slices(rank, world):
+    from dsx_zero import checkpointing
+    from dsx_zero.checkpointing.configured import current
+    from torch.autograd.graph import saved_tensors_hooks
+
+    mpu = Axes(rank, world, world)
+    checkpointing.configure(mpu, partition_activations=True)
+    held = []
+    take = current().keeper.place.put
+    current().keeper.place.put = lambda flat: held.append(flat.numel()) or take(flat)
+    x = torch.arange(7.0, requires_grad=True)
+    small, index = torch.ones(1), torch.arange(7)
+    whole = torch.full((7,), 2.0)
+    whole.no_checkpointing = True
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        y = checkpointing.checkpoint(
+            lambda x, *rest: torch.tanh(x) * rest[0] + rest[1][0] + rest[2], x, small, index, whole
+        )
+    assert held == [-(-7 // world)], held
+    y.sum().backward()
+    expected = x.detach().requires_grad_()
+    torch.tanh(expected).sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+
+
+def test_each_rank_keeps_its_slice():
+    run_ranks(slices, 3)
+
+
+def differing(rank, world):
+    from dsx_zero import checkpointing
+
+    checkpointing.configure(Axes(rank, world, world), partition_activations=True)
+    checkpointing.checkpoint(torch.tanh, torch.full((4,), float(rank), requires_grad=True))
+
+
+def test_inputs_that_differ_are_refused():
+    with pytest.raises(RankError, match="no_checkpointing"):
+        run_ranks(differing, 2)
