@@ -46,6 +46,87 @@ def _fail(_gradient):
     raise ArithmeticError("planted in backward")
 
 
+class NotFinite(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 0
+
+
+class Spoils(nn.Module):
+    """A layer whose backward gives values that are not finite, at one micro-batch (told by its data)."""
+
+    def __init__(self, of_weight):
+        super().__init__()
+        self.scale, self.of_weight = nn.Parameter(torch.ones(WIDTH)), of_weight
+
+    def forward(self, x, bad):
+        if not bad:
+            return x * self.scale
+        return x * NotFinite.apply(self.scale) if self.of_weight else NotFinite.apply(x) * self.scale
+
+
+class Marked(nn.Module):
+    """Passes (values, mark) on; the mark says which micro-batch is spoiled."""
+
+    def __init__(self, spoils=None):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.between = Spoils(spoils == "weight") if spoils else None
+
+    def forward(self, value):
+        x, mark = value
+        y = self.first(x)
+        if self.between is not None:
+            y = self.between(y, bool(mark.eq(1).all()))
+        return x + self.second(torch.tanh(y)), mark
+
+
+def marked_loss(output, labels):
+    return nn.functional.mse_loss(output[0], labels)
+
+
+def spoiled(rank, world, name, bad_stage, spoils):
+    torch.manual_seed(0)
+    plan = build(name, world, 4)
+    mods = [nn.Sequential(Marked(), Marked(spoils if s == bad_stage else None)) for s in plan.stages_of(rank)]
+    pipe = Pipeline(mods, plan, loss_fn=marked_loss)
+    batches = [((torch.randn(2, WIDTH), torch.full((2,), int(m == 2))), torch.randn(2, WIDTH)) for m in range(4)]
+    try:
+        pipe.train_batch(iter(batches))
+    except StageError as error:
+        found = str(error), error.stage, error.micro_batch, error.layer
+    else:
+        found = None
+    for m in mods:
+        m.zero_grad()
+        m[1].between = None
+    assert torch.isfinite(pipe.train_batch(iter(batches)))  # and goes on
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, stage", [("1f1b", 0), ("1f1b", 1), ("gpipe", 2), ("zb-h1", 0), ("zb-h1", 1), ("zbv", 3), ("zbv", 0)]
+)
+def test_a_gradient_that_is_not_finite_is_named_with_its_layer(name, stage):
+    results = run_ranks(spoiled, 3, name, stage, "input", backend="dsx")
+    assert len(set(results)) == 1, results
+    text, *where = results[0]
+    assert where == [stage, 2, "1.between (Spoils)"]
+    assert "backward failed: gradients stop being finite here" in text
+
+
+@pytest.mark.parametrize("name, stage", [("1f1b", 1), ("zb-h1", 2)])
+def test_a_gradient_of_a_weight_alone_that_is_not_finite(name, stage):
+    results = run_ranks(spoiled, 3, name, stage, "weight", backend="dsx")
+    assert len(set(results)) == 1, results
+    text, *where = results[0]
+    assert where == [stage, None, "1.between (Spoils)"] and "the gradient of 1.between.scale is not finite" in text
+
+
 def stage_with(how):
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(how))
 

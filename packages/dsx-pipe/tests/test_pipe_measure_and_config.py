@@ -105,7 +105,9 @@ def test_tensor_parallel_section():
     )
     options = section.slice_options()
     assert options["overlap"] is True and rules_of(options["config"])[0].parts == 3
-    assert TensorParallel().slice_options() == {"preset": None, "config": None, "overlap": False}
+    off = {"preset": None, "config": None, "overlap": False, "sequence_parallel": False}
+    assert TensorParallel().slice_options() == off
+    assert TensorParallel(sequence_parallel=True).slice_options() == {**off, "sequence_parallel": True}
     with pytest.raises(ValidationError):
         TensorParallel(autotp_sizes=2)
     with pytest.raises(ValidationError, match="unknown key 'pattern'"):

@@ -1,5 +1,7 @@
 """Sliced layers and models give the outputs and gradients of the whole ones, and carry Megatron's marks."""
 
+import copy
+
 import dsx_comm
 import pytest
 import torch
@@ -75,9 +77,47 @@ def pair(rank, world, overlap, sequence):
     assert not getattr(down.bias, "tensor_model_parallel", False)
 
 
-@pytest.mark.parametrize("overlap, sequence", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("overlap, sequence", [(False, False), (True, False), (False, True), (True, True)])
 def test_column_and_row(overlap, sequence):
     run_ranks(pair, 2, overlap, sequence, backend="dsx")
+
+
+def transposed(rank, world, sequence):
+    """Weights that lie as [in, out], as in GPT-2's Conv1D: the overlapped backward is that of the ordinary one."""
+    torch.manual_seed(0)
+    x, found = torch.randn(2, 2 * world, 6, dtype=F64), []
+    for overlap in (False, True):
+        torch.manual_seed(1)
+        layer = ColumnParallelLinear(
+            6, 12, transposed=True, parts=3, overlap=overlap, sequence_parallel=sequence, dtype=F64
+        )
+        mine = (x.chunk(world, 1)[rank] if sequence else x).clone().requires_grad_()
+        out = layer(mine)
+        (out * out.detach().sin()).sum().backward()
+        assert layer.weight.shape == (6, 12 // world)
+        found.append((type(out.grad_fn).__name__, out.detach(), mine.grad, layer.weight.grad, layer.bias.grad))
+    (plain, *a), (overlapped, *b) = found
+    assert (plain == "_OverlappedBackward", overlapped == "_OverlappedBackward") == (False, True)
+    for one, other in zip(a, b, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_overlap_on_transposed_weights(sequence):
+    run_ranks(transposed, 2, sequence, backend="dsx")
+
+
+def under_autocast(rank, world):
+    layer = ColumnParallelLinear(4, 4, overlap=True)
+    x = torch.randn(3, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    out.sum().backward()
+    assert out.dtype == torch.bfloat16 and x.grad.dtype == layer.weight.grad.dtype == torch.float32
+
+
+def test_overlap_under_autocast():
+    run_ranks(under_autocast, 2, backend="dsx")
 
 
 def test_three_ranks_on_gloo():
@@ -136,17 +176,20 @@ def model_of(kind):
     if kind == "llama":
         config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=16)
         return transformers.LlamaForCausalLM(config).double()
+    if kind == "qwen3":  # norms on each head: every rank uses them on its own heads
+        config = transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=4, max_position_embeddings=16)
+        return transformers.Qwen3ForCausalLM(config).double()
     config = transformers.BertConfig(
         **sizes, max_position_embeddings=16, hidden_dropout_prob=0, attention_probs_dropout_prob=0
     )
     return transformers.BertForMaskedLM(config).double()
 
 
-def hugging_face(rank, world, kinds):
+def hugging_face(rank, world, kinds, options):
     for kind in kinds:
         whole, model = model_of(kind), model_of(kind)
         names = [n for n, _ in model.named_parameters()]
-        slice_model(model, overlap=True)
+        slice_model(model, **options)
         assert [n for n, _ in model.named_parameters()] == names
         state = whole_state(model)
         for name, value in whole.named_parameters():
@@ -171,8 +214,46 @@ def hugging_face(rank, world, kinds):
             torch.testing.assert_close(p.grad, piece, rtol=1e-5, atol=1e-7, msg=f"{kind} {name}")
 
 
-def test_hugging_face_models_by_rule():
-    run_ranks(hugging_face, 2, ("gpt2", "llama", "bert"), backend="dsx", timeout=200)
+@pytest.mark.parametrize("options", [{"overlap": True}, {"sequence_parallel": True}], ids=["overlap", "sequence"])
+def test_hugging_face_models_by_rule(options):
+    run_ranks(hugging_face, 2, ("gpt2", "llama", "qwen3", "bert"), options, backend="dsx", timeout=200)
+
+
+class Seen:
+    """Lengths of the sequences that modules get."""
+
+    def __init__(self, model, names):
+        self.lengths = {}
+        for name in names:
+            hook = self.note(name)
+            model.get_submodule(name).register_forward_hook(hook)
+
+    def note(self, name):
+        def hook(module, args, output):
+            self.lengths[name] = args[0].shape[1]
+
+        return hook
+
+
+def lengths(rank, world):
+    model = slice_model(model_of("gpt2"), sequence_parallel=True)
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        seen = Seen(one, ["transformer.h.0.ln_1", "transformer.h.1.mlp.c_fc", "transformer.ln_f"])
+        one(input_ids=torch.zeros(1, 8, dtype=torch.long))
+        assert seen.lengths == {"transformer.h.0.ln_1": 4, "transformer.h.1.mlp.c_fc": 8, "transformer.ln_f": 8}
+    with pytest.raises(TensorSliceError, match="sequence length"):
+        model(input_ids=torch.zeros(1, 7, dtype=torch.long))
+    untouched = model_of("gpt2")
+    with pytest.raises(TensorSliceError, match="leave one out"):
+        slice_model(untouched, overlap=True, sequence_parallel=True)
+    with pytest.raises(TensorSliceError, match=r"expected one nn\.ModuleList"):
+        slice_model(Own(), config=SPECS, sequence_parallel=True)
+    assert type(untouched.transformer.h[0].attn.c_attn).__name__ == "Conv1D"
+
+
+def test_between_sliced_layers_each_rank_has_its_part_of_the_sequence():
+    run_ranks(lengths, 2, backend="dsx")
 
 
 class Own(nn.Module):

@@ -17,11 +17,12 @@ def model_of():
     return transformers.GPT2LMHeadModel(config).double()
 
 
-def combined(rank, world, shape, schedule):
+def combined(rank, world, shape, schedule, sequence_parallel=False):
     pipe_size, model_size, data_size = shape
     topology = PipeModelDataParallelTopology(num_pp=pipe_size, num_mp=model_size, num_dp=data_size)
     grid = PipelineParallelGrid(topology)
-    pm = PipelineModule(slice_model(model_of(), grid.model.group), topology=topology, schedule=schedule)
+    model = slice_model(model_of(), grid.model.group, sequence_parallel=sequence_parallel)
+    pm = PipelineModule(model, topology=topology, schedule=schedule, activation_checkpoint_interval=sequence_parallel)
     ids = torch.randint(0, 21, (4 * data_size, 6), generator=torch.Generator().manual_seed(1))
     mine = ids.chunk(data_size)[grid.data.rank]
     found = []
@@ -60,6 +61,10 @@ def combined(rank, world, shape, schedule):
 def test_two_stages_of_two_slices():
     for plain, pieces in run_ranks(combined, 4, (2, 2, 1), "1f1b", backend="dsx", timeout=200):
         assert pieces < 0.8 * plain, "pieces are half the tensors, beside the headers"
+
+
+def test_stages_of_slices_with_the_sequence_split_inside():
+    run_ranks(combined, 4, (2, 2, 1), "zb-h1", True, backend="dsx", timeout=200)
 
 
 @pytest.mark.slow

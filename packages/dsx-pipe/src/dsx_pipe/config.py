@@ -62,6 +62,7 @@ class TensorParallel(_Section):
 
     autotp_size: Size = Field(0, description="tensor-parallel size; 0 is off")
     tp_overlap_comm: bool = Field(False, description="add up input gradients while weight gradients are computed")
+    sequence_parallel: bool = Field(False, description="split the sequence between the sliced layers of a block (dsx)")
     preset_model: str | None = Field(None, description="known model family")
     partition_config: dict[str, Any] | None = Field(None, description="which layers are split, and how")
 
@@ -75,4 +76,9 @@ class TensorParallel(_Section):
 
     def slice_options(self) -> dict[str, Any]:
         """Arguments of `dsx_pipe.tensor.slice_model`."""
-        return {"preset": self.preset_model, "config": self.partition_config, "overlap": self.tp_overlap_comm}
+        return {
+            "preset": self.preset_model,
+            "config": self.partition_config,
+            "overlap": self.tp_overlap_comm,
+            "sequence_parallel": self.sequence_parallel,
+        }

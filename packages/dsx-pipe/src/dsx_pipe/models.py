@@ -24,6 +24,7 @@ from torch import nn
 from .chunk import Recomputation
 from .errors import PartitionError
 from .layers import Unit
+from .tensor.sequence import set_borders
 
 
 class Skipped(nn.Module):
@@ -124,8 +125,9 @@ class ModelParts:
         """The stage that runs these units."""
         first, last = 0 in units, len(self.units) - 1 in units
         model = self.keep(units)
+        blocks = _at(_at(model, self.base_name), self.rule.blocks)
+        set_borders(blocks)
         if recomputation.interval:
-            blocks = _at(_at(model, self.base_name), self.rule.blocks)
             for name, block in list(blocks._modules.items()):
                 if block is not None and not isinstance(block, Skipped):
                     blocks._modules[name] = _RecomputedBlock(block, recomputation)

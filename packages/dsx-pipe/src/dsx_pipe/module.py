@@ -22,6 +22,7 @@ from torch import nn
 from .chunk import Chunk, Recomputation, recompute
 from .errors import PipelineError
 from .grid import PipelineParallelGrid, ProcessTopology, topology_for
+from .layer_files import LayerFile, TorchFiles, read_layers, write_layers
 from .layers import LayerSpec, TiedLayerSpec, class_name, count_parameters, flatten_layers, parameter_at
 from .models import ModelParts, parts_of_model
 from .partition import bounds_of
@@ -110,6 +111,7 @@ class PipelineModule(nn.Module):
         self.stage_modules: list[nn.Module] = [self._build(s) for s in self.local_stages()]
         self.ties = Ties(self._make_ties())
         self.ties.synchronize()
+        self._files = self._layer_files()
         del self._specs, self._model  # what other ranks hold is not kept
 
     # - building
@@ -286,19 +288,101 @@ class PipelineModule(nn.Module):
         """Shared weights of this rank with the groups that share them."""
         return [(tie.parameter, tie.group) for tie in self.ties.ties]
 
-    # - names of checkpoint files
+    # - one file per layer
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """DeepSpeed's file name of a layer: layer_<index>-<place on the other axes>-model_states.pt."""
-        index = self.parts[self.local_stages()[0]] + local_layer_idx
-        place = self.topology().get_rank_repr(rank=self._grid.global_rank)
-        name = f"layer_{index:02d}{f'-{place}' if place else ''}-model_states.pt"
-        return str(Path(ckpt_dir) / name)
+        return self._layer_path(ckpt_dir, self._local_layers()[local_layer_idx])
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         """The files of a layer that are there, of all slices."""
-        index = self.parts[self.local_stages()[0]] + local_layer_idx
-        return sorted(str(p) for p in Path(ckpt_dir).glob(f"layer_{index:02d}-*model_states.pt"))
+        return self._layer_paths(ckpt_dir, self._local_layers()[local_layer_idx])
+
+    def save_state_dict(
+        self,
+        save_dir: str | Path,
+        checkpoint_engine: Any = None,
+        exclude_frozen_params: bool = False,
+        *,
+        parallel_write: bool = False,
+    ) -> None:
+        """Write DeepSpeed's files of this module's weights, one per layer. All ranks call it.
+
+        Args:
+            save_dir: made if it is not there.
+            checkpoint_engine: writes in place of torch: `save(state_dict, path)`.
+            exclude_frozen_params: leave out parameters that are not trained.
+            parallel_write: the data-parallel ranks share the layers out; else the first of them writes all.
+
+        Parameters that ZeRO stage 3 has partitioned are to be gathered around the call
+        (`dsx.zero.GatheredParameters`).
+
+        Raises:
+            PipelineError: on every rank, if one of them could not write.
+        """
+        data = self._grid.data
+        mine = [f for f in self._files if f.is_written and data.rank == (f.index % data.size if parallel_write else 0)]
+        write_layers(
+            self,
+            mine,
+            lambda i: self._layer_path(save_dir, i),
+            checkpoint_engine or TorchFiles(),
+            exclude_frozen_params,
+        )
+
+    def load_state_dir(self, load_dir: str | Path, checkpoint_engine: Any = None, strict: bool = True) -> None:
+        """Take the weights of this rank's layers from DeepSpeed's files, written with any number of stages and slices.
+
+        All ranks call it.
+
+        Args:
+            load_dir: the folder with `layer_*-model_states.pt`.
+            checkpoint_engine: reads in place of torch: `load(path, map_location=...)`.
+            strict: every weight must be in its file, and every entry of a file must be a weight.
+
+        Raises:
+            PipelineError: on every rank, if a file is missing, or names or shapes do not fit; nothing is changed then.
+        """
+        model = self._grid.model
+        read_layers(
+            self, self._files, lambda i: self._layer_paths(load_dir, i), checkpoint_engine or TorchFiles(), strict,
+            (model.rank, model.size),
+        )  # fmt: skip
+
+    def _local_layers(self) -> list[int]:
+        return [i for stage in self.local_stages() for i in range(self.parts[stage], self.parts[stage + 1])]
+
+    def _layer_path(self, folder: str | Path, index: int) -> str:
+        place = self.topology().get_rank_repr(rank=self._grid.global_rank)
+        return str(Path(folder) / f"layer_{index:02d}{f'-{place}' if place else ''}-model_states.pt")
+
+    def _layer_paths(self, folder: str | Path, index: int) -> list[str]:
+        return sorted(str(p) for p in Path(folder).glob(f"layer_{index:02d}-*model_states.pt"))
+
+    def _layer_files(self) -> list[LayerFile]:
+        """The files of this rank's layers, with the names of their weights."""
+        names: dict[int, str] = {}
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            names.setdefault(id(tensor), name)
+        paths = {id(module): name for name, module in self.named_modules(remove_duplicate=False)}
+        uses = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self._specs]
+        found: dict[int, LayerFile] = {}
+        for index in self._local_layers():
+            spec = self._specs[index]
+            if self._model is not None:  # a unit has no names of its own: the model's stand in the file
+                held = [f"{paths[id(part)]}.{key}" for part in spec.parts for key in part.state_dict()]
+                found[index] = LayerFile(index, {name: name for name in held})
+            elif isinstance(spec, TiedLayerSpec):
+                first = uses.index(spec.key)
+                found.setdefault(first, _file_of(first, self.tied_modules[spec.key], names, index == first))
+            elif str(index) in self._modules:
+                found[index] = _file_of(index, self._modules[str(index)], names, True)
+        return [file for _, file in sorted(found.items()) if file.names]
+
+
+def _file_of(index: int, layer: Any, names: dict[int, str], is_written: bool) -> LayerFile:
+    held = layer.state_dict(keep_vars=True)
+    return LayerFile(index, {key: names[id(tensor)] for key, tensor in held.items()}, is_written)
 
 
 def _places(schedule: Schedule | str, ranks: int, chunks: int | None) -> tuple[int, ...]:

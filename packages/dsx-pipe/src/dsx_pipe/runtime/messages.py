@@ -8,9 +8,13 @@ they come and keep those that are wanted later, so the ranks' orders need not ag
 
 A send never waits. Its tensors are kept until it is done (`reap`, `wait_sent`).
 
-On CUDA headers travel over a group for host tensors, payloads over two device groups, one per direction: on one nccl
-communicator two ranks that send to each other first wait for each other. (The CUDA path has not been run with more
-than one device.)
+On a device headers travel over a group for host tensors, and payloads in batches over one device group. Operations of
+one communicator run in the order in which they are issued, and a send there waits for its receive, so two ranks that
+each send before they receive would wait for each other. Therefore the messages come in the order of
+`schedule.with_communication`, which is right where every send waits (`schedule.check`). One batch are the tensors of a
+message that is received, or of the sends that follow each other. A receive is no batch with its neighbours: its header
+may come from a rank that waits for them. Headers are read on the host before a payload is issued, so a failure takes
+its place there too. (Tested with recorded batches; not run with more than one device yet.)
 """
 
 from __future__ import annotations
@@ -47,18 +51,30 @@ class Spec:
     structure: Structure
     tensors: tuple[TensorSpec, ...]
 
-    @staticmethod
-    def of(value: Any) -> Spec:
-        """The spec of a value."""
-        structure, tensors, _ = flatten(value)
-        return Spec(structure, tuple(TensorSpec.of(t) for t in tensors))
+    def fits(self, other: Spec) -> bool:
+        """Whether structure, shapes and dtypes are the same, whoever carries a gradient."""
+        return self == other or self._without_gradients() == other._without_gradients()
 
-    def without_gradients(self) -> Spec:
-        """The same structure, shapes and dtypes, whoever carries a gradient."""
+    def _without_gradients(self) -> Spec:
         return Spec(self.structure, tuple(replace(t, requires_grad=False) for t in self.tensors))
 
     def __str__(self) -> str:
         return describe_parts(self.structure, [str(t) for t in self.tensors], [])
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A value taken apart, to be sent."""
+
+    spec: Spec
+    tensors: list[torch.Tensor]
+    others: list[Any]
+
+    @staticmethod
+    def of(value: Any) -> Parcel:
+        """The parts of a value."""
+        structure, tensors, others = flatten(value)
+        return Parcel(Spec(structure, tuple(map(TensorSpec.of, tensors))), tensors, others)
 
 
 @dataclass
@@ -83,21 +99,23 @@ class WrongRun(PipelineError):
 
 
 class Groups:
-    """The process groups of one pipeline: headers, and payloads from lower to higher ranks and back."""
+    """The process groups of one pipeline: for headers, and for payloads.
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    Args:
+        group: ranks of the pipeline.
+        device: where tensors are.
+        batched: send payloads in batches; always so on a device.
+    """
+
+    def __init__(self, group: Any, device: torch.device, *, batched: bool = False) -> None:
         self.group, self.device = group, device
         self.ranks = dsx_comm.get_all_ranks_from_group(group)
         self.rank, self.size = dsx_comm.get_rank(group), dsx_comm.get_world_size(group)
-        self.host = self.down = self.up = group
+        self.batched = batched or device.type != "cpu"
+        self.host = self.payload = group
         if device.type != "cpu" and self.size > 1:
             self.host = dsx_comm.new_group(self.ranks, backend="gloo", description="pipeline headers")
-            self.down = dsx_comm.new_group(self.ranks, description="pipeline down")
-            self.up = dsx_comm.new_group(self.ranks, description="pipeline up")
-
-    def payload(self, source: int, destination: int) -> Any:
-        """The group for tensors from one rank to another."""
-        return self.down if source < destination else self.up
+            self.payload = dsx_comm.new_group(self.ranks, description="pipeline tensors")
 
 
 class Mailbox:
@@ -117,22 +135,22 @@ class Mailbox:
         self._known: dict[tuple[int, int, bool], tuple[Spec, bytes]] = {}
         self._arrived: dict[int, dict[Key, Message]] = {}
         self._flying: list[tuple[Any, Any]] = []
+        self._leaving: list[tuple[int, torch.Tensor]] = []  # (destination, tensor), until `flush`
 
     def begin_run(self) -> None:
         """A new step begins; messages of earlier ones are no longer expected."""
         self.run += 1
         self._arrived.clear()
+        self._leaving.clear()
 
     def forget_shapes(self) -> None:
         """Negotiate structure and shapes again with the next messages. Both sides must call it."""
         self._sent.clear()
         self._known.clear()
 
-    def send(self, destination: int, key: Key, value: Any) -> None:
+    def send(self, destination: int, key: Key, parcel: Parcel) -> None:
         """Send a value; returns at once."""
-        structure, tensors, others = flatten(value)
-        spec = Spec(structure, tuple(map(TensorSpec.of, tensors)))
-        extra = pickle.dumps(others) if others else b""
+        spec, extra = parcel.spec, pickle.dumps(parcel.others) if parcel.others else b""
         channel = (destination, key.stage, key.backward)
         before = self._sent.get(channel)
         blob_spec = pickle.dumps(spec) if before is None or before[0] != spec else b""
@@ -141,10 +159,13 @@ class Mailbox:
         self._header(destination, key, DATA, len(blob_spec), len(blob_extra), int(bool(extra)))
         if blob_spec or blob_extra:
             self._post(_bytes_tensor(blob_spec + blob_extra), destination, self.groups.host, _BLOB)
-        group = self.groups.payload(self.groups.rank, destination)
-        for tensor in tensors:
+        for tensor in parcel.tensors:
             if tensor.numel():
-                self._post(self._piece(tensor.detach().contiguous(), key.backward), destination, group, _PAYLOAD)
+                piece = self._piece(tensor.detach().contiguous(), key.backward)
+                if self.groups.batched:
+                    self._leaving.append((destination, piece))
+                else:
+                    self._post(piece, destination, self.groups.payload, _PAYLOAD)
 
     def send_failure(self, destination: int, key: Key, status: int, text: bytes) -> None:
         """Send the news of a failure in place of a value."""
@@ -158,12 +179,34 @@ class Mailbox:
             PeerLost: the other rank is gone, or communication with it failed.
             WrongRun: the other rank is in another step.
         """
+        self.flush()
         waiting = self._arrived.setdefault(source, {})
         while key not in waiting:
             found, message = self._next(source)
             waiting[found] = message
         self.reap()
         return waiting.pop(key)
+
+    def flush(self) -> None:
+        """Issue the payloads that were given to `send` since the last call as one batch.
+
+        Raises:
+            PeerLost: communication with a rank of the batch failed.
+        """
+        leaving, self._leaving = self._leaving, []
+        if leaving:
+            handles = self._issue(dsx_comm.isend, leaving)
+            self._flying += [(handle, (leaving[0][0], leaving)) for handle in handles]
+
+    def _issue(self, operation: Any, tensors: list[tuple[int, torch.Tensor]]) -> list[Any]:
+        """Begin a batch of sends or receives: (peer, tensor) each."""
+        group = self.groups.payload
+        try:
+            return dsx_comm.batch_isend_irecv(
+                [dsx_comm.P2POp(operation, tensor, group=group, group_peer=peer) for peer, tensor in tensors]
+            )
+        except RuntimeError as error:
+            raise self._lost(tensors[0][0], error) from error
 
     def reap(self) -> None:
         """Let go of what has been sent."""
@@ -214,17 +257,27 @@ class Mailbox:
         spec = pickle.loads(blob_spec) if blob_spec else known[0]  # type: ignore[index]
         extra = blob_extra if blob_extra else (known[1] if known and has_values else b"")
         self._known[channel] = (spec, extra)
-        group = self.groups.payload(source, self.groups.rank)
-        tensors = []
-        for one in spec.tensors:
-            tensor = torch.empty(one.shape, dtype=one.dtype, device=self.groups.device)
-            if tensor.numel():
-                piece = self._piece(tensor, key.backward)
-                self._take(piece, source, group, _PAYLOAD)
-                if piece is not tensor:
-                    dsx_comm.all_gather_into_tensor(tensor.view(-1), piece, group=self._slicing[key.backward])
-            tensors.append(tensor.requires_grad_(one.requires_grad))
+        tensors = [torch.empty(one.shape, dtype=one.dtype, device=self.groups.device) for one in spec.tensors]
+        pieces = [(tensor, self._piece(tensor, key.backward)) for tensor in tensors if tensor.numel()]
+        self._take_all(source, [piece for _, piece in pieces])
+        for tensor, piece in pieces:
+            if piece is not tensor:
+                dsx_comm.all_gather_into_tensor(tensor.view(-1), piece, group=self._slicing[key.backward])
+        for tensor, one in zip(tensors, spec.tensors):
+            tensor.requires_grad_(one.requires_grad)
         return unflatten(spec.structure, tensors, pickle.loads(extra) if extra else [])
+
+    def _take_all(self, source: int, pieces: list[torch.Tensor]) -> None:
+        """Receive the payload of one message; on a device the stream waits for it, not the host."""
+        if not self.groups.batched:
+            for piece in pieces:
+                self._take(piece, source, self.groups.payload, _PAYLOAD)
+        elif pieces:
+            try:
+                for handle in self._issue(dsx_comm.irecv, [(source, piece) for piece in pieces]):
+                    handle.wait()
+            except RuntimeError as error:
+                raise self._lost(source, error) from error
 
     def _piece(self, tensor: torch.Tensor, backward: bool) -> torch.Tensor:
         """What of a tensor travels: this rank's part of its elements, or all where they cannot be divided."""

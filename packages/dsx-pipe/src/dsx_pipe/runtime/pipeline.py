@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 from ..errors import PipelineError, ScheduleError, StageError
-from ..schedule import Action, Schedule, Span, build, check, inference_over
+from ..schedule import Action, Schedule, Span, build, check, inference_over, with_communication
 from .data import MicroBatches, split_batch
 from .failure import Failure, first_of
 from .messages import LOST, Groups, Mailbox, Spec
@@ -48,8 +49,10 @@ class Pipeline:
         loss_fn: (output, labels) -> scalar on the last stage; None: the output is the loss. Default: the module's.
         device: where tensors arrive; default: that of the module's parameters, else the CPU.
         dynamic_shape: shapes may differ between micro-batches and steps. Else a change is an error.
-        nonfinite: "raise" ends a training step whose loss is not finite with an error on every rank that names where it
-            began; "ignore" goes on (mixed precision that skips such steps).
+        nonfinite: "raise" ends a training step in which a loss or a gradient is not finite with an error on every rank
+            that names where that began; "ignore" goes on (mixed precision that skips such steps).
+        find_layer: with "raise", run a stage once more to find the layer; False where running a stage is collective
+            over ranks that have not failed.
         split_backward: False does the whole backward where a zero-bubble schedule has its input part.
         callbacks: of an engine.
         batch_fn: applied to every item of a data iterator.
@@ -58,6 +61,8 @@ class Pipeline:
             differ between the ranks.
         pipe_partitioned: with `slice_group`, send activations in pieces.
         grad_partitioned: with `slice_group`, send gradients in pieces.
+        batched_messages: send payloads in batches, in an order in which sends may wait; always so on a device
+            (`messages.py`).
         reduce_tied_gradients: add up the gradients of a `PipelineModule`'s shared weights after each step; False leaves
             that to the engine.
 
@@ -79,12 +84,14 @@ class Pipeline:
         device: torch.device | str | None = None,
         dynamic_shape: bool | None = None,
         nonfinite: str = "raise",
+        find_layer: bool = True,
         split_backward: bool = True,
         callbacks: StageCallbacks | None = None,
         batch_fn: Callable[[Any], Any] | None = None,
         slice_group: Any = None,
         pipe_partitioned: bool = True,
         grad_partitioned: bool = True,
+        batched_messages: bool = False,
         reduce_tied_gradients: bool = True,
     ) -> None:
         if nonfinite not in ("raise", "ignore"):
@@ -93,7 +100,7 @@ class Pipeline:
         parts = _parts_of(stage_module)
         if group is None:
             group = getattr(stage_module, "pipe_group", None)
-        self.groups = Groups(group, _device_of(parts, device))
+        self.groups = Groups(group, _device_of(parts, device), batched=batched_messages)
         self.schedule = _schedule_of(schedule, micro_batches, stage_module, self.groups.size)
         self.rank = self.groups.rank
         self.dynamic_shape = (
@@ -110,7 +117,7 @@ class Pipeline:
         self.stages = {
             index: Stage(
                 index, module, index == self.schedule.stages - 1, loss_fn, callbacks or StageCallbacks(),
-                nonfinite == "raise", split_backward, getattr(stage_module, "get_additional_losses", None),
+                nonfinite == "raise", split_backward, getattr(stage_module, "get_additional_losses", None), find_layer,
             )
             for index, module in zip(mine, parts)
         }  # fmt: skip
@@ -120,6 +127,9 @@ class Pipeline:
         self._agreed: dict[tuple[int, int], Spec] = {}
         self._iterator: Iterator[Any] | None = None
         self._last_step: Step | None = None
+        self._evaluations: dict[int, Schedule] = {}
+        self._digests: dict[int, tuple[Schedule, int]] = {}
+        self._written: dict[int, tuple[Schedule, Schedule]] = {}
         self._last_schedule = self.schedule
 
     # - what a user calls
@@ -133,6 +143,11 @@ class Pipeline:
     def is_last_stage(self) -> bool:
         """True on the rank that holds the last stage."""
         return self.schedule.stages - 1 in self.stages
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if weights have a backward of their own: the schedule says so, and `split_backward` lets it."""
+        return self.schedule.splits_backward and all(stage.split for stage in self.stages.values())
 
     @property
     def micro_batches(self) -> int:
@@ -184,7 +199,7 @@ class Pipeline:
         if reduce_output not in ("avg", None):
             raise PipelineError(f"reduce_output: got {reduce_output!r}, expected 'avg' or None")
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
-        plan = inference_over(self.schedule.stage_ranks, count)
+        plan = self._evaluation(count)
         mode = Mode(train=False, loss=compute_loss, keep_outputs=return_logits or not compute_loss)
         modules = [s.module for s in self.stages.values() if isinstance(s.module, nn.Module)]
         training = [m for module in modules for m in module.modules() if m.training]
@@ -236,10 +251,15 @@ class Pipeline:
         if self._last_step is None:
             raise PipelineError("there is no step to report: call train_batch or eval_batch first")
         rows: list[Any] = [None] * self.groups.size
-        mine = [(s.rank, str(s.action), s.start, s.end) for s in self._last_step.spans]
-        dsx_comm.all_gather_object(rows, (mine, self.most_kept()), group=self.groups.host)
-        spans = [Span(rank, Action.parse(action), start, end) for row, _ in rows for rank, action, start, end in row]
-        kept = {stage: n for _, row in rows for stage, n in row.items()}
+        step = self._last_step
+        mine = [(s.rank, str(s.action), s.start, s.end) for s in step.spans]
+        dsx_comm.all_gather_object(rows, (mine, self.most_kept(), step.start, platform.node()), group=self.groups.host)
+        apart = len({row[3] for row in rows}) > 1  # clocks of several hosts: all ranks began the step together
+        spans = [
+            Span(rank, Action.parse(action), start - apart * began, end - apart * began)
+            for row, _, began, _ in rows for rank, action, start, end in row
+        ]  # fmt: skip
+        kept = {stage: n for row in rows for stage, n in row[1].items()}
         return make_report(self._last_schedule, spans, [kept.get(s, 0) for s in range(self.schedule.stages)])
 
     # - a step
@@ -250,7 +270,7 @@ class Pipeline:
         source = data_iter if data_iter is not None else self._iterator
         data = MicroBatches(source, plan.micro_batches, self.groups.device, self._batch_fn)
         agreed = self._agreed if mode.train and not self.dynamic_shape else None
-        step = Step(plan, self.rank, self.stages, self._mailbox, data, mode, agreed)
+        step = Step(self._carried_out(plan), self.rank, self.stages, self._mailbox, data, mode, agreed)
         step.run()
         self._last_step, self._last_schedule = step, plan
         losses = self._finish(step, plan, mode)
@@ -265,8 +285,9 @@ class Pipeline:
 
     def _agree(self, plan: Schedule, kind: int) -> None:
         """All ranks must be about to do the same."""
-        digest = int.from_bytes(hashlib.sha256(str(plan).encode()).digest()[:7], "big")
-        mine = torch.tensor([digest, kind, int(self.dynamic_shape), self._mailbox.run], dtype=torch.int64)
+        mine = torch.tensor(
+            [self._digest_of(plan), kind, int(self.dynamic_shape), self._mailbox.run], dtype=torch.int64
+        )
         rows = self._gathered(mine)
         if all(row == rows[0] for row in rows):
             return
@@ -279,6 +300,29 @@ class Pipeline:
         dsx_comm.all_gather_object(texts, said, group=self.groups.host)
         listed = "\n  ".join(f"{self._name_of(r)}: {text}" for r, text in enumerate(texts))
         raise PipelineError(f"the ranks of the pipeline are not about to do the same:\n  {listed}")
+
+    def _digest_of(self, plan: Schedule) -> int:
+        """A number for a plan; the text of a large one takes milliseconds."""
+        found = self._digests.get(id(plan))
+        if found is None or found[0] is not plan:
+            digest = int.from_bytes(hashlib.sha256(str(plan).encode()).digest()[:7], "big")
+            found = self._digests[id(plan)] = (plan, digest)
+        return found[1]
+
+    def _carried_out(self, plan: Schedule) -> Schedule:
+        """The plan with its messages, where they have to be written out."""
+        if not self.groups.batched or plan.communicates or self.groups.size == 1:
+            return plan
+        found = self._written.get(id(plan))
+        if found is None or found[0] is not plan:
+            found = self._written[id(plan)] = (plan, with_communication(plan))
+        return found[1]
+
+    def _evaluation(self, count: int) -> Schedule:
+        """The plan of an evaluation over so many micro-batches."""
+        if count not in self._evaluations:
+            self._evaluations[count] = inference_over(self.schedule.stage_ranks, count)
+        return self._evaluations[count]
 
     def _finish(self, step: Step, plan: Schedule, mode: Mode) -> list[float]:
         """Tell every rank the losses, or raise on every rank what failed."""

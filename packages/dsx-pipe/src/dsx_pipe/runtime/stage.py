@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import PipelineError
 from .backward import DeferredWeights, input_backward, whole_backward
+from .nonfinite import first_in_backward, first_in_forward, is_finite, layer_of_parameter, parameters_not_finite
 from .structure import TensorSpec, describe, flatten, unflatten
 
 
@@ -37,6 +38,14 @@ class NonFiniteLoss(PipelineError):
     """A micro-batch's loss is not finite."""
 
 
+class NonFiniteGradient(PipelineError):
+    """Gradients stop being finite in this stage; `layer` says where, if it could be found."""
+
+    def __init__(self, text: str, layer: str | None, micro_batch: int | None) -> None:
+        super().__init__(text)
+        self.layer, self.micro_batch = layer, micro_batch
+
+
 @dataclass
 class _Kept:
     """What a micro-batch leaves between forward and backward."""
@@ -44,6 +53,8 @@ class _Kept:
     value: Any  # the input, with leaves that collect gradients
     leaves: list[torch.Tensor]
     outputs: list[torch.Tensor]
+    labels: Any
+    grads: list[torch.Tensor | None] = field(default_factory=list)
     deferred: DeferredWeights | None = None
 
 
@@ -57,7 +68,8 @@ class Stage:
         is_last: whether the loss is computed here.
         loss_fn: (output, labels) -> scalar; None if the output is the loss.
         callbacks: of an engine.
-        stop_at_nonfinite: raise NonFiniteLoss when a loss is not finite.
+        stop_at_nonfinite: raise NonFiniteLoss when a loss is not finite, NonFiniteGradient when a gradient is not.
+        may_rerun: whether the stage may run once more to find the layer.
         split: whether an input backward leaves the weights for later; if not it does all of it.
         extra_losses: gives further losses of the micro-batch whose loss was just computed, by name.
     """
@@ -70,11 +82,14 @@ class Stage:
     stop_at_nonfinite: bool = True
     split: bool = True
     extra_losses: Callable[[], dict[str, torch.Tensor] | None] | None = None
+    may_rerun: bool = True
     kept: dict[int, _Kept] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     extras: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     most_kept: int = 0
+    _doubts: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch: is a gradient not finite?
+    _entry: str | None = None  # the layer that ends first, of a stage whose input has no gradient
 
     def begin(self) -> None:
         """A step begins: nothing is kept from the one before."""
@@ -82,6 +97,7 @@ class Stage:
         self.losses.clear()
         self.extras.clear()
         self.outputs.clear()
+        self._doubts.clear()
         self.most_kept = 0
 
     def forward(
@@ -100,9 +116,11 @@ class Stage:
         """
         if train and not torch.is_grad_enabled():
             raise PipelineError("a training step under torch.no_grad() computes no gradients; use eval_batch")
+        leaves = [t for t in flatten(value)[1] if t.requires_grad and t.is_leaf]
+        looks = train and self.stop_at_nonfinite and not leaves
         with nullcontext() if train else torch.no_grad():
-            run = self.callbacks.forward
-            output = self.module(value) if run is None else run(self.index, micro_batch, self.module, value)
+            with self._entry_watched(micro_batch) if looks else nullcontext():
+                output = self._run(micro_batch, value)
             outputs = output
             if self.is_last:
                 if keep_output:
@@ -110,12 +128,15 @@ class Stage:
                 if loss:
                     outputs = self._loss(micro_batch, output, labels, parts)
         if train:
-            leaves = [t for t in flatten(value)[1] if t.requires_grad and t.is_leaf]
-            self.kept[micro_batch] = _Kept(value, leaves, flatten(outputs)[1])
+            self.kept[micro_batch] = _Kept(value, leaves, flatten(outputs)[1], labels)
             self.most_kept = max(self.most_kept, len(self.kept))
         if self.is_last and train and self.stop_at_nonfinite and not math.isfinite(float(self.losses[micro_batch])):
             raise NonFiniteLoss(f"the loss is {float(self.losses[micro_batch])}")
         return None if self.is_last else output
+
+    def _run(self, micro_batch: int, value: Any) -> Any:
+        run = self.callbacks.forward
+        return self.module(value) if run is None else run(self.index, micro_batch, self.module, value)
 
     def _loss(self, micro_batch: int, output: Any, labels: Any, parts: int) -> torch.Tensor:
         loss = output if self.loss_fn is None else self.loss_fn(output, labels)
@@ -150,6 +171,11 @@ class Stage:
             kept.deferred = input_backward(outputs, filled, kept.leaves)
         kept.outputs = []
         found = [leaf.grad for leaf in kept.leaves]
+        if self.stop_at_nonfinite:
+            kept.grads = filled
+            self._look_at(found, micro_batch)
+            self._judge(micro_batch, last, with_parameters=last and whole)
+            kept.grads = [] if kept.leaves else filled  # without leaves the weight part brings gradients
         if whole:
             del self.kept[micro_batch]
             self._tell(self.callbacks.after_backward, micro_batch, last)
@@ -163,6 +189,8 @@ class Stage:
                 f"stage {self.index}: weight backward of micro-batch {micro_batch} before its input part"
             )
         kept.deferred.run()
+        if self.stop_at_nonfinite:
+            self._judge(micro_batch, last, with_parameters=last)
         del self.kept[micro_batch]
         self._tell(self.callbacks.after_backward, micro_batch, last)
 
@@ -177,6 +205,8 @@ class Stage:
         if callback is not None:
             callback(self.index, micro_batch, last)
 
+    # - values that are not finite
+
     def where_nonfinite(self, micro_batch: int) -> tuple[str, str | None] | None:
         """(what is not finite, layer) if values of a kept micro-batch stop being finite on this stage, else None.
 
@@ -185,34 +215,80 @@ class Stage:
         kept = self.kept.get(micro_batch)
         if kept is None:
             return None
-        if not _finite(kept.value):
-            return ("its input, from the data,", None) if self.index == 0 else None
-        found: list[str] = []
-        handles = []
-        if isinstance(self.module, nn.Module):
-            parts = [(name, part) for name, part in self.module.named_modules() if name]
-            handles = [part.register_forward_hook(_watch(name, found)) for name, part in parts]
+        if not is_finite(kept.value):
+            return ("values of its input, from the data,", None) if self.index == 0 else None
+        if not self.may_rerun:
+            return None
+        finite, layer = first_in_forward(self.module, lambda: self._run(micro_batch, kept.value))
+        return None if finite and not self.is_last else ("its values", layer)
+
+    @contextmanager
+    def _entry_watched(self, micro_batch: int) -> Iterator[None]:
+        """Look at the gradient of the first layer's output, where the stage's input has none."""
+        module = self.module
+        parts = dict(module.named_modules()) if isinstance(module, nn.Module) else {}
+        entry = {self._entry: parts[self._entry]} if self._entry in parts else parts
+        seen: list[str] = []
+
+        def watch(name: str | None) -> Callable[..., None]:
+            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+                tensors = [t for t in flatten(output)[1] if t.requires_grad]
+                if tensors and not seen:
+                    seen.append(name or "")
+                    for tensor in tensors:
+                        tensor.register_hook(lambda gradient: self._look_at([gradient], micro_batch))
+
+            return hook
+
+        handles = [part.register_forward_hook(watch(name)) for name, part in entry.items()]
         try:
-            with torch.no_grad():
-                output = self.module(kept.value)
+            yield
         finally:
             for handle in handles:
                 handle.remove()
-        if not found and not self.is_last and _finite(output):
+        self._entry = seen[0] if seen else None
+
+    def _look_at(self, grads: Sequence[torch.Tensor | None], micro_batch: int) -> None:
+        """Note whether gradients are finite. On a device nothing is waited for here."""
+        for gradient in grads:
+            if gradient is not None:
+                doubt = torch.isfinite(gradient).all().logical_not()
+                known = self._doubts.get(micro_batch)
+                self._doubts[micro_batch] = doubt if known is None else known | doubt
+
+    def _judge(self, micro_batch: int, last: bool, *, with_parameters: bool) -> None:
+        """Raise NonFiniteGradient for what was noted: at once on the host, on a device with the last backward."""
+        on_host = all(doubt.device.type == "cpu" for doubt in self._doubts.values())
+        if on_host or last:
+            for index in sorted(self._doubts):
+                if bool(self._doubts[index]):
+                    raise NonFiniteGradient(
+                        "gradients stop being finite here: what came into its backward is finite, what goes on is not",
+                        self._layer_of_backward(index),
+                        index,
+                    )  # fmt: skip
+            self._doubts.clear()
+        if with_parameters and (names := parameters_not_finite(self.module)):
+            raise NonFiniteGradient(
+                f"the gradient of {names[-1]} is not finite, added up over the micro-batches",
+                layer_of_parameter(self.module, names[-1]), None,
+            )  # fmt: skip
+
+    def _layer_of_backward(self, micro_batch: int) -> str | None:
+        kept = self.kept.get(micro_batch)
+        if kept is None or not self.may_rerun:
             return None
-        return "its values", found[0] if found else None
 
+        def again() -> list[torch.Tensor]:
+            output = self._run(micro_batch, kept.value)
+            if self.is_last and self.loss_fn is not None:
+                output = self.loss_fn(output, kept.labels)
+            return flatten(output)[1]
 
-def _watch(name: str, found: list[str]) -> Callable[..., None]:
-    def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
-        if not found and not _finite(output):
-            found.append(f"{name} ({type(module).__name__})")
-
-    return hook
-
-
-def _finite(value: Any) -> bool:
-    return all(bool(torch.isfinite(t).all()) for t in flatten(value)[1] if t.is_floating_point() or t.is_complex())
+        try:
+            return first_in_backward(self.module, again, kept.grads)
+        except Exception:  # noqa: BLE001  (the search must not hide the failure that it explains)
+            return None
 
 
 def as_input(value: Any) -> Any:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from ..errors import PipelineError
 from ..schedule import Action, Kind, Schedule, Span
+from .clock import clock_for
 from .data import DataError, MicroBatches
 from .failure import Failure, layer_of
-from .messages import DATA, FAILURE, LOST, Key, Mailbox, PeerLost, Spec
-from .stage import NonFiniteLoss, Stage, as_input
+from .messages import DATA, FAILURE, LOST, Key, Mailbox, Parcel, PeerLost, Spec
+from .stage import NonFiniteGradient, NonFiniteLoss, Stage, as_input
 from .structure import describe
 
 _NOTHING = object()
@@ -40,8 +42,7 @@ class Step:
             may change.
 
     Attributes:
-        spans: when each computation began and ended (`time.perf_counter`; on
-            CUDA when the host issued it).
+        start: when the step began.
         failures: what failed on this rank.
         lost: ranks whose process has ended.
     """
@@ -58,7 +59,9 @@ class Step:
     ) -> None:
         self.schedule, self.rank, self.stages, self.mailbox = schedule, rank, stages, mailbox
         self.data, self.mode, self.agreed = data, mode, agreed
-        self.spans: list[Span] = []
+        self.start = time.perf_counter()
+        self._clock = clock_for(mailbox.groups.device)
+        self._marks: list[tuple[Action, Any, Any]] = []
         self.failures: list[Failure] = []
         self.lost: set[int] = set()
         self.poison: tuple[int, bytes] | None = None
@@ -69,17 +72,26 @@ class Step:
         """Carry out all actions. Failures are collected, not raised."""
         for stage in self.stages.values():
             stage.begin()
-        for action in self.schedule.actions[self.rank]:
-            if action.kind.computes:
-                self._compute(action)
-            elif action.kind.sends:
-                self._send(action)
-            else:
-                self._values[self._key_at(action)] = self._receive(action.peer_stage(), self._key_at(action))
+        for computes, part in groupby(self.schedule.actions[self.rank], lambda action: action.kind.computes):
+            for action in part:
+                if computes:
+                    self._compute(action)
+                elif action.kind.sends:
+                    self._send(action)
+                else:
+                    self._values[self._key_at(action)] = self._receive(action.peer_stage(), self._key_at(action))
+            if not computes:
+                self._flush()
         try:
             self.mailbox.wait_sent(self.lost)
         except PeerLost as error:
             self._peer_lost(error)
+
+    @property
+    def spans(self) -> list[Span]:
+        """When each computation began and ended; waits for the device."""
+        seconds = self._clock.seconds
+        return [Span(self.rank, action, seconds(start), seconds(end)) for action, start, end in self._marks]
 
     # - computing
 
@@ -108,14 +120,16 @@ class Step:
         try:
             if action.kind is Kind.FORWARD:
                 arrived, labels = self._data(action, arrived)
-            start = time.perf_counter()
+            start = self._clock.mark()
             result = self._run(action, arrived, labels)
-            self.spans.append(Span(self.rank, action, start, time.perf_counter()))
+            self._marks.append((action, start, self._clock.mark()))
             return result
         except PeerLost as error:
             self._peer_lost(error)
         except NonFiniteLoss as error:
             self._fail(Failure(action.stage, self.rank, action.micro_batch, None, doing, str(error), nonfinite=True))
+        except NonFiniteGradient as error:
+            self._fail(Failure(action.stage, self.rank, error.micro_batch, error.layer, doing, str(error)))
         except Exception as error:  # noqa: BLE001  (whatever it is, every rank has to hear of it)
             layer = layer_of(stage.module, error.__traceback__) if action.kind is Kind.FORWARD else None
             reason = f"{type(error).__name__}: {error}"
@@ -211,21 +225,28 @@ class Step:
         if self.poison is not None:
             return
         try:
+            parcel = Parcel.of(value)
             if self.agreed is not None and not key.backward:
-                spec = Spec.of(value).without_gradients()  # layers may be frozen between steps
-                before = self.agreed.setdefault((destination, key.stage), spec)
-                if before != spec:
+                before = self.agreed.setdefault((destination, key.stage), parcel.spec)
+                if not before.fits(parcel.spec):  # layers may be frozen between steps
                     raise PipelineError(
                         f"its output was {before} for the first micro-batch and is {describe(value)} now; pass "
                         "dynamic_shape=True, or call reset_activation_shape() on every rank before the step in which "
                         "shapes change"
                     )
-            self.mailbox.send(destination, key, value)
+            self.mailbox.send(destination, key, parcel)
         except PeerLost:
             raise
         except Exception as error:  # noqa: BLE001  (a value that cannot be pickled, a tensor that cannot be sent)
             reason = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
             self._fail(Failure(action.stage, self.rank, action.micro_batch, None, "sending its output", reason))
+
+    def _flush(self) -> None:
+        """Sends that follow each other are one batch, where payloads travel in batches."""
+        try:
+            self.mailbox.flush()
+        except PeerLost as error:
+            self._peer_lost(error)
 
     # - failures
 

@@ -15,7 +15,7 @@ stages takes m (F + I + W) plus the bubble:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..errors import ScheduleError
 from .action import Action, Kind
@@ -41,16 +41,29 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
     """1F1B: rank s does p - s - 1 forwards first, then one forward and one backward in turn, then what is left."""
     _sizes(ranks, micro_batches)
-    rows = []
-    for r in range(ranks):
-        ahead = min(ranks - r - 1, micro_batches)
-        row = [Action(r, _F, m) for m in range(ahead)]
-        for m in range(micro_batches):
-            if m + ahead < micro_batches:
-                row.append(Action(r, _F, m + ahead))
-            row.append(Action(r, _B, m))
-        rows.append(tuple(row))
-    return Schedule("1f1b", micro_batches, tuple(range(ranks)), tuple(rows))
+    rows = tuple(
+        _ahead_then_in_turn(
+            [Action(r, _F, m) for m in range(micro_batches)],
+            [[Action(r, _B, m)] for m in range(micro_batches)],
+            ahead=ranks - r - 1,
+        )
+        for r in range(ranks)
+    )
+    return Schedule("1f1b", micro_batches, tuple(range(ranks)), rows)
+
+
+def _ahead_then_in_turn(
+    forwards: Sequence[Action], backwards: Sequence[Sequence[Action]], *, ahead: int
+) -> tuple[Action, ...]:
+    """One rank's list: `ahead` forwards, then a forward and a backward in turn, then backwards only.
+
+    `backwards` has as many entries as `forwards`; each is what the rank does for one backward.
+    """
+    row = list(forwards[:ahead])
+    for k, actions in enumerate(backwards):
+        row += forwards[k + ahead : k + ahead + 1]
+        row += actions
+    return tuple(row)
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
@@ -74,18 +87,15 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
             chunk = chunks - 1 - chunk
         return Action(rank + chunk * ranks, kind, group * ranks + within % ranks)
 
-    rows = []
-    for r in range(ranks):
-        ahead = min(total, 2 * (ranks - r - 1) + (chunks - 1) * ranks)
-        row = [nth(r, k, _F) for k in range(ahead)]
-        for k in range(total):
-            if k + ahead < total:
-                row.append(nth(r, k + ahead, _F))
-            row.append(nth(r, k, _B))
-        rows.append(tuple(row))
-    return Schedule(
-        f"interleaved-{chunks}", micro_batches, tuple(s % ranks for s in range(ranks * chunks)), tuple(rows)
+    rows = tuple(
+        _ahead_then_in_turn(
+            [nth(r, k, _F) for k in range(total)],
+            [[nth(r, k, _B)] for k in range(total)],
+            ahead=2 * (ranks - r - 1) + (chunks - 1) * ranks,
+        )
+        for r in range(ranks)
     )
+    return Schedule(f"interleaved-{chunks}", micro_batches, tuple(s % ranks for s in range(ranks * chunks)), rows)
 
 
 def zero_bubble_h1(ranks: int, micro_batches: int) -> Schedule:
@@ -97,16 +107,9 @@ def zero_bubble_h1(ranks: int, micro_batches: int) -> Schedule:
     _sizes(ranks, micro_batches)
     rows = []
     for r in range(ranks):
-        ahead = min(ranks - r - 1, micro_batches)
-        row = [Action(r, _F, m) for m in range(ahead)]
-        for m in range(micro_batches):
-            if m + ahead < micro_batches:
-                row.append(Action(r, _F, m + ahead))
-            row.append(Action(r, _I, m))
-            if m >= r:
-                row.append(Action(r, _W, m - r))
-        row += [Action(r, _W, m) for m in range(max(micro_batches - r, 0), micro_batches)]
-        rows.append(tuple(row))
+        backwards = [[Action(r, _I, m)] + ([Action(r, _W, m - r)] if m >= r else []) for m in range(micro_batches)]
+        row = _ahead_then_in_turn([Action(r, _F, m) for m in range(micro_batches)], backwards, ahead=ranks - r - 1)
+        rows.append((*row, *(Action(r, _W, m) for m in range(max(micro_batches - r, 0), micro_batches))))
     return Schedule("zb-h1", micro_batches, tuple(range(ranks)), tuple(rows))
 
 

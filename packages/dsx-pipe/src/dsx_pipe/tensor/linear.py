@@ -17,36 +17,61 @@ from torch import nn
 
 from ..errors import TensorSliceError
 from .regions import (
-    all_reduced,
+    all_gathered,
     copy_to_slices,
     gather_from_slices,
     gather_sequence,
     reduce_from_slices,
     reduce_scatter_sequence,
     scatter_to_slices,
+    start_reduce_scatter,
 )
 from .slices import check_divides, lengths, mark, slice_of
 
 
 class _Overlapped(torch.autograd.Function):
-    """A linear layer whose backward adds up the input's gradient while it computes the weight's."""
+    """A linear layer whose backward adds up the input's gradient over the ranks while it computes the weight's.
+
+    The weight lies as [out, in], or as [in, out] (`transposed`). With a `sequence_dim` the input is this rank's piece
+    of the sequence, which is gathered; its gradient is then reduced and scattered.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.has_bias = group, bias is not None
-        return nn.functional.linear(x, weight, bias)
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: Any,
+        group: Any,
+        transposed: bool,
+        sequence_dim: int | None,
+    ) -> torch.Tensor:
+        entered = x if sequence_dim is None else all_gathered(x, sequence_dim, group)
+        ctx.save_for_backward(entered, weight)
+        ctx.how, ctx.has_bias = (group, transposed, sequence_dim), bias is not None
+        return nn.functional.linear(entered, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        of_input = (gradient @ weight).contiguous()
-        handle = dsx_comm.all_reduce(of_input, group=ctx.group, async_op=True)
+        x, weight = (t.to(gradient.dtype) for t in ctx.saved_tensors)  # under autocast they are wider
+        group, transposed, sequence_dim = ctx.how
+        pending, of_input, of_weight, of_bias = None, None, None, None
+        if ctx.needs_input_grad[0]:
+            whole = gradient @ (weight.t() if transposed else weight)
+            if sequence_dim is None:
+                of_input = whole.contiguous()
+                pending = dsx_comm.all_reduce(of_input, group=group, async_op=True)
+            else:
+                pending, of_input = start_reduce_scatter(whole, sequence_dim, group)
         flat = gradient.reshape(-1, gradient.shape[-1])
-        of_weight = flat.t() @ x.reshape(-1, x.shape[-1])
-        of_bias = flat.sum(0) if ctx.has_bias else None
-        handle.wait()
-        return of_input, of_weight, of_bias, None
+        if ctx.needs_input_grad[1]:
+            rows = x.reshape(-1, x.shape[-1])
+            of_weight = rows.t() @ flat if transposed else flat.t() @ rows
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            of_bias = flat.sum(0)
+        if pending is not None:
+            pending.wait()
+        return of_input, of_weight, of_bias, None, None, None
 
 
 class _SlicedLinear(nn.Module):
@@ -90,12 +115,14 @@ class ColumnParallelLinear(_SlicedLinear):
         parts: number of equal layers fused into this one (3 for query, key, value); each is cut.
         transposed: the weight lies as [in, out], as in Hugging Face's Conv1D.
         overlap: add up the input's gradient while the weight's is computed.
+        input_is_gathered: the caller has gathered the input from pieces of the sequence, and adds its gradient up there
+            (`gather_sequence`); nothing is added up here.
         whole: (weight, bias) of the whole layer to cut; default: new ones.
         uneven: pieces may differ in size (vocabularies).
         dtype, device: of the parameters.
 
     Raises:
-        TensorSliceError: the output features cannot be cut evenly.
+        TensorSliceError: the output features cannot be cut evenly, or options exclude each other.
     """
 
     def __init__(
@@ -111,6 +138,7 @@ class ColumnParallelLinear(_SlicedLinear):
         parts: int = 1,
         transposed: bool = False,
         overlap: bool = False,
+        input_is_gathered: bool = False,
         whole: tuple[torch.Tensor, torch.Tensor | None] | None = None,
         uneven: bool = False,
         **options: Any,
@@ -118,8 +146,11 @@ class ColumnParallelLinear(_SlicedLinear):
         super().__init__(in_features, out_features, group, transposed)
         if not uneven:
             check_divides(out_features, self.size, "out_features", parts)
-        if overlap and (sequence_parallel or transposed):
-            raise TensorSliceError("overlap: not together with sequence_parallel or transposed weights; leave one out")
+        if input_is_gathered and (overlap or sequence_parallel):
+            raise TensorSliceError(
+                "input_is_gathered: not together with overlap or sequence_parallel, because the caller has gathered "
+                "the input and adds its gradient up; leave one out"
+            )
         weight, offset = whole or _built(in_features, out_features, bias, transposed, options)
         dim = 1 if transposed else 0
         self.weight = mark(nn.Parameter(slice_of(weight, dim, self.rank, self.size, parts)), dim, parts)
@@ -129,24 +160,29 @@ class ColumnParallelLinear(_SlicedLinear):
         self._sizes = None if out_features % self.size == 0 else lengths(out_features, self.size)
         self.gather_output, self.parts, self.overlap = gather_output, parts, overlap
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.input_is_gathered = input_is_gathered
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> this rank's [..., out / ranks], or the whole [..., out]."""
         if self.overlap and self.size > 1:
-            y: Any = _Overlapped.apply(x, self.weight, self.bias, self.group)
+            along = self.sequence_dim if self.sequence_parallel else None
+            y: Any = _Overlapped.apply(x, self.weight, self.bias, self.group, self.transposed, along)
         else:
-            entered = (
-                gather_sequence(x, self.sequence_dim, self.group)
-                if self.sequence_parallel
-                else copy_to_slices(x, self.group)
-            )
-            y = self._product(entered, self.bias)
+            y = self._product(self._entered(x), self.bias)
         if not self.gather_output:
             return y
         if self.parts == 1:
             return gather_from_slices(y, -1, self.group, self._sizes)
         pieces = [gather_from_slices(part, -1, self.group) for part in y.tensor_split(self.parts, -1)]
         return torch.cat(pieces, -1)
+
+    def _entered(self, x: torch.Tensor) -> torch.Tensor:
+        """The whole input, whose gradient is added up over the ranks."""
+        if self.input_is_gathered:
+            return x
+        if self.sequence_parallel:
+            return gather_sequence(x, self.sequence_dim, self.group)
+        return copy_to_slices(x, self.group)
 
 
 class RowParallelLinear(_SlicedLinear):
@@ -190,9 +226,8 @@ class RowParallelLinear(_SlicedLinear):
         self.bias = None if offset is None else nn.Parameter(offset.clone())
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        if sequence_parallel and self.bias is not None and self.size > 1:
+        if sequence_parallel and self.bias is not None:
             self.bias.sequence_parallel = True  # type: ignore[attr-defined]
-            self.bias.register_hook(lambda gradient: all_reduced(gradient, group))  # each rank sees its own tokens
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's x [..., in / ranks] (or the whole [..., in]) -> the whole [..., out]."""
@@ -204,4 +239,7 @@ class RowParallelLinear(_SlicedLinear):
             if self.sequence_parallel
             else reduce_from_slices(y, self.group)
         )
-        return y if self.bias is None else y + self.bias
+        if self.bias is None:
+            return y
+        # each rank adds it to its own tokens, so its gradient is a part of the sum
+        return y + (copy_to_slices(self.bias, self.group) if self.sequence_parallel else self.bias)

@@ -45,14 +45,25 @@ def all_gathered(tensor: torch.Tensor, dim: int, group: Any, sizes: list[int] | 
     return out.movedim(0, dim)
 
 
-def reduce_scattered(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """This rank's piece of the sum over the group along a dimension."""
+def start_reduce_scatter(tensor: torch.Tensor, dim: int, group: Any) -> tuple[Any, torch.Tensor]:
+    """(handle, this rank's piece of the sum over the group along a dimension, complete once the handle was waited for).
+
+    Raises:
+        TensorSliceError: the dimension is no multiple of the ranks.
+    """
     size = dsx_comm.get_world_size(group)
     check_divides(tensor.shape[dim], size, f"size of dimension {dim}")
     front = tensor.detach().movedim(dim, 0).contiguous()
     out = front.new_empty((front.shape[0] // size, *front.shape[1:]))
-    dsx_comm.reduce_scatter_tensor(out.view(-1), front.view(-1), group=group)
-    return out.movedim(0, dim)
+    handle = dsx_comm.reduce_scatter_tensor(out.view(-1), front.view(-1), group=group, async_op=True)
+    return handle, out.movedim(0, dim)
+
+
+def reduce_scattered(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """This rank's piece of the sum over the group along a dimension."""
+    handle, out = start_reduce_scatter(tensor, dim, group)
+    handle.wait()
+    return out
 
 
 def own_piece(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
@@ -184,15 +195,40 @@ def gather_from_sequence(tensor: torch.Tensor, dim: int = 1, group: Any = None) 
     return gather_from_slices(tensor, dim, group)
 
 
-def sum_gradients_over_slices(module: nn.Module, group: Any = None) -> None:
+def sum_gradients_over_slices(module: nn.Module, group: Any = None, *, recurse: bool = True) -> None:
     """Add up the gradients of a module's parameters over the group, in every backward.
 
-    For modules inside a sequence-parallel region (norms): each rank sees a piece of the sequence, so its gradient is a
-    part of the sum. Parameters get Megatron's mark `sequence_parallel`.
+    For modules inside a sequence-parallel region (norms), where each rank sees a piece of the sequence, and for modules
+    on this rank's heads: the gradient of each rank is a part of the sum. Parameters get Megatron's mark
+    `sequence_parallel`. `recurse` False leaves submodules out.
+
+    The sum is part of the module's forward, not a hook of the parameter, because sharding replaces parameters: the
+    class of each submodule with parameters of its own becomes a subclass of the same name.
     """
-    for parameter in module.parameters():
-        if not parameter.requires_grad or getattr(parameter, "sequence_parallel", False):
+    made: dict[type, type] = {}
+    for part in module.modules() if recurse else [module]:
+        kind = type(part)
+        if "_sums_gradients" in kind.__dict__ or not any(p is not None for p in part._parameters.values()):
             continue
-        parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        for parameter in part.parameters(recurse=False):
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
         if not _alone(group):
-            parameter.register_hook(lambda gradient: all_reduced(gradient, group))
+            if kind not in made:
+                made[kind] = _summing(kind, group)
+            part.__class__ = made[kind]
+
+
+def _summing(kind: type, group: Any) -> type:
+    """A subclass that uses its parameters through `copy_to_slices`, which adds up their gradients."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own: Any = self._parameters
+        plain = dict(own)
+        try:
+            own.update({n: copy_to_slices(p, group) for n, p in plain.items() if p is not None})
+            return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        finally:
+            own.update(plain)
+
+    body = {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__, "_sums_gradients": True}
+    return type(kind.__name__, (kind,), body)

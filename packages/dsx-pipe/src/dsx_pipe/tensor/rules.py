@@ -21,6 +21,8 @@ from torch import nn
 
 from ..errors import TensorSliceError
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .regions import sum_gradients_over_slices
+from .sequence import add_sequence_regions
 from .slices import check_divides
 from .vocabulary import VocabParallelEmbedding
 
@@ -32,7 +34,8 @@ class LayerRule:
     Attributes:
         patterns: regular expressions, matched at the end of a module's (or its weight's) name.
         kind: "column", "row", "vocabulary" (an embedding), "head" (a projection to the vocabulary, with the whole
-            output) or "skip".
+            output), "per_head" (a module of any kind that stays whole and is used on this rank's heads, so its
+            gradients are added up) or "skip".
         parts: number of equal layers fused into one weight.
         gather_output: return the whole output (column).
     """
@@ -68,8 +71,9 @@ PRESETS: dict[str, tuple[LayerRule, ...]] = {
         LayerRule((r"(attention\.)?output\.dense",), "row"),
     ),
 }
-for _name in ("mistral", "qwen2", "qwen3", "gemma"):
+for _name in ("mistral", "qwen2", "gemma"):
     PRESETS[_name] = PRESETS["llama"]
+PRESETS["qwen3"] = (*PRESETS["llama"], LayerRule((r"self_attn\.[qk]_norm",), "per_head"))
 PRESETS["roberta"] = PRESETS["bert"]
 
 # counts that an attention module keeps of its whole self
@@ -125,6 +129,7 @@ def slice_model(
     preset: str | None = None,
     config: dict[str, Any] | None = None,
     overlap: bool = False,
+    sequence_parallel: bool = False,
 ) -> nn.Module:
     """Cut a model's layers over the ranks of a group, in place; every rank has the whole model before.
 
@@ -134,19 +139,27 @@ def slice_model(
         preset: gpt2, llama, mistral, qwen2, qwen3, gemma, bert or roberta.
         config: `partition_config`; its rules come before the preset's (without use_default_specs: in place of them).
         overlap: column layers add up their input's gradient while they compute the weight's.
+        sequence_parallel: between the sliced layers of a block each rank works on its part of the sequence
+            (`sequence.py`); the length of sequences must be a multiple of the ranks.
 
     Returns:
         The model.
 
     Raises:
-        TensorSliceError: no rules are known, none matches a layer, or sizes or heads do not divide. Nothing is changed.
+        TensorSliceError: no rules are known, none matches a layer, sizes or heads do not divide, or options exclude
+            each other. Nothing is changed.
     """
     rules = _rules(model, preset, config)
     size = dsx_comm.get_world_size(group)
+    if overlap and sequence_parallel:
+        raise TensorSliceError(
+            "overlap (tp_overlap_comm): not together with sequence_parallel by rule, where the input is gathered once "
+            "for several layers and its gradient is reduced once; leave one out"
+        )
     plan: list[tuple[str, nn.Module, LayerRule]] = []
     for name, module in model.named_modules():
         rule = next((r for r in rules if _sliceable(module) and r.matches(name)), None)
-        if rule is not None and rule.kind != "skip":
+        if rule is not None and rule.kind not in ("skip", "per_head"):
             _check(name, module, rule, size)
             plan.append((name, module, rule))
     if not plan:
@@ -154,14 +167,18 @@ def slice_model(
             f"{type(model).__name__}: no layer matches the rules {[p for r in rules for p in r.patterns]}"
         )
     _check_heads(model, size)
+    blocks = _blocks(model, plan) if sequence_parallel else ""
     if size == 1:
         return model
     made: dict[int, nn.Parameter] = {}
     attentions: set[nn.Module] = set()
+    in_blocks: list[nn.Module] = []
     for name, module, rule in plan:
         owner, _, attribute = name.rpartition(".")
         parent = model.get_submodule(owner)
-        sliced = _sliced(module, rule, group, overlap)
+        is_inside = bool(blocks) and name.startswith(f"{blocks}.")
+        sliced = _sliced(module, rule, group, overlap, is_inside)
+        in_blocks += [sliced] if is_inside else []
         for key, old in module.named_parameters():  # tied weights stay tied
             if id(old) in made:
                 setattr(sliced, key, made[id(old)])
@@ -172,7 +189,28 @@ def slice_model(
             attentions.add(parent)
     for parent in attentions:
         _divide_counts(parent, size)
+    for name, module in list(model.named_modules()):
+        if any(rule.kind == "per_head" and rule.matches(name) for rule in rules):
+            sum_gradients_over_slices(module, group)
+    if blocks:
+        add_sequence_regions(model.get_submodule(blocks), in_blocks, group)  # type: ignore[arg-type]
     return model
+
+
+def _blocks(model: nn.Module, plan: list[tuple[str, nn.Module, LayerRule]]) -> str:
+    """Name of the list of blocks in which the column- and row-parallel layers lie."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    found = set()
+    for name, _, rule in plan:
+        if rule.kind in ("column", "row"):
+            found.add(next((one for one in lists if name.startswith(f"{one}.")), None))  # the outermost comes first
+    if len(found) != 1 or None in found:
+        inside = ", ".join(sorted(str(one) for one in found))
+        raise TensorSliceError(
+            f"sequence_parallel: the sliced layers of {type(model).__name__} lie in {inside}, expected one "
+            "nn.ModuleList of blocks; build the regions by hand (scatter_sequence, gather_from_sequence)"
+        )
+    return str(found.pop())
 
 
 def _rules(model: nn.Module, preset: str | None, config: dict[str, Any] | None) -> tuple[LayerRule, ...]:
@@ -230,7 +268,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
             )
 
 
-def _sliced(module: Any, rule: LayerRule, group: Any, overlap: bool) -> nn.Module:
+def _sliced(module: Any, rule: LayerRule, group: Any, overlap: bool, sequence: bool) -> nn.Module:
     trains = {n: p.requires_grad for n, p in module.named_parameters()}
     if rule.kind == "vocabulary":
         rows, columns = module.weight.shape
@@ -242,12 +280,14 @@ def _sliced(module: Any, rule: LayerRule, group: Any, overlap: bool) -> nn.Modul
         whole = (module.weight.detach(), None if module.bias is None else module.bias.detach())
         transposed = _transposed(module)
         if rule.kind == "row":
-            found = RowParallelLinear(into, out, group=group, transposed=transposed, whole=whole)
+            found = RowParallelLinear(
+                into, out, group=group, transposed=transposed, whole=whole, sequence_parallel=sequence
+            )
         else:
             head = rule.kind == "head"
             found = ColumnParallelLinear(
                 into, out, group=group, gather_output=head or rule.gather_output, parts=rule.parts,
-                transposed=transposed, overlap=overlap and not transposed, whole=whole, uneven=head,
+                transposed=transposed, overlap=overlap, whole=whole, uneven=head, input_is_gathered=sequence,
             )  # fmt: skip
     for name, parameter in found.named_parameters():
         parameter.requires_grad_(trains[name])
@@ -270,6 +310,7 @@ def tp_model_init(
     *,
     preset: str | None = None,
     overlap: bool = False,
+    sequence_parallel: bool = False,
 ) -> nn.Module:
     """DeepSpeed's name: cut a model over groups of `tp_size` neighbouring ranks. All ranks of the world call it.
 
@@ -278,8 +319,7 @@ def tp_model_init(
         tp_size: ranks per copy of the model.
         dtype: cast the model to it first.
         config: `partition_config`.
-        preset: as in `slice_model`.
-        overlap: as in `slice_model`.
+        preset, overlap, sequence_parallel: as in `slice_model`.
 
     Raises:
         TensorSliceError: the world size is no multiple of `tp_size`; and what `slice_model` raises.
@@ -289,8 +329,9 @@ def tp_model_init(
         raise TensorSliceError(f"tp_size: got {tp_size}, expected a divisor of the world size {world}")
     group = dsx_comm.GroupRegistry().blocks(tp_size).group
     return slice_model(
-        model if dtype is None else model.to(dtype), group, preset=preset, config=config, overlap=overlap
-    )
+        model if dtype is None else model.to(dtype), group,
+        preset=preset, config=config, overlap=overlap, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
 
 
 __all__: Sequence[str] = ["PRESETS", "LayerRule", "rules_of", "slice_model", "tp_model_init"]

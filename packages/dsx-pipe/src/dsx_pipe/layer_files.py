@@ -1,0 +1,160 @@
+"""DeepSpeed's checkpoint of a pipeline's weights: one file per layer, whatever the number of stages.
+
+    layer_03-model_states.pt              the state dict of layer 3
+    layer_03-model_01-model_states.pt     ... of slice 1 of it, under tensor slicing
+
+A file holds the layer's own names. Shared layers are in the file of their first use. Other numbers of slices are read
+too: the marks of sliced parameters say how pieces are put together and cut.
+
+Files are read without running pickled code (`weights_only`). Left out: optimizer states, and whatever is not a weight
+or a buffer; checkpoints of `dsx` have them, and need no file per layer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from .errors import PipelineError
+from .tensor.slices import is_sliced, slice_of, whole_of
+
+
+@dataclass(frozen=True)
+class LayerFile:
+    """The file of one layer, as this rank sees it.
+
+    Attributes:
+        index: of the layer in the whole list.
+        names: by key in the file, the name in the `PipelineModule`.
+        is_written: False where the weights are a copy of a layer that another file holds.
+    """
+
+    index: int
+    names: dict[str, str]
+    is_written: bool = True
+
+
+class TorchFiles:
+    """Writes and reads with torch; what a checkpoint engine of the caller's own has to offer."""
+
+    def save(self, state_dict: dict[str, torch.Tensor], path: str) -> None:
+        """Write a file that appears whole or not at all."""
+        part = f"{path}.part"
+        torch.save(state_dict, part)
+        os.replace(part, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read tensors."""
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+
+def write_layers(
+    module: nn.Module, files: Sequence[LayerFile], path_of: Any, engine: Any, exclude_frozen: bool
+) -> None:
+    """Write this rank's layers, and meet the other ranks; all ranks call it.
+
+    Raises:
+        PipelineError: on every rank, if one of them could not write.
+    """
+    said = None
+    try:
+        tensors = module.state_dict(keep_vars=True)
+        for file in files:
+            held = {key: tensors[name] for key, name in file.names.items()}
+            state = {
+                key: value.detach().cpu().clone()
+                for key, value in held.items()
+                if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
+            }
+            path = Path(path_of(file.index))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            engine.save(state, str(path))
+    except Exception as error:  # noqa: BLE001  (the other ranks wait, so they have to hear of it)
+        said = f"{type(error).__name__}: {error}"
+    _agree("written", said)
+
+
+def read_layers(
+    module: nn.Module, files: Sequence[LayerFile], paths_of: Any, engine: Any, strict: bool, place: tuple[int, int]
+) -> None:
+    """Give this rank's layers the values of their files; all ranks call it.
+
+    Nothing is changed on any rank if one of them finds a file that does not fit.
+
+    Args:
+        paths_of: index -> the files of all slices of a layer, in order.
+        strict: every weight must be in its file, and every entry of a file must be one.
+        place: (rank, number of ranks) of this rank among those that slice the layers.
+
+    Raises:
+        PipelineError: on every rank, if a file is missing, or names or shapes do not fit.
+    """
+    ready: list[tuple[torch.Tensor, torch.Tensor]] = []
+    said = None
+    try:
+        for file in files:
+            ready += _read_layer(module, file, paths_of(file.index), engine, strict, place)
+    except Exception as error:  # noqa: BLE001  (the other ranks must not take what this one cannot)
+        said = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+    _agree("read", said)
+    with torch.no_grad():
+        for target, value in ready:
+            target.copy_(value)
+
+
+def _agree(what: str, said: str | None) -> None:
+    """Raise on every rank what one of them could not do."""
+    rows: list[Any] = [None] * dsx_comm.get_world_size()
+    dsx_comm.all_gather_object(rows, said)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(rows) if text is not None]
+    if failed:
+        raise PipelineError(f"the layers could not be {what}: {'; '.join(failed)}")
+
+
+def _read_layer(
+    module: nn.Module, file: LayerFile, paths: list[str], engine: Any, strict: bool, place: tuple[int, int]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(weight, its new value) of one layer."""
+    if not paths:
+        raise PipelineError(f"layer {file.index}: there is no file of it in the folder")
+    tensors = module.state_dict(keep_vars=True)
+    own = [paths[place[0]]] if len(paths) == place[1] else paths
+    states = [engine.load(path, map_location="cpu") for path in own]
+    missing, extra = sorted(set(file.names) - set(states[0])), sorted(set(states[0]) - set(file.names))
+    if strict and (missing or extra):
+        raise PipelineError(
+            f"{paths[0]}: missing are {missing or 'none'}, not of this layer are {extra or 'none'}; pass strict=False "
+            "to take what fits"
+        )
+    found = []
+    for key, name in file.names.items():
+        if key in states[0]:
+            value = _fitting(tensors[name], [state[key] for state in states], place)
+            if value.shape != tensors[name].shape:
+                raise PipelineError(
+                    f"{paths[0]}: {key} has the shape {list(value.shape)}, expected {list(tensors[name].shape)}"
+                )
+            found.append((tensors[name], value))
+    return found
+
+
+def _fitting(target: torch.Tensor, pieces: list[torch.Tensor], place: tuple[int, int]) -> torch.Tensor:
+    """This rank's piece of a tensor of which all slices were read, or the only value that was."""
+    if len(pieces) == 1 or not is_sliced(target):
+        whole = pieces[0]
+        if len(pieces) == 1 and is_sliced(target) and whole.shape != target.shape:
+            return slice_of(whole, _dim(target), *place, target.partition_stride)  # type: ignore[attr-defined]
+        return whole
+    dim, parts = _dim(target), target.partition_stride  # type: ignore[attr-defined]
+    return slice_of(whole_of(pieces, dim, parts), dim, *place, parts)
+
+
+def _dim(parameter: Any) -> int:
+    return int(parameter.partition_dim)

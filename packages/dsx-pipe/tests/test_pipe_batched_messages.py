@@ -1,0 +1,150 @@
+"""Payloads in batches, as a device's communicator needs them: same numbers, and no order in which ranks can wait for
+each other.
+
+A communicator carries its operations out in the order in which they are issued; those of one batch go on together, and
+each send waits for its receive. The batches that real steps issue are recorded and carried out under these rules.
+"""
+
+import dsx_comm
+import pytest
+import torch
+from dsx_pipe import Pipeline, Schedule, StageError, build
+from dsx_pipe.schedule import BUILDERS
+from dsx_testkit import run_ranks
+from torch import nn
+
+WIDTH = 4
+
+
+class Layer(nn.Module):
+    def __init__(self, fails=False):
+        super().__init__()
+        self.linear, self.fails = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), fails
+
+    def forward(self, x):
+        if self.fails:
+            raise KeyError("planted")
+        return torch.tanh(self.linear(x))
+
+
+class Recorder:
+    """Notes each batch, and carries it out."""
+
+    def __init__(self):
+        self.batches, self._issue = [], dsx_comm.batch_isend_irecv
+        dsx_comm.batch_isend_irecv = self
+
+    def __call__(self, ops):
+        self.batches.append([(op.op.__name__, op.peer, op.tensor.numel()) for op in ops])
+        return self._issue(ops)
+
+
+def modules_of(plan, rank, fails=None):
+    torch.manual_seed(0)
+    every = [Layer(stage == fails) for stage in range(plan.stages)]
+    return every, [every[stage] for stage in plan.stages_of(rank)]
+
+
+def loss_fn(output, labels):
+    return nn.functional.mse_loss(output, labels)
+
+
+def steps(rank, world, name, micro_batches, rows):
+    plan = build(name, world, micro_batches) if isinstance(name, str) else name
+    every, mine = modules_of(plan, rank)
+    recorder = Recorder()
+    pipe = Pipeline(mine, plan, loss_fn=loss_fn, batched_messages=True)
+    x = torch.randn(rows * micro_batches, WIDTH, dtype=torch.float64)
+    y = torch.randn(rows * micro_batches, WIDTH, dtype=torch.float64)
+    loss = pipe.step(x, y)
+    grads = [p.grad.clone() for module in mine for p in module.parameters()]
+    value = pipe.eval_batch(zip(x.chunk(2), y.chunk(2)), num_micro_batches=2)
+    for module in every:
+        module.zero_grad()
+    whole = nn.Sequential(*every)
+    total = sum(loss_fn(whole(a), b) / micro_batches for a, b in zip(x.chunk(micro_batches), y.chunk(micro_batches)))
+    total.backward()
+    assert float(loss) == pytest.approx(total.item(), rel=1e-6) and float(value) == pytest.approx(float(loss), rel=1e-6)
+    for found, p in zip(grads, (p for module in mine for p in module.parameters()), strict=True):
+        torch.testing.assert_close(found, p.grad)
+    return recorder.batches
+
+
+def left_waiting(batches):
+    """Carry batches out: [rank][batch][(operation, peer, size)]; what never ends is returned."""
+    left = [[list(batch) for batch in row] for row in batches]
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(left):
+            for op in list(row[0]) if row else ():
+                kind, peer, size = op
+                first = next(o for o in row[0] if o[:2] == (kind, peer))  # between two ranks: in order
+                theirs = left[peer][0] if left[peer] else []
+                other = next((o for o in theirs if o[:2] == ("irecv" if kind == "isend" else "isend", rank)), None)
+                if first is op and other is not None:
+                    assert other[2] == size, "a send met the receive of another message"
+                    row[0].remove(op)
+                    theirs.remove(other)
+                    moved = True
+            while row and not row[0]:
+                row.pop(0)
+                moved = True
+    return [row for row in left if row]
+
+
+NAMES = [name for name in BUILDERS if name != "inference"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_batches_of_real_steps_end_under_the_rules_of_a_communicator(name):
+    batches = run_ranks(steps, 2, name, 4, 2, backend="dsx")
+    assert all(batches) and left_waiting(batches) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world, micro_batches", [(3, 6), (4, 8)])
+def test_more_ranks(name, world, micro_batches):
+    assert left_waiting(run_ranks(steps, world, name, micro_batches, 1, backend="dsx")) == []
+
+
+def test_the_rules_find_ranks_that_wait_for_each_other():
+    crossed = [[[("isend", 1, 4)], [("irecv", 1, 4)]], [[("isend", 0, 4)], [("irecv", 0, 4)]]]
+    together = [[[("isend", 1, 4), ("irecv", 1, 4)]], [[("isend", 0, 4), ("irecv", 0, 4)]]]
+    assert left_waiting(crossed) and not left_waiting(together)
+
+
+def test_large_messages_on_gloo_where_a_send_really_waits():
+    """Sends beyond the sockets' buffers: a batch that could not end would hang here."""
+    run_ranks(steps, 3, "1f1b", 6, 40_000, timeout=120)
+
+
+def test_a_schedule_with_messages_of_its_own_keeps_them():
+    from dsx_pipe import with_communication
+
+    plan = with_communication(build("zb-h1", 2, 4))
+    assert isinstance(plan, Schedule)
+    assert left_waiting(run_ranks(steps, 2, plan, 4, 2, backend="dsx")) == []
+
+
+def fails(rank, world):
+    plan = build("1f1b", world, 4)
+    _, mine = modules_of(plan, rank, fails=1)
+    recorder = Recorder()
+    pipe = Pipeline(mine, plan, loss_fn=loss_fn, batched_messages=True)
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    with pytest.raises(StageError) as caught:
+        pipe.step(x, x)
+    before = recorder.batches[:]
+    for module in mine:
+        module.fails = False
+    pipe.step(x, x)
+    return str(caught.value), before, recorder.batches[len(before) :]
+
+
+def test_a_failure_takes_the_place_of_payloads_and_the_next_step_is_whole():
+    results = run_ranks(fails, 3, backend="dsx")
+    assert len({text for text, _, _ in results}) == 1 and "stage 1 (rank 1)" in results[0][0]
+    for batches in ([r[1] for r in results], [r[2] for r in results]):
+        assert left_waiting(batches) == []

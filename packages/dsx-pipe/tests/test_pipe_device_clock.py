@@ -1,0 +1,43 @@
+"""Times of a step on a device come from its events, which nothing waits for until the report is asked for."""
+
+import time
+
+import pytest
+import torch
+from dsx_pipe.runtime.clock import HostClock, clock_for
+
+
+class Event:
+    """A device that comes to every mark two seconds behind the host."""
+
+    waited = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.perf_counter() + 2.0
+
+    def synchronize(self):
+        Event.waited += 1
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+def test_marks_on_a_device_are_placed_on_the_hosts_clock(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = clock_for(torch.device("cuda"))
+    before = time.perf_counter()
+    first, second = clock.mark(), clock.mark()
+    second.at = first.at + 0.5
+    assert Event.waited == 0
+    assert clock.seconds(second) - clock.seconds(first) == pytest.approx(0.5, abs=1e-9)
+    assert clock.seconds(first) == pytest.approx(before, abs=0.5) and Event.waited == 3
+
+
+def test_the_host_needs_no_events():
+    clock = clock_for(torch.device("cpu"))
+    assert isinstance(clock, HostClock)
+    mark = clock.mark()
+    assert clock.seconds(mark) == mark

@@ -1,0 +1,43 @@
+"""The runtime's own work for one micro-batch stays small: Python calls beside those of the modules."""
+
+import sys
+
+import torch
+from dsx_pipe import Pipeline, build
+from dsx_testkit import run_ranks
+from torch import nn
+
+MOST = 600  # 453 when it was written: two messages out, two in, forward and backward
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def calls_of_a_step(micro_batches):
+    pipe = Pipeline(Scale(), build("1f1b", 2, micro_batches), loss_fn=nn.functional.mse_loss)
+    x, count = torch.randn(micro_batches, 4), 0
+    for _ in range(2):
+        pipe.step(x, x)
+
+    def profile(_frame, event, _argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    pipe.step(x, x)
+    sys.setprofile(None)
+    return count
+
+
+def per_micro_batch(rank, world):
+    return (calls_of_a_step(16) - calls_of_a_step(8)) / 8
+
+
+def test_python_calls_per_micro_batch():
+    assert all(0 < calls < MOST for calls in run_ranks(per_micro_batch, 2, backend="dsx"))
