@@ -179,6 +179,37 @@ def _bytes(rank, world, chunks):
     return traffic.sent_bytes("all_to_all_single"), traffic.sent_bytes(), layer.stats.kept.view(world, -1).sum(1)
 
 
+class Order:
+    """What happens in a forward, in order."""
+
+    def __init__(self, layer):
+        self.seen = []
+        start = layer.dispatch.exchange.start
+
+        def started(rows, traffic):
+            self.seen.append("send")
+            return start(rows, traffic)
+
+        layer.dispatch.exchange.start = started
+        layer.mlp.register_forward_hook(lambda *_: self.seen.append("dense"))
+        layer.experts.register_forward_hook(lambda *_: self.seen.append("experts"))
+
+
+def _beside(rank, world):
+    dsx_comm.init_distributed()
+    torch.manual_seed(0)
+    layer = MoE(4, nn.Linear(4, 4), 2, world, k=1, use_residual=True, drop_tokens=False)
+    order = Order(layer)
+    out, *_ = layer(torch.randn(6, 4))
+    out.sum().backward()
+    return order.seen
+
+
+def test_the_dense_expert_works_while_tokens_travel():
+    for seen in run_ranks(_beside, 2):
+        assert seen[:4] == ["send", "dense", "experts", "send"]
+
+
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_exactly_the_routed_rows_travel(chunks):
     results = run_ranks(_bytes, 4, chunks)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import dsx_comm
+from dsx_comm import parallel_groups
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import nn
 
@@ -64,7 +66,9 @@ class ExpertParallelConfig(BaseModel):
 
     enabled: bool = Field(False, description="replace the model's experts by this rank's")
     autoep_size: _Count = Field(1, description="ranks over which the experts of each layer are spread")
-    expert_tensor_parallel_size: _Count = Field(1, description="ranks over which one expert is sliced; 1 today")
+    expert_tensor_parallel_size: _Count = Field(
+        1, description="ranks over which one expert is sliced: 1, or the model-parallel size"
+    )
     moe_layer_pattern: _Name | None = Field(None, description="regular expression of modules; null: found by form")
     expert_pattern: _Name | None = Field(None, description="name of a block's list of experts; null: found")
     router_pattern: _Name | None = Field(None, description="name of a block's router; null: found")
@@ -128,11 +132,7 @@ def apply_config(
     """
     if not config.enabled:
         return []
-    if config.expert_tensor_parallel_size != 1:
-        raise MoEConfigError(
-            f"expert_parallel.expert_tensor_parallel_size: got {config.expert_tensor_parallel_size}, expected 1: "
-            "converted experts are not sliced; build the layer with PackedExperts(tensor_group=...)"
-        )
+    slices = _slice_group(config.expert_tensor_parallel_size)
     if config.load_balance_coeff is not None:
         raise MoEConfigError(
             f"expert_parallel.load_balance_coeff: got {config.load_balance_coeff}, expected null: the model keeps its "
@@ -145,5 +145,20 @@ def apply_config(
         rule=config.rule(),
         overlap_chunks=config.overlap_chunks,
         devices_per_node=config.devices_per_node,
+        tensor_group=slices,
+        slice_experts=slices is not None,
         use_data_before_expert_parallel=use_data_before_expert_parallelism,
     )
+
+
+def _slice_group(size: int) -> Any:
+    """The ranks over which one expert is cut: the model-parallel ones; None for 1."""
+    if size == 1:
+        return None
+    there = parallel_groups.current().size("model") if dsx_comm.is_initialized() else 1
+    if size != there:
+        raise MoEConfigError(
+            f"expert_parallel.expert_tensor_parallel_size: got {size}, expected 1, or the {there} ranks that share the "
+            "model in slices (tensor_parallel.autotp_size, or the mpu's)"
+        )
+    return parallel_groups.current().axis("model").group

@@ -11,7 +11,7 @@ zero gradients, and no rank waits for another one that skipped its part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -70,12 +70,14 @@ def run_exchanged(
     exchange: Exchange,
     report: RankReport,
     chunks: int = 1,
+    beside: Callable[[], object] | None = None,
 ) -> torch.Tensor:
     """[T, h] to [T, h] with the experts spread over the ranks of `exchange` (collective).
 
     Args:
         report: from `exchange_counts`.
         chunks: parts in which rows travel; the transfer of one part and the experts' work on another overlap.
+        beside: called once while the first rows are under way: work that does not need them.
     """
     plan = plan_experts(report.counts, exchange.rank, chunks)
     if plan.order is not None:
@@ -83,7 +85,7 @@ def run_exchanged(
     rows = gather_rows(tokens, routing)
     if report.needs_grad and torch.is_grad_enabled() and not rows.requires_grad:
         rows.requires_grad_()  # another rank waits for the gradients of what it sent here
-    out = _pipeline(rows, plan, experts, exchange)
+    out = _pipeline(rows, plan, experts, exchange, beside)
     return combine(out, routing).to(tokens.dtype)
 
 
@@ -93,12 +95,20 @@ def combine(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
     return sum_rows(rows.to(wide) * routing.weight.to(wide).unsqueeze(1), routing)
 
 
-def _pipeline(rows: torch.Tensor, plan: ExpertPlan, experts: LocalExperts, exchange: Exchange) -> torch.Tensor:
+def _pipeline(
+    rows: torch.Tensor,
+    plan: ExpertPlan,
+    experts: LocalExperts,
+    exchange: Exchange,
+    beside: Callable[[], object] | None,
+) -> torch.Tensor:
     """Chunk c + 1 travels there and chunk c - 1 back while the experts work on chunk c."""
     parts = rows.split(list(plan.sizes))
     there = [Link(exchange, chunk.traffic) for chunk in plan.chunks]
     back = [Link(exchange, chunk.traffic.t()) for chunk in plan.chunks]
     tickets = [send_rows(parts[0], there[0])]
+    if beside is not None:
+        beside()
     returning = []
     for c, chunk in enumerate(plan.chunks):
         if c + 1 < len(parts):

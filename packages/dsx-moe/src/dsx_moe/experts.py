@@ -25,6 +25,7 @@ from torch import nn
 from .errors import ExpertStateError, MoEConfigError
 from .marks import mark_expert_parameters
 from .segments import repeat_per_segment, segment_matmul
+from .slices import ExpertSlices
 from .tensor_parallel import copy_to_group, sum_over_group
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -36,15 +37,25 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class ExpertShard(nn.Module):
-    """Experts first ... first + count - 1 of `num_experts`. The marks of their parameters survive copies."""
+    """Experts first ... first + count - 1 of `num_experts`. The marks of their parameters survive copies.
+
+    Attributes:
+        slices: how their weights are cut over tensor-parallel ranks.
+    """
 
     def __init__(self, num_experts: int, first: int, count: int, group_name: str) -> None:
         super().__init__()
         self.num_experts, self.first, self.count, self.group_name = num_experts, first, count, group_name
+        self.slices = ExpertSlices()
+
+    def mark(self) -> None:
+        """Mark the parameters as those of experts, and as slices where they are cut."""
+        mark_expert_parameters(self, self.group_name)
+        self.slices.mark(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        mark_expert_parameters(self, self.group_name)  # copying a parameter drops its attributes
+        self.mark()  # copying a parameter drops its attributes
 
     def extra_repr(self) -> str:
         return f"experts {self.first} to {self.first + self.count - 1} of {self.num_experts}"
@@ -85,7 +96,7 @@ class Experts(ExpertShard):
             if made is not None and self._is_local(number):
                 self.add_module(str(number - self.first), made)
         self.register_state_dict_post_hook(_number_through_all_ranks)
-        mark_expert_parameters(self, group_name)
+        self.mark()
 
     def _is_local(self, number: int) -> bool:
         return self.first <= number < self.first + self.count
@@ -136,16 +147,6 @@ def _number_through_all_ranks(module: nn.Module, state_dict: Any, prefix: str, l
         state_dict[f"{prefix}{int(number) + module.first}.{rest}"] = state_dict.pop(key)
 
 
-class _SharedGroup:
-    """A process group that copies of a module share: it cannot be copied itself."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def __deepcopy__(self, memo: Any) -> _SharedGroup:
-        return self
-
-
 class PackedExperts(ExpertShard):
     """Feed-forward experts in packed weights: down(act(up(x))), or down(act(gate(x)) * up(x)) where gated.
 
@@ -188,7 +189,9 @@ class PackedExperts(ExpertShard):
         if ffn_size % slices:
             raise MoEConfigError(f"ffn_size: got {ffn_size}, expected a multiple of {slices} (tensor-parallel ranks)")
         self.hidden_size, self.ffn_size, self.activation, self.gated = hidden_size, ffn_size, activation, gated
-        self._tensor_group, self._slices = _SharedGroup(tensor_group), slices
+        parts = 2 if gated else 1
+        cuts = {"gate_up_proj" if gated else "up_proj": (1, parts), "up_bias": (1, parts), "down_proj": (2, 1)}
+        self.slices = ExpertSlices(tensor_group, cuts)
         inner = ffn_size // slices
         made = {"device": device, "dtype": dtype}
         up = nn.Parameter(torch.empty(num_experts, inner * (2 if gated else 1), hidden_size, **made))
@@ -197,12 +200,12 @@ class PackedExperts(ExpertShard):
         self.up_bias = nn.Parameter(torch.empty(num_experts, up.shape[1], **made)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size, **made)) if bias else None
         self.reset_parameters()
-        mark_expert_parameters(self, self.group_name)
+        self.mark()
 
     @property
     def tensor_group(self) -> Any:
         """The group over which the inner size is sliced, or None."""
-        return self._tensor_group.group
+        return self.slices.group
 
     @property
     def up(self) -> nn.Parameter:
@@ -213,7 +216,7 @@ class PackedExperts(ExpertShard):
         """Every expert as `nn.Linear` would be initialised: uniform within 1 / sqrt(inputs)."""
         with torch.no_grad():
             for weight, bias in ((self.up, self.up_bias), (self.down_proj, self.down_bias)):
-                fan_in = weight.shape[2] * (self._slices if weight is self.down_proj else 1)
+                fan_in = weight.shape[2] * (self.slices.size if weight is self.down_proj else 1)
                 weight.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
                 if bias is not None:
                     bias.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
@@ -222,7 +225,7 @@ class PackedExperts(ExpertShard):
         """Keep experts first ... first + count - 1 of those held now; returns itself."""
         keep_expert_slices(self, self.count, first, count)
         self.first, self.count, self.group_name = self.first + first, count, group_name
-        mark_expert_parameters(self, group_name)
+        self.mark()
         return self
 
     def forward(self, rows: torch.Tensor, counts: Sequence[int], first: int = 0) -> torch.Tensor:
@@ -249,7 +252,7 @@ class PackedExperts(ExpertShard):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name, _ in self.named_parameters(recurse=False):
-            cut_to_shard(state_dict, prefix + name, self)
+            cut_to_shard(state_dict, prefix, name, self)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -273,12 +276,16 @@ def keep_expert_slices(module: nn.Module, total: int, first: int, count: int) ->
             module.register_buffer(name, buffer[first : first + count].clone())
 
 
-def cut_to_shard(state_dict: Any, key: str, shard: ExpertShard) -> None:
+def cut_to_shard(state_dict: Any, prefix: str, name: str, shard: ExpertShard) -> None:
     """Cut a tensor of all experts in a state dict to this rank's; one that has this rank's size is left alone.
+
+    Args:
+        prefix, name: under which names together the tensor stands, and the parameter's name in the shard.
 
     Raises:
         ExpertStateError: it has neither size.
     """
+    key = prefix + name
     value = state_dict.get(key)
     if value is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return
@@ -288,6 +295,7 @@ def cut_to_shard(state_dict: Any, key: str, shard: ExpertShard) -> None:
         raise ExpertStateError(
             f"{key}: got {value.shape[0]} experts, expected {shard.num_experts} (all) or {shard.count} (this rank's)"
         )
+    state_dict[key] = shard.slices.fitting(key, name, state_dict[key], shard.get_parameter(name).shape)
 
 
 def _autocast(rows: torch.Tensor, *weights: torch.Tensor | None, span: slice) -> tuple[Any, ...]:

@@ -107,7 +107,7 @@ def _reduce(parameters: list[nn.Parameter], where: AxisGroup, divisor: int) -> N
             parameter.grad = torch.zeros_like(parameter)
         kinds[parameter.grad.dtype, parameter.grad.device].append(parameter)
     for same in kinds.values():
-        for bucket in _buckets(same):
+        for bucket in dsx_comm.in_buckets(same, _BUCKET):
             grads = [p.grad for p in bucket if p.grad is not None]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             if where.size > 1:
@@ -115,19 +115,6 @@ def _reduce(parameters: list[nn.Parameter], where: AxisGroup, divisor: int) -> N
             flat.div_(divisor)
             for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
                 grad.copy_(part.view_as(grad))
-
-
-def _buckets(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        if bucket and size + parameter.numel() > _BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(parameter)
-        size += parameter.numel()
-    if bucket:
-        yield bucket
 
 
 def _holders(parameter: torch.Tensor) -> AxisGroup:

@@ -28,25 +28,27 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from .errors import ConversionError
+from .errors import ConversionError, MoEConfigError
 from .experts import Experts, ExpertShard, cut_to_shard, keep_expert_slices
 from .gating import largest_indices
 from .groups import expert_groups_of
 from .layer import ExpertDispatch
-from .marks import mark_expert_parameters
 from .routing import build_routing
 from .rules import RouterRule, children_of, completed, find_experts, is_packed, number_of_experts
 from .segments import segment_matmul
+from .slices import ExpertSlices
 from .state import gather_numbered, gather_rows_of_experts
 from .stats import LayerStats, stats_of
+from .tensor_parallel import copy_to_group, sum_over_group
 
 _PROBE_TOKENS = 12
+_CUTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}  # dimension and parts of the inner size
 
 
 class PackedExpertShard(ExpertShard):
     """This rank's slice of a packed experts module, called as the module was: (tokens, chosen experts, weights)."""
 
-    def __init__(self, module: nn.Module, dispatch: ExpertDispatch, name: str) -> None:
+    def __init__(self, module: nn.Module, dispatch: ExpertDispatch, name: str, slice_group: Any = None) -> None:
         total = int(module.num_experts)  # type: ignore[arg-type]
         groups = dispatch.groups
         count = total // groups.expert.size
@@ -58,9 +60,13 @@ class PackedExpertShard(ExpertShard):
         for key, parameter in list(module.named_parameters(recurse=False)):
             del module._parameters[key]
             self.register_parameter(key, parameter)
+        self.slices = ExpertSlices(slice_group, _CUTS)
+        for key in self.slices.cuts:
+            parameter = self.get_parameter(key)
+            parameter.data = self.slices.own(key, parameter.detach())  # the same object, which optimizers know
         module.num_experts = count  # type: ignore[assignment]
         self._original = (module,)  # in a tuple: no child, so that names stay
-        mark_expert_parameters(self, groups.name)
+        self.mark()
         self.train(module.training)
 
     @property
@@ -97,20 +103,23 @@ class PackedExpertShard(ExpertShard):
         return out
 
     def _feed_forward(self, rows: torch.Tensor, counts: list[int], span: slice) -> torch.Tensor:
+        if self.slices.group is not None:
+            rows = copy_to_group(rows, self.slices.group)
         gate, up = segment_matmul(rows, self.get_parameter("gate_up_proj")[span].transpose(1, 2), counts).chunk(2, -1)
         inner = self.original.act_fn(gate) * up  # type: ignore[operator]
-        return segment_matmul(inner, self.get_parameter("down_proj")[span].transpose(1, 2), counts)
+        out = segment_matmul(inner, self.get_parameter("down_proj")[span].transpose(1, 2), counts)
+        return out if self.slices.group is None else sum_over_group(out, self.slices.group)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for key, _ in self.named_parameters(recurse=False):
-            cut_to_shard(state_dict, prefix + key, self)
+            cut_to_shard(state_dict, prefix, key, self)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def restored(self) -> nn.Module:
         """The module as it was, with all experts (collective)."""
         module = self.original
         for key, parameter in self.named_parameters(recurse=False):
-            full = gather_rows_of_experts(parameter.detach(), self.dispatch.groups)
+            full = gather_rows_of_experts(self.slices.whole(key, parameter.detach()), self.dispatch.groups)
             module.register_parameter(key, nn.Parameter(full, parameter.requires_grad))
         module.num_experts = self.num_experts  # type: ignore[assignment]
         return module.train(self.training)
@@ -155,10 +164,15 @@ class ListedExpertBlock(nn.Module):
         routing = build_routing(chosen, weights, self.num_experts)
         bad = torch.isfinite(logits.detach()).all().logical_not()
         experts: Any = self.get_submodule(self.names["experts"])
-        out = self.dispatch(tokens, routing, experts, bad, self.name).view(hidden_states.shape)
+        beside: list[torch.Tensor] = []  # shared experts work while tokens travel
+        shares = bool(self.names["shared_experts"])
+        work = (
+            (lambda: beside.append(self.get_submodule(self.names["shared_experts"])(hidden_states))) if shares else None
+        )
+        out = self.dispatch(tokens, routing, experts, bad, self.name, work).view(hidden_states.shape)
         self.stats = stats_of(routing, None)
-        if self.names["shared_experts"]:
-            shared = self.get_submodule(self.names["shared_experts"])(hidden_states)
+        if shares:
+            shared = beside[0]
             if self.names["shared_experts_gate"]:
                 shared = torch.sigmoid(self.get_submodule(self.names["shared_experts_gate"])(hidden_states)) * shared
             out = out + shared
@@ -195,6 +209,7 @@ def apply_expert_parallel(
     overlap_chunks: int = 1,
     devices_per_node: int | None = None,
     tensor_group: Any = None,
+    slice_experts: bool = False,
     use_data_before_expert_parallel: bool = False,
     check: bool = True,
 ) -> list[str]:
@@ -206,6 +221,7 @@ def apply_expert_parallel(
         pattern: a regular expression; only modules whose whole name it matches are replaced. None: all that the rule
             finds.
         rule: of listed experts; see `RouterRule`.
+        slice_experts: cut each expert's inner size over `tensor_group` (packed feed-forward experts only).
         overlap_chunks, devices_per_node, tensor_group, use_data_before_expert_parallel: see `MoE`.
         check: compare every module with what replaces it on a few random tokens. Weights on the meta device cannot be
             compared.
@@ -232,16 +248,32 @@ def apply_expert_parallel(
             raise ConversionError(f"{name}: got {total} experts, expected a multiple of ep_size = {ep_size}")
         if check and not any(p.is_meta for p in module.parameters()):
             _probe(module, rule, name)
+    if slice_experts:
+        _check_slices(found, tensor_group)
     groups = expert_groups_of(ep_size, data_before_expert=use_data_before_expert_parallel)
     dispatch = ExpertDispatch(groups, overlap_chunks, devices_per_node, tensor_group)
     for name, module in found.items():
         if is_packed(module):
-            made: nn.Module = PackedExpertShard(module, dispatch, name)
+            made: nn.Module = PackedExpertShard(module, dispatch, name, tensor_group if slice_experts else None)
         else:
             made = ListedExpertBlock(module, rule, dispatch, name)
             made.returns_logits = _returns_tuple(module, rule, name)
         model.set_submodule(name, made)
     return list(found)
+
+
+def _check_slices(found: dict[str, nn.Module], group: Any) -> None:
+    """Refuse experts that cannot be cut over a group, before any is replaced."""
+    if group is None:
+        raise MoEConfigError("slice_experts: got no tensor_group, expected the ranks that share the slices")
+    for name, module in found.items():
+        if not is_packed(module) or not _is_feed_forward(module):
+            raise ConversionError(
+                f"{name}: ({type(module).__name__}) cannot be sliced: expected packed experts down(act(gate) * up) "
+                "with gate_up_proj and down_proj; leave slice_experts out"
+            )
+        shapes = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
+        ExpertSlices(group, _CUTS).check(shapes, name)
 
 
 def restore_experts(model: nn.Module) -> list[str]:

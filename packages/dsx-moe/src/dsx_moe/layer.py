@@ -79,13 +79,20 @@ class ExpertDispatch:
         return ExpertDispatch, (self.groups, self.chunks)
 
     def __call__(
-        self, tokens: torch.Tensor, routing: Routing, experts: LocalExperts, bad: torch.Tensor, name: str
+        self,
+        tokens: torch.Tensor,
+        routing: Routing,
+        experts: LocalExperts,
+        bad: torch.Tensor,
+        name: str,
+        beside: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """[T, h] to [T, h]; collective where the experts are on several ranks.
 
         Args:
             bad: 0-D bool, whether this rank's logits are not finite.
             name: of the layer, for errors.
+            beside: called once, where there is a transfer while it is under way: work that does not need its rows.
 
         Raises:
             RoutingError: logits are not finite, here or on another rank of the group.
@@ -98,12 +105,14 @@ class ExpertDispatch:
         if self.exchange is None:
             if bool(bad):
                 raise _not_finite(name, [dsx_comm.get_rank() if dsx_comm.is_initialized() else 0])
+            if beside is not None:
+                beside()
             out = run_local(tokens, routing, experts)
         else:
             report = exchange_counts(tokens, routing, bad, self.exchange)
             if report.bad_ranks:
                 raise _not_finite(name, [self.groups.expert.ranks[place] for place in report.bad_ranks])
-            out = run_exchanged(tokens, routing, experts, self.exchange, report, self.chunks)
+            out = run_exchanged(tokens, routing, experts, self.exchange, report, self.chunks, beside)
         return out if group is None else sum_over_group(out, group)
 
 
@@ -244,10 +253,12 @@ class MoE(nn.Module):
         logits = self.gate.logits(tokens)
         routing, l_aux = self.gate.route(logits, used_token)
         bad = torch.isfinite(logits.detach()).all().logical_not()
-        out = self.dispatch(tokens, routing, self.experts, bad, self.label).view(hidden_states.shape)
+        dense: list[Any] = []  # the dense expert works while tokens travel
+        beside = (lambda: dense.append(self.mlp(hidden_states))) if self.use_residual else None
+        out = self.dispatch(tokens, routing, self.experts, bad, self.label, beside).view(hidden_states.shape)
         self.stats = stats_of(routing, l_aux)
         if self.use_residual:
-            out = self._with_residual(hidden_states, out)
+            out = self._with_residual(hidden_states, out, dense[0])
         return MoEOutput(out, l_aux, routing.requested)
 
     @property
@@ -255,8 +266,7 @@ class MoE(nn.Module):
         """What errors and events call this layer."""
         return self.name or f"MoE(hidden_size={self.hidden_size}, num_experts={self.num_experts})"
 
-    def _with_residual(self, hidden_states: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        dense = self.mlp(hidden_states)
+    def _with_residual(self, hidden_states: torch.Tensor, out: torch.Tensor, dense: Any) -> torch.Tensor:
         dense = dense[0] if isinstance(dense, tuple) else dense
         share = F.softmax(self.coefficient(hidden_states), dim=-1)
         return out * share[..., :1] + dense * share[..., 1:]

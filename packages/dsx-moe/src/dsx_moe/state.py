@@ -127,7 +127,7 @@ def expert_slices(model: nn.Module) -> dict[str, ExpertSlice]:
     """The slices of all parameters and buffers of experts of which other ranks hold some, by their names here."""
     found: dict[str, ExpertSlice] = {}
     for prefix, shard in _shards(model):
-        if shard.count == shard.num_experts:
+        if shard.count == shard.num_experts and not shard.slices.cuts:
             continue
         for tail, tensor in [*shard.named_parameters(), *shard.named_buffers()]:
             here, size = prefix + tail, tuple(tensor.shape)
@@ -136,8 +136,19 @@ def expert_slices(model: nn.Module) -> dict[str, ExpertSlice]:
                 number, _, rest = tail.partition(".")
                 found[here] = ExpertSlice(f"{prefix}{int(number) + shard.first}.{rest}", size, start, size)
             elif size and size[0] == shard.count:
-                found[here] = ExpertSlice(here, (shard.num_experts, *size[1:]), (shard.first, *start[1:]), size)
+                found |= _packed_slice(here, tail, size, shard)
     return found
+
+
+def _packed_slice(here: str, tail: str, size: tuple[int, ...], shard: ExpertShard) -> dict[str, ExpertSlice]:
+    """The box of a packed weight; none of one that is cut in several parts, which is no box."""
+    dim, parts = shard.slices.cuts.get(tail, (0, 1))
+    if parts > 1:
+        return {}
+    shape, offset = [shard.num_experts, *size[1:]], [shard.first, *[0] * (len(size) - 1)]
+    if dim:
+        shape[dim], offset[dim] = size[dim] * shard.slices.size, size[dim] * shard.slices.rank
+    return {here: ExpertSlice(here, tuple(shape), tuple(offset), size)}
 
 
 def has_expert_layers(model: nn.Module) -> bool:
@@ -196,6 +207,8 @@ def _gathered(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str
     full: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
         at = next(((prefix, shard) for prefix, shard in shards if name.startswith(prefix)), None)
+        if at is not None:
+            value = at[1].slices.whole(name[len(at[0]) :], value.detach())
         if at is None or at[1].count == at[1].num_experts:
             full[name] = value.detach().to("cpu", copy=True)
             continue
@@ -229,6 +242,8 @@ def _cut(model: nn.Module, name: str, key: str, parameter: torch.Tensor, value: 
     at = _shard_of(model, name)
     if at is not None and not isinstance(at[1], Experts) and value.dim() and value.shape[0] == at[1].num_experts:
         value = value[at[1].first : at[1].first + at[1].count]
+    if at is not None and value.numel() > 1:
+        value = at[1].slices.fitting(name, name[len(at[0]) :], value, parameter.shape)
     if value.numel() == 1 and parameter.numel() != 1:
         return value.clone()
     if value.shape != parameter.shape:
