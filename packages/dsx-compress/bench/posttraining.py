@@ -14,7 +14,7 @@ import torch
 from dsx_compress import PostTrainingConfig, quantize_post_training
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from recipes import CONTEXT, Model
+from text_lab import CONTEXT, Model
 
 
 def main() -> None:
@@ -31,7 +31,8 @@ def main() -> None:
     model = Model(options.width, options.layers, options.heads)
     count = sum(p.numel() for p in model.parameters())
     batches = [torch.randint(0, 256, (4, CONTEXT)) for _ in range(4)]
-    how = PostTrainingConfig(bits=8, group_size=64, activation_bits=8, blocks="layers", steps=options.steps)
+    group = min(64, options.width)
+    how = PostTrainingConfig(bits=8, group_size=group, activation_bits=8, blocks="layers", steps=options.steps)
     start = time.perf_counter()
     report = quantize_post_training(model, batches, how)
     seconds = time.perf_counter() - start

@@ -272,3 +272,17 @@ def test_helpers_of_deepspeed_scripts():
     assert found == ["layers.0.up"] and names == {"layers.0.up"}
     with pytest.raises(CompressionError, match="already in another group"):
         get_module_name("h", TinyBert(1), "up", names)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_layers_pair_in_the_order_of_the_model(seed):
+    """Ten layers: a pairing by name, or by anything but the order, mixes layers.1 with layers.10."""
+    config = method("row_pruning", g={"dense_ratio": 0.5, "modules": ["up"], "related_modules": [["down"]]})
+    torch.manual_seed(seed)
+    model = init_compression(TinyBert(12), config).eval()
+    compression_scheduler(model, config)
+    x = ids(seed=seed)
+    with torch.no_grad():
+        before = model(x)
+        redundancy_clean(model, config)
+        assert (model(x) - before).abs().max() <= 1e-5 * before.abs().max()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .runtime import QuantizedLinear, load_quantized
     from .scheduler import CompressionScheduler, compression_scheduler
     from .students import student_initialization
+    from .torchao import export_torchao, load_torchao, to_torchao
 
 _HOMES = {
     "apply": ("init_compression", "is_compressed"),
@@ -51,6 +52,7 @@ _HOMES = {
     "runtime": ("QuantizedLinear", "load_quantized"),
     "scheduler": ("CompressionScheduler", "compression_scheduler"),
     "students": ("student_initialization",),
+    "torchao": ("export_torchao", "load_torchao", "to_torchao"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -72,6 +74,7 @@ __all__ = [
     "compression_scheduler",
     "convert_conv1d_to_linear",
     "export_model",
+    "export_torchao",
     "fake_quantize",
     "get_module_name",
     "init_compression",
@@ -79,12 +82,14 @@ __all__ = [
     "load_config",
     "load_exported",
     "load_quantized",
+    "load_torchao",
     "quantize_post_training",
     "read_exported",
     "recursive_getattr",
     "recursive_setattr",
     "redundancy_clean",
     "student_initialization",
+    "to_torchao",
 ]
 
 

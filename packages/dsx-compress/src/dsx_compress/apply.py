@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -140,24 +141,47 @@ def _plan(model: nn.Module, config: CompressionTraining, sliced: int) -> list[Ca
             kind = kind_of(layer)
             if kind is None:  # match_modules returns layers only
                 raise CompressionError(f"{match.name} is no layer that can be compressed")
-            weight = layer.weight
-            if not isinstance(weight, nn.Parameter) and not parametrize.is_parametrized(layer, "weight"):
-                raise CompressionError(f"{match.name}: its weight is {type(weight).__name__}, expected a parameter")
-            if hasattr(weight, "full_tensor"):  # a partition of dsx_zero, or a DTensor
-                raise CompressionError(
-                    f"{match.name}: its weight is partitioned over ranks ({type(weight).__name__}), expected a whole"
-                    " one; call init_compression before the model is sharded, and build the model outside of zero.Init"
-                )
+            for tensor in kind.tensors:
+                _check_weight(layer, match.name, tensor)
             settings = section.different_groups.get(match.group)
             planned += _BUILDERS[method](model, match, layer, kind, section.shared_parameters, settings, sliced)
     return planned
 
 
+def _check_weight(layer: Any, name: str, tensor: str) -> None:
+    weight = getattr(layer, tensor)
+    if not isinstance(weight, nn.Parameter) and not parametrize.is_parametrized(layer, tensor):
+        raise CompressionError(f"{name}: its {tensor} is {type(weight).__name__}, expected a parameter")
+    if hasattr(weight, "full_tensor") and not _is_from_init(weight):
+        raise CompressionError(
+            f"{name}: its {tensor} is partitioned over ranks ({type(weight).__name__}), expected a whole one, or one"
+            " that dsx_zero.Init has partitioned; call init_compression before the model is sharded"
+        )
+
+
+def _is_from_init(weight: Any) -> bool:
+    """Whether `dsx_zero.Init` has partitioned a parameter that no optimizer works on yet. (It is known by its parts:
+    this package does not need dsx_zero.) Only its shape is needed here; its values come where a mask is made.
+    """
+    source = getattr(weight, "source", None)
+    return source is not None and not hasattr(source, "unit")
+
+
 def _put(layer: nn.Module, tensor: str, technique: Technique) -> Callable[[], None]:
     def put() -> None:
-        accepts_plain = parametrize.is_parametrized(layer, tensor)
-        parametrize.register_parametrization(layer, tensor, technique, unsafe=True)
-        if not accepts_plain:
+        first = not parametrize.is_parametrized(layer, tensor)
+        weight: Any = getattr(layer, tensor) if first else None
+        if first and _is_from_init(weight):
+            # Registration writes the tensor onto itself, which a partitioned one cannot do: a stand-in without memory
+            # is registered, and the parameter takes its place.
+            stand_in = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            layer._parameters[tensor] = nn.Parameter(stand_in, requires_grad=weight.requires_grad)
+            parametrize.register_parametrization(layer, tensor, technique, unsafe=True)
+            chains: Any = layer.parametrizations
+            chains[tensor]._parameters["original"] = weight
+        else:
+            parametrize.register_parametrization(layer, tensor, technique, unsafe=True)
+        if first:
             layer.register_load_state_dict_pre_hook(_PlainName(tensor))
 
     return put
@@ -175,24 +199,45 @@ class _PlainName:
             state[stored] = state.pop(plain)
 
 
+def _mark_slice(technique: Any, weight: Any, dims: dict[int, int]) -> Any:
+    """Learnable scores of a tensor slice are a slice too: they get the weight's marks, which tell optimizers and
+    checkpoints so. (Masks that are buffers are each rank's own by themselves.)
+
+    Args:
+        dims: from a dimension of the weight to the dimension of the scores that lies along it.
+    """
+    scores, cut = getattr(technique, "scores", None), getattr(weight, "partition_dim", None)
+    sliced = any(getattr(weight, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
+    if scores is not None and sliced:
+        scores.tensor_model_parallel = True
+        if cut in dims:
+            scores.partition_dim, scores.partition_stride = dims[cut], getattr(weight, "partition_stride", 1)
+    return technique
+
+
 # - One builder for each method
 
 
 def _quantized_weight(
     model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, sliced: int
 ) -> list[Callable[[], None]]:
-    if layer.weight.numel() % shared.quantize_groups:
-        raise CompressionError(
-            f"compression_training.weight_quantization.shared_parameters.quantize_groups: {shared.quantize_groups} does"
-            f" not divide the {layer.weight.numel()} weights of {match.name}; choose a divisor, or narrower patterns"
-        )
     params, mixed = settings.params, shared.fp16_mixed_quantize
-    technique = WeightQuantizer(
-        match.group, match.name, shared.schedule_offset, shared.quantize_groups, shared.quantization_type,
-        shared.rounding, BitSchedule(params.start_bits, params.target_bits, params.quantization_period),
-        mixed.quantize_change_ratio if mixed.enabled else 0.0,
-    )  # fmt: skip
-    return [_put(layer, "weight", technique)]
+    planned = []
+    for tensor in kind.tensors:
+        count = getattr(layer, tensor).numel()
+        if count % shared.quantize_groups:
+            raise CompressionError(
+                "compression_training.weight_quantization.shared_parameters.quantize_groups:"
+                f" {shared.quantize_groups} does not divide the {count} weights of {match.name}.{tensor}; choose a"
+                " divisor, or narrower patterns"
+            )
+        technique = WeightQuantizer(
+            match.group, match.name, shared.schedule_offset, shared.quantize_groups, shared.quantization_type,
+            shared.rounding, BitSchedule(params.start_bits, params.target_bits, params.quantization_period),
+            mixed.quantize_change_ratio if mixed.enabled else 0.0,
+        )  # fmt: skip
+        planned.append(_put(layer, tensor, technique))
+    return planned
 
 
 def _quantized_input(
@@ -219,21 +264,24 @@ def quantize_input(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]
 def _sparse(
     model: nn.Module, match: Match, layer: Any, kind: LayerKind, shared: Any, settings: Any, sliced: int
 ) -> list[Callable[[], None]]:
-    weight = layer.weight
-    if shared.method == "snip_momentum":
-        ratio = shared.dense_ratio
-        if settings is not None and "dense_ratio" in settings.params.model_fields_set:
-            ratio = settings.params.dense_ratio
-        technique: Technique = SnipMask(
-            match.group, match.name, shared.schedule_offset, shared.end, shared.schedule_offset_stride,
-            shared.block_pattern, ratio, weight,
-        )  # fmt: skip
-    else:
-        technique = SparseMask(
+    return [_put(layer, tensor, _sparse_mask(match, getattr(layer, tensor), shared, settings))
+            for tensor in kind.tensors]  # fmt: skip
+
+
+def _sparse_mask(match: Match, weight: Any, shared: Any, settings: Any) -> Technique:
+    if shared.method != "snip_momentum":
+        mask = SparseMask(
             "sparse_pruning", match.group, match.name, shared.schedule_offset, settings.params.dense_ratio,
             tuple(weight.shape), weight, learnable=shared.method == "topk",
         )  # fmt: skip
-    return [_put(layer, "weight", technique)]
+        return _mark_slice(mask, weight, {dim: dim for dim in range(weight.dim())})
+    ratio = shared.dense_ratio
+    if settings is not None and "dense_ratio" in settings.params.model_fields_set:
+        ratio = settings.params.dense_ratio
+    return SnipMask(
+        match.group, match.name, shared.schedule_offset, shared.end, shared.schedule_offset_stride,
+        shared.block_pattern, ratio, weight,
+    )  # fmt: skip
 
 
 def _outputs(method: str) -> Callable[..., list[Callable[[], None]]]:
@@ -252,7 +300,7 @@ def _outputs(method: str) -> Callable[..., list[Callable[[], None]]]:
             method, match.group, match.name, shared.schedule_offset, settings.params.dense_ratio,
             (count, 1) if learnable else (count,), layer.weight, learnable=learnable, dim=dim,
         )  # fmt: skip
-        planned = [_put(layer, "weight", technique)]
+        planned = [_put(layer, "weight", _mark_slice(technique, layer.weight, {dim: 0}))]
         if getattr(layer, "bias", None) is not None:
             planned.append(_put(layer, "bias", SharedMask(technique)))
         for name in match.related:
@@ -329,7 +377,7 @@ def _heads(
         "head_pruning", match.group, match.name, shared.schedule_offset, settings.params.dense_ratio, (1, heads),
         layer.weight, learnable=True, dim=dim,
     )  # fmt: skip
-    return [_put(layer, "weight", technique)]
+    return [_put(layer, "weight", _mark_slice(technique, layer.weight, {dim: 1}))]
 
 
 _BUILDERS: dict[str, Callable[..., list[Callable[[], None]]]] = {

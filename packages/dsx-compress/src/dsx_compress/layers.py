@@ -3,13 +3,17 @@
 A layer is known by its class: torch's `Linear`, `Conv2d`, `Embedding`; `Conv1D` of transformers, which is a linear
 layer with the weight transposed; and the tensor-sliced layers of Megatron-like libraries, which hold one rank's part of
 a linear layer or an embedding. The last two are known by the name of their class, so that neither library is imported.
+
+torch's `MultiheadAttention` holds its input projections itself, as one tensor or three; they can be quantised and made
+sparse. Its `out_proj` is a `Linear` of which it only reads the weight: the layer is never called, so nothing can change
+its input.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -19,7 +23,7 @@ from .errors import CompressionError, near
 
 __all__ = [
     "LayerKind", "Match", "class_name", "kind_of", "match_modules", "matched_by", "recursive_getattr",
-    "recursive_setattr",
+    "recursive_setattr", "takes_activations",
 ]  # fmt: skip
 
 
@@ -31,12 +35,14 @@ class LayerKind:
         name: what messages call it.
         outputs, inputs: dimensions of the weight; None where there is none.
         sliced: "outputs" or "inputs" where a rank holds only a part of that dimension; else "".
+        tensors: names of the layer's weights.
     """
 
     name: str
     outputs: int | None = 0
     inputs: int | None = 1
     sliced: str = ""
+    tensors: tuple[str, ...] = ("weight",)
 
 
 _LINEAR, _CONV1D = LayerKind("Linear"), LayerKind("Conv1D", outputs=1, inputs=0)
@@ -48,10 +54,12 @@ _BY_NAME = {
     "VocabParallelEmbedding": LayerKind("VocabParallelEmbedding", outputs=1, inputs=None),
 }
 _LINEARS = ("Linear", "Conv1D", "ColumnParallelLinear", "RowParallelLinear")
+_PACKED = LayerKind("MultiheadAttention", tensors=("in_proj_weight",))
+_APART = LayerKind("MultiheadAttention", tensors=("q_proj_weight", "k_proj_weight", "v_proj_weight"))
 _KINDS = {
-    "weight_quantization": (*_LINEARS, "Conv2d", "Embedding", "VocabParallelEmbedding"),
+    "weight_quantization": (*_LINEARS, "Conv2d", "Embedding", "VocabParallelEmbedding", "MultiheadAttention"),
     "activation_quantization": (*_LINEARS, "Conv2d"),
-    "sparse_pruning": (*_LINEARS, "Conv2d"),
+    "sparse_pruning": (*_LINEARS, "Conv2d", "MultiheadAttention"),
     "row_pruning": _LINEARS,
     "head_pruning": _LINEARS,
     "channel_pruning": ("Conv2d",),
@@ -64,10 +72,27 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     for base, kind in ((nn.Linear, _LINEAR), (nn.Conv2d, _CONV2D), (nn.Embedding, _EMBEDDING)):
         if isinstance(module, base):
             return kind
+    if isinstance(module, nn.MultiheadAttention):
+        return _PACKED if module._qkv_same_embed_dim else _APART
     for cls in type(module).__mro__:  # parametrised modules are of a subclass
         if cls.__name__ in _BY_NAME and getattr(module, "weight", None) is not None:
-            return _BY_NAME[cls.__name__]
+            return _as_stored(_BY_NAME[cls.__name__], module)
     return None
+
+
+def _as_stored(kind: LayerKind, module: nn.Module) -> LayerKind:
+    """Sliced `Conv1D`s of dsx_pipe say by `transposed` that their weight lies as (inputs, outputs)."""
+    if not kind.sliced or not getattr(module, "transposed", False):
+        return kind
+    return replace(kind, outputs=kind.inputs, inputs=kind.outputs)
+
+
+def takes_activations(kind: LayerKind, module: nn.Module) -> bool:
+    """Whether a layer's input can be quantised: it is of a kind that takes numbers, and its owner calls it
+    (`MultiheadAttention` only reads the weight of its output layer).
+    """
+    called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return called and kind.name in _KINDS["activation_quantization"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +120,8 @@ def match_modules(model: nn.Module, method: str, config: CompressionTraining) ->
         name: module
         for name, module in model.named_modules()
         if (kind := kind_of(module)) is not None and kind.name in _KINDS[method] and name
-    }
+        and (method != "activation_quantization" or takes_activations(kind, module))
+    }  # fmt: skip
     for pattern in excluded:
         where = f"compression_training.{method}.shared_parameters.excluded_modules"
         matched_by(pattern, layers, model, where, method)
@@ -170,7 +196,7 @@ def _pairs(model: nn.Module, names: list[str], related: list[list[str]], where: 
         return [()] * len(names)
     columns = []
     for pattern in related[0]:
-        known = {n: m for n, m in model.named_modules() if kind_of(m) is not None or isinstance(m, _NORMS)}
+        known = [n for n, m in model.named_modules() if _may_be_related(m)]  # in the order of the model
         found = [name for name in known if re.search(pattern, name)]
         if not found:
             raise CompressionError(f"{where}.related_modules: {pattern!r} matches no layer{near(pattern, known)}")
@@ -183,7 +209,9 @@ def _pairs(model: nn.Module, names: list[str], related: list[list[str]], where: 
     return list(zip(*columns))
 
 
-_NORMS = nn.modules.batchnorm._BatchNorm
+def _may_be_related(module: nn.Module) -> bool:
+    kind = kind_of(module)
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or (kind is not None and kind.tensors == ("weight",))
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:

@@ -11,6 +11,7 @@ distillation): no labels, no backward pass through the whole model, memory for o
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,9 +23,11 @@ from torch import nn
 from .apply import ACTIVATION, is_compressed, quantize_input
 from .bits import BitSchedule
 from .errors import CompressionError, near
-from .layers import LayerKind, kind_of
+from .layers import LayerKind, kind_of, takes_activations
 from .quantizers import Kind, require_finite
 from .techniques import ActivationQuantizer, WeightQuantizer
+
+logger = logging.getLogger("dsx_compress")
 
 __all__ = ["BlockResult", "PostTrainingConfig", "PostTrainingReport", "quantize_post_training"]
 
@@ -100,8 +103,10 @@ def quantize_post_training(
         for name, layer in layers.items():
             _quantize_layer(name, layer, config)
         results = []
-        for (name, block), original in zip(blocks, originals):
-            results.append(_train_block(name, block, original, calls, config))
+        for place, ((name, block), original) in enumerate(zip(blocks, originals), 1):
+            found = _train_block(name, block, original, calls, config)
+            logger.info("%s (%d of %d): error %.3g, was %.3g", name, place, len(blocks), found.after, found.before)
+            results.append(found)
             calls = [_next_call(block, call) for call in calls]
     finally:
         model.train(was_training)
@@ -116,19 +121,25 @@ def _layers(model: nn.Module, config: PostTrainingConfig) -> tuple[dict[str, Any
         if not any(re.search(pattern, name) for name in named):
             raise CompressionError(f"excluded_modules: {pattern!r} matches no layer{near(pattern, named)}")
     for name, module in named.items():
-        weight: Any = module.weight
         if any(re.search(pattern, name) for pattern in config.excluded_modules):
             left[name] = "excluded"
             continue
-        require_finite(weight, f"{name}.weight")
-        size = config.group_size or weight.numel() // weight.shape[0]
-        if (weight.numel() // weight.shape[0]) % size:
-            raise CompressionError(
-                f"group_size: {size} does not divide the {weight.numel() // weight.shape[0]} inputs of {name}; choose a"
-                " divisor or put the layer into excluded_modules"
-            )
+        for tensor in _tensors(module):
+            weight: Any = getattr(module, tensor)
+            require_finite(weight, f"{name}.{tensor}")
+            inputs = weight.numel() // weight.shape[0]
+            if inputs % (config.group_size or inputs):
+                raise CompressionError(
+                    f"group_size: {config.group_size} does not divide the {inputs} inputs of {name}; choose a divisor"
+                    " or put the layer into excluded_modules"
+                )
         layers[name] = module
     return layers, left
+
+
+def _tensors(layer: nn.Module) -> tuple[str, ...]:
+    kind = kind_of(layer)
+    return () if kind is None else kind.tensors
 
 
 def _blocks(model: nn.Module, config: PostTrainingConfig) -> list[tuple[str, nn.Module]]:
@@ -149,28 +160,24 @@ def _blocks(model: nn.Module, config: PostTrainingConfig) -> list[tuple[str, nn.
 def _quantize_layer(name: str, layer: Any, config: PostTrainingConfig) -> None:
     from torch.nn.utils import parametrize
 
-    weight = layer.weight
+    for tensor in _tensors(layer):
+        weight = getattr(layer, tensor)
+        size = config.group_size or weight.numel() // weight.shape[0]
+        quantizer = WeightQuantizer(
+            "post_training", name, 0, weight.numel() // size, config.kind, "nearest",
+            BitSchedule(config.bits, config.bits, 0),
+        )  # fmt: skip
+        quantizer.enabled = True
+        parametrize.register_parametrization(layer, tensor, quantizer, unsafe=True)
     kind: LayerKind | None = kind_of(layer)
-    size = config.group_size or weight.numel() // weight.shape[0]
-    quantizer = WeightQuantizer(
-        "post_training",
-        name,
-        0,
-        weight.numel() // size,
-        config.kind,
-        "nearest",
-        BitSchedule(config.bits, config.bits, 0),
-    )
-    quantizer.enabled = True
-    parametrize.register_parametrization(layer, "weight", quantizer, unsafe=True)
-    if config.activation_bits is not None and kind is not None and "Embedding" not in kind.name:
+    if config.activation_bits is not None and kind is not None and takes_activations(kind, layer):
         inputs = ActivationQuantizer(
             "post_training",
             name,
             0,
             config.activation_bits,
             config.kind,
-            weight,
+            getattr(layer, kind.tensors[0]),
             static=False,
             images=kind.name == "Conv2d",
         )
