@@ -1,7 +1,8 @@
 """Train a GPT or a BERT-like model on real text with each technique, and print what it saves.
 
-    python train_text.py --model gpt --technique all --steps 300
-    python train_text.py --model bert --technique layer-drop --steps 300 --seeds 3
+    python train_text.py --model gpt                                  # some minutes on two cores
+    python train_text.py --model bert --technique layer-drop
+    python train_text.py --model gpt --layers 12 --steps 1200         # longer, as large as figures are taken
 
 The text is the source of Python's standard library, as bytes. Techniques:
 
@@ -13,12 +14,14 @@ The text is the source of Python's standard library, as bytes. Techniques:
     budget       lines of unequal length: bucketed batches by tokens, packed rows
 
 Each line gives the loss on text that was not trained on, at full length and with all layers; the layer tokens and
-seconds that were spent; and both at the first evaluation whose loss is at most the last loss of `none`.
+seconds that were spent; and both at the first evaluation whose loss is at most the last loss of `none`. The table at
+the end has the means over the seeds, and how many of them reached that loss.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sysconfig
 import time
 from pathlib import Path
@@ -127,7 +130,9 @@ def evaluate(model: Model, rows: torch.Tensor, options: argparse.Namespace) -> f
 def lines_loader(text: np.ndarray, options: argparse.Namespace, seed: int) -> TrainingLoader:
     """Batches of whole lines by a budget of tokens, packed into rows."""
     lines = [line[: options.length] for line in np.split(text, np.flatnonzero(text == 10) + 1) if len(line) > 4]
-    budget = TokenBudget([len(line) for line in lines], options.batch * options.length * 9 // 10, order="bucketed")
+    budget = TokenBudget(
+        np.array([len(line) for line in lines]), options.batch * options.length * 9 // 10, order="bucketed"
+    )
     packer = PackingCollator(options.length)
     return TrainingLoader(
         lines, LoaderOptions(1, seed=seed, collate_fn=lambda found: (len(found), packer(found)), budget=budget)
@@ -203,12 +208,33 @@ def train(technique: str, options: argparse.Namespace, seed: int) -> list[tuple[
     return history
 
 
+Run = tuple[float, float, float, tuple[float, float] | None]
+"""Of a technique and seed: change of the loss, layer tokens and seconds saved, and the ratios at equal loss."""
+
+GOALS = {"ltd": ">= 1.5x layer tokens", "layer-drop": ">= 1.5x seconds"}
+
+
+def summary(runs: dict[str, list[Run]]) -> None:
+    """Print the means over the seeds; ratios at equal loss from the least to the greatest."""
+    print("\n| technique | seeds | loss against none | layer tokens saved | time saved | reached it"
+          " | fewer layer tokens at equal loss | fewer seconds | goal |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, found in runs.items():
+        ratios = [run[3] for run in found if run[3] is not None]
+        spread = [f"{statistics.mean(column):.2f}x ({min(column):.2f} to {max(column):.2f})" for column in zip(*ratios)]
+        means = [statistics.mean(column) for column in zip(*(run[:3] for run in found))]
+        print(f"| {name} | {len(found)} | {means[0]:+.2%} | {means[1]:.1%} | {means[2]:.1%} | {len(ratios)} of"
+              f" {len(found)} | {spread[0] if spread else '-'} | {spread[1] if spread else '-'}"
+              f" | {GOALS.get(name, '')} |")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("gpt", "bert"), default="gpt")
     parser.add_argument("--technique", choices=("all", *TECHNIQUES), default="all")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
@@ -220,11 +246,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < options.every:
         parser.error(f"--steps: got {options.steps}, expected at least --every, {options.every}")
+    torch.set_num_threads(options.threads)
     chosen = TECHNIQUES if options.technique == "all" else tuple(dict.fromkeys(("none", options.technique)))
     if options.model == "bert":  # packed rows are built for models that predict the next token
         chosen = tuple(name for name in chosen if name != "budget")
     names = f"{'technique':<12}{'seed':>5}{'loss':>9}{'layer tokens':>15}{'seconds':>9}"
     print(f"{names}{'tokens saved':>14}{'time saved':>12}   at the loss of none")
+    runs: dict[str, list[Run]] = {name: [] for name in chosen}
     for seed in range(options.seeds):
         target = whole = None
         for technique in chosen:
@@ -234,10 +262,13 @@ def main() -> None:
                 target, whole = loss, history[-1]
             reached = next((entry for entry in history if entry[0] <= target), None)
             at = "not reached"
-            if reached is not None:
-                at = f"{whole[1] / reached[1]:.2f}x fewer layer tokens, {whole[2] / reached[2]:.2f}x fewer seconds"
+            ratios = None if reached is None else (whole[1] / reached[1], whole[2] / reached[2])
+            if ratios is not None:
+                at = f"{ratios[0]:.2f}x fewer layer tokens, {ratios[1]:.2f}x fewer seconds"
+            runs[technique].append((loss / target - 1, 1 - tokens / whole[1], 1 - seconds / whole[2], ratios))
             print(f"{technique:<12}{seed:>5}{loss:>9.4f}{tokens:>15,}{seconds:>9.1f}{1 - tokens / whole[1]:>14.1%}"
                   f"{1 - seconds / whole[2]:>12.1%}   {at}", flush=True)  # fmt: skip
+    summary(runs)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ SMALL = [
     "2",
     "--files",
     "3",
+    "--seeds",
+    "2",
+    "--threads",
+    "1",
 ]
 
 
@@ -42,9 +46,12 @@ def test_the_example_trains_with_every_technique(model):
         [sys.executable, str(script), "--model", model, *SMALL], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines()[1:]}
+    lines = [line for line in done.stdout.splitlines()[1:] if line]
+    rows = {line.split()[0]: line.split() for line in lines if not line.startswith("|")}
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     expected = ["none", "ltd", "control", "layer-drop", "curriculum", *(["budget"] if model == "gpt" else [])]
-    assert list(rows) == expected
+    assert list(rows) == expected == [row[0] for row in table[2:]]
+    assert all(row[1] == "2" and len(row) == 9 for row in table[2:]) and table[2][5] == "2 of 2"
     tokens = {name: int(row[3].replace(",", "")) for name, row in rows.items()}
     assert tokens["none"] == 4 * 4 * 2 * 32
     # Two of four layers keep 8 tokens, then 8 + 24 t/3 down to a multiple of 8.

@@ -111,7 +111,9 @@ def test_the_loader_says_how_many_samples_all_ranks_take():
     plan = TokenBudget(lengths, 60, order="random").plan()
     last = len(plan) % 3 or 3
     expected = [sum(group) for group in sizes[:-1]] + [sum(sizes[-1][:last])]
-    assert counted == expected and sum(counted) == 40
+    assert [size.samples for size in counted] == expected and sum(expected) == 40
+    for size, group in zip(counted, sizes, strict=True):
+        assert (size.own_samples, size.sum_samples) == (group[0], sum(group)), "also of batches that were repeated"
     assert len(made[0]) == len(sizes)
     dropped = loaders(lengths, 3, drop_last=True)
     assert {len(list(one)) for one in dropped} == {len(plan) // 3}

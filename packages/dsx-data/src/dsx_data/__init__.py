@@ -27,6 +27,7 @@ from .curriculum import CurriculumSampler, CurriculumScheduler, Draw, truncate_b
 from .errors import AnalysisError, DataArgumentError, DataError, DataStateError, IndexFileError
 from .index import IndexFile, IndexWriter, MMapIndexedDataset, MMapIndexedDatasetBuilder, open_index
 from .loader import (
+    BatchSize,
     LoaderOptions,
     RepeatingLoader,
     ShardedSampler,
@@ -54,6 +55,7 @@ from .routing import (
 __all__ = [
     "AnalysisError",
     "BatchPlan",
+    "BatchSize",
     "CurriculumSampler",
     "CurriculumScheduler",
     "DataAnalyzer",

@@ -92,6 +92,9 @@ class DynamicBatching(_Toggle):
 
     metrics_path: str | None = Field(None, description="folder of an analysis with the metric seqlen, or its index")
     lr_scaling_method: Literal["linear", "sqrt", "none"] = Field("linear", description="learning rate by batch size")
+    loss_weighting: Literal["tokens", "samples", "none"] = Field(
+        "tokens", description="what the losses of an update's micro-batches weigh by; none: all alike"
+    )
     min_batch_size: _Count = Field(1, description="fewest samples of a micro-batch")
     max_batch_size: _Count | None = Field(None, description="most samples of a micro-batch; null: as many as fit")
     max_tokens: _Count | None = Field(None, description="tokens per micro-batch")

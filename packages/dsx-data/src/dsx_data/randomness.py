@@ -6,21 +6,22 @@ import hashlib
 
 import torch
 
-__all__ = ["generator", "uniform"]
+__all__ = ["generator", "mixed", "uniform"]
 
 
 def generator(*numbers: int) -> torch.Generator:
     """A generator whose sequence is a function of `numbers`; the same on every rank and machine."""
     made = torch.Generator()
-    made.manual_seed(_mixed(numbers) >> 1)
+    made.manual_seed(mixed(numbers) >> 1)
     return made
 
 
 def uniform(*numbers: int) -> float:
     """A number in [0, 1) that is a function of `numbers`, evenly distributed over different ones."""
-    return (_mixed(numbers) >> 11) / float(1 << 53)
+    return (mixed(numbers) >> 11) / float(1 << 53)
 
 
-def _mixed(numbers: tuple[int, ...]) -> int:
+def mixed(numbers: tuple[int, ...]) -> int:
+    """64 bits that are a function of `numbers`."""
     digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
     return int.from_bytes(digest[:8], "little")

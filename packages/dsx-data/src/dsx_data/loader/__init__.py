@@ -6,9 +6,11 @@ kind of order, `training` is the loader itself.
 
 from .order import ShardedSampler, epoch_order, rank_share
 from .stream import SharedStream
+from .tracks import BatchSize
 from .training import LoaderOptions, RepeatingLoader, TrainingLoader
 
 __all__ = [
+    "BatchSize",
     "LoaderOptions",
     "RepeatingLoader",
     "SharedStream",

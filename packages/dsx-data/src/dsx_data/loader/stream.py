@@ -10,9 +10,9 @@ worker processes is read as if there were none; one that shares itself out among
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.data._utils import worker as worker_module
 from ..errors import DataArgumentError
 from ..randomness import generator
 from .order import rank_share
+from .seeding import Draw, kept_random_states, seed_generators
 
 __all__ = ["SharedStream", "StreamReader", "StreamShare"]
 
@@ -45,25 +46,35 @@ class SharedStream:
             raise DataArgumentError(f"SharedStream: got {type(dataset).__name__}, expected an iterable dataset")
         self.dataset, self.shuffle_window = dataset, shuffle_window
 
-    def read(self, *, seed: int, epoch: int, position: int) -> Iterator[Any]:
-        """The samples of an epoch from `position` on."""
+    def read(self, *, seed: int, epoch: int, position: int, seeded: bool = False) -> Iterator[Any]:
+        """The samples of an epoch from `position` on. `seeded`: the random generators are seeded for each sample."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
+        key = (seed, epoch) if seeded else None
         if not self.shuffle_window:
-            yield from self._skipped(position)
+            yield from self._skipped(position, key)
             return
         block = position // self.shuffle_window
         left_over = position - block * self.shuffle_window
-        source = iter(self._skipped(block * self.shuffle_window))
-        while window := list(islice(source, self.shuffle_window)):
+        source = self._skipped(block * self.shuffle_window, key)
+        while window := list(itertools.islice(source, self.shuffle_window)):
             order = torch.randperm(len(window), generator=generator(seed, epoch, block)).tolist()
             yield from (window[i] for i in order[left_over:])
             block, left_over = block + 1, 0
 
-    def _skipped(self, count: int) -> Iterable[Any]:
-        if count and hasattr(self.dataset, "skip"):
-            return self.dataset.skip(count)  # type: ignore[attr-defined]
-        return islice(iter(self.dataset), count, None)
+    def _skipped(self, count: int, key: tuple[int, int] | None) -> Iterator[Any]:
+        """The samples after the first `count`, in the dataset's order."""
+        skips = bool(count) and hasattr(self.dataset, "skip")
+        source = iter(self.dataset.skip(count) if skips else self.dataset)  # type: ignore[attr-defined]
+        for number in itertools.count(count if skips else 0):
+            if key is not None:
+                seed_generators(*key, number)
+            try:
+                sample = next(source)
+            except StopIteration:
+                return
+            if number >= count:
+                yield sample
 
 
 @dataclass(frozen=True)
@@ -79,21 +90,23 @@ class StreamShare:
 class StreamReader(IterableDataset):
     """One rank's samples of a `SharedStream`; of a worker process, those of its micro-batches."""
 
-    def __init__(self, stream: SharedStream, share: StreamShare) -> None:
-        self.stream, self.share = stream, share
+    def __init__(self, stream: SharedStream, share: StreamShare, *, seeded: bool = True) -> None:
+        self.stream, self.share, self._is_seeded = stream, share, seeded
         self.seed = self.epoch = self.position = 0
 
     def __iter__(self) -> Iterator[Any]:
         share, worker = self.share, get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        source = self.stream.read(seed=self.seed, epoch=self.epoch, position=self.position)
+        source = self.stream.read(seed=self.seed, epoch=self.epoch, position=self.position, seeded=self._is_seeded)
         size = share.micro_batch_size * share.world_size
         index = 0
         while group := _read_as_one(source, size):
             # torch asks its workers in turn, so worker k of K makes micro-batches k, k + K, ... An incomplete group is
             # the last one: ranks take equally many of it, or none with drop_last.
             if index % workers == number and (len(group) == size or not share.drop_last):
-                yield from rank_share(group, rank=share.rank, world_size=share.world_size, drop_last=share.drop_last)
+                mine = rank_share(group, rank=share.rank, world_size=share.world_size, drop_last=share.drop_last)
+                place = (self.seed, self.epoch, self.position + index * size, share.rank)
+                yield from (Draw(sample, place) for sample in mine) if self._is_seeded else mine
             index += 1
 
 
@@ -103,8 +116,9 @@ def _read_as_one(source: Iterator[Any], count: int) -> list[Any]:
     A dataset that asks `get_worker_info()` (those of Hugging Face do) would yield only this worker's part.
     """
     known = worker_module._worker_info
-    worker_module._worker_info = None
-    try:
-        return list(islice(source, count))
-    finally:
-        worker_module._worker_info = known
+    with kept_random_states():
+        worker_module._worker_info = None
+        try:
+            return list(itertools.islice(source, count))
+        finally:
+            worker_module._worker_info = known

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from .order import ShardedSampler, rank_share
 from .stream import StreamReader
 
 __all__ = [
+    "BatchSize",
     "CurriculumTrack",
     "ForeignTrack",
     "PlannedTrack",
@@ -32,19 +34,36 @@ __all__ = [
 logger = logging.getLogger("dsx_data")
 
 
+@dataclass(frozen=True)
+class BatchSize:
+    """Size of a micro-batch.
+
+    Attributes:
+        samples: of all ranks together, each sample counted once; 0 where that is not known.
+        own_samples, own_tokens: of this rank's batch; 0 where the loader has no token budget.
+        sum_samples, sum_tokens: sums over all ranks' batches; a batch that was repeated to fill a round counts again.
+    """
+
+    samples: int
+    own_samples: int = 0
+    own_tokens: int = 0
+    sum_samples: int = 0
+    sum_tokens: int = 0
+
+
 class Track(Protocol):
     """What a loader asks of the order it reads.
 
     Attributes:
         epoch: of the loop that runs, or of the next one.
         to_skip: batches that the loader must read and throw away at the start of the next loop.
-        group_samples: samples of all ranks together in the micro-batch handed out last; 0 where it is not known.
+        size: of the micro-batch handed out last.
         empty_means_next: an epoch without any batch was already used up when the state was saved.
     """
 
     epoch: int
     to_skip: int
-    group_samples: int
+    size: BatchSize
     empty_means_next: bool
 
     def set_epoch(self, epoch: int) -> None: ...
@@ -59,12 +78,21 @@ class Track(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
+    def key(self, index: int, count: int) -> tuple[int, ...]:
+        """Numbers that stand for one draw of a sample, whatever the number of ranks.
+
+        Args:
+            index: number of the sample.
+            count: samples that this rank drew before it in the loop that runs.
+        """
+        ...
+
 
 class _Epochs:
     """What all tracks do alike: a loop is an epoch, and one that was left early is over."""
 
     to_skip = 0
-    group_samples = 0
+    size = BatchSize(0)
     empty_means_next = False
 
     def __init__(self) -> None:
@@ -87,6 +115,15 @@ class _Epochs:
     def _restart(self) -> None:
         """Put the order at the start of `self.epoch`."""
 
+    @property
+    def seed(self) -> int:
+        """Seed of the order."""
+        return 0
+
+    def key(self, index: int, count: int) -> tuple[int, ...]:
+        """An epoch has each sample once."""
+        return self.seed, self.epoch, index
+
 
 class PositionTrack(_Epochs):
     """Over a `ShardedSampler`: the position is a count of global samples."""
@@ -97,13 +134,17 @@ class PositionTrack(_Epochs):
         self._stride = micro_batch_size * sampler.world_size
         self._used = 0
 
+    @property
+    def seed(self) -> int:
+        return self._sampler.seed
+
     def _restart(self) -> None:
         self._sampler.set_epoch(self.epoch)
         self._used = 0
 
     def advance(self) -> None:
-        self.group_samples = min(self._stride, self._sampler.length - self._used)
-        self._used += self.group_samples
+        self.size = BatchSize(min(self._stride, self._sampler.length - self._used))
+        self._used += self.size.samples
 
     def state_dict(self) -> dict[str, Any]:
         sampler = self._sampler
@@ -131,8 +172,12 @@ class PlannedTrack(_Epochs):
         super().__init__()
         self._budget, self._rank, self._world_size = budget, rank, world_size
         self._seed, self._drop_last = seed, drop_last
-        self._position = 0
+        self._position = self._first = 0
         self._plan_of: tuple[int, int] | None = None
+
+    @property
+    def seed(self) -> int:
+        return self._seed
 
     def _plan(self) -> Any:
         if self._plan_of != (self._seed, self.epoch):
@@ -145,21 +190,32 @@ class PlannedTrack(_Epochs):
         return remaining // self._world_size if self._drop_last else -(-remaining // self._world_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        plan = self._plan()
+        plan, self._first = self._plan(), self._position
         numbers = np.arange(self._position, len(plan))
         for number in rank_share(
             numbers, rank=self._rank, world_size=self._world_size, drop_last=self._drop_last
         ).tolist():
             yield plan[number].tolist()
 
+    def _group(self) -> list[np.ndarray]:
+        """The batches of all ranks in the coming turn: those of `rank_share`, without making all of them."""
+        plan, count = self._plan(), len(self._plan()) - self._first
+        places = range(self._position - self._first, self._position - self._first + self._world_size)
+        # In the last round, who has no batch of its own repeats one from the start of the loop.
+        return [plan[self._first + (place if place < count else (place - count) % count)] for place in places]
+
     def _restart(self) -> None:
-        self._position = 0
+        self._position = self._first = 0
 
     def advance(self) -> None:
-        plan = self._plan()
-        last = min(self._position + self._world_size, len(plan))
-        self.group_samples = sum(len(plan[i]) for i in range(self._position, last))
-        self._position = last
+        group, left = self._group(), len(self._plan()) - self._position
+        tokens = [int(self._budget.lengths[batch].sum()) for batch in group]
+        self.size = BatchSize(
+            sum(map(len, group[:left])),
+            own_samples=len(group[self._rank]), own_tokens=tokens[self._rank],
+            sum_samples=sum(map(len, group)), sum_tokens=sum(tokens),
+        )  # fmt: skip
+        self._position += min(left, self._world_size)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -196,7 +252,7 @@ class CurriculumTrack(_Epochs):
         self.sampler, self._rank, self._world_size = sampler, rank, world_size
         self._stride = micro_batch_size * world_size
         self._noted: deque[tuple[int, dict[str, Any], dict[str, int]]] = deque()
-        self._used = 0  # samples of the whole sequence that were handed out
+        self._used = self._start = 0  # samples of the whole sequence that were handed out: now, at the loop's start
         self.difficulties = sampler.current_difficulties
 
     def __len__(self) -> int:
@@ -207,6 +263,7 @@ class CurriculumTrack(_Epochs):
             self.sampler.load_state_dict(self._state_of_next())
             self._noted.clear()
         position, start, pending = self._used, self.sampler.drawn, np.zeros(0, np.int64)
+        self._start = position
         while position + self._stride <= self.sampler.total:
             while start + len(pending) < position + self._stride:
                 before, first = self.sampler.state_dict(), self.sampler.drawn
@@ -218,6 +275,10 @@ class CurriculumTrack(_Epochs):
             pending, start = pending[offset + self._stride :], position + self._stride
             position += self._stride
             yield group[self._rank :: self._world_size].tolist()
+
+    def key(self, index: int, count: int) -> tuple[int, ...]:
+        """The place in the sequence of draws: a curriculum may draw a sample more than once."""
+        return self.sampler.seed, self._start + self._rank + count * self._world_size
 
     def _drop_used_up(self) -> None:
         """Forget the draws of which every sample was handed out, but keep the latest."""
@@ -245,7 +306,7 @@ class CurriculumTrack(_Epochs):
         self._drop_used_up()
         self.difficulties = self._noted[0][2]
         self._used += self._stride
-        self.group_samples = self._stride
+        self.size = BatchSize(self._stride)
         self.epoch = self._used // self.sampler.size
 
     def state_dict(self) -> dict[str, Any]:
@@ -281,7 +342,7 @@ class SharedStreamTrack(_Epochs):
 
     def advance(self) -> None:
         self._used += self._stride
-        self.group_samples = self._stride
+        self.size = BatchSize(self._stride)
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self._reader.seed, "epoch": self.epoch, "position": self._used}
@@ -336,23 +397,28 @@ class ForeignTrack(_Epochs):
     skipped.
     """
 
-    def __init__(self, sampler: Any, micro_batch_size: int, world_size: int) -> None:
+    def __init__(self, sampler: Any, micro_batch_size: int, *, rank: int, world_size: int, seed: int) -> None:
         super().__init__()
-        self._sampler, self._micro, self._world_size = sampler, micro_batch_size, world_size
+        self._sampler, self._micro, self._rank, self._world_size = sampler, micro_batch_size, rank, world_size
+        self._seed = seed
         self._stateful = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        self._used = self._skip = 0
+        self._used = self._skip = self._first = 0
 
     def __iter__(self) -> Iterator[Any]:
-        indices = iter(self._sampler)
+        indices, self._first = iter(self._sampler), self._used * self._micro
         for _ in range(self._skip * self._micro):
             next(indices, None)
         yield from indices
+
+    def key(self, index: int, count: int) -> tuple[int, ...]:
+        """The place in this rank's order: a sampler of the caller may draw a sample more than once."""
+        return self._seed, self.epoch, self._first + count, self._rank
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def _restart(self) -> None:
-        self._used = self._skip = 0
+        self._used = self._skip = self._first = 0
         self.empty_means_next = False
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self.epoch)
@@ -361,24 +427,27 @@ class ForeignTrack(_Epochs):
         self._used += 1
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"epoch": self.epoch}
+        state: dict[str, Any] = {"epoch": self.epoch, "batches": self._used}
         if self._stateful:
             return {**state, "sampler": self._sampler.state_dict()}
-        return {**state, "batches": self._used, "batch_size": self._micro, "world_size": self._world_size}
+        return {**state, "batch_size": self._micro, "world_size": self._world_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         used = int(state.get("batches", 0))
         saved = (state.get("batch_size", self._micro), state.get("world_size", self._world_size))
-        if used and saved != (self._micro, self._world_size):
+        own_state = self._stateful and "sampler" in state
+        if used and not own_state and saved != (self._micro, self._world_size):
             raise DataStateError(
                 f"loader state: got {used} batches of {saved[0]} samples on {saved[1]} ranks, expected batches of"
                 f" {self._micro} on {self._world_size} ranks; the order is that of your sampler: give it state_dict()"
                 " and load_state_dict(), or leave data_sampler out"
             )
         self.set_epoch(int(state.get("epoch", 0)))
-        if self._stateful and "sampler" in state:
+        self._used = used
+        if own_state:
             self._sampler.load_state_dict(state["sampler"])
-        self._used = self._skip = used
+            return
+        self._skip = used
         self.empty_means_next = used > 0
 
 

@@ -18,9 +18,20 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from ..batching.plan import TokenBudget
 from ..curriculum import CurriculumSampler
 from ..errors import DataArgumentError
+from ..randomness import generator
 from .order import ShardedSampler
+from .seeding import NumberedDraws, SeededCollate, SeededSamples
 from .stream import SharedStream, StreamReader, StreamShare
-from .tracks import CurriculumTrack, ForeignTrack, PlannedTrack, PositionTrack, SharedStreamTrack, StreamTrack, Track
+from .tracks import (
+    BatchSize,
+    CurriculumTrack,
+    ForeignTrack,
+    PlannedTrack,
+    PositionTrack,
+    SharedStreamTrack,
+    StreamTrack,
+    Track,
+)
 
 __all__ = ["LoaderOptions", "RepeatingLoader", "TrainingLoader"]
 
@@ -43,6 +54,8 @@ class LoaderOptions:
         collate_fn: makes a batch from a list of samples.
         sampler: an order of the caller's own (it is already this rank's share), or a `CurriculumSampler`.
         budget: batches by number of tokens instead of samples; `micro_batch_size` is not used then.
+        seed_samples: random augmentations are a function of the seed and the sample's place in the run, so that they
+            resume exactly (see `seeding`); False: they draw from the state that each process happens to have.
     """
 
     micro_batch_size: int
@@ -57,6 +70,7 @@ class LoaderOptions:
     collate_fn: Callable[[list[Any]], Any] | None = None
     sampler: Sampler | CurriculumSampler | Iterable[int] | None = None
     budget: TokenBudget | None = None
+    seed_samples: bool = True
 
 
 class TrainingLoader:
@@ -73,14 +87,19 @@ class TrainingLoader:
         _check_options(options)
         self.options = options
         self.dataset = _readable(dataset)
-        self.on_batch: Callable[[int], None] | None = None
-        """Called with the samples of all ranks together, before each batch is handed out."""
+        self.on_batch: Callable[[BatchSize], None] | None = None
+        """Called with the size of each batch before it is handed out."""
         self._post_process: Callable[[Any, dict[str, Any]], Any] | None = None
-        arguments = self._arrange()
+        # torch's loader draws a seed for its workers whenever a loop begins. From the global generator, a resumed run
+        # would draw once more than the one that went on (test_checkpoint_resume_exactly.py in dsx).
+        self._seeds = torch.Generator()
+        arguments = {"collate_fn": options.collate_fn, **self._arrange()}
+        if options.seed_samples:
+            arguments.update(self._seeded(arguments))
         self._loader = DataLoader(
             num_workers=options.num_workers,
             prefetch_factor=options.prefetch,
-            collate_fn=options.collate_fn,
+            generator=self._seeds,
             # Pinned memory only speeds copies to a CUDA device; without one torch would warn and ignore it.
             pin_memory=options.pin_memory and torch.cuda.is_available(),
             **arguments,
@@ -100,7 +119,7 @@ class TrainingLoader:
             )
         if isinstance(dataset, SharedStream):
             share = StreamShare(**place, micro_batch_size=options.micro_batch_size, drop_last=options.drop_last)
-            reader = StreamReader(dataset, share)
+            reader = StreamReader(dataset, share, seeded=options.seed_samples)
             self._track = SharedStreamTrack(reader, options.seed)
             return {"dataset": reader, **batches}
         if isinstance(dataset, IterableDataset):
@@ -120,7 +139,7 @@ class TrainingLoader:
             track = CurriculumTrack(options.sampler, **place, micro_batch_size=options.micro_batch_size)
         elif options.sampler is not None:
             self.sampler = options.sampler
-            self._track = foreign = ForeignTrack(options.sampler, options.micro_batch_size, options.world_size)
+            self._track = foreign = ForeignTrack(options.sampler, options.micro_batch_size, **place, seed=options.seed)
             return {"dataset": dataset, "sampler": foreign, **batches}
         else:
             self.sampler = ShardedSampler(
@@ -130,6 +149,22 @@ class TrainingLoader:
             return {"dataset": dataset, "sampler": self.sampler, **batches}
         self._track = track
         return {"dataset": dataset, "batch_sampler": track}
+
+    def _seeded(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The DataLoader's arguments that have every sample and batch seeded; none for an iterable dataset that is no
+        `SharedStream`.
+        """
+        if isinstance(arguments["dataset"], IterableDataset) and not isinstance(arguments["dataset"], StreamReader):
+            return {}
+        common = {"collate_fn": SeededCollate(arguments["collate_fn"])}
+        if isinstance(arguments["dataset"], StreamReader):
+            return common
+        order = "batch_sampler" if "batch_sampler" in arguments else "sampler"
+        return {
+            **common,
+            "dataset": SeededSamples(arguments["dataset"]),
+            order: NumberedDraws(arguments[order], self._track.key, batches=order == "batch_sampler"),
+        }
 
     @property
     def batch_size(self) -> int:
@@ -161,13 +196,14 @@ class TrainingLoader:
     def __iter__(self) -> Iterator[Any]:
         track = self._track
         track.begin()
+        self._seeds.manual_seed(generator(self.options.seed, track.epoch, self.options.rank).initial_seed())
         handed_out = 0
         for batch in self._read():
             # Before the yield: a checkpoint written in the loop body counts this batch as used.
             track.advance()
             handed_out += 1
             if self.on_batch is not None:
-                self.on_batch(track.group_samples)
+                self.on_batch(track.size)
             yield batch if self._post_process is None else self._post_process(batch, self.state_dict())
         used_up = track.empty_means_next and not handed_out
         track.finish()
