@@ -1,0 +1,113 @@
+"""Step time of one Accelerate program on dsx and on DeepSpeed: the same script, two CPU processes, ZeRO stages 2 and 3.
+
+    python packages/dsx-compat/bench/accelerate_step.py [--layers 6] [--steps 10] [--rounds 3]
+
+Each round starts the program once on each system, one after the other, in the order that changes from round to round.
+The figure is the median over the rounds of the program's own median step, and the ratio DeepSpeed / dsx. The model is
+shaped like GPT-2 with 19 million parameters. Goal: at least 1.2.
+
+It needs the peers of requirements.txt; the environment must not have dsx-compat installed (`tools/dev.py bench` sees to
+that), because the program finds dsx's `deepspeed` by `dsx_compat.activate()` and DeepSpeed's without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[1] / "src"
+
+
+def program(args: argparse.Namespace) -> None:
+    """What each rank runs; rank 0 prints its median step in seconds."""
+    if args.system == "dsx":
+        sys.path.insert(0, str(SOURCES))
+        import dsx_compat
+
+        dsx_compat.activate()
+    import deepspeed
+    import torch
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    is_dsx = "dsx_compat" in str(deepspeed.__file__)
+    if is_dsx != (args.system == "dsx"):
+        raise SystemExit(f"{args.system}: got deepspeed from {deepspeed.__file__}")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=args.layers, n_embd=384, n_head=6, vocab_size=21000, n_positions=256)
+    net = GPT2LMHeadModel(config)
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(zero_stage=args.stage, gradient_clipping=1.0),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+    )
+    rows = torch.randint(0, config.vocab_size, (2 * (args.steps + 3), args.length))
+    loader = torch.utils.data.DataLoader(rows, batch_size=1)
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-4), loader)
+    times = []
+    for ids in loader:
+        began = time.perf_counter()
+        accelerator.backward(net(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - began)
+    if accelerator.is_main_process:
+        print(json.dumps({"step": statistics.median(times[3:])}))
+
+
+def measure(system: str, stage: int, args: argparse.Namespace) -> float:
+    """Median step of one run, in seconds."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    options = [
+        "--system",
+        system,
+        "--stage",
+        stage,
+        "--layers",
+        args.layers,
+        "--steps",
+        args.steps,
+        "--length",
+        args.length,
+    ]
+    quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    quiet |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
+    done = subprocess.run(
+        [*command, *map(str, options)], env={**os.environ, **quiet}, capture_output=True, text=True, timeout=900
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"step"')]
+    if done.returncode != 0 or not lines:
+        raise SystemExit(f"{system}, stage {stage}:\n{done.stderr[-3000:]}")
+    return json.loads(lines[-1])["step"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Accelerate on dsx and on DeepSpeed, step by step")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--system", choices=("dsx", "deepspeed"), help="run the program itself")
+    parser.add_argument("--stage", type=int)
+    args = parser.parse_args()
+    if args.system:
+        program(args)
+        return
+    for stage in args.stages:
+        found: dict[str, list[float]] = {"dsx": [], "deepspeed": []}
+        for round_ in range(args.rounds):
+            for system in sorted(found, reverse=round_ % 2 == 1):
+                found[system].append(measure(system, stage, args))
+        ours, theirs = (statistics.median(found[system]) for system in ("dsx", "deepspeed"))
+        print(f"stage {stage}: dsx {ours * 1e3:.1f} ms, DeepSpeed {theirs * 1e3:.1f} ms, ratio {theirs / ours:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Which `deepspeed` a process gets: the folder that holds ours, `activate()`, and a look for others.
+
+The package and its metadata lie in a folder of their own (`_site`), not in site-packages. A line in `dsx_compat.pth`
+puts that folder at the end of `sys.path`. So files of the real DeepSpeed are never mixed with ours, a real one that is
+installed wins, and `activate()` is that folder at the beginning of `sys.path`, for one process
+(docs/decisions/0028-deepspeed-by-a-folder.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from .errors import WrongDeepSpeedError
+
+__all__ = ["SITE", "OtherDeepSpeed", "activate", "loaded_from", "mixed_files", "on_path", "others"]
+
+SITE = Path(__file__).resolve().parent / "_site"
+
+
+@dataclass(frozen=True)
+class OtherDeepSpeed:
+    """A `deepspeed` that is not ours.
+
+    Attributes:
+        place: the folder on `sys.path` that holds it.
+        version: as its metadata says; empty for files without metadata.
+        precedes: whether `import deepspeed` takes it and not ours.
+    """
+
+    place: Path
+    version: str
+    precedes: bool
+
+    def __str__(self) -> str:
+        return f"deepspeed {self.version or '(leftover files)'} in {self.place}"
+
+
+def activate() -> None:
+    """Let `import deepspeed` give dsx's in this process; the environment and other processes stay as they are.
+
+    Child processes that are started anew need it too; `accelerate launch` and `torchrun` start such ones, so call it at
+    the top of the script.
+
+    Raises:
+        WrongDeepSpeedError: another `deepspeed` is imported already.
+    """
+    place = loaded_from()
+    if place is not None and place != SITE:
+        raise WrongDeepSpeedError(
+            f"activate(): got a process that has imported deepspeed from {place}, expected none; call"
+            " dsx_compat.activate() before the first import of deepspeed, transformers or accelerate"
+        )
+    sys.path[:] = [str(SITE), *(entry for entry in sys.path if entry != str(SITE))]
+    _forget_missing("deepspeed")
+
+
+def _forget_missing(name: str) -> None:
+    """Importers remember what a folder did not hold."""
+    import importlib
+
+    importlib.invalidate_caches()
+    if name in sys.modules and sys.modules[name] is None:
+        del sys.modules[name]
+
+
+def loaded_from() -> Path | None:
+    """The folder that the imported `deepspeed` lies in; None if none is imported."""
+    module = sys.modules.get("deepspeed")
+    found = getattr(module, "__file__", None)
+    return None if found is None else Path(found).resolve().parent.parent
+
+
+def others() -> list[OtherDeepSpeed]:
+    """Every other `deepspeed` on `sys.path`, in the order of the path."""
+    found: list[OtherDeepSpeed] = []
+    ours_seen = False
+    for place in _places():
+        if place == SITE:
+            ours_seen = True
+            continue
+        versions = [d.version for d in metadata.distributions(name="deepspeed", path=[str(place)])]
+        package = (place / "deepspeed" / "__init__.py").is_file()
+        if versions or package:
+            found.append(OtherDeepSpeed(place, versions[0] if versions else "", package and not ours_seen))
+    return found
+
+
+def on_path() -> bool:
+    """Whether our folder is on `sys.path`: a new process can import our `deepspeed`."""
+    return any(place == SITE for place in _places())
+
+
+def mixed_files() -> list[Path]:
+    """Files in our folder that another distribution's RECORD claims: an installer has written over ours."""
+    claimed = []
+    for distribution in metadata.distributions(name="deepspeed"):
+        for file in distribution.files or ():
+            path = Path(str(file.locate())).resolve()
+            if SITE in path.parents and path.exists():
+                claimed.append(path)
+    return claimed
+
+
+def _places() -> Iterator[Path]:
+    seen: set[Path] = set()
+    for entry in sys.path:
+        place = Path(entry or ".").resolve()
+        if place not in seen and place.is_dir():
+            seen.add(place)
+            yield place

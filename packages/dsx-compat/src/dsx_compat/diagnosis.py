@@ -1,0 +1,35 @@
+"""What `dsx doctor` says about `deepspeed`: whose it is, and what is in the way."""
+
+from __future__ import annotations
+
+from dsx.doctor import BROKEN, OK, WARNING, Finding
+
+from ._version import DEEPSPEED_VERSION
+from .activation import SITE, mixed_files, on_path, others
+
+__all__ = ["deepspeed_found"]
+
+REINSTALL = "pip uninstall -y deepspeed dsx-compat && pip install dsx-compat"
+
+
+def deepspeed_found() -> list[Finding]:
+    """One finding about `import deepspeed`, and one for each other installation of it."""
+    found = []
+    rivals = others()
+    first = next((rival for rival in rivals if rival.precedes), None)
+    if first is not None:
+        hint = "pip uninstall -y deepspeed; or dsx_compat.activate() at the top of the script"
+        found.append(Finding("compatibility", "import deepspeed", f"gives {first}, not dsx's", WARNING, hint))
+    elif on_path():
+        found.append(Finding("compatibility", "import deepspeed", f"gives dsx's, as deepspeed {DEEPSPEED_VERSION}", OK))
+    else:
+        hint = f"pip install --force-reinstall --no-deps dsx-compat, or dsx_compat.activate() in the script ({SITE})"
+        found.append(Finding("compatibility", "import deepspeed", "dsx's is not on sys.path", WARNING, hint))
+    for rival in rivals:
+        if rival is not first:
+            hint = "pip uninstall -y deepspeed"
+            found.append(Finding("compatibility", "another deepspeed", f"{rival}; dsx's comes first", WARNING, hint))
+    if mixed := mixed_files():
+        text = f"{len(mixed)} files of another installation among dsx-compat's ({mixed[0]}, ...)"
+        found.append(Finding("compatibility", "mixed files", text, BROKEN, REINSTALL))
+    return found

@@ -1,0 +1,77 @@
+"""`param.ds_shape`, `ds_numel`, `ds_status`, `ds_id`, `ds_tensor` and others: computed when they are read.
+
+DeepSpeed stores them on the tensors; dsx stores nothing on tensors (contract C1 of the architecture). So they are
+descriptors of `torch.Tensor` that ask `dsx_zero.partition_of`. A tensor that stage 3 does not manage does not have
+them: `hasattr` is False, as programs expect that ask it to tell partitioned parameters from others.
+
+Left out: methods that move partitions (`param.all_gather()`, `param.partition()`): use `zero.GatheredParameters`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .values import ZeroParamStatus, ZeroParamType
+
+__all__ = ["attach", "is_zero_param"]
+
+
+class _Computed:
+    """A name that a managed parameter has. A value that somebody assigns lies on the tensor, as on any object.
+
+    `__set__` and `__delete__` do nothing else; they are here because `torch.overrides` takes it that every descriptor
+    on `torch.Tensor` has them, and torch.compile asks it.
+    """
+
+    def __init__(self, name: str, compute: Callable[[Any], Any]) -> None:
+        self.name, self.compute = name, compute
+
+    def __get__(self, parameter: torch.Tensor | None, owner: type | None = None) -> Any:
+        if parameter is None:
+            return self
+        if self.name in vars(parameter):
+            return vars(parameter)[self.name]
+        zero = sys.modules.get("dsx_zero")  # no parameter is managed before somebody has loaded it
+        partition = None if zero is None else zero.partition_of(parameter)
+        if partition is None:
+            raise AttributeError(f"{type(parameter).__name__!r} object has no attribute {self.name!r}")
+        return self.compute(partition)
+
+    def __set__(self, parameter: torch.Tensor, value: Any) -> None:
+        vars(parameter)[self.name] = value
+
+    def __delete__(self, parameter: torch.Tensor) -> None:
+        if self.name not in vars(parameter):
+            raise AttributeError(f"{type(parameter).__name__!r} object has no attribute {self.name!r}")
+        del vars(parameter)[self.name]
+
+
+_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "ds_id": lambda partition: partition.key,
+    "ds_numel": lambda partition: partition.numel,
+    "ds_shape": lambda partition: partition.shape,
+    "ds_tensor": lambda partition: partition.local_shard,
+    "ds_status": lambda partition: ZeroParamStatus.AVAILABLE if partition.gathered else ZeroParamStatus.NOT_AVAILABLE,
+    "ds_param_type": lambda partition: ZeroParamType.PARTITIONED,
+    "ds_persist": lambda partition: partition.gathered and partition.local_shard.numel() == partition.numel,
+    "ds_active_sub_modules": lambda partition: set(),  # dsx counts uses by unit, not on the parameter
+    "partition_numel": lambda partition: partition.local_shard.numel,
+}
+
+
+def attach() -> None:
+    """Let tensors have the names. A second call changes nothing."""
+    for name, compute in _ATTRIBUTES.items():
+        if not isinstance(vars(torch.Tensor).get(name), _Computed):
+            setattr(torch.Tensor, name, _Computed(name, compute))
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether stage 3 or `zero.Init` manages the tensor."""
+    from dsx_zero import partition_of  # late: the names of this module are read before anything is sharded
+
+    return isinstance(parameter, torch.Tensor) and partition_of(parameter) is not None

@@ -1,0 +1,52 @@
+"""What clients write into configurations that dsx has no use for: taken out with one warning.
+
+dsx refuses unknown keys, because a mistyped one would be without effect. Some programs write keys that DeepSpeed never
+read, and their users cannot change that. Only what is known of such programs is taken out:
+
+* flat names, `"zero_optimization.reduce_bucket_size": 8e7` (trl writes them for its forward-only engines);
+* places of offload where nothing is divided (trl sets stage 0 and leaves them).
+
+`"steps_per_print": inf`, which Accelerate writes, means never, and is read so.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import CompatWarning
+
+__all__ = ["client_config"]
+
+
+def client_config(config: Any) -> Any:
+    """The configuration without what has no effect; a path or text is given back as it is.
+
+    Warns:
+        CompatWarning: naming the keys that were taken out.
+    """
+    if not isinstance(config, Mapping) or isinstance(config, (str, os.PathLike)):
+        return config
+    cleaned = dict(config)
+    dropped = [str(key) for key in cleaned if isinstance(key, str) and "." in key]
+    for key in dropped:
+        del cleaned[key]
+    zero = cleaned.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("stage", 0) == 0:
+        unused = [key for key in ("offload_optimizer", "offload_param") if zero.get(key)]
+        if unused:
+            cleaned["zero_optimization"] = {key: value for key, value in zero.items() if key not in unused}
+            dropped += [f"zero_optimization.{key} (nothing is divided at stage 0)" for key in unused]
+    if cleaned.get("steps_per_print") == math.inf:
+        cleaned["steps_per_print"] = None
+    if dropped:
+        warnings.warn(
+            f"deepspeed.initialize: these keys of the configuration have no effect and are left out:"
+            f" {', '.join(dropped)}",
+            CompatWarning,
+            stacklevel=4,
+        )
+    return cleaned

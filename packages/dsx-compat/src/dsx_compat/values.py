@@ -1,0 +1,91 @@
+"""Constants and enumerations that programs import from DeepSpeed: values, no behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, IntEnum
+from typing import Any
+
+from ._version import DEEPSPEED_VERSION
+
+__all__ = [
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "DEEPSPEED_OPTIMIZERS",
+    "VALID_LR_SCHEDULES",
+    "OffloadDeviceEnum",
+    "TorchBackend",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "ZeroStageEnum",
+    "zero_wrapper_for_fp_tensor_constructor",
+]
+
+version, git_hash, git_branch = DEEPSPEED_VERSION, None, None
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+
+# launcher.runner
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+DLTS_HOSTFILE = "/job/hostfile"
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
+
+# runtime.config: optimizers by the names that configurations use
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "adamw", "adagrad"
+LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
+ONEBIT_ADAM_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "onebitadam", "zerooneadam", "onebitlamb"
+DEEPSPEED_OPTIMIZERS = [
+    ADAGRAD_OPTIMIZER,
+    ADAM_OPTIMIZER,
+    ADAMW_OPTIMIZER,
+    LAMB_OPTIMIZER,
+    ONEBIT_ADAM_OPTIMIZER,
+    ONEBIT_LAMB_OPTIMIZER,
+    LION_OPTIMIZER,
+    ZERO_ONE_ADAM_OPTIMIZER,
+]
+
+# runtime.constants: routes of `deepspeed_io`
+ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict", "encode"
+
+
+class ZeroParamStatus(Enum):
+    """`param.ds_status`: whether the whole values are in this rank's memory."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """How a parameter is kept; here every one that stage 3 manages is `NORMAL` or `PARTITIONED`."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroStageEnum(IntEnum):
+    """Stages of ZeRO, as in `zero_optimization.stage`."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where states may be kept, as in `offload_optimizer.device`."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class TorchBackend:
+    """For `isinstance` only: dsx uses torch.distributed's process groups as they are."""
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """`fn` itself: dsx's `zero.Init` replaces no constructor of torch, so there is nothing to wrap."""
+    return fn

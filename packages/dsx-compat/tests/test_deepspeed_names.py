@@ -1,0 +1,134 @@
+"""Every import path of public examples, documents and clients resolves, and what dsx has not says what to use."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import dsx_compat
+import pytest
+from dsx_compat.names import MODULES, UNSUPPORTED, UNSUPPORTED_MODULES
+
+dsx_compat.activate()
+import deepspeed  # noqa: E402
+
+# Import paths of public examples and tutorials (DeepSpeedExamples, deepspeed.ai, Hugging Face documents) and of the
+# clients: Accelerate, transformers, peft, trl, Lightning.
+PATHS = (Path(__file__).parent / "import_paths.txt").read_text().split()
+
+
+def reach(path: str):
+    """Both ways in which programs reach a name: import of its module, and attributes from the root."""
+    parts = path.split(".")
+    value = deepspeed
+    for part in parts[1:]:
+        value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_public_import_path_resolves(path):
+    value = reach(path)
+    module, _, name = path.rpartition(".")
+    while module not in MODULES:
+        module, _, name = module.rpartition(".")
+    scope: dict[str, object] = {}
+    exec(f"from {module} import {name}", scope)
+    assert scope[name] is getattr(importlib.import_module(module), name)
+    assert value is not None
+
+
+def test_every_name_of_the_tables_resolves():
+    missing = []
+    for module, names in MODULES.items():
+        for name in names:
+            try:
+                getattr(importlib.import_module(module), name)
+            except AttributeError as error:
+                missing.append(str(error))
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "advice"),
+    [
+        ("from deepspeed import init_inference", "inference engine"),
+        ("from deepspeed import tp_model_init", "dsx_pipe.tensor"),
+        ("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF", "not available yet"),
+        ("from deepspeed.module_inject.replace_module import ReplaceWithTensorSlicing", "dsx_pipe.tensor"),
+        ("import deepspeed.autotuning", "not available yet"),
+    ],
+)
+def test_an_unsupported_name_says_what_to_use(statement, advice):
+    with pytest.raises(dsx_compat.NotSupportedError, match=advice) as caught:
+        exec(statement, {})
+    assert isinstance(caught.value, ImportError)
+
+
+def test_every_unsupported_name_gives_its_advice():
+    for module, names in UNSUPPORTED.items():
+        for name, advice in names.items():
+            assert not hasattr(importlib.import_module(module), name)
+            with pytest.raises(dsx_compat.NotSupportedError, match=name) as caught:
+                exec(f"from {module} import {name}", {})
+            assert advice in str(caught.value)
+    for module, advice in UNSUPPORTED_MODULES.items():
+        with pytest.raises(dsx_compat.NotSupportedError) as caught:
+            importlib.import_module(module)
+        assert advice in str(caught.value)
+
+
+def test_a_name_that_nobody_has_is_an_ordinary_error():
+    with pytest.raises(AttributeError, match="no attribute 'initialise'"):
+        deepspeed.initialise
+    with pytest.raises(ImportError, match="initialise"):
+        exec("from deepspeed import initialise", {})
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("deepspeed.runtime.nothing")
+    assert not hasattr(deepspeed, "init_inference")
+
+
+def test_one_identity_of_every_class():
+    import dsx_comm
+    import dsx_ops
+    import dsx_pipe
+    import dsx_zero
+
+    assert deepspeed.zero.GatheredParameters is dsx_zero.GatheredParameters
+    assert deepspeed.runtime.zero.GatheredParameters is deepspeed.zero.GatheredParameters
+    assert deepspeed.ops.adam.DeepSpeedCPUAdam is dsx_ops.CPUAdam
+    assert deepspeed.pipe.PipelineModule is deepspeed.PipelineModule is dsx_pipe.PipelineModule
+    assert deepspeed.comm.all_reduce is dsx_comm.all_reduce is deepspeed.dist.all_reduce
+
+
+def test_what_a_program_assigns_stays(monkeypatch):
+    from deepspeed.runtime.zero import partition_parameters
+
+    replaced = lambda fn, *args, **kwargs: fn  # noqa: E731
+    monkeypatch.setattr(partition_parameters, "zero_wrapper_for_fp_tensor_constructor", replaced)
+    again = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    assert again.zero_wrapper_for_fp_tensor_constructor is replaced
+
+
+def test_dir_shows_names_and_modules():
+    assert {"initialize", "zero", "comm", "runtime"} <= set(dir(deepspeed))
+    assert "WarmupLR" in dir(importlib.import_module("deepspeed.runtime.lr_schedules"))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "deepspeed.launcher.runner",
+        "deepspeed.env_report",
+        "deepspeed.utils.zero_to_fp32",
+        "deepspeed.checkpoint.ds_to_universal",
+    ],
+)
+def test_modules_run_as_programs(module):
+    code = "import dsx_compat, runpy, sys; dsx_compat.activate(); sys.argv = ['x', '--help']; "
+    code += f"runpy.run_module({module!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "usage" in done.stdout, done.stderr
+    assert done.returncode == 0

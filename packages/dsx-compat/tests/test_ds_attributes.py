@@ -1,0 +1,129 @@
+"""`ds_shape`, `ds_numel`, `ds_status` and so on: computed for parameters that stage 3 manages, absent elsewhere."""
+
+from __future__ import annotations
+
+import dsx_compat
+import pytest
+import torch
+from dsx_testkit import run_ranks
+from torch.nn.utils import parametrize
+
+dsx_compat.activate()
+NAMES = ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_tensor", "ds_active_sub_modules", "partition_numel")
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))
+        self.seen = []
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        self.seen.append([(p.ds_status.name, p.ds_id) for p in self.layers[1].parameters()])
+        return x
+
+
+def stage3(rank, world, threshold):
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    torch.manual_seed(0)
+    net = Net()
+    assert not any(hasattr(p, name) for p in net.parameters() for name in NAMES)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": threshold},
+    }
+    engine, *_ = deepspeed.initialize(model=net, config=config)
+    kept = threshold > 0
+    ids = {}
+    for name, p in net.named_parameters():
+        assert p.ds_shape == p.shape and p.ds_numel == p.numel() and p.numel() in (36, 6)
+        assert (p.ds_status is ZeroParamStatus.AVAILABLE) == kept
+        assert p.ds_tensor.numel() == p.partition_numel()
+        assert p.partition_numel() == p.numel() if kept else p.partition_numel() <= p.numel()
+        assert vars(p).keys().isdisjoint(NAMES)
+        p.ds_active_sub_modules.clear()
+        ids[name] = p.ds_id
+    assert len(set(ids.values())) == 4
+    with deepspeed.zero.GatheredParameters(net.parameters()):
+        assert all(p.ds_status is ZeroParamStatus.AVAILABLE for p in net.parameters())
+        assert {name: p.ds_id for name, p in net.named_parameters()} == ids
+    engine.backward(engine(torch.ones(1, 6)).sum())
+    engine.step()
+    assert [found for _, found in net.seen[0]] == [ids["layers.1.weight"], ids["layers.1.bias"]]
+    return [p.ds_tensor.numel() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("threshold", [0, 10**6])
+def test_managed_parameters_have_them(threshold):
+    sizes = [sum(found) for found in zip(*run_ranks(stage3, 2, threshold))]
+    assert sizes == [36, 6, 36, 6] if threshold == 0 else [72, 12, 72, 12]
+
+
+def resident(rank, world):
+    import deepspeed
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 4)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+    }
+    deepspeed.initialize(model=net, config=config)
+    return not any(hasattr(p, name) for p in net.parameters() for name in NAMES)
+
+
+def test_below_stage_3_nobody_has_them():
+    assert all(run_ranks(resident, 2))
+
+
+def built(rank, world):
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path={"bf16": {"enabled": True}}, remote_device="cpu"):
+        net = torch.nn.Linear(4, 4)
+    assert net.weight.ds_shape == (4, 4) and net.weight.dtype == torch.bfloat16
+    assert deepspeed.runtime.zero.utils.is_zero_param(net.weight)
+    assert not deepspeed.runtime.zero.utils.is_zero_param(torch.ones(2))
+    with deepspeed.zero.Init(enabled=False, remote_device="cpu"):
+        plain = torch.nn.Linear(4, 4)
+    return not hasattr(plain.weight, "ds_id")
+
+
+def test_parameters_of_init_have_them():
+    assert all(run_ranks(built, 2))
+
+
+def test_a_program_may_keep_a_value_of_its_own_under_such_a_name():
+    import deepspeed  # noqa: F401
+
+    tensor = torch.ones(2)
+    tensor.ds_id = 7
+    assert tensor.ds_id == 7
+    assert not hasattr(torch.ones(2), "ds_id")
+
+
+def test_compiled_models_do_not_mind_them():
+    """torch.compile asks `torch.overrides`, which asks every descriptor on `torch.Tensor` for its `__set__`."""
+
+    class Doubled(torch.nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    model = torch.nn.Linear(3, 3)
+    parametrize.register_parametrization(model, "weight", Doubled())
+    x = torch.randn(2, 3)
+    expected = model(x)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), expected)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(AttributeError, match="ds_numel"):
+        del parameter.ds_numel
+    parameter.ds_numel = 5
+    assert parameter.ds_numel == 5
+    del parameter.ds_numel
+    assert not hasattr(parameter, "ds_numel")

@@ -1,0 +1,146 @@
+"""The `deepspeed` that a process gets: found by name and by metadata, never mixed with another one, and told apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import dsx_compat
+import pytest
+from dsx_compat.activation import SITE
+
+ENV = {k: v for k, v in os.environ.items() if k != "DSX_ALONE"}
+
+
+def run(code: str, *paths: Path, check: bool = True) -> subprocess.CompletedProcess:
+    """A new process with these folders at the end of `sys.path`, as site-packages would be."""
+    body = f"import sys\nsys.path += {[str(path) for path in paths]!r}\n{code}"
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, env=ENV, timeout=120)
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture
+def real(tmp_path):
+    """An installed DeepSpeed, as far as importers and metadata see it."""
+    place = tmp_path / "real"
+    (place / "deepspeed").mkdir(parents=True)
+    (place / "deepspeed" / "__init__.py").write_text("__version__ = '0.19.8'\n")
+    info = place / "deepspeed-0.19.8.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.8\n")
+    (info / "RECORD").write_text("deepspeed/__init__.py,,\ndeepspeed-0.19.8.dist-info/METADATA,,\n")
+    return place
+
+
+CLEAN = "sys.path[:] = [p for p in sys.path if not p.endswith('_site')]\n"
+
+
+def test_clients_find_module_version_and_distribution():
+    code = """
+import importlib.metadata as m, importlib.util, json
+found = importlib.util.find_spec("deepspeed") is not None
+print(json.dumps([found, m.version("deepspeed"), m.metadata("deepspeed")["Name"]]))
+import deepspeed
+assert deepspeed.__version__ == m.version("deepspeed")
+"""
+    found = json.loads(run(CLEAN + f"sys.path.append({str(SITE)!r})\n" + code).stdout)
+    assert found == [True, dsx_compat.DEEPSPEED_VERSION, "deepspeed"]
+
+
+def test_activate_wins_over_an_installed_one_in_this_process_only(real):
+    code = "import dsx_compat; dsx_compat.activate(); dsx_compat.activate(); "
+    code += "import deepspeed; print(deepspeed.__version__)"
+    assert run(code, real).stdout.strip() == dsx_compat.DEEPSPEED_VERSION
+    assert (
+        run(f"sys.path.insert(0, {str(real)!r}); import deepspeed; print(deepspeed.__version__)").stdout.strip()
+        == "0.19.8"
+    )
+
+
+def test_activate_after_another_one_was_imported_is_refused(real):
+    code = f"sys.path.insert(0, {str(real)!r}); import deepspeed, dsx_compat; dsx_compat.activate()"
+    done = run(code, check=False)
+    assert done.returncode == 1
+    assert "before the first import" in done.stderr and str(real) in done.stderr
+
+
+def test_the_installed_one_comes_before_the_line_of_the_pth_file(real):
+    done = run(CLEAN + f"sys.path += [{str(real)!r}, {str(SITE)!r}]; import deepspeed; print(deepspeed.__version__)")
+    assert done.stdout.strip() == "0.19.8"
+
+
+def test_doctor_names_the_installed_one_and_the_command(real):
+    code = (
+        CLEAN
+        + f"""
+sys.path += [{str(real)!r}, {str(SITE)!r}]
+from dsx_compat.diagnosis import deepspeed_found
+for finding in deepspeed_found(): print(finding.status, finding.value, finding.hint)
+"""
+    )
+    text = run(code).stdout
+    assert "warning" in text and "0.19.8" in text and str(real) in text and "pip uninstall -y deepspeed" in text
+
+
+def test_doctor_is_content_without_another_one():
+    code = (
+        CLEAN
+        + f"""
+sys.path.append({str(SITE)!r})
+from dsx_compat.diagnosis import deepspeed_found
+print([finding.status for finding in deepspeed_found()])
+"""
+    )
+    assert run(code).stdout.strip() == "['ok']"
+
+
+def test_doctor_runs_the_probes_that_packages_bring(monkeypatch):
+    from dsx import doctor
+    from dsx_compat.diagnosis import deepspeed_found
+
+    class Entry:
+        def load(self):
+            return deepspeed_found
+
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [Entry()] if group == "dsx.doctor" else [])
+    monkeypatch.setattr(doctor, "PROBES", ())
+    assert [finding.topic for finding in doctor.examine()][:1] == ["compatibility"]
+
+
+def test_files_of_another_installation_among_ours_stop_the_first_import(tmp_path):
+    """A copy of our folder, over which another installer has written (its RECORD claims the files)."""
+    import shutil
+
+    package = tmp_path / "copy" / "dsx_compat"
+    shutil.copytree(Path(dsx_compat.__file__).parent, package)
+    info = package / "_site" / "deepspeed-0.19.8.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.8\n")
+    (info / "RECORD").write_text("deepspeed/__init__.py,,\n")
+    code = f"sys.path.insert(0, {str(package.parent)!r}); import dsx_compat; dsx_compat.activate(); import deepspeed"
+    done = run(code, check=False)
+    assert done.returncode == 1
+    assert "pip uninstall -y deepspeed dsx-compat" in done.stderr
+
+
+def test_import_is_cheap_and_loads_no_part_of_dsx():
+    code = """
+import torch, time
+began = time.perf_counter()
+import dsx_compat; dsx_compat.activate()
+import deepspeed, deepspeed.runtime.zero.partition_parameters, deepspeed.launcher.runner
+heavy = {"pydantic", "dsx_zero", "dsx_comm", "dsx.engine", "rich", "safetensors"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    run(code)
+
+
+def test_metadata_says_the_version_of_the_module():
+    (info,) = SITE.glob("deepspeed-*.dist-info")
+    assert info.name == f"deepspeed-{dsx_compat.DEEPSPEED_VERSION}.dist-info"
+    assert f"Version: {dsx_compat.DEEPSPEED_VERSION}\n" in (info / "METADATA").read_text()

@@ -1,0 +1,144 @@
+"""trl with peft: SFT with LoRA and saved modules, and DPO with a reference engine, beside the run without an engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+from common import RANK, report
+from language_model import VOCABULARY, language_model
+
+MICRO, STEPS = 2, 6
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(3, VOCABULARY)}
+    made = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2, **words}, unk_token="<eos>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<eos>"
+    )
+
+
+def text(count: int, length: int, seed: int) -> list[str]:
+    made = torch.Generator().manual_seed(seed)
+    rows = torch.randint(3, VOCABULARY, (count, length), generator=made).tolist()
+    return [" ".join(f"w{number}" for number in row) for row in rows]
+
+
+def in_order(cls):
+    class InOrder(cls):
+        losses: list[torch.Tensor] = []
+
+        def _get_train_sampler(self, *args, **kwargs):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            self.losses.append((loss[0] if isinstance(loss, tuple) else loss).detach())
+            return loss
+
+    return InOrder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stage", type=int, help="-1: without an engine")
+    parser.add_argument("--folder")
+    parser.add_argument("--dpo", action="store_true")
+    parser.add_argument("--tuner", default="lora", choices=("lora", "adalora", "none"))
+    args = parser.parse_args()
+    more = {}
+    if args.stage >= 0:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        from accelerate import PartialState
+
+        PartialState(backend="gloo")
+        zero = {
+            "stage": args.stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+        zero |= (
+            {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}} if args.stage == 3 else {}
+        )
+        more = {
+            "deepspeed": {
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": "auto",
+                "gradient_clipping": "auto",
+                "zero_optimization": zero,
+            },
+            "accelerator_config": {"use_configured_state": True},
+        }
+    else:
+        more = {"ddp_backend": "gloo", "use_cpu": True}
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    rows = STEPS * MICRO * 2
+    prompts, good, bad = text(rows, 4, 1), text(rows, 6, 2), text(rows, 6, 3)
+    common = dict(
+        output_dir=args.folder, max_steps=STEPS, per_device_train_batch_size=MICRO, learning_rate=5e-3, report_to=[],
+        lr_scheduler_type="constant", logging_steps=1, save_strategy="no", disable_tqdm=True, bf16=False,
+        gradient_checkpointing=False, dataloader_drop_last=True, max_length=16, seed=0, **more,
+    )  # fmt: skip
+    peft_config = None
+    if args.tuner == "lora":
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(
+            r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]
+        )
+    elif args.tuner == "adalora":
+        from peft import AdaLoraConfig
+
+        peft_config = AdaLoraConfig(
+            init_r=4, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=STEPS, target_modules=["q_proj"]
+        )
+    net = language_model()
+    torch.manual_seed(5)
+    if args.dpo:
+        dataset = Dataset.from_dict(
+            {"prompt": prompts, "chosen": [f" {t}" for t in good], "rejected": [f" {t}" for t in bad]}
+        )
+        trainer = in_order(DPOTrainer)(
+            model=net, ref_model=None if peft_config else language_model(), args=DPOConfig(beta=0.5, **common),
+            train_dataset=dataset, processing_class=tokenizer(),
+            peft_config=peft_config,
+        )  # fmt: skip
+    else:
+        dataset = Dataset.from_dict({"text": [f"{p} {g}" for p, g in zip(prompts, good)]})
+        trainer = in_order(SFTTrainer)(
+            model=net, args=SFTConfig(**common), train_dataset=dataset, processing_class=tokenizer(),
+            peft_config=peft_config,
+        )  # fmt: skip
+    trainer.train()
+    if args.stage >= 0:
+        import deepspeed
+        import dsx
+
+        assert isinstance(trainer.model_wrapped, deepspeed.DeepSpeedEngine) and isinstance(
+            trainer.model_wrapped, dsx.Engine
+        )
+        assert trainer.model_wrapped.zero_optimization_stage() == args.stage
+    mine = torch.stack(trainer.losses).double()
+    both = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(both, mine)
+    curve = (sum(both) / 2).tolist()
+    trainer.save_model(os.path.join(args.folder, "saved"))
+    if RANK == 0 and peft_config is not None:
+        from safetensors.torch import load_file
+
+        saved = load_file(os.path.join(args.folder, "saved", "adapter_model.safetensors"))
+        assert saved and all(value.numel() for value in saved.values())
+        report(curve=curve, saved={name: [list(v.shape), v.double().norm().item()] for name, v in saved.items()})
+    else:
+        report(curve=curve, saved={})
+
+
+main()

@@ -1,0 +1,145 @@
+"""Programs of other projects train on dsx as with plain PyTorch: two CPU processes, random weights, no network.
+
+Each case starts a program of `programs/` on two ranks. The program compares its curve of losses with plain PyTorch's
+itself; where that is not written down (trl), the same program runs without an engine and the curves are compared here.
+Skipped where the clients are not installed: `tools/dev.py clients` makes an environment that has them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "programs"
+NEEDS = {
+    "accelerate_loop": ("accelerate",),
+    "trainer": ("accelerate", "transformers"),
+    "trl_loop": ("accelerate", "transformers", "peft", "trl", "datasets"),
+    "lightning_loop": ("lightning",),
+}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def run(program: str, *words: object, results: Path, launcher: tuple[str, ...] = (), check: bool = True) -> list[dict]:
+    """What the two ranks reported."""
+    missing = [name for name in NEEDS.get(program, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: python3 tools/dev.py clients")
+    results.mkdir(exist_ok=True)
+    start = launcher or ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    paths = os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", *start, str(PROGRAMS / f"{program}.py"), *map(str, words)],
+        env={**os.environ, **ENVIRONMENT, "CLIENT_RESULTS": str(results), "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=280, cwd=results,
+    )  # fmt: skip
+    if not check:
+        assert done.returncode != 0
+        return [{"error": done.stderr}]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return [json.loads((results / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def close(got: list[float], expected: list[float]) -> None:
+    assert got == pytest.approx(expected, rel=1e-5), (got, expected)
+    assert len(got) >= 6
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accelerate_trains_saves_and_resumes(stage, tmp_path):
+    run("accelerate_loop", "--stage", stage, "--folder", tmp_path / "state", results=tmp_path)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_accelerate_accumulates(stage, tmp_path):
+    run("accelerate_loop", "--stage", stage, "--accumulation", 2, "--folder", tmp_path / "state", results=tmp_path)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerate_offloads_to_the_host(stage, tmp_path):
+    run("accelerate_loop", "--stage", stage, "--offload", "cpu", "--folder", tmp_path / "state", results=tmp_path)
+
+
+def test_accelerate_notices_a_resume_that_loads_nothing(tmp_path):
+    words = ("--stage", 2, "--folder", tmp_path / "state", "--skip-load")
+    (found,) = run("accelerate_loop", *words, results=tmp_path, check=False)
+    assert "resumed: got" in found["error"]
+
+
+def test_accelerate_takes_optimizer_and_schedule_from_a_file(tmp_path):
+    run("accelerate_loop", "--config", PROGRAMS.parent / "dummies.json", results=tmp_path)
+
+
+def test_accelerate_launch_starts_it(tmp_path):
+    launcher = ("accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--num_machines", "1")
+    launcher += (
+        "--mixed_precision",
+        "no",
+        "--zero_stage",
+        "2",
+        "--gradient_clipping",
+        "0.0",
+        "--main_process_port",
+        "0",
+    )
+    words = ("--from-environment", "--stage", 2, "--folder", tmp_path / "state")
+    run("accelerate_loop", *words, results=tmp_path, launcher=launcher)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trainer_with_auto_values_and_a_resume(stage, tmp_path):
+    words = ("--stage", stage, "--config", PROGRAMS.parent / "auto.json", "--folder", tmp_path / "run")
+    run("trainer", *words, results=tmp_path)
+    run("trainer", *words, "--resume", results=tmp_path)
+
+
+def test_trainer_from_pretrained_with_a_larger_vocabulary(tmp_path):
+    words = ("--stage", 3, "--config", PROGRAMS.parent / "auto.json", "--folder", tmp_path / "run", "--resized")
+    run("trainer", *words, results=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def without_engine(tmp_path_factory):
+    """What a program of trl does in two plain processes; each kind is run once."""
+    known: dict[tuple, list[dict]] = {}
+
+    def reference(*words: str) -> dict:
+        if words not in known:
+            folder = tmp_path_factory.mktemp("plain")
+            known[words] = run("trl_loop", "--stage", -1, "--folder", folder / "run", *words, results=folder)
+        return known[words][0]
+
+    return reference
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("words", [("--tuner", "lora"), ("--tuner", "adalora"), ("--dpo", "--tuner", "none"),
+                                   ("--dpo",)],
+                         ids=["sft-lora", "sft-adalora", "dpo-reference", "dpo-lora"])  # fmt: skip
+def test_trl_and_peft(stage, words, tmp_path, without_engine):
+    expected = without_engine(*words)
+    found = run("trl_loop", "--stage", stage, "--folder", tmp_path / "run", *words, results=tmp_path)[0]
+    close(found["curve"], expected["curve"])
+    assert {name: shape for name, (shape, _) in found["saved"].items()} == {
+        name: shape for name, (shape, _) in expected["saved"].items()
+    }
+    for name, (_, norm) in found["saved"].items():
+        assert norm == pytest.approx(expected["saved"][name][1], rel=1e-4), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", [(), ("--fabric",)], ids=["trainer", "fabric"])
+def test_lightning_trains_and_resumes(stage, kind, tmp_path):
+    run("lightning_loop", "--stage", stage, "--folder", tmp_path / "state", *kind, results=tmp_path)
