@@ -52,13 +52,15 @@ def fsdp2() -> Step:
     return _plain(model, torch.optim.AdamW(model.parameters(), **ADAM), list(model.parameters()))
 
 
-def _config(stage: int) -> dict[str, Any]:
+def _config(stage: int, host: bool = False) -> dict[str, Any]:
+    offload = {"offload_optimizer": {"device": "cpu"}} if host else {}
     return {
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own needs a compile at run time
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"]), "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **offload},
     }
 
 
@@ -75,19 +77,19 @@ def _engine(library: Any, stage: int, config: dict[str, Any]) -> Step:
     return step
 
 
-def deepspeed(stage: int) -> Step:
+def deepspeed(stage: int, host: bool = False) -> Step:
     """DeepSpeed on its CPU accelerator, with torch's AdamW (its own needs a compile at run time)."""
     import deepspeed as library  # pyright: ignore[reportMissingImports]
 
-    return _engine(library, stage, _config(stage))
+    return _engine(library, stage, _config(stage, host))
 
 
-def dsx(stage: int) -> Step:
+def dsx(stage: int, host: bool = False) -> Step:
     """dsx as configured by the same JSON; its optimizer choice is its own."""
     import dsx as library
 
-    config = _config(stage)
-    del config["optimizer"]["params"]["torch_adam"]
+    config = _config(stage, host)
+    del config["optimizer"]["params"]["torch_adam"], config["zero_force_ds_cpu_optimizer"]
     return _engine(library, stage, config)
 
 
@@ -110,5 +112,7 @@ SYSTEMS: dict[str, System] = {
     "torch FSDP2": System(2, fsdp2),
     **{f"deepspeed stage {s}": System(2, lambda s=s: deepspeed(s), s, None) for s in range(4)},
     **{f"dsx stage {s}": System(2, lambda s=s: dsx(s), s) for s in range(4)},
+    "deepspeed stage 2, host optimizer": System(2, lambda: deepspeed(2, host=True), 2, None),
+    **{f"dsx stage {s}, host optimizer": System(2, lambda s=s: dsx(s, host=True), s) for s in (1, 2, 3)},
     **{f"dsx stage {s}, shared memory": System(2, lambda s=s: dsx(s), s, "dsx") for s in range(4)},
 }

@@ -97,7 +97,8 @@ def table(results: dict[str, list[dict[str, float]]]) -> str:
     lines = ["| system | ms/step | vs FSDP2 | vs deepspeed, same stage | loss |", "|---|---|---|---|---|"]
     for name, ms in median.items():
         ours = name.startswith("dsx") and SYSTEMS[name].processes > 1
-        peer = median.get(f"deepspeed stage {SYSTEMS[name].stage}") if ours else None
+        where = ", host optimizer" if name.endswith("host optimizer") else ""
+        peer = median.get(f"deepspeed stage {SYSTEMS[name].stage}{where}") if ours else None
         fsdp = median.get("torch FSDP2") if SYSTEMS[name].processes > 1 else None
         cells = [f"{fsdp / ms:.2f}x" if fsdp else "", f"{peer / ms:.2f}x" if peer else ""]
         lines.append(f"| {name} | {ms:.0f} | {' | '.join(cells)} | {results[name][-1]['loss']:.4f} |")

@@ -17,7 +17,19 @@ from dsx.checkpoint.ranks import Solo
 from dsx_testkit import RankError, run_ranks
 from torch import nn
 
-CHANGES = ("open", "pwrite", "posix_fallocate", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "ftruncate")
+CHANGES = (
+    "open",
+    "pwrite",
+    "posix_fallocate",
+    "fsync",
+    "rename",
+    "replace",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "ftruncate",
+    "link",
+)
 
 
 @dataclass

@@ -33,7 +33,9 @@ def write(rank, world, folder, stage, low):
 
 
 def read(rank, world, folder, stage, low):
-    """Bytes read from data files, and bytes of masters and states that this rank holds afterwards."""
+    """Bytes read from data files, and bytes of masters, states and random states that this rank holds afterwards."""
+    from dsx.checkpoint import open_checkpoint
+
     engine = build(stage, world, seed=1, low=low)
     count, original = 0, os.preadv
 
@@ -46,7 +48,9 @@ def read(rank, world, folder, stage, low):
     os.preadv = preadv
     engine.load_checkpoint(folder)
     os.preadv = original
-    held = 0
+    client = open_checkpoint(folder).index.tensors["client"]
+    same_ranks = f"rank{world}.random.torch" not in client and f"rank{world - 1}.random.torch" in client
+    held = sum(e.spec.nbytes for n, e in client.items() if same_ranks and n.startswith(f"rank{rank}."))
     for part in engine.optimizer.held_slices():
         held += part.master.nbytes + sum(v.nbytes for v in part.states.values() if torch.is_tensor(v) and v.dim())
     return count, held
@@ -61,3 +65,36 @@ def test_bytes_read_are_bytes_held(tmp_path, low):
     for stage, world in LAYOUTS if low else LAYOUTS[:1]:
         counts = run_ranks(read, world, str(tmp_path), stage, low)
         assert [count for count, _ in counts] == [held for _, held in counts], (stage, world)
+
+
+class Calls:
+    """Notes every collective that goes through dsx_comm."""
+
+    def __init__(self):
+        self.names = []
+
+    def begin(self, call):
+        self.names.append(call.op)
+
+    def end(self, token, call, result, is_async):
+        pass
+
+
+def export_in_16_bits(rank, world, folder):
+    import dsx_comm
+    from safetensors.torch import load_file
+
+    engine = build(3, world, low=True)
+    calls = Calls()
+    stop = dsx_comm.observe(calls)
+    path = engine.save_checkpoint(folder)
+    stop()
+    weights = engine.module_state_dict()
+    stored = load_file(os.path.join(path, "model.safetensors"))
+    same = all(torch.equal(stored[name], value) and value.dtype == torch.bfloat16 for name, value in weights.items())
+    return set(calls.names), same
+
+
+def test_the_16_bit_weights_are_written_without_gathering_them(tmp_path):
+    for names, same in run_ranks(export_in_16_bits, 2, str(tmp_path)):
+        assert names == {"all_gather_object"} and same  # the lists of what is there, and whether all went well

@@ -233,22 +233,11 @@ def test_importing_the_package_loads_neither_pydantic_nor_torch():
 LATER = {
     "autotuning": {"autotuning": {"enabled": True}},
     "sparse_gradients": {"sparse_gradients": True},
-    "activation_checkpointing.partition_activations": {"activation_checkpointing": {"partition_activations": True}},
-    "elasticity": {"elasticity": {"enabled": True}},
-    "managed_gradient_accumulation": {"managed_gradient_accumulation": False},
-    "torch_autocast.lower_precision_safe_modules": {
-        "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["a"]}
-    },
-    "hybrid_engine": {"hybrid_engine": {"enabled": True}},
-    "nebula": {"nebula": {"enabled": True}},
     "checkpoint.use_node_local_storage": {"checkpoint": {"use_node_local_storage": True}},
-    "optimizer.type": {"optimizer": {"type": "Muon", "params": {}}},
-    "zero_optimization.offload_optimizer.ratio": {
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    "zero_optimization.offload_optimizer.super_offload": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}
     },
-    "zero_optimization.cpu_offload": {"zero_optimization": {"stage": 2, "cpu_offload": True}},
-    "zero_optimization.zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-    "zero_optimization.zero_hpz_partition_size": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+    "zero_optimization.zenflow": {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
 }
 
 
@@ -259,6 +248,32 @@ def test_what_is_not_there_yet_is_refused_with_what_brings_it(path):
     assert problem.path == path
     assert f"not available yet: {path}" in str(problem)
     assert "it comes with" in problem.fix
+
+
+REFUSED = {
+    "torch_autocast.lower_precision_safe_modules": {
+        "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["a"]}
+    },
+    "hybrid_engine": {"hybrid_engine": {"enabled": True}},
+    "nebula": {"nebula": {"enabled": True}},
+    "compile.deepcompile": {"compile": {"deepcompile": True}},
+    "datastates_ckpt": {"datastates_ckpt": {"host_cache_size": 1}},
+    "graph_harvesting": {"graph_harvesting": True},
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_will_not_be_there_is_refused_with_what_to_do(path):
+    (problem,) = problems_of({**BATCH, **REFUSED[path]})
+    assert problem.kind == "not-available" and problem.path == path
+    assert f"not supported: {path}" in str(problem)
+    assert "it comes with" not in problem.fix and len(problem.fix) > 50
+
+
+def test_every_refused_feature_is_tried():
+    from dsx.config.availability import REFUSED as known
+
+    assert set(known) == set(REFUSED)
 
 
 def test_blocks_that_are_switched_off_are_accepted():
@@ -283,4 +298,5 @@ def test_the_command_reports_all_problems_and_fails(tmp_path, capsys):
     assert main(["check", str(file)]) == 1
     shown = capsys.readouterr()
     assert "2 problems" in shown.err
-    assert not shown.out
+    words = {line.split()[0]: line.split()[2] for line in shown.out.splitlines()}  # a line for each key
+    assert words["stage"] == words["gradient_clipping"] == "refused"

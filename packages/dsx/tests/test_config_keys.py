@@ -233,10 +233,11 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer offload": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {
             "device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "ratio": 0.3, "buffer_count": 4,
-            "fast_init": False}}}, "zero_optimization.offload_optimizer.ratio",
+            "fast_init": False}}}, "",
     ),
     "quantised collectives": (
-        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights",
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True,
+                               "zero_hpz_partition_size": 8}}, "",
     ),
     "file I/O at its defaults": (
         {"aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}}, "",
@@ -259,7 +260,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
             "partition_activations": False, "cpu_checkpointing": False, "contiguous_memory_optimization": False,
             "number_checkpoints": None, "synchronize_checkpoint_boundary": False, "profile": False}}, "",
     ),
-    "activation checkpointing profile": ({"activation_checkpointing": {"profile": True}}, "activation_checkpointing.profile"),
+    "activation checkpointing profile": ({"activation_checkpointing": {"profile": True}}, ""),
     "sparse attention": (
         {"sparse_attention": {
             "mode": "fixed", "block": 16, "different_layout_per_head": True, "num_local_blocks": 4, "num_global_blocks": 1,
@@ -303,8 +304,8 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "elasticity": (
         {"elasticity": {
             "enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "min_gpus": 1, "max_gpus": 10000,
-            "min_time": 20, "prefer_large_batch": True, "version": 0.2, "ignore_non_elastic_batch_info": False,
-            "num_gpus_per_node": 8, "model_parallel_size": 1}}, "elasticity",
+            "min_time": 20, "prefer_large_batch": True, "version": 0.2, "ignore_non_elastic_batch_info": True,
+            "num_gpus_per_node": 8, "model_parallel_size": 1}}, "",
     ),
     "layer reduction": (
         {"compression_training": {"layer_reduction": {

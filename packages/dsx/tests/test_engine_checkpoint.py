@@ -104,8 +104,6 @@ def test_parts_of_a_checkpoint(folder, tmp_path):
     fresh_rates.load_checkpoint(folder, load_lr_scheduler_states=False)
     assert fresh_rates.get_lr() == before and fresh_rates.global_steps == 3
     assert build(0, 1).load_checkpoint(str(tmp_path)) == (None, {})
-    with pytest.raises(ValueError, match="custom_load_fn"):
-        build(0, 1).load_checkpoint(folder, custom_load_fn=print)
 
 
 # - Rates

@@ -187,13 +187,6 @@ def test_a_model_that_the_caller_prepared_is_taken_as_it_is():
         dsx.initialize(model=init_compression(fresh(), only), config=config(compression_training=compression()))
 
 
-def test_a_model_that_is_partitioned_already_is_refused():
-    with dsx.zero.Init():
-        model = fresh()
-    with pytest.raises(CompressionError, match=r"first: its weight is partitioned over ranks .*outside of zero\.Init"):
-        dsx.initialize(model=model, config=config(3, compression_training=compression()))
-
-
 def test_a_prepared_model_without_the_section_is_said(caplog):
     with caplog.at_level("WARNING", logger="dsx"):
         dsx.initialize(model=init_compression(fresh(), compression()), config=config())

@@ -269,6 +269,100 @@ def test_token_batches_scale_the_learning_rate_and_count_samples(tmp_path, metho
         engine.step()
 
 
+class Means(nn.Module):
+    """The loss is a mean over all tokens of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, rows):
+        x = torch.cat(list(rows))
+        return (self.layer(x) - x.square()).square().mean()
+
+
+def sequences(count=24):
+    made = []
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        made.append(torch.randn(1 + (5 * number) % 9, 4, generator=generator))
+    return made
+
+
+def weighted(rank, world, folder, stage, precision, by="tokens", steps=3):
+    """Weights after some updates, and the samples of each; two micro-batches for each rank and update."""
+    torch.manual_seed(0)
+    section = sampling(dynamic_batching={
+        "enabled": True, "max_tokens": 12, "metrics_path": folder, "lr_scaling_method": "none", "loss_weighting": by,
+    })  # fmt: skip
+    settings = {**config(**section, **precision), "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
+                "zero_optimization": {"stage": stage}}  # fmt: skip
+    data = sequences()
+    engine, _, loader, _ = dsx.initialize(model=Means(), training_data=data, collate_fn=list, config=settings)
+    samples = []
+    for batch in loader:
+        dtype = torch.bfloat16 if precision else torch.float32
+        engine.backward(engine([row.to(dtype) for row in batch]))
+        engine.step()
+        if len(samples) < engine.global_steps:
+            samples.append(engine.last_step.samples)
+            if len(samples) == steps:
+                break
+    weights = {name: value.float().clone() for name, value in save_without_random_ltd(engine).items()}
+    return weights, samples, [round(engine.last_step.outcome.grad_norm, 6)]
+
+
+def one_batch(folder, world, steps=3):
+    """The same updates, each made of one batch of all its samples: what weights by tokens stand for."""
+    plan = dsx.data.TokenBudget(dsx.data.lengths_from(folder), 12).plan()
+    torch.manual_seed(0)
+    model, data = Means(), sequences()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        samples = [i for number in range(2 * world) for i in plan[2 * world * step + number].tolist()]
+        optimizer.zero_grad()
+        model([data[i] for i in samples]).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return dict(model.state_dict()), [round(float(norm), 6)]
+
+
+@pytest.mark.parametrize("world, stage", [(1, 0), (2, 0), (2, 2), (2, 3)])
+def test_losses_weigh_by_tokens_as_in_one_batch(tmp_path, world, stage):
+    lengths_of([torch.ones(len(row), dtype=torch.int64) for row in sequences()], tmp_path)
+    expected, norm = one_batch(tmp_path, world, steps=2)
+    for found, samples, found_norm in run_ranks(weighted, world, str(tmp_path), stage, {}, "tokens", 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert found_norm == pytest.approx(norm, rel=1e-4) and len(set(samples)) > 1
+    if world == 1:
+        alike = weighted(0, 1, str(tmp_path), 0, {}, "none", 2)[0]
+        assert not torch.allclose(alike["layer.weight"], expected["layer.weight"], rtol=1e-3)
+
+
+def test_weights_hold_with_a_loss_scale_and_in_half_precision(tmp_path):
+    lengths_of([torch.ones(len(row), dtype=torch.int64) for row in sequences()], tmp_path)
+    expected, _ = one_batch(tmp_path, 1, steps=2)
+    found, _, _ = weighted(0, 1, str(tmp_path), 0, {"bf16": {"enabled": True}}, "tokens", 2)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_loss_whose_batch_is_not_known_is_refused(tmp_path):
+    data = sequences()
+    lengths_of([torch.ones(len(row), dtype=torch.int64) for row in data], tmp_path)
+    section = sampling(dynamic_batching={"enabled": True, "max_tokens": 12, "metrics_path": str(tmp_path)})
+    made = dsx.initialize(model=Means(), training_data=data, collate_fn=list, config=config(**section))
+    engine, batches = made[0], iter(made[2])
+    first, second = next(batches), next(batches)
+    with pytest.raises(EngineError, match="2 batches were taken from the loader since the last backward"):
+        engine.backward(engine(first))
+    del second
+    engine.forget_micro_batches()
+    engine.backward(engine(next(batches)))
+    engine.step()
+    with pytest.raises(EngineError, match=r"call engine\.backward\(loss\)"):
+        engine(next(batches)).backward()
+
+
 def curriculum(path, **changes):
     metric = {
         "index_to_sample_path": f"{path}/seqlen/seqlen_index_to_sample", "difficulty_type": "value",
@@ -338,6 +432,73 @@ def test_a_second_engine_on_the_same_model_starts_plain(caplog):
     assert [type(block) for block in model.transformer.h] != kinds
     second = engine_of(model)
     assert [type(block) for block in model.transformer.h] == kinds and first is not second
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+
+    def forward(self, tokens):
+        return self.embed(tokens)
+
+
+def pipeline_layers():
+    torch.manual_seed(0)
+    return [Tokens(), Block(), Block(), nn.Linear(16, 32)]
+
+
+def token_loss(logits, labels):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def piped(rank, world, steps=5):
+    import dsx_pipe
+
+    module = dsx_pipe.PipelineModule(pipeline_layers(), num_stages=2, loss_fn=token_loss, partition_method="uniform")
+    settings = {**config(**CURRICULUM), "gradient_accumulation_steps": 2}
+    engine = dsx.initialize(model=module, config=settings)[0]
+    found = []
+    for step in range(steps):
+        tokens = (torch.arange(32).view(2, 16) + step) % 32
+        found.append(float(engine.train_batch(iter([(tokens, tokens), (tokens, tokens)]))))
+    found.append(float(engine.eval_batch(iter([(tokens, tokens), (tokens, tokens)]))))
+    return found
+
+
+def test_a_pipeline_cuts_inputs_and_labels():
+    pytest.importorskip("dsx_pipe")
+    model = nn.Sequential(*pipeline_layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for step, length in enumerate((4, 8, 12, 16, 16)):
+        tokens = (torch.arange(32).view(2, 16) + step) % 32
+        loss = token_loss(model(tokens[:, :length]), tokens[:, :length])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    expected.append(token_loss(model(tokens), tokens).item())
+    for found in run_ranks(piped, 2, timeout=120):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def refused_in_stages(rank, world, sections, text):
+    import dsx_pipe
+
+    module = dsx_pipe.PipelineModule(pipeline_layers(), num_stages=2, loss_fn=token_loss)
+    with pytest.raises(EngineArgumentError, match=text):
+        dsx.initialize(model=module, config=config(**sections))
+
+
+@pytest.mark.parametrize("sections, text", [
+    (LAYERS, "convert_to_layer_drop before PipelineModule"),
+    (routing(), r"random_ltd: got enabled with a pipeline"),
+    (sampling(dynamic_batching={"enabled": True, "max_tokens": 4, "metrics_path": "x"}), "read no batches"),
+])  # fmt: skip
+def test_what_stages_cannot_do_is_refused(sections, text):
+    pytest.importorskip("dsx_pipe")
+    run_ranks(refused_in_stages, 2, sections, text)
 
 
 def test_verify_refuses_what_has_nothing_to_compare_with():

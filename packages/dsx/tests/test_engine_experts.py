@@ -105,6 +105,42 @@ def test_experts_on_two_ranks_train_like_one_process(stage, packed):
         assert losses == pytest.approx([step[rank] for step in expected], rel=1e-4)
 
 
+def _offloaded(rank, world, folder, stage, where, packed):
+    dsx_comm.init_distributed()
+    section = {"device": where, **({"nvme_path": f"{folder}/swap"} if where == "nvme" else {})}
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        "offload_optimizer": section,
+        "sub_group_size": 200,
+    }
+    if stage == 3:
+        zero["offload_param"] = section
+    engine, *_ = dsx.initialize(
+        model=built(ep_size=2, packed=packed),
+        config=config(stage, optimizer=ADAMW, zero_optimization=zero),
+        dist_init_required=False,
+    )
+    losses = run_steps(engine, rank, range(2))
+    engine.save_checkpoint(folder)
+    losses += run_steps(engine, rank, range(2, 4))
+    tiers = {tier for tiers in engine.optimizer.state_bytes_by_tier().values() for tier in tiers}
+    engine.destroy()
+    return losses, tiers
+
+
+@pytest.mark.parametrize(("stage", "where", "packed"), [(1, "cpu", True), (3, "cpu", False), (3, "nvme", True)])
+def test_state_of_experts_lies_on_the_host_or_on_disk(tmp_path, stage, where, packed):
+    expected = plain(2, 4, packed=packed)
+    found = run_ranks(_offloaded, 2, str(tmp_path), stage, where, packed)
+    for rank, (losses, tiers) in enumerate(found):
+        assert losses == pytest.approx([step[rank] for step in expected], rel=1e-4)
+        assert {"cpu": "host", "nvme": "disk"}[where] in tiers
+    resumed = run_ranks(_resume, 2, str(tmp_path), 2, 1, packed)  # without offload, with other ranks
+    for (losses, _), other in zip(found, resumed):
+        assert other == pytest.approx(losses[2:], rel=1e-4)
+
+
 def _save(rank, world, folder, stage, ep_size, packed):
     dsx_comm.init_distributed()
     engine, *_ = dsx.initialize(
@@ -186,6 +222,38 @@ def test_the_section_spreads_experts_over_ranks():
         assert mine == pytest.approx(other, rel=1e-4)
 
 
+def _sliced(rank, world, stage, slices, folder):
+    dsx_comm.init_distributed()
+    topology = dsx_comm.PipeModelDataParallelTopology(num_pp=1, num_mp=slices, num_dp=world // slices)
+    torch.manual_seed(3)
+    engine, *_ = dsx.initialize(
+        model=Converted(),
+        mpu=dsx.pipe.PipelineParallelGrid(topology),
+        config=config(stage, optimizer=ADAMW, expert_parallel={"enabled": True, "expert_tensor_parallel_size": slices}),
+    )
+    found = []
+    for step in range(4):
+        loss = engine(batch(rank // slices, step))
+        engine.backward(loss)
+        engine.step()
+        found.append((loss.item(), engine.last_step.grad_norm))
+        if step == 1 and folder:
+            engine.save_checkpoint(folder)
+    if folder:
+        engine.load_checkpoint(folder)
+        assert engine.global_steps == 2
+        loss = engine(batch(rank // slices, 2))
+        assert loss.item() == pytest.approx(found[2][0], rel=1e-5)
+    return found
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 3), (4, 2)])
+def test_the_section_slices_experts_and_the_norm_counts_each_slice(tmp_path, world, stage):
+    expected = run_ranks(_sliced, world // 2, 0, 1, None)
+    for rank, found in enumerate(run_ranks(_sliced, world, stage, 2, str(tmp_path))):
+        assert found == [pytest.approx(pair, rel=1e-4) for pair in expected[rank // 2]]
+
+
 def test_keys_of_other_kernels_are_accepted_with_a_warning_and_unknown_ones_refused(caplog):
     with caplog.at_level(logging.WARNING):
         found = dsx.config.load_config(
@@ -220,3 +288,26 @@ def test_what_was_converted_by_hand_stays_as_it_is():
     apply_expert_parallel(model, 1)
     engine, *_ = dsx.initialize(model=model, config=config(optimizer=ADAMW))
     assert run_steps(engine, 0, range(2))
+
+
+def _train_offloaded(rank, world, stage, device, folder):
+    dsx_comm.init_distributed()
+    place = {"device": device, "nvme_path": folder}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if device != "none":
+        zero |= {"offload_optimizer": place, **({"offload_param": place | {"max_in_cpu": 0}} if stage == 3 else {})}
+    settings = config(stage, optimizer=ADAMW, zero_optimization=zero, gradient_clipping=0.0)
+    engine, *_ = dsx.initialize(model=built(ep_size=2), config=settings, dist_init_required=False)
+    losses = run_steps(engine, rank, range(3))
+    tiers = engine.optimizer.state_bytes_by_tier()["optimizer"]
+    engine.destroy()
+    return losses, tiers
+
+
+@pytest.mark.parametrize(("stage", "device"), [(2, "cpu"), (3, "cpu"), (3, "nvme")])
+def test_experts_with_state_elsewhere_train_as_without(stage, device, tmp_path):
+    wanted = run_ranks(_train_offloaded, 2, stage, "none", "", backend=None)
+    found = run_ranks(_train_offloaded, 2, stage, device, str(tmp_path), backend=None)
+    for (losses, tiers), (plain_losses, _) in zip(found, wanted, strict=True):
+        assert losses == plain_losses
+        assert {"cpu": "host", "nvme": "disk"}[device] in tiers

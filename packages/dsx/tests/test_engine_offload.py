@@ -31,7 +31,7 @@ def config(stage, where, folder, bf16):
         section = {"device": where, **({"nvme_path": folder} if where == "nvme" else {})}
         zero |= {"offload_optimizer": section, "sub_group_size": 300}
         if stage == 3:
-            zero["offload_param"] = section
+            zero["offload_param"] = dict(section)
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -96,3 +96,43 @@ def test_two_folders_for_state_on_disk_are_refused(tmp_path):
         dsx_zero.ZeroConfigError, match="expected one; give offload_param and offload_optimizer the same"
     ):
         dsx.initialize(model=Net(), config=settings)
+
+
+def test_an_engine_lends_the_device_between_two_steps(tmp_path):
+    import dsx
+
+    found = []
+    for lends in (False, True):
+        engine, *_ = dsx.initialize(model=Net(), config=config(2, "device", str(tmp_path), True))
+        losses = trained(engine, 0, 2)
+        if lends:
+            engine.offload_states({dsx.zero.OffloadStateTypeEnum.optim_states, "hp_params"}, device="cpu")
+            with pytest.raises(RuntimeError, match="reload_states"):
+                engine.save_checkpoint(str(tmp_path))
+            engine.reload_states()
+        found.append(losses + trained(engine, 0, 2, 4))
+        engine.destroy()
+    assert found[0] == found[1]
+
+
+def test_a_timeline_has_the_transfers_to_and_from_disk(tmp_path):
+    import json
+
+    import dsx
+
+    settings = config(3, "nvme", str(tmp_path / "swap"), True)
+    settings["zero_optimization"]["offload_param"] |= {"max_in_cpu": 0}
+    settings["timeline"] = {"enabled": True, "start_step": 1, "steps": 1, "output_path": str(tmp_path / "run")}
+    engine, *_ = dsx.initialize(model=Net(), config=settings)
+    trained(engine, 0, 3)
+    engine.destroy()
+    trace = json.loads((tmp_path / "run" / "trace.json").read_text())
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    swaps = [event for event in spans if event["cat"] == "swap"]
+    read = sum(event["args"]["bytes"] for event in swaps if event["name"].startswith("read shard."))
+    written = sum(event["args"]["bytes"] for event in swaps if event["name"].startswith("write state."))
+    numel = sum(p.numel() for p in Net().parameters())
+    ahead = 2 * numel  # the next step's, which begin with this one's end
+    assert 2 * 2 * 2 * numel <= read <= 2 * 2 * 2 * numel + ahead  # bf16, twice for each of two micro-batches
+    assert written == 2 * 4 * numel  # both moments
+    assert {"forward", "backward", "step"} <= {event["name"] for event in spans if event["cat"] == "compute"}

@@ -79,7 +79,6 @@ def test_without_native_code_adam_is_torchs(monkeypatch):
     "name, params, match",
     [
         ("OneBitAdam", {"freze_step": 3}, "optimizer.params.freze_step"),
-        ("Muon", {}, "not available yet.*whole tensors"),
         ("Adm", {}, "did you mean Adam"),
         ("Adam", {"max_grad_norm": 1.0}, "gradient_clipping"),
         ("Adam", {"learning_rate": 1.0}, "optimizer.params.learning_rate"),

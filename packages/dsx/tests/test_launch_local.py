@@ -225,7 +225,8 @@ def test_dry_run_of_one_machine(tmp_path):
 
 
 def test_num_gpus_without_devices_counts_processes_and_says_so(tmp_path):
-    script = write(tmp_path, "import os; print('world', os.environ['WORLD_SIZE'])")
+    # One write: the words and the line ends of two processes would mix where output is not buffered.
+    script = write(tmp_path, "import os, sys; sys.stdout.write('world ' + os.environ['WORLD_SIZE'] + chr(10))")
     done = launch("--num_gpus", "2", "--no_local_rank", script, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0
     assert done.stdout.splitlines() == ["world 2"] * 2

@@ -75,10 +75,13 @@ def test_stages_by_configuration(world_size, stage):
         assert found == [pytest.approx(pair, rel=1e-3) for pair in expected]
 
 
-def _slices(rank, world_size, stage):
+def _slices(rank, world_size, stage, more):
     engine = dsx.initialize(
         model=model() if rank == 0 else transformers.GPT2LMHeadModel(model().config),  # other ranks have other values
-        config=config(zero_optimization={"stage": stage}, tensor_parallel={"autotp_size": 2}),
+        config=config(
+            zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+            tensor_parallel={"autotp_size": 2, **more},
+        ),
     )[0]
     replicas, mine, found = world_size // 2, rank // 2, []
     batches = tokens(3 * MICRO_BATCHES * replicas)
@@ -92,17 +95,28 @@ def _slices(rank, world_size, stage):
     return found
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3), (4, 2)])
-def test_slices_by_configuration(world_size, stage):
+SPLIT = {"sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "more"),
+    [(2, 0, {}), (2, 3, {"tp_overlap_comm": True}), (4, 2, {}), (2, 1, SPLIT), (4, 3, SPLIT)],
+)
+def test_slices_by_configuration(world_size, stage, more):
+    """With the sequence split, norms and biases between the slices have their gradients added up at every stage."""
     expected = [norm for _, norm in one_process(world_size // 2)]
-    for found in run_ranks(_slices, world_size, stage, timeout=120):
+    for found in run_ranks(_slices, world_size, stage, more, timeout=120):
         assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_both_together():
-    both = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}
-    expected = one_process(1)
-    for found in run_ranks(_pipeline, 4, 1, both, timeout=120):
+@pytest.mark.parametrize(
+    ("world_size", "stage", "more"),
+    [(4, 1, {}), (4, 2, SPLIT), *(pytest.param(8, stage, SPLIT, marks=pytest.mark.slow) for stage in range(4))],
+)
+def test_both_together(world_size, stage, more):
+    both = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2, **more}}
+    expected = one_process(world_size // 4)
+    for found in run_ranks(_pipeline, world_size, stage, both, timeout=240):
         assert found == [pytest.approx(pair, rel=1e-3) for pair in expected]
 
 

@@ -1,5 +1,7 @@
 """Pipelines under the engine: every schedule and ZeRO stage gives the losses and norms of one process."""
 
+import logging
+
 import dsx
 import pytest
 import torch
@@ -148,6 +150,30 @@ def test_every_schedule_stage_and_split(world_size, stages, stage, tied, schedul
     check(world_size, stages, stage, tied, schedule)
 
 
+def _one_rank_in_bf16(rank, world_size, tied):
+    """The same layers in one stage: what bfloat16 rounds is rounded there too."""
+    return train(engine_of(1, 0, tied=tied, bf16={"enabled": True}))
+
+
+def _train_in_bf16(rank, world_size, stages, stage, tied, schedule):
+    return train(engine_of(stages, stage, tied=tied, schedule=schedule, bf16={"enabled": True}))
+
+
+BF16 = [(2, 2, 1, True, "1f1b"), (2, 2, 3, False, "zb-h1")]
+MATRIX = [
+    pytest.param(stages, stages, stage, tied, schedule, marks=pytest.mark.slow)
+    for stages in (2, 3, 4) for stage in range(4) for tied in (False, True)
+    for schedule in ("gpipe", "1f1b", "zb-h1", *(("zbv", "interleaved") if stages == 2 else ()))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "stages", "stage", "tied", "schedule"), [*BF16, *MATRIX])
+def test_losses_in_bf16_are_those_of_one_stage(world_size, stages, stage, tied, schedule):
+    expected = run_ranks(_one_rank_in_bf16, 1, tied, timeout=60)[0]
+    for found in run_ranks(_train_in_bf16, world_size, stages, stage, tied, schedule, timeout=180):
+        assert found == [pytest.approx(pair, rel=2e-2) for pair in expected]
+
+
 def _save(rank, world_size, folder, stages, stage):
     engine = engine_of(stages, stage)
     found = train(engine, range(2))
@@ -189,6 +215,14 @@ def _calls(rank, world_size):
     engine.set_dataiterator(iter(micro_batches(2 * MICRO_BATCHES)))
     engine.train_batch()
     assert engine.gradient_accumulation_steps() == 2 * MICRO_BATCHES
+    heard: list[str] = []
+    watch = logging.Handler()
+    watch.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("dsx").addHandler(watch)
+    engine.set_has_attention_mask(False)
+    assert heard == []
+    engine.set_has_attention_mask(True)
+    assert ["set_has_attention_mask has no effect" in text for text in heard] == [True]
     return float(loss), engine.is_first_stage(), engine.is_last_stage()
 
 

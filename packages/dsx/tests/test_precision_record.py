@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,8 +138,8 @@ def test_names_and_dtypes():
     with pytest.raises(PrecisionError, match="role"):
         Precision().dtype("weights")
     with pytest.raises(PrecisionError):
-        Precision().with_roles(master="bf16")
-    assert Precision().with_roles(reduce="bf16").reduce == "bf16"
+        replace(Precision(), master="bf16")
+    assert replace(Precision(), reduce="bf16").reduce == "bf16"
 
 
 def test_a_wrong_parameter_type_is_a_problem_of_the_configuration():

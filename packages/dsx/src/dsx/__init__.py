@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from . import (
         accelerator,
         checkpoint,
+        checkpointing,
         comm,
         compress,
         config,
         data,
+        elasticity,
         lr_schedules,
         moe,
         monitor,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from .entry import initialize
     from .errors import DsxConfigError
     from .lr_schedules import add_tuning_arguments
+    from .pipe import PipelineModule, tp_model_init
     from .verification import VerifyError, VerifyReport, verify
 
 _ATTRIBUTES = {
@@ -51,6 +54,8 @@ _ATTRIBUTES = {
     "init_distributed": "comm",
     "DsxConfigError": "errors",
     "RepeatingLoader": "data",
+    "PipelineModule": "pipe",
+    "tp_model_init": "pipe",
     "verify": "verification",
     "VerifyReport": "verification",
     "VerifyError": "verification",
@@ -58,10 +63,12 @@ _ATTRIBUTES = {
 _MODULES = (
     "accelerator",
     "checkpoint",
+    "checkpointing",
     "comm",
     "compress",
     "config",
     "data",
+    "elasticity",
     "lr_schedules",
     "moe",
     "pipe",
@@ -74,18 +81,15 @@ _MODULES = (
 
 _NOT_YET = {
     "autotuning": "the autotuner of dsx",
-    "checkpointing": "activation checkpointing in depth (dsx-zero); torch.utils.checkpoint works today",
-    "elasticity": "elastic batch sizes of dsx",
     "init_inference": "no plan: dsx trains; use an inference engine for serving",
-    "pipe": "dsx-pipe",
-    "PipelineModule": "dsx-pipe",
+    "linear": "no plan: dsx-compress quantises weights, and peft has LoRA layers (decision 0020)",
     "sequence": "sequence parallelism; no date",
-    "tp_model_init": "tensor slicing (dsx-pipe)",
 }
 
 __all__ = [
     "DsxConfigError",
     "Engine",
+    "PipelineModule",
     "RepeatingLoader",
     "StepReport",
     "VerifyError",
@@ -95,10 +99,12 @@ __all__ = [
     "add_config_arguments",
     "add_tuning_arguments",
     "checkpoint",
+    "checkpointing",
     "comm",
     "compress",
     "config",
     "data",
+    "elasticity",
     "get_accelerator",
     "init_distributed",
     "initialize",
@@ -108,6 +114,7 @@ __all__ = [
     "monitor",
     "nvme",
     "ops",
+    "tp_model_init",
     "utils",
     "verify",
     "zero",

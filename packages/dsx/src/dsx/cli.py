@@ -29,12 +29,12 @@ COMMANDS = {
     "config": Subcommand("dsx.config.__main__", "explain a configuration, print its schema or reference"),
     "bench": Subcommand("dsx.bench_command", "time the collectives on this machine: dsx bench comm"),
     "nvme": Subcommand("dsx.nvme_command", "tune and measure tensor I/O to disk"),
-    "checkpoint": Subcommand("dsx.checkpoint.command", "verify a checkpoint, every byte of it"),
+    "checkpoint": Subcommand("dsx.checkpoint.command", "inspect, verify, compare, import and export checkpoints"),
+    "elastic": Subcommand("dsx.elasticity.command", "batch sizes for a number of devices that changes"),
     "report": Subcommand("dsx.cli_report", "write the HTML report of a training run"),
 }
 
 NOT_YET = {
-    "elastic": "batch sizes for a changing number of devices",
     "autotune": "search for a good configuration",
 }
 

@@ -319,10 +319,17 @@ PROBES: tuple[Callable[[], list[Finding]], ...] = (
 _VITAL = (packages, torch_and_devices, backends)
 
 
-def examine(probes: Sequence[Callable[[], list[Finding]]] = PROBES) -> list[Finding]:
-    """Run every probe; one that fails becomes a finding that names the exception."""
+def probes_of_others() -> list[Callable[[], list[Finding]]]:
+    """Probes that installed packages above dsx bring, as entry points of the group `dsx.doctor`."""
+    return [entry.load() for entry in metadata.entry_points(group="dsx.doctor")]
+
+
+def examine(probes: Sequence[Callable[[], list[Finding]]] | None = None) -> list[Finding]:
+    """Run every probe (default: dsx's own and those of other packages); one that fails becomes a finding that names the
+    exception.
+    """
     found: list[Finding] = []
-    for probe in probes:
+    for probe in (*PROBES, *probes_of_others()) if probes is None else probes:
         try:
             found.extend(probe())
         except Exception as error:  # noqa: BLE001 - a probe may fail in any way; that is what is reported

@@ -19,6 +19,7 @@ from .data import LoaderOptions
 from .engine.efficiency import FixedBatches, LayerDropping, SeqlenCurriculum, TokenBatches, TokenDropping
 from .engine.errors import EngineArgumentError
 from .engine.report import Counters
+from .pipelining import is_pipeline
 from .utils.logging import logger
 
 __all__ = ["Conversion", "build_parts", "convert", "loader_rule", "token_batches"]
@@ -47,6 +48,7 @@ def convert(model: nn.Module, config: Config, data: ModuleType) -> Conversion:
     Args:
         data: the package `dsx_data`.
     """
+    _check_pipeline(model, config, data)
     undo: list[Callable[[], Any]] = []
     token_drop = _convert_tokens(model, config, data, undo)
     layer_drop = _convert_layers(model, config, data, undo)
@@ -56,6 +58,34 @@ def convert(model: nn.Module, config: Config, data: ModuleType) -> Conversion:
             undo.pop()()
 
     return Conversion(layer_drop, token_drop, undo_all)
+
+
+def _check_pipeline(model: nn.Module, config: Config, data: ModuleType) -> None:
+    """Refuse what has no meaning where each rank holds some of the layers and reads batches on some stages only."""
+    if not is_pipeline(model):
+        return
+    efficiency = config.use("data_efficiency")
+    sampling, routing = efficiency.data_sampling, efficiency.data_routing
+    for asked, key, reason in (
+        (
+            efficiency.enabled and sampling.enabled and sampling.dynamic_batching.enabled,
+            "data_efficiency.data_sampling.dynamic_batching",
+            "the stages between the first and the last read no batches, so they do not know their sizes",
+        ),
+        (
+            efficiency.enabled and routing.enabled and routing.random_ltd.enabled,
+            "data_efficiency.data_routing.random_ltd",
+            "a stage holds some of the layers, and layers are numbered over the whole model",
+        ),
+        (
+            config.use("progressive_layer_drop").enabled and data.find_layer_drop(model) is None,
+            "progressive_layer_drop",
+            "a stage holds some of the layers, and layers are numbered over the whole model; convert the layers with"
+            " dsx.data.convert_to_layer_drop before PipelineModule takes them",
+        ),
+    ):
+        if asked:
+            raise EngineArgumentError(f"{key}: got enabled with a pipeline, expected false: {reason}")
 
 
 def _convert_tokens(model: nn.Module, config: Config, data: ModuleType, undo: list[Callable[[], Any]]) -> Any:
@@ -114,15 +144,24 @@ def build_parts(
 
 
 def token_batches(
-    config: Config, groups: Callable[[], list[dict[str, Any]]], data: ModuleType
+    config: Config, groups: Callable[[], list[dict[str, Any]]], parts: Callable[[], int], data: ModuleType
 ) -> FixedBatches | TokenBatches:
-    """What counts the samples of an update and scales its learning rates."""
+    """What counts the samples of an update, weighs its losses and scales its learning rates.
+
+    Args:
+        groups: the optimizer's parameter groups.
+        parts: micro-batches of an update over all ranks.
+    """
     section = config.data_efficiency
     batching = section.data_sampling.dynamic_batching
     if not (section.enabled and section.data_sampling.enabled and batching.enabled):
         return FixedBatches()
     method = batching.lr_scaling_method
-    return TokenBatches(config.batch.train, lambda size, base: data.lr_factor(size, base, method), groups)
+    by = batching.loss_weighting
+    return TokenBatches(
+        config.batch.train, lambda size, base: data.lr_factor(size, base, method), groups,
+        by=by, unit=batching.max_tokens if by == "tokens" else config.batch.micro, parts=parts,
+    )  # fmt: skip
 
 
 def loader_rule(config: Config, data: ModuleType) -> LoaderRule:

@@ -6,7 +6,7 @@ name in any case. The reason for the choice is text, to be logged and tested.
 
 `Adam` decouples weight decay (AdamW) unless `adam_w_mode` is false: that is what the name means in the configs we read.
 `OneBitAdam`, `ZeroOneAdam` and `OneBitLamb` are those of `dsx_comm`; they communicate by themselves, so that building
-them takes the process group. Left out: those that need whole matrices (Muon).
+them takes the process group. `Muon` is that of `dsx_ops`; `MuAdam`, `MuAdamW` and `MuSGD` are those of the package mup.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from typing import Any
 
 import torch
 from dsx_comm.onebit import rules as one_bit
+from torch import nn
 
 from .errors import DsxConfigError, Problem
 
 Build = Callable[..., torch.optim.Optimizer]
 
-_LATER = {
-    "muon": "ownership of whole tensors in dsx-zero, because it orthogonalises whole matrices",
-    "muadam": "width-aware parameter groups (the mup package)",
-    "muadamw": "width-aware parameter groups (the mup package)",
-    "musgd": "width-aware parameter groups (the mup package)",
-}
+_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 _OURS = {"lamb": "FusedLamb", "lion": "FusedLion"}
 _FUSED_EVERYWHERE = ("Adam", "AdamW", "SGD")  # torch's fused Adagrad exists on the CPU only
 _ONLY_TORCH = {"amsgrad", "capturable", "differentiable", "foreach", "fused"}
@@ -43,12 +39,14 @@ class OptimizerChoice:
         build: from parameters (or groups) to the optimizer.
         reason: why this implementation, in one sentence.
         communicates: `build` also takes `process_group`.
+        reads_model: `build` also takes `model`.
     """
 
     name: str
     build: Build
     reason: str
     communicates: bool = False
+    reads_model: bool = False
 
 
 def choose_optimizer(
@@ -68,10 +66,6 @@ def choose_optimizer(
             this dtype.
     """
     key = type_name.lower()
-    if key in _LATER:
-        raise _problem(
-            "type", f'optimizer "{type_name}" is not available yet; it comes with {_LATER[key]}', kind="not-available"
-        )
     if "max_grad_norm" in params:
         raise _problem(
             "params.max_grad_norm",
@@ -86,6 +80,10 @@ def choose_optimizer(
     _agree_on_states(arguments, masters, states)
     if key in ("adam", "adamw"):
         return _adam(type_name, arguments, reference, wide)
+    if key == "muon":
+        return _muon(type_name, arguments, wide)
+    if key in _MUP:
+        return _mup(type_name, _MUP[key], arguments, wide)
     averaging_in_one_bit = one_bit.find_optimizer(type_name)
     if averaging_in_one_bit is not None:
         return _one_bit(type_name, averaging_in_one_bit, arguments)
@@ -154,6 +152,78 @@ def _torch_adam(torch_name: str, arguments: dict[str, Any], *, plain: bool) -> O
         )
     ours = ("bias_correction", "fp32_optimizer_states", "set_grad_none")
     return _from_torch(torch_name, {key: value for key, value in arguments.items() if key not in ours}, plain)
+
+
+def _muon(type_name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoice:
+    """Muon of dsx_ops, with the matrices of hidden layers for Muon and the rest for AdamW."""
+    if wide:
+        raise _narrow(type_name, "Muon keeps", wide)
+    cls, missing = _ops_class("Muon")
+    if cls is None:
+        raise _problem("type", f'optimizer "{type_name}" is one of dsx-ops: {missing}', kind="not-available")
+    method = arguments.pop("ns_method", "standard")
+    if method != "standard":
+        raise _problem(
+            "params.ns_method", "there is one Newton-Schulz iteration", got=repr(method), expected="standard"
+        )
+    _check_arguments(cls, arguments, type_name)
+
+    def build(parameters: Any, *, model: nn.Module) -> torch.optim.Optimizer:
+        return cls(groups_for_muon(parameters, model), **arguments)
+
+    return OptimizerChoice(
+        type_name, build, "dsx_ops.Muon for matrices, AdamW for embeddings, heads and vectors", reads_model=True
+    )
+
+
+_NOT_FOR_MUON = ("embed", "lm_head")
+"""Parts of names of matrices that are looked up or give logits: Muon is for hidden layers."""
+
+
+def groups_for_muon(parameters: Any, model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters, or groups of them, as groups that say `use_muon`.
+
+    A parameter's attribute `use_muon` decides; without it tensors of two dimensions or more are for Muon, but for
+    weights of embeddings and those whose names hold "embed" or "lm_head".
+    """
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(word in name.lower() for word in _NOT_FOR_MUON):
+            embedded.add(id(parameter))
+
+    def suits(parameter: torch.Tensor) -> bool:
+        said = getattr(parameter, "use_muon", None)
+        return parameter.dim() >= 2 and id(parameter) not in embedded if said is None else bool(said)
+
+    found: list[dict[str, Any]] = []
+    listed = list(parameters)
+    for group in listed if listed and isinstance(listed[0], dict) else [{"params": listed}]:
+        if "use_muon" in group:
+            found.append(group)
+            continue
+        params = group["params"]
+        members: list[torch.Tensor] = [params] if isinstance(params, torch.Tensor) else list(params)
+        for use in (True, False):
+            some = [p for p in members if suits(p) == use]
+            if some:
+                found.append({**group, "params": some, "use_muon": use})
+    return found
+
+
+def _mup(type_name: str, name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoice:
+    """An optimizer of the package mup, which scales learning rates by width (`mup.set_base_shapes` comes first)."""
+    if wide:
+        raise _narrow(type_name, f"torch's, which {name} makes, keeps", wide)
+    try:
+        import mup  # late: an optional package  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise _problem(
+            "type", f'optimizer "{type_name}" is one of the package mup, which cannot be imported ({error})',
+            kind="not-available", fix="pip install mup, and call mup.set_base_shapes on the model before initialize",
+        ) from error  # fmt: skip
+    return OptimizerChoice(
+        type_name, lambda parameters: getattr(mup, name)(parameters, **arguments), f"mup.{name}, rates by width"
+    )
 
 
 def _only_ops(type_name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoice:
@@ -252,7 +322,7 @@ def _unknown(type_name: str, classes: Iterable[type]) -> DsxConfigError:
     # Late: only on the way to an error.
     from .config.names import nearest
 
-    known = sorted({"Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", *(cls.__name__ for cls in classes)} - {"Muon"})
+    known = sorted({"Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", *(cls.__name__ for cls in classes)})
     near = nearest(type_name, known)
     return _problem(
         "type",

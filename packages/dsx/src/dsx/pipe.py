@@ -5,3 +5,4 @@ There is one identity of every class and function: this module only passes names
 
 from dsx_pipe import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 from dsx_pipe import __all__ as __all__
+from dsx_pipe.tensor import tp_model_init as tp_model_init

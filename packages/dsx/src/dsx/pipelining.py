@@ -191,9 +191,9 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
     model = parts.module
     if not is_pipeline(model):
         return Engine(parts)
-    pipe, stage = sys.modules["dsx_pipe"], parts.settings.zero_stage
-    # Whether a stage's parameters are gathered for the weights' own backward is known to no hook.
-    split = stage < 3
+    pipe = sys.modules["dsx_pipe"]
+    # Whether a stage's parameters are gathered for the weights' own backward is known to no hook (decision 0032).
+    split = not any(isinstance(p, zero.PartitionedParameter) for p in model.parameters())
     data = comm.RankSets.current().data
 
     def runtime(parts: EngineParts, micro_batches: int, callbacks: Any) -> Any:
@@ -213,6 +213,7 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
             micro_batches=micro_batches,
             device=next((p.device for p in module.parameters()), torch.device("cpu")),
             nonfinite="ignore" if parts.config.precision.check_overflow else "raise",
+            find_layer=split or data.size == 1,  # replicas that have not failed would not gather with this one
             split_backward=split,
             callbacks=callbacks,
             slice_group=module.grid.model.group if module.grid.model.size > 1 else None,
@@ -222,7 +223,8 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
         if made.schedule.splits_backward and not split:
             logger.warning(
                 "pipeline schedule %s at ZeRO stage 3: each backward is done whole, because the parameters are not"
-                " gathered for a backward of the weights alone; use stage 2 to have them apart",
+                " gathered for a backward of the weights alone; to have them apart, use stage 2, or keep all parameters"
+                " gathered between two updates (stage3_param_persistence_threshold above the largest)",
                 made.schedule.name,
             )
         return made

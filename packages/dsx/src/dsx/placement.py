@@ -1,5 +1,8 @@
 """Where a model's numbers lie and in which dtype, before its parameters are divided among the ranks.
 
+Parameters stay where they are: `dsx_zero.shard` moves them to the device unit by unit, so that a model larger than the
+device never lies on it whole. Buffers, and what `zero.Init` has partitioned, are moved here.
+
 Parameters get the dtype of the precision mode. Buffers keep theirs (`data_types.buffer_dtype` changes that): they hold
 what must not be rounded, such as the frequencies of rotary embeddings, which are off by whole turns at long positions
 in 16 bits.
@@ -19,22 +22,30 @@ __all__ = ["place"]
 
 
 def place(
-    model: nn.Module, *, device: torch.device | None, parameters: torch.dtype | None, buffers: torch.dtype | None
+    model: nn.Module,
+    *,
+    device: torch.device | None,
+    parameters: torch.dtype | None,
+    buffers: torch.dtype | None,
+    partitioned: type[torch.Tensor],
 ) -> None:
     """Move a model and convert what it holds.
 
     Args:
         model: the model, changed in place.
-        device: where parameters and buffers go; None: they stay where they are.
+        device: where buffers and partitioned parameters go; None: they stay where they are.
         parameters: dtype of the floating-point parameters and their gradients; None: they keep theirs.
         buffers: dtype of the floating-point buffers; None: they keep theirs, except where torch cannot compute with
             them.
+        partitioned: the class of parameters that hold this rank's shard only.
     """
+    # Through the model's own `_apply`, because modules override it to follow (recurrent layers keep flat weights).
     if device is not None:
-        model.to(device)
+        whole = [parameter for parameter in model.parameters() if not isinstance(parameter, partitioned)]
+        kept = {id(tensor) for parameter in whole for tensor in (parameter, parameter.grad)}
+        model._apply(lambda t: t if id(t) in kept else t.to(device))
     if parameters is not None:
         kept = {id(buffer) for buffer in model.buffers()}
-        # Through the model's own `_apply`, because modules override it to follow (recurrent layers keep flat weights).
         model._apply(lambda t: t if id(t) in kept or not t.is_floating_point() else t.to(parameters))
     if buffers is not None:
         for module in model.modules():

@@ -13,7 +13,7 @@ imports torch. Scaling of the loss is another file (``loss_scaler``); this recor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from .errors import PrecisionError
@@ -138,10 +138,6 @@ class Precision:
         if values.get("safe_modules") is not None:
             values["safe_modules"] = tuple(values["safe_modules"])
         return cls(**values)
-
-    def with_roles(self, **roles: Any) -> Precision:
-        """Return a record in which the given fields are replaced; it is checked again."""
-        return replace(self, **roles)
 
 
 def precision_problems(record: Precision) -> list[str]:

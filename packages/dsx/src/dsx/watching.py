@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,7 @@ from .engine.observers import (
     TimeLine,
     TrainingEvents,
 )
+from .engine.pipeline import PipelineTimes
 from .engine.report import Counters, StepReport
 from .engine.sessions import CurvatureSession, FlopsSession, NoiseSession, TimelineSession
 
@@ -74,6 +76,11 @@ class Watched:
     def distributed(self) -> bool:
         """Whether there are other ranks."""
         return self.topology.world_size > 1
+
+    @property
+    def stages(self) -> int:
+        """Ranks of a pipeline; 1 without one."""
+        return self.comm.parallel_groups.current().size("pipe") if self.distributed else 1
 
     @property
     def device(self) -> torch.device:
@@ -123,6 +130,10 @@ def build_watch(to: Watched) -> Watch:
             watch.closing.callback(to.comm.observe(clock))
     if to.first:
         _add_figures(to, watch)
+    elif to.stages > 1:
+        _add_flops(to, watch, lambda flops_per_sample: None)
+    if to.stages > 1:
+        _add_stage_times(to, watch)
     _add_straggler(to, watch, times)
     _add_timeline(to, watch)
     _add_curvature(to, watch)
@@ -195,9 +206,11 @@ def _add_figures(to: Watched, watch: Watch) -> None:
             watch.add(CompressionLine(every, lambda: inner.last_traffic))
     if config.jsonl.enabled:
         watch.add(RunStart(lambda samples: _tell_start(to, samples)))
-    section = config.use("flops_profiler")
-    if section.enabled:
-        watch.add(_flops(to, section, timer))
+
+    def learned(flops_per_sample: float) -> None:
+        timer.flops_per_sample = flops_per_sample
+
+    _add_flops(to, watch, learned)
 
 
 def _tell_start(to: Watched, samples: int) -> None:
@@ -224,9 +237,12 @@ def _breakdown(to: Watched) -> dict[str, int]:
     return to.monitoring.memory_breakdown(to.optimizer.state_bytes(), to.monitoring.memory_snapshot(pss=True))
 
 
-def _flops(to: Watched, section: Any, timer: Any) -> FlopsSession:
-    config, topology = to.config, to.topology
-    monitoring = to.monitoring
+def _add_flops(to: Watched, watch: Watch, learned: Callable[[float], None]) -> None:
+    """Profile rank 0, and in a pipeline every rank: each has its own stages, whose operations are added up."""
+    config, topology, monitoring = to.config, to.topology, to.monitoring
+    section = config.use("flops_profiler")
+    if not section.enabled:
+        return
     profiler = monitoring.FlopsProfiler(to.module)
     profiler.facts = monitoring.RunFacts(
         world_size=topology.world_size,
@@ -235,27 +251,39 @@ def _flops(to: Watched, section: Any, timer: Any) -> FlopsSession:
         batch_size=config.batch.micro,
         system=f"ZeRO stage {config.zero.stage}",
     )
-
-    def learned(flops_per_sample: float) -> None:
-        timer.flops_per_sample = flops_per_sample
-
     folder = run_dir(config) if config.jsonl.enabled else None
-    return FlopsSession(profiler, section, to.counters, folder, learned, monitoring.tolerating)
+    gather = partial(_rows_of_ranks, to) if to.stages > 1 else None
+    watch.add(
+        FlopsSession(
+            profiler, section, to.counters, folder, learned, monitoring.tolerating, gather=gather, writes=to.first
+        )
+    )
 
 
 # - What all ranks take part in
+
+
+def _rows_of_ranks(to: Watched, own: list[float]) -> list[list[float]]:
+    """All ranks' lists of numbers. Collective."""
+    mine = torch.tensor(own, dtype=torch.float64, device=to.device)
+    rows = [torch.empty_like(mine) for _ in range(to.topology.world_size)]
+    to.comm.all_gather(rows, mine)
+    return [row.tolist() for row in rows]
+
+
+def _add_stage_times(to: Watched, watch: Watch) -> None:
+    """In front of the events, which rank 0 writes: the times are gathered from all stages."""
+    config = to.config
+    if watch.monitor.enabled or config.wall_clock_breakdown:
+        times = PipelineTimes(config.steps_per_print or 10, log=to.first and config.wall_clock_breakdown)
+        watch.observers.append(times)
+        watch.sources.append(times.events)
 
 
 def _add_straggler(to: Watched, watch: Watch, times: StepTimes) -> None:
     if not _compares(to):
         return
     section = to.config.straggler
-
-    def gather(own: list[float]) -> list[list[float]]:
-        mine = torch.tensor(own, dtype=torch.float64, device=to.device)
-        rows = [torch.empty_like(mine) for _ in range(to.topology.world_size)]
-        to.comm.all_gather(rows, mine)
-        return [row.tolist() for row in rows]
 
     def write(record: dict[str, Any]) -> None:
         path = run_dir(to.config) / "stragglers.jsonl"
@@ -265,6 +293,7 @@ def _add_straggler(to: Watched, watch: Watch, times: StepTimes) -> None:
                 stream.write(json.dumps(record) + "\n")
 
     keep = write if to.config.jsonl.enabled else lambda record: None
+    gather = partial(_rows_of_ranks, to)
     monitor = to.monitoring.StragglerMonitor(gather, every=section.every, ratio=section.ratio, share=section.share)
     watch.observers.append(StragglerWatch(monitor, times, keep if to.first else None))
 
@@ -281,13 +310,22 @@ def _add_timeline(to: Watched, watch: Watch) -> None:
             section=section,
             counters=to.counters,
             clock=watch.clock,
-            observe=comm.observe,
+            observe=lambda timeline: _observe_all(timeline, comm, to.optimizer),
             barrier=comm.barrier if to.distributed else lambda: None,
             run_dir=folder,
             merge=monitoring.merge_traces if to.first else None,
             tolerating=monitoring.tolerating,
         )
     )
+
+
+def _observe_all(timeline: Any, comm: Any, optimizer: Any) -> Callable[[], None]:
+    """Let a timeline hear of communication, and of transfers to and from disk; returns what ends that."""
+    ending = ExitStack()
+    ending.callback(comm.observe(timeline))
+    if hasattr(optimizer.store, "listen"):
+        ending.callback(optimizer.store.listen(timeline.transfer))
+    return ending.close
 
 
 def _add_curvature(to: Watched, watch: Watch) -> None:

@@ -8,7 +8,6 @@ then touch the process group, then move and cast the model, then build what depe
 from __future__ import annotations
 
 import importlib
-import os
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -22,16 +21,20 @@ from torch import nn
 from . import pipelining
 from ._version import __version__
 from .alike import CALL, config_facts, ranks_of_job, telling_others
+from .compiling import compile_as_configured
 from .compressing import build_scheduler, compressed
 from .config import Config, load_config
 from .data import LoaderOptions
 from .efficiency import Conversion, build_parts, convert, loader_rule, token_batches
 from .engine.accumulation import Accumulation, SyncWindow
 from .engine.backwards import Backwards
+from .engine.checkpoint_facts import checkpoint_facts
 from .engine.checkpointing import Checkpointer
-from .engine.compressing import CompressionSession
+from .engine.compressing import CompressionSession, StagedSchedule
 from .engine.engine import Engine
 from .engine.errors import EngineArgumentError
+from .engine.garbage import CollectBetweenSteps
+from .engine.gate import StepGate
 from .engine.inputs import CastInputs, InputChain, PassInputs
 from .engine.parts import EngineParts, EngineSettings
 from .engine.places import places_of_model
@@ -47,6 +50,8 @@ from .lr_schedules import build_schedule
 from .optimizers import OptimizerChoice, choose_optimizer
 from .placement import place
 from .precision import Precision
+from .recomputing import apply_budget, apply_section, section_observers
+from .swap_space import SwapSpace
 from .utils.logging import enable_console, logger, set_log_level_from_string
 from .watching import Watched, build_watch, mean_over_ranks, no_watch
 
@@ -95,16 +100,19 @@ def build_engine(source: Any, request: Request) -> Engine:
         request = compressed(request, config, part)
         if pipelining.is_pipeline(request.model):
             pipelining.prepare(request.model, zero)
-        model = _placed(_sparsified(request.model, config), config, topology)
+        apply_section(config, request.model, zero.checkpointing)
+        device = _device(topology)
+        model = _placed(_sparsified(request.model, config), config, device)
         conversion = convert(model, config, part("dsx_data"))
         plain = _optimizer(model, request, topology, choice)
-    sharded, optimizer = _sharded(model, plain, config, topology)
+    sharded, optimizer = _sharded(model, plain, config, topology, device)
     engine = pipelining.build(
         _parts(config, request, topology, sharded, optimizer, choice, conversion), zero, part("dsx_comm")
     )
     _destroy_on_release(engine, optimizer)
     if request.training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(request.training_data, collate_fn=request.collate_fn)
+    compile_as_configured(engine, config)
     _announce(engine, config, choice)
     return engine
 
@@ -196,19 +204,25 @@ def _sparsified(model: nn.Module, config: Config) -> nn.Module:
     return model
 
 
-def _placed(model: nn.Module, config: Config, topology: RankSets) -> nn.Module:
-    """The model on this process' device and in the dtypes of the configuration; parameter objects stay the same."""
+def _device(topology: RankSets) -> torch.device | None:
+    """This process' device, made the current one; None: parameters stay where they are."""
+    if not (torch.cuda.is_available() and _uses_cuda(topology)):
+        return None
+    device = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _placed(model: nn.Module, config: Config, device: torch.device | None) -> nn.Module:
+    """The model in the dtypes of the configuration, its buffers on the device; parameter objects stay the same."""
     part("dsx_zero").release_model(model)  # an earlier engine's model cannot be converted while it is divided
     precision: Precision = config.use("precision")
-    device = None
-    if torch.cuda.is_available() and _uses_cuda(topology):
-        device = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
     place(
         model,
         device=device,
         parameters=None if precision.params == "fp32" else precision.dtype("params"),
         buffers=precision.buffer_dtype,
+        partitioned=part("dsx_zero").PartitionedParameter,
     )
     return model
 
@@ -226,7 +240,7 @@ def _optimizer(model: nn.Module, request: Request, topology: RankSets, choice: O
     if choice is not None:
         if choice.communicates:
             return choice.build(parameters, process_group=topology.data.group)
-        return choice.build(parameters)
+        return choice.build(parameters, model=model) if choice.reads_model else choice.build(parameters)
     given: Any = request.optimizer
     if given is None or isinstance(given, torch.optim.Optimizer):
         return given
@@ -238,9 +252,11 @@ def _optimizer(model: nn.Module, request: Request, topology: RankSets, choice: O
     return made
 
 
-def _sharded(model: nn.Module, optimizer: Any, config: Config, topology: RankSets) -> tuple[nn.Module, Any]:
+def _sharded(
+    model: nn.Module, optimizer: Any, config: Config, topology: RankSets, device: torch.device | None
+) -> tuple[nn.Module, Any]:
     zero, section = part("dsx_zero"), config.use("zero")
-    precision, store = config.precision, _store_on_disk(section)
+    precision, store = config.precision, _store_on_disk(config)
     ranks_of = pipelining.rank_sets(model, part("dsx_comm"))
     try:
         model, sharded = zero.shard(
@@ -249,6 +265,7 @@ def _sharded(model: nn.Module, optimizer: Any, config: Config, topology: RankSet
             ranks_of=topology if ranks_of is None else ranks_of,
             config=section,
             store=store,
+            device=device,
             precision=zero.Precision(
                 gradients=precision.dtype("grad_accum"),
                 communication=precision.dtype("reduce"),
@@ -274,8 +291,9 @@ def _on_disk(section: Any) -> bool:
     return section is not None and section.device == "nvme"
 
 
-def _store_on_disk(zero: Any) -> Any:
+def _store_on_disk(config: Config) -> Any:
     """This rank's store for offload to disk, in a folder of its own; None where nothing is offloaded there."""
+    zero = config.use("zero")
     paths = {s.nvme_path for s in (zero.offload_param, zero.offload_optimizer) if _on_disk(s)}
     if not paths:
         return None
@@ -287,10 +305,18 @@ def _store_on_disk(zero: Any) -> Any:
         )
     comm = part("dsx_comm")
     rank = comm.get_rank() if comm.is_initialized() else 0
-    return part("dsx_nvme").TensorStore(os.path.join(paths.pop(), f"dsx-rank{rank}"), keep=False)
+    part("dsx_nvme")
+    return SwapSpace(paths.pop(), f"dsx-rank{rank}", config.use("aio"))
 
 
 # - The parts
+
+
+def _objects_of_all_ranks(mine: Any) -> list[Any]:
+    comm = part("dsx_comm")
+    found = [None] * comm.get_world_size()
+    comm.all_gather_object(found, mine)
+    return found
 
 
 def _parts(
@@ -307,7 +333,7 @@ def _parts(
     optimizer.follow_loss_scale(lambda: scaler.scale, dynamic=scaler.state_dict()["kind"] == "dynamic")
     clipping = config.use("gradient_clipping")
     scheduler, driver = _scheduler(config, request, optimizer if trains else None)
-    counters, stage, accumulation = Counters(), config.zero.stage, Accumulation(config.use("batch").accumulation)
+    counters, stage, accumulation = Counters(), config.zero.stage, _accumulation(config)
     watched = Watched(
         config, topology, model, optimizer, counters, lambda: accumulation.steps, part("dsx_monitor"), part("dsx_comm"),
         part("dsx_zero"),
@@ -316,27 +342,44 @@ def _parts(
     compression = build_scheduler(model, config, part, stage=stage, mean=mean_over_ranks(part("dsx_comm"), topology))
     if compression is not None:
         watch.observers.insert(0, CompressionSession(compression, watch.eigenvalues))
+        if pipelining.is_pipeline(model):
+            compression = StagedSchedule(compression, _objects_of_all_ranks)
     experts = ExpertParts.of(model, part("dsx_moe"))
     experts.join(watch, first=topology.rank == 0)
     data = part("dsx_data")
     efficiency = build_parts(model, config, conversion, counters, data)
-    batches = token_batches(config, lambda: optimizer.param_groups, data)
+    batches = token_batches(
+        config, lambda: optimizer.param_groups, lambda: accumulation.steps * topology.batches[1], data
+    )
     watch.observers.extend(one for one in efficiency.values() if hasattr(one, "after_step"))
+    watch.observers.extend(section_observers(config, part("dsx_zero").checkpointing))
+    garbage = CollectBetweenSteps() if config.use("disable_python_gc") else None
+    if garbage is not None:
+        watch.observers.append(garbage)
+    budget = apply_budget(config, model, topology, part("dsx_zero").checkpointing)
     transforms: list[Any] = [one for one in efficiency.values() if callable(one)]
     window = SyncWindow(optimizer.no_sync, every_micro_batch=stage >= 2 and not config.zero.keep_full_gradients)
     scales = scaler.state_dict()["kind"] != "none"
-    backwards = Backwards(accumulation, window, scaled_losses=scales, watchers=(*watch.hooks, *watch.observers))
+    backwards = Backwards(
+        accumulation, window, scaled_losses=scales, watchers=(*watch.hooks, *watch.observers, batches)
+    )
     optimizer.follow_backward(backwards)
 
     def release() -> None:
         optimizer.release()
+        if budget is not None:
+            budget.remove()
+        if garbage is not None:
+            garbage.close()
         conversion.undo()
         watch.close()
 
+    gate = StepGate(lambda: counters.global_steps)
     return EngineParts(
         module=model,
         optimizer=optimizer if trains else None,
         shards=optimizer,
+        gate=gate,
         checkpointer=Checkpointer(
             module=model,
             shards=optimizer,
@@ -346,12 +389,19 @@ def _parts(
             scaler=scaler,
             scheduled=scheduler is not None,
             precision=config.precision.to_json(),
-            tag_validation=config.use("checkpoint").tag_validation,
+            settings=config.use("checkpoint"),
             rank=topology.rank,
+            gate=gate,
+            gather=part("dsx_zero").GatheredParameters,
+            facts=checkpoint_facts(config, topology.world_size),
             places=places_of_model(model, topology, known=experts.places),
-            parts={**efficiency, **({} if compression is None else {"compression": compression})},
+            parts={
+                **efficiency,
+                **({} if compression is None else {"compression": compression}),
+                **({} if budget is None else {"activation_budget": budget}),
+            },
         ),
-        stepper=ShardedStepper(optimizer, scaler, clipping or None) if trains else NoStepper(),
+        stepper=ShardedStepper(optimizer, scaler, clipping or None, batches.gradient_scale) if trains else NoStepper(),
         scaler=scaler,
         schedule=driver,
         lr_scheduler=scheduler,
@@ -383,6 +433,10 @@ def _parts(
         efficiency=efficiency,
         loader_rule=loader_rule(config, data),
     )
+
+
+def _accumulation(config: Config) -> Accumulation:
+    return Accumulation(config.use("batch").accumulation, managed=config.use("managed_gradient_accumulation"))
 
 
 def _settings(config: Config, optimizer: Any, clipping: float) -> EngineSettings:

@@ -13,9 +13,14 @@ Modules, from data to doing:
     format.py, parsing.py, checks.py            the index as data, and from text to data; version1.py: of version 1
     encode.py                                   Python state as data
     files.py, folder.py, ranks.py               bytes; tags, locks and leftovers; agreement between ranks
+    regions.py                                  tensors to and from files
     snapshot.py, plan.py, writing.py            a save
-    verifying.py, reading.py                    a load
-    command.py                                  `dsx checkpoint`
+    linking.py, keeping.py, behind.py           files that have not changed; old checkpoints; saves behind training
+    verifying.py, selecting.py, reading.py      a load
+    whole.py                                    weights as a mapping
+    looking.py, exporting.py, command.py        `dsx checkpoint`
+    foreign/                                    checkpoints of other programs
+    zero_to_fp32.py, ds_to_universal.py         under the names that scripts call
 
 Names are loaded on first use: what reads an index alone does not load torch.
 """
@@ -28,16 +33,29 @@ from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointE
 
 if TYPE_CHECKING:
     from .boxes import Box, Region
+    from .exporting import export
     from .folder import resolve_tag
+    from .foreign.recognising import read_foreign
+    from .foreign.source import write_source
     from .format import Index, Placed, TensorSpec
+    from .keeping import Keeping
     from .ranks import Ranks
     from .reading import Loaded, Prepared, Reader, load, open_checkpoint, prepare_load
+    from .selecting import Selection
     from .snapshot import Place
     from .writing import save
+    from .zero_to_fp32 import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+        get_model_state_file,
+        get_optim_files,
+        load_state_dict_from_zero_checkpoint,
+    )
 
 _MODULES = {
     "Box": "boxes",
     "Index": "format",
+    "Keeping": "keeping",
     "Loaded": "reading",
     "Place": "snapshot",
     "Placed": "format",
@@ -45,12 +63,21 @@ _MODULES = {
     "Ranks": "ranks",
     "Reader": "reading",
     "Region": "boxes",
+    "Selection": "selecting",
     "TensorSpec": "format",
+    "convert_zero_checkpoint_to_fp32_state_dict": "zero_to_fp32",
+    "export": "exporting",
+    "get_fp32_state_dict_from_zero_checkpoint": "zero_to_fp32",
+    "get_model_state_file": "zero_to_fp32",
+    "get_optim_files": "zero_to_fp32",
     "load": "reading",
+    "load_state_dict_from_zero_checkpoint": "zero_to_fp32",
     "open_checkpoint": "reading",
     "prepare_load": "reading",
+    "read_foreign": "foreign.recognising",
     "resolve_tag": "folder",
     "save": "writing",
+    "write_source": "foreign.source",
 }
 
 __all__ = [
@@ -59,6 +86,7 @@ __all__ = [
     "CheckpointCorruptError",
     "CheckpointError",
     "Index",
+    "Keeping",
     "Loaded",
     "Place",
     "Placed",
@@ -66,12 +94,21 @@ __all__ = [
     "Ranks",
     "Reader",
     "Region",
+    "Selection",
     "TensorSpec",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "export",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_optim_files",
     "load",
+    "load_state_dict_from_zero_checkpoint",
     "open_checkpoint",
     "prepare_load",
+    "read_foreign",
     "resolve_tag",
     "save",
+    "write_source",
 ]
 
 

@@ -1,37 +1,239 @@
-"""`dsx checkpoint`: look at checkpoints without training.
+"""`dsx checkpoint`: look at checkpoints, and take them from program to program, without training.
 
-dsx checkpoint verify ckpt               every byte of the checkpoint that `latest` names
-dsx checkpoint verify ckpt --tag best    of another one
+dsx checkpoint inspect ckpt                          what it is; --tensors PATTERN lists tensors, --json for programs
+dsx checkpoint verify ckpt                           every byte of the checkpoint that `latest` names
+dsx checkpoint diff ckpt other --tag1 a --tag2 b     in what two differ
+dsx checkpoint export ckpt weights --dtype bf16      safetensors, one file of torch, or torch.distributed.checkpoint
+dsx checkpoint import deepspeed_run ckpt             DeepSpeed, torch.distributed.checkpoint, FSDP, state dicts
+dsx checkpoint convert ckpt newer                    an older format version in today's
+dsx checkpoint prune ckpt --keep-last 3              remove older checkpoints
+
+A folder may be what `save_checkpoint` was given, or that of one tag. Exit codes: 0; 1 if a checkpoint is damaged, is
+none, or two differ; 2 for a mistake in the command. `inspect`, `verify`, `diff` and `prune` do not load torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from .errors import CheckpointError
 
+_SHOWN = 50  # differences, unless all are asked for
+
 
 def main(argv: Sequence[str]) -> int:
-    """Run `dsx checkpoint`. Returns 0, or 1 when the checkpoint is damaged or is none."""
-    parser = argparse.ArgumentParser(prog="dsx checkpoint", description="look at checkpoints without training")
+    """Run `dsx checkpoint`. Returns the exit code."""
+    given = _parser().parse_args(list(argv))
+    try:
+        return given.run(given)
+    except (CheckpointError, OSError) as error:
+        sys.stderr.write(f"dsx checkpoint {given.command}: {error}\n")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dsx checkpoint", description="look at checkpoints, and convert them")
     commands = parser.add_subparsers(dest="command", required=True)
-    verify = commands.add_parser("verify", help="read every byte of a checkpoint and compare it with what was saved")
-    verify.add_argument("folder", help="the folder that save_checkpoint was given")
-    verify.add_argument("--tag", help="which checkpoint; without it the one that 'latest' names")
-    given = parser.parse_args(list(argv))
-    from .reading import open_checkpoint  # late: --help answers without torch
+
+    def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        made.add_argument("folder", help="the folder that save_checkpoint was given")
+        return made
+
+    inspect = command("inspect", _inspect, "say what a checkpoint holds, from its index alone")
+    inspect.add_argument("--tensors", nargs="?", const="", metavar="PATTERN", help="list tensors (regular expression)")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    verify = command("verify", _verify, "read every byte of a checkpoint and compare it with what was saved")
+    diff = command("diff", _diff, "say in what two checkpoints differ, from their indexes alone")
+    diff.add_argument("other", nargs="?", help="the other folder; without it the same one, with --tag2")
+    diff.add_argument("--tag1", dest="tag", help="checkpoint in the first folder")
+    diff.add_argument("--tag2", help="checkpoint in the second folder")
+    diff.add_argument("--all", action="store_true", help=f"show more than {_SHOWN} differences")
+    export = command("export", _export, "write the weights for other programs")
+    export.add_argument("target", help="a folder that is made; with --to torch a file")
+    export.add_argument("--to", choices=("safetensors", "torch", "dcp"), default="safetensors")
+    export.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "as-saved"), default="fp32")
+    export.add_argument("--only", action="append", default=[], metavar="PATTERN", help="leave out what does not match")
+    export.add_argument("--max-shard-size", default="5GB", help="size at which safetensors are split")
+    imports = command("import", _import, "read another program's checkpoint and write one of dsx")
+    convert = command("convert", _import, "write a checkpoint of an older format version in today's")
+    for made in (imports, convert):
+        made.add_argument("target", help="the folder that will hold the new checkpoint")
+        made.add_argument("--new-tag", default=None, help="its tag; without it that of the source, or 'imported'")
+    prune = command("prune", _prune, "remove older checkpoints; those saved with save_latest=False stay")
+    prune.add_argument("--keep-last", type=int, required=True, metavar="N", help="the newest ones that stay")
+    prune.add_argument("--keep-every", type=int, metavar="N", help="also those of every so many updates")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    for made in (inspect, verify, export, imports, convert):
+        made.add_argument("--tag", help="which checkpoint; without it the one that 'latest' names")
+    return parser
+
+
+def _inspect(given: Any) -> int:
+    from .looking import open_index, summary, tags_of, tensor_lines
+
+    root = Path(given.folder)
+    folder, index = open_index(root, given.tag)
+    if given.tensors is not None:
+        sys.stdout.writelines(f"{line}\n" for line in tensor_lines(index, given.tensors))
+        return 0
+    found = summary(folder, index)
+    if given.json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        return 0
+    sys.stdout.write(_text_of(found))
+    if folder.parent == root:
+        sys.stdout.write("checkpoints in this folder, the youngest first:\n")
+        sys.stdout.writelines(f"  {line}\n" for line in tags_of(root))
+    return 0
+
+
+def _text_of(found: dict[str, Any]) -> str:
+    lines = [
+        f"{found['checkpoint']}: format version {found['version']}, written by {found['writer'] or 'an early dsx'}",
+        f"  {found['parameters']:,} parameters, {found['bytes'] / 1e9:,.3f} GB in {found['files']} files",
+    ]
+    for family, sizes in found["families"].items():
+        if sizes["tensors"]:
+            dtypes = ", ".join(f"{name} {size / 1e9:,.3f} GB" for name, size in sizes["dtypes"].items())
+            lines.append(f"  {family}: {sizes['tensors']} tensors: {dtypes}")
+    if found["optimizer_states"]:
+        lines.append(f"  optimizer states: {', '.join(found['optimizer_states'])}")
+    for key in ("counters", "layout", "precision", "versions"):
+        if key in found:
+            lines.append(f"  {key}: " + ", ".join(f"{name} {value}" for name, value in found[key].items()))
+    for key, text in (
+        ("tied", "tied names"),
+        ("excluded", "parameters left out"),
+        ("ranks", "ranks with random states"),
+    ):
+        if found[key]:
+            lines.append(f"  {text}: {found[key]}")
+    if found["client"]:
+        lines.append(f"  client state: {', '.join(found['client'])}")
+    return "\n".join(lines) + "\n"
+
+
+def _verify(given: Any) -> int:
+    from .looking import open_index
     from .verifying import verify_all
 
-    try:
-        reader = open_checkpoint(given.folder, given.tag)
-        verified = verify_all(reader.folder, reader.index)
-    except (CheckpointError, OSError) as error:
-        sys.stderr.write(f"dsx checkpoint verify: {error}\n")
-        return 1
+    folder, index = open_index(Path(given.folder), given.tag)
+    with Bar("verify") as bar:
+        verified = verify_all(folder, index, bar.show)
     size = f"{verified.nbytes / 1e6:,.1f} MB"
     sys.stdout.write(f"{verified.folder}: ok, {verified.tensors} tensors in {verified.files} files, {size}\n")
     if verified.foreign:
         sys.stdout.write(f"not written by dsx and not looked at: {', '.join(verified.foreign)}\n")
     return 0
+
+
+def _diff(given: Any) -> int:
+    from .looking import differences, open_index
+
+    if given.other is None and given.tag2 is None:
+        raise CheckpointError("got one checkpoint; pass another folder, or --tag2")
+    _, first = open_index(Path(given.folder), given.tag)
+    _, second = open_index(Path(given.other or given.folder), given.tag2)
+    found = differences(first, second)
+    shown = list(found if given.all else itertools.islice(found, _SHOWN))
+    sys.stdout.writelines(f"{difference}\n" for difference in shown)
+    left = sum(1 for _ in found)
+    if left:
+        sys.stdout.write(f"and {left} more; --all shows them\n")
+    if not shown:
+        sys.stdout.write("no difference\n")
+    return 1 if shown else 0
+
+
+def _export(given: Any) -> int:
+    from .exporting import export
+    from .zero_to_fp32 import source_of
+
+    with Bar("export") as bar:
+        written = export(
+            source_of(*_root_and_tag(given)), given.target, to=given.to, dtype=given.dtype, only=given.only,
+            max_shard_size=given.max_shard_size, progress=bar.show,
+        )  # fmt: skip
+    sys.stdout.write(f"{written}: written\n")
+    return 0
+
+
+def _import(given: Any) -> int:
+    from .foreign.recognising import read_foreign
+    from .foreign.source import write_source
+    from .zero_to_fp32 import source_of
+
+    root, tag = _root_and_tag(given)
+    if given.command == "convert":
+        from .looking import open_index
+
+        source, tag = source_of(root, tag), open_index(root, tag)[0].name
+    else:
+        source = read_foreign(root, tag)
+    with Bar(given.command) as bar:
+        written = write_source(source, given.target, given.new_tag or tag or "imported", progress=bar.show)
+    states = "with optimizer states" if source.states else "weights alone"
+    sys.stdout.write(f"{written}: {source.kind}, {len(source.parameters)} parameters, {states}\n")
+    if source.engine is None:
+        sys.stdout.write("it has no training state: load it with load_module_only=True\n")
+    return 0
+
+
+def _prune(given: Any) -> int:
+    from .folder import resolve_tag, saving
+    from .keeping import Keeping, removable
+
+    root, keeping = Path(given.folder), Keeping(given.keep_last, given.keep_every)
+    newest = resolve_tag(root, None)
+    if newest is None:
+        raise CheckpointError(f"{root}: has no checkpoints")
+    if given.dry_run:
+        found = removable(root, keeping, newest)
+    else:
+        with saving(root, "prune"):
+            found = keeping.remove_others(root / newest)
+    what = "would be removed" if given.dry_run else "removed"
+    sys.stdout.write(f"{what}: {', '.join(found) or 'none'}\n")
+    return 0
+
+
+def _root_and_tag(given: Any) -> tuple[Path, str | None]:
+    """The folder around a tag, where the tag's own was given."""
+    path = Path(given.folder)
+    if given.tag is None and (path / "dsx.json").is_file():
+        return path.parent, path.name
+    return path, given.tag
+
+
+class Bar:
+    """Progress on stderr, if that is a terminal."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing, self._percent = doing, -1
+        self._on = sys.stderr.isatty()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._on and self._percent >= 0:
+            sys.stderr.write("\n")
+
+    def show(self, done: int, total: int) -> None:
+        """So many bytes of so many."""
+        percent = 100 * done // max(1, total)
+        if self._on and percent != self._percent:
+            self._percent = percent
+            filled = "#" * (percent // 4)
+            sys.stderr.write(
+                f"\r{self._doing} [{filled:25}] {percent:3d} %  {done / 1e9:,.2f} of {total / 1e9:,.2f} GB"
+            )
+            sys.stderr.flush()

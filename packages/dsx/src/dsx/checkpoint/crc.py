@@ -13,18 +13,43 @@ read it.
 from __future__ import annotations
 
 import functools
+import sys
 import zlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _POLYNOMIAL = 0xEDB88320  # reflected: bit 31 is the coefficient of x^0
 _ONE = 1 << 31
 _ALL = 0xFFFFFFFF  # what CRC-32 begins with, and inverts its result with
 
 
+_LARGE = 1 << 16  # bytes from which the compiled checksum is worth its call
+
+
 def extend(register: int, data: memoryview | bytes) -> int:
     """The register after these bytes."""
+    if len(data) >= _LARGE and isinstance(data, memoryview) and not data.readonly:
+        checksum = _compiled_checksum("torch" in sys.modules)
+        if checksum is not None:  # that of these bytes alone: linear, as above
+            return extend_by_zeros(register, len(data)) ^ register_of(checksum(data), len(data))
     return zlib.crc32(data, register ^ _ALL) ^ _ALL
+
+
+@functools.lru_cache(maxsize=2)
+def _compiled_checksum(torch_is_there: bool) -> Callable[[memoryview], int] | None:
+    """dsx-nvme's CRC-32, three times as fast as zlib's (1.7 and 5 GB/s here); None where it is not compiled. It is not
+    worth loading torch for, which tools do not need.
+    """
+    if not torch_is_there:
+        return None
+    try:
+        import dsx_nvme
+        import torch
+    except ImportError:
+        return None
+    if not dsx_nvme.native_status()["native"]:
+        return None
+    return lambda data: dsx_nvme.crc32(torch.frombuffer(data, dtype=torch.uint8))
 
 
 def extend_by_zeros(register: int, count: int) -> int:

@@ -104,7 +104,7 @@ def resolve_tag(root: Path, tag: str | None) -> str | None:
         raise CheckpointError(f"{root} is one tag's folder; pass load_dir={root.parent} and tag={root.name!r}")
     refuse_foreign(root)
     tags = tags_in(root)
-    newest = _newest_meant_as_latest(root, tags)
+    newest = newest_meant_as_latest(root)
     if newest is not None:
         logger.warning("%s: has no file '%s'; taking the newest checkpoint there, %s", root, LATEST_NAME, newest)
         return newest
@@ -116,18 +116,24 @@ def resolve_tag(root: Path, tag: str | None) -> str | None:
     return None
 
 
-def _newest_meant_as_latest(root: Path, tags: list[str]) -> str | None:
+def newest_meant_as_latest(root: Path) -> str | None:
     """The youngest checkpoint that `latest` was to name: its save was killed before, or the file was lost since."""
-    paths = sorted((root / tag / INDEX_NAME for tag in tags), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in paths:
+    return next(meant_as_latest(root), None)
+
+
+def meant_as_latest(root: Path) -> Iterator[str]:
+    """The tags of all checkpoints that `latest` was to name, the youngest first. Those that cannot be read are passed
+    over with a warning.
+    """
+    paths = [root / tag / INDEX_NAME for tag in tags_in(root)]
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
             index = parse_index(read_text(path), str(path))
         except (CheckpointError, OSError) as error:
             logger.warning("%s: passed over: %s", path.parent, error)
             continue
         if index.latest:
-            return path.parent.name
-    return None
+            yield path.parent.name
 
 
 def _tag_of_latest(latest: Path) -> str:
@@ -173,10 +179,8 @@ def refuse_foreign(folder: Path) -> None:
     found = next((name for name in names if _DEEPSPEED.fullmatch(name)), None)
     if found is not None:
         raise CheckpointError(
-            f"{folder}: this is a checkpoint of DeepSpeed ({found}), not one of dsx. Its files are pickles, which dsx "
-            "never loads. Turn its weights into one file with the script zero_to_fp32.py that DeepSpeed put beside the "
-            "tag, load that into the model with load_state_dict before dsx.initialize, and begin the optimizer anew: "
-            "taking over DeepSpeed's optimizer states is not available yet"
+            f"{folder}: this is a checkpoint of DeepSpeed ({found}), not one of dsx. Its files are pickles, which a "
+            "load never reads. Write one of dsx from it, optimizer states included: dsx checkpoint import FOLDER NEW"
         )
 
 
@@ -210,8 +214,7 @@ def _lock(path: Path, tag: str) -> int | None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Whoever held the lock before has removed the file: what is locked here may be a file without a name.
             if path.exists() and os.path.samestat(os.fstat(fd), os.stat(path)):
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}, tag {tag}".encode(), 0)
+                _sign(fd, f"process {os.getpid()} on {socket.gethostname()}, tag {tag}")
                 return fd
             os.close(fd)
         except BlockingIOError:
@@ -227,6 +230,17 @@ def _lock(path: Path, tag: str) -> int | None:
                 raise
             logger.debug("%s: this file system has no locks (%s)", path, error)
             return None
+
+
+def _sign(fd: int, text: str) -> None:
+    """Say in the lock's file who holds it. On a full disk the lock holds without."""
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, text.encode(), 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        logger.debug("the lock of a checkpoint folder has no text: %s", error)
 
 
 def clear_leftovers(root: Path, only_tag: str | None = None) -> None:

@@ -8,7 +8,7 @@ a re-shard.
     <dir>/<tag>/model*.safetensors                parameters and buffers, under the names of the module's state_dict
     <dir>/<tag>/model.safetensors.index.json      name -> file, the layout Hugging Face reads
     <dir>/<tag>/optimizer*.safetensors            `master/<parameter>` and `<state>/<parameter>`
-    <dir>/<tag>/client.safetensors                tensors found in the client state, if any
+    <dir>/<tag>/client.safetensors                tensors found in the state, the caller's and that of each rank
     <dir>/latest                                  text: the tag
 
 Each tensor is hashed in chunks of a fixed number of bytes; headers and the index itself have hashes too. Other files in
@@ -31,7 +31,7 @@ from .crc import Chunks
 from .errors import CheckpointError
 
 FORMAT = "dsx-checkpoint"
-VERSION = 2
+VERSION = 3
 INDEX_NAME = "dsx.json"
 LATEST_NAME = "latest"
 WEIGHT_MAP_NAME = "model.safetensors.index.json"
@@ -143,6 +143,8 @@ class Index:
         scalars: optimizer states that are one number: state -> parameter -> value.
         state: encoded (see `encode.py`): training state and client state.
         latest: was `latest` to name it? A load takes such a one where that file is missing.
+        ranks: encoded, in rank order: what each rank alone knows, such as its random states; empty where nothing was
+            given.
         writer: which version of dsx wrote it.
         version: of the format it was read from.
     """
@@ -153,6 +155,7 @@ class Index:
     excluded: tuple[str, ...]
     scalars: dict[str, dict[str, Any]]
     state: dict[str, Any]
+    ranks: tuple[Any, ...] = ()
     latest: bool = False
     writer: str = ""
     chunk_bytes: int = CHUNK_BYTES
@@ -174,6 +177,7 @@ class Index:
                 "excluded": list(self.excluded),
                 "scalars": {k: {n: plain_number(v) for n, v in values.items()} for k, values in self.scalars.items()},
                 "state": self.state,
+                "ranks": list(self.ranks),
             }
         )
 

@@ -23,7 +23,7 @@ from .version1 import parse_version1
 
 _KEYS = (
     "format", "version", "writer", "latest", "hash", "chunk_bytes",
-    "files", *FAMILIES, "aliases", "excluded", "scalars", "state",
+    "files", *FAMILIES, "aliases", "excluded", "scalars", "state", "ranks",
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def parse_index(text: str, where: str) -> Index:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(f"{where}: got no '{FORMAT}' index; expected one written by dsx")
     version = data.get("version")
-    if type(version) is not int or version not in (1, VERSION):
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
             f"{where}: got format version {shown(version)}, this dsx reads versions 1 to {VERSION}; upgrade dsx"
         )
@@ -54,7 +54,9 @@ def parse_index(text: str, where: str) -> Index:
 
 
 def _parse(data: dict[str, Any]) -> Index:
-    data = {"latest": False, **data}  # the first checkpoints of version 2 did not have it
+    if data["version"] == 2:
+        expect_keys("the index", {"latest": False, **data}, [key for key in _KEYS if key != "ranks"])
+        data = {"latest": False, **data, "ranks": []}  # the first checkpoints of version 2 did not have `latest`
     expect_keys("the index", data, _KEYS)
     if data["hash"] != HASH:
         raise ValueError(f"hash {shown(data['hash'])}, expected {HASH!r}")
@@ -73,9 +75,11 @@ def _parse(data: dict[str, Any]) -> Index:
         excluded=tuple(map(expect_str, data["excluded"])),
         scalars={key: parse_scalars(values) for key, values in data["scalars"].items()},
         state=expect(data["state"], dict),
+        ranks=tuple(expect(data["ranks"], list)),
         latest=expect(data["latest"], bool),
         writer=expect_str(data["writer"]),
         chunk_bytes=chunk_bytes,
+        version=data["version"],
     )
     check_consistent(index)
     return index

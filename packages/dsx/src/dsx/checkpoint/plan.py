@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from .errors import CheckpointError, shown
 from .format import FAMILIES, MASTER, MODEL, OPTIMIZER, Placed, TensorSpec
 
 MAX_FILE_BYTES = 5 * 10**9
+STEADY_BYTES = 16 << 20  # frozen parameters of fewer bytes get no file of their own
 
 
 # - Files
@@ -35,15 +36,19 @@ class FilePlan:
     size: int
 
 
-def plan_files(stem: str, specs: Sequence[TensorSpec], max_bytes: int = MAX_FILE_BYTES) -> tuple[FilePlan, ...]:
+def plan_files(
+    stem: str, specs: Sequence[TensorSpec], max_bytes: int = MAX_FILE_BYTES, steady: Collection[str] = ()
+) -> tuple[FilePlan, ...]:
     """Distribute `specs` over files `<stem>.safetensors` or `<stem>-0000i-of-0000n.safetensors`.
 
-    A tensor larger than `max_bytes` gets a file of its own. No tensors, no file.
+    A tensor larger than `max_bytes` gets a file of its own. No tensors, no file. Tensors named in `steady` come first
+    and share no file with others.
     """
     bins: list[list[TensorSpec]] = []
-    used = 0
-    for spec in specs:
-        if not bins or (used + spec.nbytes > max_bytes and bins[-1]):
+    used, before = 0, False
+    for spec in sorted(specs, key=lambda spec: spec.name not in steady):  # stable
+        begins, before = before and spec.name not in steady, spec.name in steady
+        if not bins or begins or (used + spec.nbytes > max_bytes and bins[-1]):
             bins.append([])
             used = 0
         bins[-1].append(spec)
@@ -97,6 +102,8 @@ class Announcement:
         scalars: optimizer states that are one number: state -> parameter -> value.
         aliases: parameter -> its other names.
         excluded: parameters that are left out.
+        rank_state: encoded: what this rank alone knows; None: nothing.
+        frozen: parameters that are not trained.
     """
 
     tensors: dict[str, dict[str, tuple[TensorSpec, list[Region]]]] = field(
@@ -106,6 +113,8 @@ class Announcement:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     excluded: list[str] = field(default_factory=list)
+    rank_state: Any = None
+    frozen: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,8 @@ class WritePlan:
         map_text: content of `model.safetensors.index.json`; empty where it is not needed.
         chunk_bytes: bytes of a tensor that are hashed together.
         unlike, scalars, aliases, excluded: of all ranks together.
+        rank_states: of each rank; empty where no rank has one.
+        steady: files that hold nothing but frozen parameters.
     """
 
     files: tuple[FilePlan, ...]
@@ -130,6 +141,8 @@ class WritePlan:
     scalars: Mapping[str, Mapping[str, Any]]
     aliases: Mapping[str, tuple[str, ...]]
     excluded: tuple[str, ...]
+    rank_states: tuple[Any, ...]
+    steady: frozenset[str]
 
     @staticmethod
     def make(announcements: Sequence[Announcement], *, max_file_bytes: int, chunk_bytes: int) -> WritePlan:
@@ -141,7 +154,8 @@ class WritePlan:
         """
         specs = {family: _merge_specs(family, announcements) for family in FAMILIES}
         specs[OPTIMIZER] = _in_parameter_order(specs[OPTIMIZER], specs[MODEL])
-        files = [plan for f in FAMILIES for plan in plan_files(f, list(specs[f].values()), max_file_bytes)]
+        frozen = _worth_a_file(specs[MODEL], frozenset().union(*(a.frozen for a in announcements)))
+        files = [plan for f in FAMILIES for plan in plan_files(f, list(specs[f].values()), max_file_bytes, frozen)]
         return WritePlan(
             files=tuple(files),
             placed={
@@ -155,6 +169,12 @@ class WritePlan:
             scalars=_merge_scalars(announcements, list(specs[MODEL])),
             aliases=_merge_aliases(announcements, list(specs[MODEL])),
             excluded=tuple(dict.fromkeys(name for a in announcements for name in a.excluded)),
+            rank_states=(
+                tuple(a.rank_state for a in announcements)
+                if any(a.rank_state is not None for a in announcements)
+                else ()
+            ),
+            steady=frozenset(plan.name for plan in files if {p.spec.name for p in plan.tensors} <= frozen),
         )
 
     def chunks(self, family: str, name: str, crcs: Sequence[int] = ()) -> Chunks:
@@ -175,6 +195,11 @@ def _merge_specs(family: str, announcements: Sequence[Announcement]) -> dict[str
                 )
             origin.setdefault(name, rank)
     return merged
+
+
+def _worth_a_file(specs: Mapping[str, TensorSpec], frozen: frozenset[str]) -> frozenset[str]:
+    """Frozen parameters, if they are large enough that linking their files saves anything."""
+    return frozen if sum(specs[name].nbytes for name in frozen if name in specs) >= STEADY_BYTES else frozenset()
 
 
 def _in_parameter_order(states: dict[str, TensorSpec], model: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:

@@ -89,6 +89,20 @@ def default_ranks(group: Any = None) -> Ranks:
     return GroupRanks(group) if dsx_comm.is_initialized() and dsx_comm.get_world_size(group) > 1 else Solo()
 
 
+def ranks_of_own() -> Ranks:
+    """All ranks, over a process group that nothing else uses, for a thread of its own. Collective where there are
+    several.
+    """
+    ranks = default_ranks()
+    if ranks.world_size == 1:
+        return ranks
+    import dsx_comm
+    import torch
+
+    backend = "gloo" if torch.distributed.is_gloo_available() else None
+    return GroupRanks(dsx_comm.new_group(backend=backend, description="dsx checkpoints"))
+
+
 def _kind(failure: Exception) -> type[CheckpointError]:
     for kind in (CheckpointCorruptError, CheckpointArgumentError):
         if isinstance(failure, kind):

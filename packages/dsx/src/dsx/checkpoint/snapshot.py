@@ -5,6 +5,7 @@ model parallelism gives a rank a part of the model (a slice of a tensor, a stage
 says which part.
 
 Pieces hold views of living tensors, so that taking a snapshot costs nothing; training must wait until they are written.
+Values that are not in memory (`dsx_zero.StoredValues`) are read when their piece is written, and let go behind it.
 An asynchronous save replaces them by copies (`Piece.fetch`) and lets training go on.
 """
 
@@ -77,6 +78,7 @@ class Snapshot:
         rank: int,
         places: Mapping[str, Place],
         exclude_frozen: bool,
+        rank_state: dict[str, Any] | None = None,
     ) -> Snapshot:
         """See `writing.save`. Raises `CheckpointError` for what cannot be saved."""
         snapshot = Snapshot()
@@ -88,7 +90,11 @@ class Snapshot:
             snapshot._add(MODEL, place.name, place, 0, buffer.detach().reshape(-1))
         tensors: dict[str, torch.Tensor] = {}
         snapshot.state = encode(state, "state", tensors)
-        for name, tensor in tensors.items() if rank == 0 else ():
+        if rank != 0:
+            tensors = {}  # rank 0's are kept
+        if rank_state is not None:
+            snapshot.announcement.rank_state = encode(rank_state, f"rank{rank}", tensors)
+        for name, tensor in tensors.items():
             place = Place(name, tuple(tensor.shape), Box.whole(tensor.shape))
             snapshot._add(CLIENT, name, place, 0, tensor.reshape(-1))
         return snapshot
@@ -98,6 +104,8 @@ class Snapshot:
         if excluded:
             announced.excluded.append(place.name)
             return
+        if not part.trainable:
+            announced.frozen.add(place.name)
         announced.aliases[place.name] = tuple(places[a].name if a in places else a for a in part.aliases)
         self._add(MODEL, place.name, place, part.start, part.param)
         if part.master is not None and part.master.dtype != part.param.dtype:
@@ -109,7 +117,9 @@ class Snapshot:
 
     def _add_state(self, key: str, value: Any, part: Any, place: Place) -> None:
         _checked_key(key)
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        if not isinstance(value, torch.Tensor) and hasattr(value, "fetch"):
+            self._add(OPTIMIZER, f"{key}/{place.name}", place, part.start, value)
+        elif not isinstance(value, torch.Tensor) or value.dim() == 0:
             number = value.item() if isinstance(value, torch.Tensor) else value
             self.announcement.scalars.setdefault(key, {})[place.name] = number
         elif value.numel() == part.stop - part.start:
@@ -120,7 +130,7 @@ class Snapshot:
                 f"{part.stop - part.start}; expected one number or one element per parameter element"
             )
 
-    def _add(self, family: str, name: str, place: Place, start: int, values: torch.Tensor) -> None:
+    def _add(self, family: str, name: str, place: Place, start: int, values: Any) -> None:
         """Take in elements `[start, start + numel)` of the rank's tensor; no elements only announce that it exists."""
         spec = TensorSpec(name, dtype_name(values.dtype), place.shape)
         _, regions = self.announcement.tensors[family].setdefault(name, (spec, []))
@@ -129,7 +139,8 @@ class Snapshot:
             if region in regions:
                 raise CheckpointError(f"{shown(name)} is listed twice; each tensor of the whole model has one name")
             regions.append(region)
-            self.pieces.append(Piece(family, spec, region, lambda: values))
+            fetch = (lambda: values) if isinstance(values, torch.Tensor) else values.fetch
+            self.pieces.append(Piece(family, spec, region, fetch))
 
 
 def _checked_key(key: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -65,16 +65,22 @@ def check_files(folder: Path, index: Index) -> None:
             )
 
 
-def verify_all(folder: Path, index: Index) -> Verified:
+def verify_all(folder: Path, index: Index, progress: Callable[[int, int], None] = lambda done, total: None) -> Verified:
     """Read every byte of a checkpoint and compare hashes.
+
+    Args:
+        progress: called with the bytes that are done, and all there are.
 
     Raises:
         CheckpointCorruptError: the first thing that is not as it was written.
     """
     check_files(folder, index)
+    done, total = 0, sum(entry.spec.nbytes for family in FAMILIES for entry in index.tensors[family].values())
     for family in FAMILIES:
         for entry in index.tensors[family].values():
             verify_chunks(folder, entry, range(len(entry.chunks)))
+            done += entry.spec.nbytes
+            progress(done, total)
     own = {INDEX_NAME, *index.files, *(own_files(index) if index.version == 1 else ())}
     return Verified(
         folder=folder,

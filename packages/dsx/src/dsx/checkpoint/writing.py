@@ -1,19 +1,22 @@
 """Writing a checkpoint, in four phases, each an object or a function of its own:
 
-    1) snapshot   every rank lists what it holds (`snapshot.py`) 2) plan       the lists of all ranks become files,
-    offsets, and which rank writes what (`plan.py`) 3) write      rank 0 makes a temporary folder with the files at full
-    size; every rank writes and hashes its pieces, and flushes 4) commit     rank 0 writes the index and renames the
-    folder: from here on the checkpoint exists; then `latest` is replaced
+    1) snapshot   every rank lists what it holds (`snapshot.py`)
+    2) plan       the lists of all ranks become files, offsets, and which rank writes what (`plan.py`)
+    3) write      rank 0 makes a temporary folder with the files at full size, or with links to files that have not
+                  changed (`linking.py`); every rank writes and hashes its pieces, and flushes
+    4) commit     rank 0 writes the index and renames the folder: from here on the checkpoint exists; then `latest` is
+                  replaced, and old checkpoints are removed (`keeping.py`)
 
 All ranks take every step, and a failure on one rank becomes the same error on all. Until the rename nothing that was
 there before has been touched; a process killed earlier leaves a `.tmp-` folder, which the next save clears away
 (`folder.py`).
 
-Left out: asynchronous saving (phases 3 and 4 on another thread, with copies of the pieces).
+Phases 1 and 2 make a `PlannedSave`. `behind.py` runs phases 3 and 4 on a thread of its own, with copies of the pieces.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import uuid
@@ -30,52 +33,107 @@ from .._version import __version__
 from .boxes import Region
 from .crc import Sums, crc_of
 from .errors import CheckpointCorruptError, CheckpointError, shown
-from .files import create, hash_region, opened, replace_text, write_region
+from .files import create, opened, replace_text
 from .folder import check_folder, check_one_folder, check_tag, publish, saving, temporary_name
 from .format import CHUNK_BYTES, FAMILIES, INDEX_NAME, WEIGHT_MAP_NAME, Entry, FileEntry, Index
+from .keeping import Keeping
+from .linking import Candidates, Known, find_candidates, hash_pieces, link, unchanged_files
 from .parsing import parse_index
 from .plan import MAX_FILE_BYTES, Announcement, WritePlan
 from .ranks import Ranks, default_ranks
+from .regions import hash_region, write_region
 from .snapshot import Piece, Place, Snapshot
 
 Written = dict[tuple[str, str], list[tuple[Region, dict[int, int]]]]
 """(family, name) -> the regions of one rank with the registers of the chunks they lie in (see `crc.py`)."""
 
 
-def save(
+@dataclass(frozen=True)
+class PlannedSave:
+    """A save of which everything is decided: what remains can be done at once, or later on a thread of its own.
+
+    Attributes:
+        plan: files, places, writers; the same on all ranks.
+        pieces: what this rank holds; views of living tensors, or copies of them (`copied`).
+        state: encoded.
+        temporary, target: the folder that is written, and the name it gets.
+        latest: whether `latest` is to name it.
+        keeping: which older checkpoints are removed when it is there.
+    """
+
+    plan: WritePlan
+    pieces: list[Piece]
+    state: Any
+    temporary: Path
+    target: Path
+    latest: bool
+    keeping: Keeping
+
+    def copied(self, pieces: list[Piece]) -> PlannedSave:
+        """The same save with copies of the pieces."""
+        return dataclasses.replace(self, pieces=pieces)
+
+    def run(self, ranks: Ranks) -> Path:
+        """Phases 3 and 4; collective. Raises `CheckpointError`, the same on all ranks; nothing is left behind then."""
+        temporary, target, plan = self.temporary, self.target, self.plan
+        with ExitStack() as lock:  # rank 0's
+            try:
+                only_zero = Rank0(lock, plan, temporary, target) if ranks.rank == 0 else None
+                candidates = ranks.together(f"making {temporary}", only_zero.prepare if only_zero else dict)[0]
+                known = self._link(ranks, only_zero, candidates) if candidates else {}
+                written = ranks.together(
+                    f"writing {target}", lambda: write_pieces(plan, self.pieces, ranks.rank, temporary, known)
+                )
+                commit = (lambda: only_zero.commit(written, self.state, self.latest)) if only_zero else _nothing
+                ranks.all_or_none(f"committing {target}", commit)
+            except BaseException:
+                if ranks.rank == 0:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                raise
+            if only_zero:
+                self.keeping.remove_others(target)
+        return target
+
+    def _link(self, ranks: Ranks, only_zero: Rank0 | None, candidates: Candidates) -> Known:
+        """Link files that have not changed; the registers of this rank's pieces in them. Collective."""
+        plan, doing = self.plan, f"comparing with the checkpoint before {self.target}"
+        everyone = ranks.together(doing, lambda: hash_pieces(plan, self.pieces, candidates))
+        unchanged = unchanged_files(plan, candidates, everyone)
+        make = (lambda: only_zero.link_or_make(candidates, unchanged)) if only_zero else list
+        linked = ranks.together(f"making {self.temporary}", make)[0]
+        mine = everyone[ranks.rank]
+        return {key: registers for key, registers in mine.items() if plan.placed[key[0]][key[1]].file in linked}
+
+
+def plan_save(
     directory: str | os.PathLike[str],
     tag: str,
     *,
     module: nn.Module,
     slices: Iterable[Any],
     state: dict[str, Any],
+    rank_state: dict[str, Any] | None = None,
     ranks: Ranks | None = None,
     places: Mapping[str, Place] | None = None,
     exclude_frozen: bool = False,
     save_latest: bool = True,
+    keeping: Keeping | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     chunk_bytes: int = CHUNK_BYTES,
-) -> Path:
-    """Write `<directory>/<tag>/` collectively; returns its path.
-
-    Args:
-        module: its persistent buffers are saved; of replicas the lowest rank's.
-        slices: what this rank owns (`dsx_zero.ParamSlice`: name, aliases, shape, start, stop, trainable, param, master,
-            states, ranges). Over all ranks they must cover every parameter; what several ranks hold must be equal.
-        state: see `encode.py` for what it may hold. Rank 0's is kept.
-        ranks: all ranks that hold a part of the model; None: all there are.
-        places: for tensors of which this rank holds a part, or that have another name in the whole model.
-
-    Raises:
-        CheckpointArgumentError: folder, tag or state cannot be used, or ranks name different folders.
-        CheckpointError: anything else; the same on all ranks.
-    """
+) -> PlannedSave:
+    """Phases 1 and 2 of `save`, which has the same arguments and errors. Collective; nothing is written."""
     ranks = ranks or default_ranks()
 
     def take() -> tuple[Path, Snapshot]:
         target = check_folder(directory, "directory") / check_tag(tag)
         return target, Snapshot.take(
-            module, slices, state, rank=ranks.rank, places=places or {}, exclude_frozen=exclude_frozen
+            module,
+            slices,
+            state,
+            rank=ranks.rank,
+            places=places or {},
+            exclude_frozen=exclude_frozen,
+            rank_state=rank_state,
         )
 
     target, snapshot = ranks.all_or_none("listing what to save", take)
@@ -85,20 +143,32 @@ def save(
     check_one_folder("save", [path for *_, path in everyone])
     plan = WritePlan.make([a for a, *_ in everyone], max_file_bytes=max_file_bytes, chunk_bytes=chunk_bytes)
     temporary = target.with_name(temporary_name(target.name, everyone[0][1]))
-    with ExitStack() as lock:  # rank 0's
-        try:
-            only_zero = Rank0(lock, plan, temporary, target) if ranks.rank == 0 else None
-            ranks.all_or_none(f"making {temporary}", only_zero.prepare if only_zero else _nothing)
-            written = ranks.together(
-                f"writing {target}", lambda: write_pieces(plan, snapshot.pieces, ranks.rank, temporary)
-            )
-            commit = (lambda: only_zero.commit(written, snapshot.state, save_latest)) if only_zero else _nothing
-            ranks.all_or_none(f"committing {target}", commit)
-        except BaseException:
-            if ranks.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-    return target
+    return PlannedSave(plan, snapshot.pieces, snapshot.state, temporary, target, save_latest, keeping or Keeping())
+
+
+def save(directory: str | os.PathLike[str], tag: str, *, ranks: Ranks | None = None, **options: Any) -> Path:
+    """Write `<directory>/<tag>/` collectively; returns its path.
+
+    Args:
+        module: its persistent buffers are saved; of replicas the lowest rank's.
+        slices: what this rank owns (`dsx_zero.ParamSlice`: name, aliases, shape, start, stop, trainable, param, master,
+            states, ranges). Over all ranks they must cover every parameter; what several ranks hold must be equal.
+        state: see `encode.py` for what it may hold. Rank 0's is kept.
+        rank_state: the same, of which each rank's is kept; the rank of this number gets it back where as many ranks
+            load.
+        ranks: all ranks that hold a part of the model; None: all there are.
+        places: for tensors of which this rank holds a part, or that have another name in the whole model.
+        exclude_frozen: leave out parameters that are not trained.
+        save_latest: let `latest` name it.
+        keeping: which older checkpoints are removed when the new one is there; None: none.
+        max_file_bytes, chunk_bytes: size at which files are split, and bytes of a tensor that are hashed together.
+
+    Raises:
+        CheckpointArgumentError: folder, tag or state cannot be used, or ranks name different folders.
+        CheckpointError: anything else; the same on all ranks.
+    """
+    ranks = ranks or default_ranks()
+    return plan_save(directory, tag, ranks=ranks, **options).run(ranks)
 
 
 def _nothing() -> None:
@@ -108,11 +178,21 @@ def _nothing() -> None:
 # - Phase 3
 
 
-def write_pieces(plan: WritePlan, pieces: Iterable[Piece], rank: int, folder: Path) -> Written:
-    """Write those of this rank's pieces that the plan gives to it, hash all of them, and flush."""
+def write_pieces(
+    plan: WritePlan, pieces: Iterable[Piece], rank: int, folder: Path, known: Known | None = None
+) -> Written:
+    """Write those of this rank's pieces that the plan gives to it, hash all of them, and flush.
+
+    Args:
+        known: registers of pieces that need not be written, because they lie in linked files.
+    """
     written: Written = {}
     by_file: dict[str, list[Piece]] = {}
     for piece in pieces:
+        registers = (known or {}).get((piece.family, piece.spec.name, piece.region))
+        if registers is not None:
+            written.setdefault((piece.family, piece.spec.name), []).append((piece.region, registers))
+            continue
         by_file.setdefault(plan.placed[piece.family][piece.spec.name].file, []).append(piece)
     for file, members in by_file.items():
         with opened(folder / file, os.O_WRONLY) as fd:
@@ -147,14 +227,25 @@ class Rank0:
     temporary: Path
     target: Path
 
-    def prepare(self) -> None:
-        """Take the lock of the folder and make all files at their full size."""
+    def prepare(self) -> Candidates:
+        """Take the lock of the folder and make all files at their full size, but for those that may be linked."""
         self.lock.enter_context(saving(self.target.parent, self.target.name))
         self.temporary.mkdir()
+        candidates = find_candidates(self.plan, self.target.parent)
         for file in self.plan.files:
-            create(self.temporary / file.name, file.header, file.size)
+            if file.name not in candidates:
+                create(self.temporary / file.name, file.header, file.size)
         if self.plan.map_text:
             create(self.temporary / WEIGHT_MAP_NAME, self.plan.map_text, len(self.plan.map_text))
+        return candidates
+
+    def link_or_make(self, candidates: Candidates, unchanged: list[str]) -> list[str]:
+        """Link the files that have not changed and make the others; the names of those that were linked."""
+        linked = [name for name in unchanged if link(candidates[name][0], self.temporary / name)]
+        for file in self.plan.files:
+            if file.name in candidates and file.name not in linked:
+                create(self.temporary / file.name, file.header, file.size)
+        return linked
 
     def commit(self, written: list[Written], state: Any, latest: bool) -> None:
         """Write the index with all hashes and give the checkpoint its name."""
@@ -183,6 +274,7 @@ def build_index(plan: WritePlan, written: list[Written], state: Any, latest: boo
         excluded=plan.excluded,
         scalars={key: dict(values) for key, values in plan.scalars.items()},
         state=state,
+        ranks=plan.rank_states,
         latest=latest,
         writer=f"dsx {__version__}",
         chunk_bytes=plan.chunk_bytes,

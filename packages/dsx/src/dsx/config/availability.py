@@ -1,9 +1,10 @@
 """What a configuration may ask for and dsx does not do: refused with what will bring it, or accepted with one warning.
 
-Two tables of data and two pure functions over a validated configuration.
+Three tables of data and two pure functions over a validated configuration.
 
 * ``NOT_YET``: features that will exist. Asking for one is an error; a block that is switched off, or a key at its
   default, asks for nothing.
+* ``REFUSED``: features that will not, with what to do instead.
 * ``MEANINGLESS``: knobs of another implementation. They are accepted, because published files carry them, and one
   warning names all that the file sets.
 """
@@ -18,37 +19,43 @@ from dsx_zero import config as zero_section
 
 from ..errors import Problem
 
-__all__ = ["MEANINGLESS", "NOT_YET", "asks_for", "meaningless", "not_yet"]
+__all__ = ["MEANINGLESS", "NOT_YET", "REFUSED", "asks_for", "meaningless", "not_yet"]
 
 NOT_YET: dict[str, str] = {
-    "activation_checkpointing": "activation checkpointing in depth (dsx-zero); torch.utils.checkpoint works today",
     "autotuning": "the autotuner of dsx",
     "checkpoint.use_node_local_storage": "checkpoints without a shared file system",
-    "compile.deepcompile": "graph passes; torch.compile of blocks works today",
-    "datastates_ckpt": "asynchronous checkpoints",
-    "disable_python_gc": "control of the garbage collector",
-    "elasticity": "elastic batch sizes (dsx)",
-    "graph_harvesting": "device graphs",
-    "hybrid_engine": "generation inside the training engine; no date",
-    "managed_gradient_accumulation": "manual accumulation; set_gradient_accumulation_boundary works today",
-    "nebula": "checkpoints through a cloud service; no date",
     "sparse_gradients": "sparse reduction of embedding gradients (dsx-comm)",
-    "torch_autocast.lower_precision_safe_modules": "a data type of reduction per module",
     **{f"zero_optimization.{name}": brings for name, brings in zero_section.NOT_YET.items()},
 }
 
-OPTIMIZERS_NOT_YET: dict[str, str] = {
-    "Muon": "optimizers over whole matrices (dsx-ops)",
-    "MuAdam": "optimizers of the package mup; pass the optimizer object instead",
-    "MuAdamW": "optimizers of the package mup; pass the optimizer object instead",
-    "MuSGD": "optimizers of the package mup; pass the optimizer object instead",
+REFUSED: dict[str, str] = {
+    "compile.deepcompile": (
+        "dsx gathers around compiled blocks and has no passes over their graphs; set compile.enabled to compile blocks"
+    ),
+    "datastates_ckpt": (
+        "dsx has one writer of checkpoints, which loads without third-party code; use engine.save_checkpoint"
+    ),
+    "graph_harvesting": (
+        "whole steps are not captured as device graphs; compile blocks with compile.kwargs"
+        ' {"mode": "reduce-overhead"}, which captures each'
+    ),
+    "hybrid_engine": (
+        "dsx has no generation engine; gather the weights once for many forwards with"
+        " dsx.zero.unwrap_model_for_generation(model)"
+    ),
+    "nebula": "the service is gone; save_checkpoint writes to any folder",
+    "torch_autocast.lower_precision_safe_modules": (
+        "gradients are reduced in one data type; set communication_data_type, and keep modules out of autocast with"
+        " torch.autocast(enabled=False) in their forward"
+    ),
 }
+"""What dsx does not do and will not: path -> why, and what to do instead (decision 0020)."""
 
 _APEX = "an argument of apex; torch.amp has no such switch"
 _ALWAYS = "dsx always does it"
+_GRAPH_PASS = "it belongs to compile.deepcompile, which dsx does not have"
 
 MEANINGLESS: dict[str, str] = {
-    "aio": "nothing in training reads it yet; it comes with offload to disk (dsx-nvme)",
     "amp.cast_model_outputs": _APEX,
     "amp.cast_model_type": _APEX,
     "amp.keep_batchnorm_fp32": _APEX,
@@ -62,10 +69,29 @@ MEANINGLESS: dict[str, str] = {
     "checkpoint.load_universal": "every checkpoint loads at every world size and stage",
     "checkpoint.parallel_write.pipeline_stage": "every rank writes its own byte ranges, at every stage of a pipeline",
     "checkpoint.writer": "there is one writer; each rank writes its own byte ranges",
-    "compile": "it configures compile.deepcompile, which does not exist yet",
+    **{
+        f"compile.{name}": _GRAPH_PASS
+        for name in (
+            "free_activation",
+            "offload_activation",
+            "offload_opt_states",
+            "offload_parameters",
+            "double_buffer",
+            "symmetric_memory",
+            "passes",
+            "debug_log",
+            "sync_before_reduce",
+            "sync_after_reduce",
+            "sync_before_allgather",
+            "sync_after_allgather",
+            "keep_int_input_tensors",
+            "keep_all_input_tensors",
+        )
+    },
     "cuda_visible_devices": "choose devices with `dsx launch --include` or the variable CUDA_VISIBLE_DEVICES",
     "data_efficiency.data_routing.random_ltd.global_batch_size": "the engine knows it",
     "data_efficiency.data_routing.random_ltd.micro_batch_size": "the engine knows it",
+    "elasticity.min_time": "changes of scale are made between runs; nobody waits between two of them",
     "disable_allgather": "nothing reads it upstream either",
     **{f"expert_parallel.{name}": reason for name, reason in expert_section.MEANINGLESS.items()},
     "flops_profiler.recompute_fwd_factor": "recomputation is counted as it runs",
@@ -106,24 +132,34 @@ def asks_for(value: Any, default: Any) -> bool:
 
 
 def not_yet(root: Any, where: Any) -> Iterator[Problem]:
-    """Yield one problem per feature that ``root`` asks for and that does not exist yet."""
+    """Yield one problem per feature that ``root`` asks for and that does not exist (yet, or ever)."""
     for path, brings in NOT_YET.items():
-        found = _find(root, path)
-        if found is None:
-            continue
-        value, default = found
-        if not asks_for(value, default):
-            continue
-        for full, shown in _culprits(path, value, default):
+        for full, shown in _asked(root, path):
             yield Problem(
                 "not-available", full, f"not available yet: {full}", got=shown, where=where(full),
                 fix=f"remove it or switch it off; it comes with {brings}",
             )  # fmt: skip
+    for path, reason in REFUSED.items():
+        for full, shown in _asked(root, path):
+            yield Problem(
+                "not-available", full, f"not supported: {full}", got=shown, where=where(full),
+                fix=f"remove it or switch it off; {reason}",
+            )  # fmt: skip
+
+
+def _asked(root: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield path and text of what asks for the feature at a path; nothing where nothing does."""
+    found = _find(root, path)
+    if found is not None and asks_for(*found):
+        yield from _culprits(path, *found)
 
 
 def meaningless(paths: Mapping[str, Any]) -> list[str]:
     """Return ``path: reason`` for every key of ``MEANINGLESS`` among the paths that a configuration sets."""
     found = []
+    on_disk = any(path.startswith("zero_optimization.offload_") and value == "nvme" for path, value in paths.items())
+    if not on_disk and any(path.startswith("aio.") for path in paths):
+        found.append("aio: read where offload_optimizer or offload_param has the device nvme, which is not so here")
     for path, reason in MEANINGLESS.items():
         if path in paths or any(other.startswith(path + ".") for other in paths):
             found.append(f"{path}: {reason}")

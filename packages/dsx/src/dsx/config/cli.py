@@ -1,7 +1,7 @@
 """``python -m dsx.config`` and ``dsx config``: look at a configuration without training.
 
 explain FILE [--world-size N] [--short]   every value in effect and where it came from
-check FILE [--world-size N]               "ok" when it is right, all problems when it is not
+check FILE [--world-size N]               what happens with each key; then "ok", or all problems
 schema                                    JSON schema for editors
 reference                                 the page docs/config.md
 """
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, text in (
         ("explain", "show every value in effect and where it came from"),
-        ("check", "report all problems"),
+        ("check", "say what happens with each key here, and report all problems"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("file", help="JSON file, or base64 text")
@@ -68,7 +68,9 @@ def _explain(arguments: argparse.Namespace) -> str:
 
 def _check(arguments: argparse.Namespace) -> str:
     from .load import load_config  # late, as above
+    from .verdicts import render, verdicts
 
+    sys.stdout.write(render(verdicts(arguments.file, world_size=arguments.world_size)))
     config = load_config(arguments.file, world_size=arguments.world_size, template=True)
     _warn(config)
     return f"{config.source}: ok\n"

@@ -15,7 +15,6 @@ from typing import Any
 from dsx_comm.onebit import rules as one_bit
 
 from ..errors import Problem, ScheduleError
-from .availability import OPTIMIZERS_NOT_YET
 from .names import nearest
 from .translate import show
 
@@ -33,6 +32,10 @@ OPTIMIZER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Lion": ("lr", "betas", "weight_decay", "fp32_optimizer_states", "set_grad_none"),
     "Adagrad": ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "amsgrad", "fp32_optimizer_states",
                 *_TORCH_SWITCHES),
+    "Muon": ("lr", "muon_lr", "adam_lr", "momentum", "nesterov", "weight_decay", "ns_steps", "ns_method", "betas", "eps"),
+    "MuAdam": ("lr", "betas", "eps", "weight_decay", "amsgrad", *_TORCH_SWITCHES),
+    "MuAdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad", *_TORCH_SWITCHES),
+    "MuSGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", *_TORCH_SWITCHES),
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", *_TORCH_SWITCHES),
     **{name: one_bit.config_arguments(cls) for name, cls in one_bit.OPTIMIZERS.items()},
 }  # fmt: skip
@@ -42,10 +45,10 @@ _SWITCHES = frozenset(
      "eps_inside_sqrt", "maximize", "capturable", "differentiable", "cuda_aware"}
 )  # fmt: skip
 _NUMBERS = frozenset(
-    {"lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum", "max_coeff", "min_coeff", "coeff_beta",
+    {"lr", "muon_lr", "adam_lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum", "max_coeff", "min_coeff", "coeff_beta",
      "factor_max", "factor_min", "factor_threshold", "variance_floor"}
 )  # fmt: skip
-_COUNTS = {"freeze_step": 1, "var_freeze_step": 1, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 1,
+_COUNTS = {"ns_steps": 1, "freeze_step": 1, "var_freeze_step": 1, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 1,
            "variance_window": 0}  # fmt: skip
 """Arguments that are whole numbers, and the least of each."""
 _CHOICES = {
@@ -100,13 +103,6 @@ def component_problems(root: Any, where: Callable[[str], str]) -> Iterator[Probl
 
 
 def _optimizer_problems(section: Any, where: Any) -> Iterator[Problem]:
-    later = {name.lower(): name for name in OPTIMIZERS_NOT_YET}.get(section.type.lower())
-    if later:
-        yield Problem(
-            "not-available", "optimizer.type", f"not available yet: optimizer.type {later}", got=show(section.type),
-            where=where("optimizer.type"), fix=f"it comes with {OPTIMIZERS_NOT_YET[later]}",
-        )  # fmt: skip
-        return
     own = canonical_optimizer(section.type)
     if own is not None:
         yield from _argument_problems("optimizer.params", section.params, OPTIMIZER_ARGUMENTS[own], own, where)

@@ -19,7 +19,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .availability import MEANINGLESS, NOT_YET
+from .availability import MEANINGLESS, NOT_YET, REFUSED
 from .components import OPTIMIZER_ARGUMENTS, argument_schema, torch_classes
 from .normal import SECOND_NAMES, SECTIONS_THAT_MAY_BE_NULL
 from .schema import Root
@@ -174,6 +174,7 @@ def _default_of(parameter: inspect.Parameter) -> dict[str, Any]:
 def _describe_availability(schema: dict[str, Any], sections: dict[str, Any]) -> None:
     """Say in a key's text that it is not available yet, or that it means nothing here."""
     notes = {path: f"not available yet: {brings}" for path, brings in NOT_YET.items()}
+    notes.update({path: f"not supported: {reason}" for path, reason in REFUSED.items()})
     notes.update({path: f"accepted without effect: {reason}" for path, reason in MEANINGLESS.items()})
     for path, note in notes.items():
         *parents, name = path.split(".")

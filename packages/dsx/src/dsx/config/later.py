@@ -6,26 +6,15 @@ A block that is switched off is accepted as it is; one that is switched on is re
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from .base import Count, Section, Size, Toggle
 
 __all__ = [
-    "ActivationCheckpointing", "Autotuning", "CompileSection", "Elasticity", "HybridEngine", "Nebula",
+    "Autotuning", "CompileSection", "Elasticity", "HybridEngine", "Nebula",
 ]  # fmt: skip
-
-
-class ActivationCheckpointing(Section):
-    """Recomputation of activations with partitioning, offload and contiguous buffers."""
-
-    partition_activations: bool = Field(False, description="split saved inputs over the model-parallel ranks")
-    cpu_checkpointing: bool = Field(False, description="keep saved inputs in host memory")
-    contiguous_memory_optimization: bool = Field(False, description="copy saved inputs into one buffer")
-    number_checkpoints: Count | None = Field(None, description="number of checkpoints the buffer is made for")
-    synchronize_checkpoint_boundary: bool = Field(False, description="wait for the device at every boundary")
-    profile: bool = Field(False, description="log the time of every checkpointed function")
 
 
 class ModelInfo(Section):
@@ -103,8 +92,13 @@ class Nebula(Toggle):
 
 
 class CompileSection(Section):
-    """Graph passes over the compiled model."""
+    """`torch.compile` of the model's blocks."""
 
+    enabled: bool = Field(False, description="compile the blocks when the engine is built, as engine.compile() does")
+    backend: str | None = Field(None, description="backend of torch.compile; null: inductor")
+    kwargs: dict[str, Any] = Field(
+        {}, description="further arguments of torch.compile: mode, dynamic, fullgraph, options"
+    )
     deepcompile: bool = Field(False, description="rewrite the compiled graph")
     free_activation: bool = Field(False, description="free activations early")
     offload_activation: bool = Field(False, description="keep activations in host memory")

@@ -18,6 +18,7 @@ from ..precision import Precision, resolve_precision
 from .availability import asks_for, meaningless, not_yet
 from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
 from .components import component_problems
+from .elastic import elastic_batch
 from .lenient import read_leniently
 from .model import Config
 from .normal import Normalised, normalise
@@ -125,8 +126,15 @@ def _complete(
             Problem("value", "world_size", "the number of ranks is wrong", got=str(world_size), expected="at least 1")
         )
     elif not broken & {TRAIN, MICRO, ACCUMULATION}:
-        given = {TRAIN: root.train_batch_size, MICRO: root.train_micro_batch_size_per_gpu}
-        resolved = resolve_batch({**given, ACCUMULATION: root.gradient_accumulation_steps}, world_size, auto)
+        given = {
+            TRAIN: root.train_batch_size,
+            MICRO: root.train_micro_batch_size_per_gpu,
+            ACCUMULATION: root.gradient_accumulation_steps,
+        }
+        if root.elasticity.enabled and "elasticity" not in broken:
+            resolved = elastic_batch(root.elasticity, given, world_size, auto)
+        else:
+            resolved = resolve_batch(given, world_size, auto)
         if isinstance(resolved, Problem):
             problems.append(resolved)
         else:
@@ -153,6 +161,8 @@ def _build(root: Any, batch: BatchSizes, precision: Precision, document: Documen
         warnings.append("these keys are accepted and mean nothing here:\n  " + "\n  ".join(ignored))
     names = {name.split(":")[0] for name in ignored}
     configured = [key for key in ready.data if key not in names and _is_active(root, key)]
+    tracker = UsageTracker(configured)
+    tracker.mark("elasticity")  # it acts here: the batch sizes come from it
     return Config(
         root=root,
         batch=batch,
@@ -160,7 +170,7 @@ def _build(root: Any, batch: BatchSizes, precision: Precision, document: Documen
         source=document.name,
         warnings=tuple(warnings),
         origins=origins,
-        tracker=UsageTracker(configured),
+        tracker=tracker,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .availability import MEANINGLESS, NOT_YET, OPTIMIZERS_NOT_YET
+from .availability import MEANINGLESS, NOT_YET, REFUSED
 from .components import OPTIMIZER_ARGUMENTS
 from .describe import type_text
 from .normal import SECOND_NAMES
@@ -120,12 +120,14 @@ def _note(path: str) -> str:
 
 
 def _state(path: str) -> str:
-    """Return ``later: ...`` or ``no effect: ...`` for a key or anything above it."""
+    """Return ``later: ...``, ``refused: ...`` or ``no effect: ...`` for a key or anything above it."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         head = ".".join(parts[:end])
         if head in NOT_YET:
             return f"later: {NOT_YET[head]}"
+        if head in REFUSED:
+            return f"refused: {REFUSED[head]}"
         if head in MEANINGLESS:
             return f"no effect: {MEANINGLESS[head]}"
     return ""
@@ -135,7 +137,6 @@ def _optimizers() -> str:
     lines = ["## Optimizers", "", "`optimizer.type` in any case; any other name is looked up in `torch.optim`.", ""]
     lines += ["| type | params |", "|---|---|"]
     lines += [f"| {name} | {', '.join(f'`{item}`' for item in items)} |" for name, items in OPTIMIZER_ARGUMENTS.items()]
-    lines += [f"| {name} | later: {brings} |" for name, brings in OPTIMIZERS_NOT_YET.items()]
     lines += ["", "`Adam` decouples weight decay, as `AdamW` does, unless `adam_w_mode` is false."]
     return "\n".join(lines)
 

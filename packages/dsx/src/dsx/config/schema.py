@@ -26,13 +26,13 @@ from dsx_monitor.config import (
 from dsx_nvme import config as aio_section
 from dsx_pipe.config import Pipeline, TensorParallel
 from dsx_sparse_attn.config import SparseAttentionConfig
+from dsx_zero.checkpointing.config import ActivationCheckpointing
 from dsx_zero.config import ZeroConfig
 from pydantic import Field
 
 from .base import Count, Ratio, Real, Section, Size, from_dataclass, nested
 from .compression import CompressionTraining, QuantizeTraining
 from .later import (
-    ActivationCheckpointing,
     Autotuning,
     CompileSection,
     Elasticity,
@@ -130,6 +130,9 @@ class Root(Section):
     gradient_noise_scale: GradientNoiseConfig = nested(GradientNoiseConfig, "batch size that is worth its cost")
 
     # - the model
+    activation_checkpointing: ActivationCheckpointing = nested(
+        ActivationCheckpointing, "where the inputs of recomputed parts are kept"
+    )
     sparse_attention: SparseAttentionConfig | None = Field(None, description="block-sparse attention")
     expert_parallel: ExpertParallelConfig = nested(ExpertParallelConfig, "automatic expert parallelism")
     compression_training: CompressionTraining = nested(CompressionTraining, "quantisation and pruning")
@@ -141,7 +144,6 @@ class Root(Section):
     progressive_layer_drop: ProgressiveLayerDrop = nested(ProgressiveLayerDrop, "stochastic depth")
 
     # - not there yet
-    activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing, "recomputation in depth")
     pipeline: Pipeline = nested(Pipeline, "pipeline parallelism")
     aio: AioConfig = nested(AioConfig, "file I/O for offload to disk")
     autotuning: Autotuning = nested(Autotuning, "search for fast settings")

@@ -127,6 +127,15 @@ class Checkpoint(Section):
     load_universal: bool = Field(False, description="read a converted checkpoint at another world size")
     use_node_local_storage: bool = Field(False, description="no file system is shared between the nodes")
     checkpoint_serialization: bool = Field(True, description="upstream's serialisation switch")
+    asynchronous: bool = Field(False, description="save_checkpoint copies to host memory and writes behind training")
+    max_in_flight: Count = Field(1, description="asynchronous saves that are not on disk yet; the next one waits")
+    keep_last: Count | None = Field(
+        None,
+        description="checkpoints kept, the newest ones; null: all. Those saved with save_latest=False are not counted",
+    )
+    keep_every: Count | None = Field(
+        None, description="with keep_last: also keep those whose number of updates is a multiple of this"
+    )
     parallel_write: ParallelWrite = nested(ParallelWrite, "sharing of the writing")
     writer: CheckpointWriter | None = Field(None, description="upstream's file writers")
 

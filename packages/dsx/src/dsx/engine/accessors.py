@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .describe import describe
+from .errors import EngineArgumentError
+from .schedule import DrivenSchedule, NoSchedule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +32,7 @@ def moments(groups: list[dict[str, Any]]) -> list[Any]:
 
 
 class EngineAccessors:
-    """Read-only side of `Engine`."""
+    """Read-only side of `Engine`; only `lr_scheduler` can be set."""
 
     _parts: EngineParts
     _custom_batch: int | None
@@ -98,6 +101,22 @@ class EngineAccessors:
     def lr_scheduler(self) -> Any:
         """The learning-rate scheduler, stepped by the engine; None without one."""
         return self._parts.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        """Let the engine step another scheduler, or none (None: the caller steps it); checkpoints follow.
+
+        Raises:
+            EngineArgumentError: it is no scheduler.
+        """
+        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+            raise EngineArgumentError(
+                f"engine.lr_scheduler: got {type(scheduler).__name__}, expected an object with step(), or None"
+            )
+        driver = NoSchedule() if scheduler is None else DrivenSchedule(scheduler)
+        parts = self._parts
+        saved = dataclasses.replace(parts.checkpointer, schedule=driver, scheduled=scheduler is not None)
+        self._parts = dataclasses.replace(parts, lr_scheduler=scheduler, schedule=driver, checkpointer=saved)
 
     def loss_scale(self) -> float:
         """Factor on the loss of the next backward; 1.0 without loss scaling."""

@@ -19,13 +19,15 @@ class Accumulation:
 
     Args:
         steps: micro-batches per update.
+        managed: False: every `step()` ends an update, however many micro-batches came before it.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, *, managed: bool = True) -> None:
         self._steps = 0
         self._done = 0
         self._unstepped = 0
-        self._override: bool | None = None
+        self._default: bool | None = None if managed else True
+        self._override = self._default
         self.steps = steps
 
     @property
@@ -55,8 +57,8 @@ class Accumulation:
         self._done = self._unstepped = 0
 
     def override(self, boundary: bool | None) -> None:
-        """Decide the boundary by hand until told otherwise; None returns to counting."""
-        self._override = boundary
+        """Decide the boundary by hand until told otherwise; None returns to what was configured."""
+        self._override = self._default if boundary is None else boundary
 
     def note_backward(self) -> None:
         """Note a backward. One before the boundary counts as a micro-batch if no `step()` of its own follows it."""

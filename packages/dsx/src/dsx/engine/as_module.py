@@ -85,9 +85,10 @@ class EngineModule(nn.Module):
         compile_kwargs: Mapping[str, Any] | None = None,
         schedule: Any = None,
     ) -> None:
-        """Compile the module in place: unit by unit at stage 3, as a whole at the others.
+        """Compile the module's blocks in place, at every ZeRO stage; a module without blocks as a whole.
 
-        A unit's parameters are gathered and freed around it, so no graph may reach over two of them.
+        Hooks, gathering and recomputation stay around the graphs. Below stage 3 the module as a whole can be compiled
+        with `engine.module.compile()`.
 
         Args:
             backend: as for `torch.compile`.

@@ -6,7 +6,7 @@ gave them. A loop of `engine.backward` and `engine.step` needs none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,31 @@ class EngineByHand:
         memory.
         """
         self._with_optimizer("empty_partition_cache").free_gathered()
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states of training to host memory, so that something else (generation) can use the device. Every rank
+        must call it, between steps.
+
+        Args:
+            include: classes of state (`dsx.zero.OffloadStateTypeEnum`); None: all.
+            device: "cpu".
+            pin_memory: page-locked host memory.
+            non_blocking: the host does not wait for the copies.
+
+        Raises:
+            ZeroConfigError: another class of state, or another device.
+        """
+        self._living().shards.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved. Every rank must call it before the next step."""
+        self._living().shards.reload_states(non_blocking)
 
     def load_module_state_dict(
         self,

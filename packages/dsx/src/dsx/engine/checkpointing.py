@@ -5,6 +5,9 @@ agrees with the other ranks on folder and tag, and decides what of a checkpoint 
 
 A load changes nothing until every rank has read and verified everything it needs. Then the small parts are restored,
 which can be taken back, and last the tensors.
+
+What belongs to a rank alone (random states, the position of a loader that counts for its rank, objects registered with
+`per_rank=True`) is given back where as many ranks load as have saved; else it begins anew, and a line says so.
 """
 
 from __future__ import annotations
@@ -12,14 +15,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..data import RepeatingLoader, TrainingLoader
 from ..utils.logging import logger
 from .errors import EngineArgumentError
+from .gate import StepGate
 from .hyperparameters import numbers_of, restore_numbers
+from .randomness import RandomStates
+from .registered import Registered, has_state
 from .report import Counters
 from .schedule import ScheduleDriver
 from .stepper import LossScaler
@@ -36,11 +44,53 @@ class Wanted:
     optimizer: bool = True
     lr_scheduler: bool = True
     module_only: bool = False
+    random_states: bool = True
+    only: Sequence[str] | None = None
+    key_mapping: Mapping[str, str] = field(default_factory=dict)
+    padded_vocabulary: Sequence[str] = ()
+    custom: Callable[..., Any] | None = None
 
     @property
     def optimizer_states(self) -> bool:
         """Whether the states of the optimizer are read."""
         return self.optimizer and not self.module_only
+
+
+def counts_globally(loader: Any) -> bool:
+    """Whether a loader's state says how many samples all ranks together have used, so that any number of ranks can go
+    on there. Others' states count for their rank.
+    """
+    inner = loader.loader if isinstance(loader, RepeatingLoader) else loader
+    return isinstance(inner, TrainingLoader)
+
+
+def _has_position(loader: Any) -> bool:
+    return has_state(loader.loader if isinstance(loader, RepeatingLoader) else loader)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Data position and random states between two updates.
+
+    Attributes:
+        data: the loader's state, if it counts for all ranks; else empty.
+        rank_data: the loader's state, if it counts for this rank alone; else None.
+        random: see `randomness.py`.
+    """
+
+    data: dict[str, Any]
+    rank_data: Any
+    random: dict[str, Any]
+
+    @staticmethod
+    def take(loader: Any) -> Rest:
+        """What they are now."""
+        known = counts_globally(loader)
+        return Rest(
+            data=loader.state_dict() if known else {},
+            rank_data=loader.state_dict() if not known and _has_position(loader) else None,
+            random=RandomStates().state_dict(),
+        )
 
 
 @dataclass(frozen=True)
@@ -54,10 +104,15 @@ class Checkpointer:
         counters, schedule, scaler: the parts whose state is saved.
         scheduled: whether a schedule drives the rates.
         precision: the precision record as plain values.
-        tag_validation: what happens when ranks pass different tags: "ignore", "warn" or "fail".
+        settings: the `checkpoint` section.
+        gate: where all ranks stop together between two updates.
+        facts: `config`, `versions` and `layout` of the training state; for people and tools.
         rank: number of this process in the job.
-        parts: further objects with `state_dict` and `load_state_dict`, by name.
         places: for tensors of which this rank holds a part (`dsx.checkpoint.Place`): model parallelism says so here.
+        registered: objects of the caller.
+        parts: further objects with `state_dict` and `load_state_dict`, by name. Rank 0's state is saved; one whose
+            state is spread over the ranks gathers it in a method `whole_state`.
+        gather: makes parameters whole and writes back what rank 0 has changed.
     """
 
     module: Any
@@ -68,10 +123,17 @@ class Checkpointer:
     scaler: LossScaler
     scheduled: bool
     precision: dict[str, Any]
-    tag_validation: str
+    settings: Any
     rank: int
+    gate: StepGate
+    gather: Callable[..., AbstractContextManager[Any]]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    registered: Registered = field(default_factory=Registered)
     places: Mapping[str, Any] = field(default_factory=dict)
     parts: Mapping[str, Any] = field(default_factory=dict)
+
+    _behind: list[Any] = field(default_factory=list)
+    _rest: list[Rest] = field(default_factory=list)
 
     @property
     def _ranks(self) -> Any:
@@ -79,6 +141,35 @@ class Checkpointer:
         from ..checkpoint.ranks import default_ranks
 
         return default_ranks()
+
+    @functools.cached_property
+    def behind(self) -> Any:
+        """What writes saves behind training (`dsx.checkpoint.behind.WriteBehind`); made when it is first needed."""
+        from ..checkpoint.behind import WriteBehind
+        from ..checkpoint.ranks import ranks_of_own
+
+        def surface(error: Exception, ranks: Any) -> None:
+            self.gate.agree(ranks, made.raise_failures)
+
+        made = WriteBehind(self.settings.max_in_flight, ranks=ranks_of_own, report=surface)
+        self._behind.append(made)
+        return made
+
+    def wait(self) -> None:
+        """Until every save is on disk. Raises `CheckpointError` where one is not."""
+        for behind in self._behind:
+            behind.wait()
+
+    def close(self) -> None:
+        """Wait for the saves in flight, and end their thread. Raises `CheckpointError` as `wait` does."""
+        for behind in self._behind:
+            behind.close()
+
+    def note_rest(self, loader: Any) -> None:
+        """Keep what a save between this update and the next one has to say of data and random states: by the time that
+        a signal arrives, the next batch may have been read.
+        """
+        self._rest[:] = [Rest.take(loader)]
 
     # - Saving
 
@@ -91,35 +182,56 @@ class Checkpointer:
         loader: Any,
         latest: bool,
         exclude_frozen: bool,
+        asynchronous: bool | None = None,
+        at_rest: bool = False,
     ) -> str:
-        """Save collectively; the folder written. `loader`: the training loader, None without one."""
-        from ..checkpoint import save
+        """Save collectively; the folder written, or that will be written.
 
+        Args:
+            loader: the training loader, None without one.
+            asynchronous: write behind training; None: as the configuration says.
+            at_rest: data and random states are those of `note_rest`.
+        """
+        from ..checkpoint.keeping import Keeping
+        from ..checkpoint.writing import plan_save
+
+        behind = self.behind if (self.settings.asynchronous if asynchronous is None else asynchronous) else None
+        self.wait() if behind is None else behind.raise_failures()
         wanted = f"global_step{self.counters.global_steps}" if tag is None else str(tag)
         tag = self._agreed_tag(save_dir, wanted, client_state)
         self.shards.synchronize()  # where ranks' parameters differ between two steps
-        folder = save(
+        ranks, rest = self._ranks, self._rest[0] if at_rest and self._rest else Rest.take(loader)
+        planned = plan_save(
             save_dir,
             tag,
             module=self.module,
-            slices=self.shards.slices(),
-            state={"engine": self._state(loader).to_dict(), "client": client_state},
-            ranks=self._ranks,
+            slices=self.shards.slices(lazily=True),
+            state={"engine": self._state(rest).to_dict(), "client": client_state},
+            rank_state={
+                "random": rest.random, "data": rest.rank_data, "objects": self.registered.states(per_rank=True)
+            },
+            ranks=ranks,
             places=self.places,
             exclude_frozen=exclude_frozen,
             save_latest=latest,
-        )
-        return str(folder)
+            keeping=Keeping(self.settings.keep_last, self.settings.keep_every),
+        )  # fmt: skip
+        if behind is None:
+            return str(planned.run(ranks))
+        behind.submit(planned, ranks)
+        return str(planned.target)
 
-    def _state(self, loader: Any) -> TrainingState:
+    def _state(self, rest: Rest) -> TrainingState:
         return TrainingState(
             counters=dataclasses.asdict(self.counters),
             param_groups=[] if self.optimizer is None else numbers_of(self.optimizer.param_groups),
             precision=self.precision,
             lr_scheduler=self.schedule.state_dict(),
             loss_scaler=self.scaler.state_dict(),
-            data=loader.state_dict() if isinstance(loader, (TrainingLoader, RepeatingLoader)) else {},
-            parts={name: part.state_dict() for name, part in self.parts.items()},
+            data=rest.data,
+            parts={name: getattr(part, "whole_state", part.state_dict)() for name, part in self.parts.items()},
+            objects=self.registered.states(per_rank=False),
+            **self.facts,
         )
 
     def _agreed_tag(self, save_dir: Any, tag: str, client_state: Any) -> str:
@@ -137,7 +249,7 @@ class Checkpointer:
         if len(set(tags)) == 1:
             return tag
         message = f"save_checkpoint: ranks save under different tags: {dict(enumerate(tags[:10]))}"
-        policy = self.tag_validation.lower()
+        policy = self.settings.tag_validation.lower()
         if policy == "fail":
             raise EngineArgumentError(f"{message}; pass the same tag on every rank")
         if policy == "warn":
@@ -151,7 +263,9 @@ class Checkpointer:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load collectively; folder and client state, or (None, {}) where there is no checkpoint."""
         from ..checkpoint import prepare_load
+        from ..checkpoint.selecting import Selection
 
+        self.wait()
         prepared = prepare_load(
             load_dir,
             None if tag is None else str(tag),
@@ -161,19 +275,37 @@ class Checkpointer:
             places=self.places,
             strict=wanted.strict,
             optimizer_states=wanted.optimizer_states,
+            selection=Selection(wanted.only, wanted.key_mapping, wanted.padded_vocabulary, wanted.custom is None),
         )
         if prepared is None:
             logger.warning("load_checkpoint: %s has no checkpoint", load_dir)
             return None, {}
-        state = prepared.loaded.state
+        state, rank_state = prepared.loaded.state, prepared.loaded.rank_state
+        if rank_state is None and prepared.loaded.saved_by and not wanted.module_only and self.rank == 0:
+            logger.info(
+                "load_checkpoint: saved by %d ranks, now %d: random states and what else belongs to a rank begin anew",
+                prepared.loaded.saved_by, self._ranks.world_size,
+            )  # fmt: skip
         with Undo() as undo:
             if not wanted.module_only:
-                restore = functools.partial(self._restore, state.get("engine"), wanted, loader, undo)
+                restore = functools.partial(self._restore, state.get("engine"), rank_state, wanted, loader, undo)
                 self._ranks.all_or_none(f"restoring the training state of {prepared.loaded.path}", restore)
         prepared.install()
+        if wanted.custom is not None:
+            self._load_by_hand(prepared.loaded.path, wanted.custom)
         return str(prepared.loaded.path), state.get("client", {})
 
-    def _restore(self, saved: Any, wanted: Wanted, loader: Any, undo: Undo) -> None:
+    def _load_by_hand(self, path: Path, custom: Callable[..., Any]) -> None:
+        """Let the caller's function fill the module from the weights; what it does on rank 0 counts for all."""
+        from ..checkpoint.whole import WholeTensors
+
+        def fill() -> None:
+            custom(src=WholeTensors.of(path), dst=self.module)
+
+        with self.gather(list(self.module.parameters()), modifier_rank=0):
+            self._ranks.all_or_none("load_checkpoint(custom_load_fn=...)", fill)
+
+    def _restore(self, saved: Any, rank_state: Any, wanted: Wanted, loader: Any, undo: Undo) -> None:
         from ..checkpoint import CheckpointCorruptError, CheckpointError
 
         if saved is None:
@@ -183,6 +315,8 @@ class Checkpointer:
         try:
             state = TrainingState.from_dict(saved)
             self._apply(state, wanted, loader, undo)
+            if rank_state is not None:
+                self._apply_rank_state(rank_state, wanted, loader, undo)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointCorruptError(f"the training state is damaged, or not this engine's: {error!r}") from error
 
@@ -203,10 +337,38 @@ class Checkpointer:
                 part.load_state_dict(state.parts[name])
             elif self.rank == 0:
                 logger.warning("load_checkpoint: it has no state of %s, which begins anew", name)
+        self._restore_objects(state.objects, undo, per_rank=False)
         self._compare_precision(state.precision)
-        if state.data and isinstance(loader, (TrainingLoader, RepeatingLoader)):
+        if state.data and counts_globally(loader):
             undo.restore_state_of(loader)
             loader.load_state_dict(state.data)
+
+    def _apply_rank_state(self, saved: Any, wanted: Wanted, loader: Any, undo: Undo) -> None:
+        """What this rank alone had."""
+        self._restore_objects(saved["objects"], undo, per_rank=True)
+        if saved["data"] is not None and _has_position(loader) and not counts_globally(loader):
+            undo.restore_state_of(loader)
+            loader.load_state_dict(saved["data"])
+        if wanted.random_states:
+            random = RandomStates()
+            undo.restore_state_of(random)
+            random.load_state_dict(saved["random"])
+
+    def _restore_objects(self, saved: Mapping[str, Any], undo: Undo, *, per_rank: bool) -> None:
+        named = dict(self.registered.named(per_rank=per_rank))
+        for name, thing in named.items():
+            if name in saved:
+                undo.restore_state_of(thing)
+                thing.load_state_dict(saved[name])
+            elif self.rank == 0:
+                logger.warning("load_checkpoint: it has no state of the registered %s, which begins anew", name)
+        others = [name for name in saved if name not in named]
+        if others and self.rank == 0:
+            logger.warning(
+                "load_checkpoint: it has states of %s, which nobody has registered here: they are not used; call"
+                " register_for_checkpointing before load_checkpoint",
+                ", ".join(others),
+            )  # fmt: skip
 
     def _restore_groups(self, state: TrainingState, wanted: Wanted, undo: Undo) -> None:
         """Rates and other numbers of the groups. Where a schedule begins anew, what it sets stays as it has set it."""

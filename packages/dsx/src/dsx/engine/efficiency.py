@@ -2,7 +2,7 @@
 
 Each part is a transform of the batch, an observer of the step, or both, and has a state for the checkpoint:
 `SeqlenCurriculum` cuts sequences, `LayerDropping` and `TokenDropping` drive the layers that skip work, `TokenBatches`
-scales the learning rate of batches of unequal size. The arithmetic is that of dsx_data.
+weighs the losses of micro-batches of unequal size and scales the learning rate. The arithmetic is that of dsx_data.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from .report import Counters, StepReport
 
 
 class Batches(Protocol):
-    """Size of an update, and the learning rates that follow from it."""
+    """Size of an update, and the weights and learning rates that follow from it."""
 
-    def note(self, samples: int) -> None: ...
+    def note(self, size: Any) -> None: ...
+
+    def weight(self) -> float: ...
+
+    def gradient_scale(self) -> float: ...
 
     def samples(self, configured: int) -> int: ...
 
@@ -32,8 +36,16 @@ class Batches(Protocol):
 class FixedBatches:
     """Every update has the configured number of samples."""
 
-    def note(self, samples: int) -> None:
+    def note(self, size: Any) -> None:
         """The size is known."""
+
+    def weight(self) -> float:
+        """All losses weigh alike."""
+        return 1.0
+
+    def gradient_scale(self) -> float:
+        """The mean of the gradients is what the update needs."""
+        return 1.0
 
     def samples(self, configured: int) -> int:
         """The configured number."""
@@ -45,27 +57,66 @@ class FixedBatches:
 
 
 class TokenBatches:
-    """Updates of unequal size: counts their samples, and scales the learning rates while one is made.
+    """Updates of micro-batches of unequal size: weighs their losses, counts samples, scales the learning rates.
+
+    With n the tokens (or samples) of a micro-batch and N their sum over the update's micro-batches and ranks, the
+    update's gradient is the sum of n / N times the micro-batches' gradients: that of one batch of all of them, where
+    a loss is a mean over tokens (samples). N is known only in the end. So each loss weighs n / unit, and the mean of
+    the gradients is divided by N / (unit x micro-batches x ranks).
 
     Args:
         base: samples of the update for which the learning rate was chosen.
         factor: from samples and base to the factor on the learning rate.
         groups: the optimizer's parameter groups.
+        by: "tokens", "samples", or "none": all losses weigh alike.
+        unit: any positive number; weights are near 1 where it is about the size of a micro-batch.
+        parts: micro-batches of an update over all ranks.
     """
 
     def __init__(
-        self, base: int, factor: Callable[[int, int], float], groups: Callable[[], list[dict[str, Any]]]
-    ) -> None:
+        self, base: int, factor: Callable[[int, int], float], groups: Callable[[], list[dict[str, Any]]], *,
+        by: str, unit: int, parts: Callable[[], int],
+    ) -> None:  # fmt: skip
         self._base, self._factor, self._groups = base, factor, groups
-        self._samples = 0
+        self._by, self._unit, self._parts = by, unit, parts
+        # A backward that the engine does not see would add gradients without their weight.
+        self.needs_engine_backward = by != "none"
+        self._samples = self._sum = self._new = 0
+        self._weight = 1.0
 
-    def note(self, samples: int) -> None:
-        """A micro-batch of so many samples, over all ranks, is about to be handed out."""
-        self._samples += samples
+    def note(self, size: Any) -> None:
+        """A micro-batch (`dsx_data.BatchSize`) is about to be handed out."""
+        self._samples += size.samples
+        if self._by != "none":
+            own, both = (getattr(size, f"{whose}_{self._by}") for whose in ("own", "sum"))
+            self._sum += both
+            self._weight = own / self._unit
+            self._new += 1
+
+    def weight(self) -> float:
+        """Weight of the loss whose backward comes: that of the batch handed out last.
+
+        Raises:
+            EngineError: several batches were taken since the last backward, so which one the loss is of is not known.
+        """
+        if self._new > 1:
+            raise EngineError(
+                f"dynamic_batching: {self._new} batches were taken from the loader since the last backward, so the"
+                " weight of this loss is not known; take one batch, call engine.backward, then take the next, or set"
+                ' data_efficiency.data_sampling.dynamic_batching.loss_weighting to "none"'
+            )
+        self._new = 0
+        return self._weight
+
+    def gradient_scale(self) -> float:
+        """How many times too large the mean of the weighted gradients is."""
+        return self._sum / (self._unit * self._parts()) if self._sum else 1.0
 
     def samples(self, configured: int) -> int:
         """Samples of the update that has just ended; counting begins again."""
-        samples, self._samples = self._samples, 0
+        samples = self._samples
+        self._samples = self._sum = self._new = 0
+        self._weight = 1.0
         return samples
 
     @contextmanager
@@ -105,6 +156,7 @@ class SeqlenCurriculum:
     ) -> None:  # fmt: skip
         self.scheduler, self._truncate, self._module, self._counters = scheduler, truncate, module, counters
         self._passes = "curriculum_seqlen" in _named_arguments(module)
+        self._length = 0
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Cut a training batch; evaluations see whole sequences."""
@@ -114,6 +166,16 @@ class SeqlenCurriculum:
         if self._passes:
             return args, {**kwargs, "curriculum_seqlen": length}
         return self._truncate(args, kwargs, length)
+
+    def changed(self) -> bool:
+        """Go to the length of the coming step; whether it is another one than in the step before."""
+        before, self._length = self._length, self.scheduler.update_difficulty(self._counters.global_steps + 1)
+        return before != self._length
+
+    def cut(self, item: Any) -> Any:
+        """What a loader gave, inputs and labels, with sequences of the coming step's length."""
+        (found,), _ = self._truncate((item,), {}, self.scheduler.update_difficulty(self._counters.global_steps + 1))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """That of the schedule."""

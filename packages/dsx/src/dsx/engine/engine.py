@@ -26,7 +26,7 @@ from ..data import TrainingLoader
 from .accessors import EngineAccessors
 from .as_module import EngineModule
 from .by_hand import EngineByHand
-from .checkpointing import Wanted
+from .checkpoints import EngineCheckpoints
 from .efficiency import EngineData
 from .errors import EngineArgumentError, EngineError
 from .parts import EngineParts
@@ -37,7 +37,7 @@ from .switches import EngineSwitches
 _ROUTES = ("train", "eval", "predict")
 
 
-class Engine(WeightsMixin, EngineByHand, EngineData, EngineSwitches, EngineAccessors, EngineModule):
+class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSwitches, EngineAccessors, EngineModule):
     """Trains `module`; built by `dsx.initialize`. It is an `nn.Module` whose only child is `module`
     (`as_module.py`).
     """
@@ -57,6 +57,7 @@ class Engine(WeightsMixin, EngineByHand, EngineData, EngineSwitches, EngineAcces
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on a micro-batch and return what it returns; inputs are cast as the precision asks."""
         parts = self._living()
+        parts.gate.begin_update() if torch.is_grad_enabled() else parts.gate.at_rest()
         args, kwargs = parts.inputs(args, kwargs)
         for hook in parts.hooks:
             hook.before_forward(args, kwargs)
@@ -75,16 +76,26 @@ class Engine(WeightsMixin, EngineByHand, EngineData, EngineSwitches, EngineAcces
         """
         parts = self._living()
         _check_loss(loss)
-        divisor = self._divisor(scale_wrt_gas)
+        weight, divisor = parts.batches.weight(), self._divisor(scale_wrt_gas)
         self._losses.add(loss.detach() / divisor)
         boundary = parts.accumulation.is_boundary()
         parts.accumulation.note_backward()
-        parts.window.before_backward(boundary=boundary)
+        self._begin_backward(boundary=boundary)
         for hook in parts.hooks:
             hook.before_backward(loss, boundary)
-        scaled = loss.float() * (parts.scaler.scale / divisor)
+        scaled = self._scaled(loss, divisor, weight)
         parts.backwards.watch(scaled)
         return scaled
+
+    def _begin_backward(self, *, boundary: bool) -> None:
+        """A backward is about to begin, of a loss or of gradients from another stage; `boundary`: it is the last one of
+        its update.
+        """
+        self._parts.window.before_backward(boundary=boundary)
+
+    def _scaled(self, loss: torch.Tensor, divisor: int, weight: float = 1.0) -> torch.Tensor:
+        """`loss * loss_scale * weight / divisor` in fp32, and nothing else."""
+        return loss.float() * (self._parts.scaler.scale * weight / divisor)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of a micro-batch's loss; reduce them over the ranks where it is time to.
@@ -115,6 +126,8 @@ class Engine(WeightsMixin, EngineByHand, EngineData, EngineSwitches, EngineAcces
         if boundary:
             self._update(lr_kwargs or {})
         self.counters.micro_steps += parts.accumulation.advance()
+        if boundary:
+            self._after_update()
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         parts, counters = self._parts, self.counters
@@ -203,6 +216,7 @@ class Engine(WeightsMixin, EngineByHand, EngineData, EngineSwitches, EngineAcces
         """Begin an update anew: gradients, losses and the count of micro-batches since the last update are dropped."""
         parts = self._living()
         parts.window.close()
+        parts.gate.abandon_update()
         parts.accumulation.restart()
         self._losses.take()
         parts.batches.samples(0)
@@ -246,81 +260,22 @@ class Engine(WeightsMixin, EngineByHand, EngineData, EngineSwitches, EngineAcces
             loader.on_batch = self._parts.batches.note
         return loader
 
-    # - Checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> str:
-        """Save everything needed to go on, under `save_dir/tag`; every rank must call it.
-
-        Args:
-            tag: name of the checkpoint; None: `global_step<N>`.
-            client_state: a dictionary that `load_checkpoint` gives back: numbers, text, lists, tuples, dicts, tensors,
-                numpy values, `argparse.Namespace`, dtypes and devices. Rank 0's is kept.
-            save_latest: make it the one that `load_checkpoint` finds without a tag.
-            exclude_frozen_parameters: leave out parameters that are not trained.
-
-        Returns:
-            The folder that was written.
-        """
-        return self._living().checkpointer.save(
-            save_dir,
-            tag,
-            {} if client_state is None else client_state,
-            loader=self.training_dataloader,
-            latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-        )
-
-    store_checkpoint = save_checkpoint
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load what any stage and any number of ranks saved; every rank must call it.
-
-        Args:
-            tag: which checkpoint; None: the latest.
-            load_module_strict: names that do not fit are an error; else what fits is loaded.
-            load_optimizer_states, load_lr_scheduler_states: False starts these anew.
-            load_module_only: load weights and buffers and nothing else, counters included.
-
-        Returns:
-            Folder and client state, or `(None, {})` if there is no checkpoint.
-        """
-        checkpointer = self._living().checkpointer
-        if custom_load_fn is not None:
-            raise EngineArgumentError(
-                "load_checkpoint(custom_load_fn=...): not available yet; load with load_module_strict=False, or read"
-                " single tensors with dsx.checkpoint.open_checkpoint"
-            )
-        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        path, client_state = checkpointer.load(load_dir, tag, wanted, loader=self.training_dataloader)
-        if path is not None:
-            self.forget_micro_batches()
-        return path, client_state
-
     # - Life
 
     def destroy(self) -> None:
-        """Remove every hook from the module and let go of all state; the engine cannot be used afterwards."""
+        """Remove every hook from the module and let go of all state; the engine cannot be used afterwards.
+
+        Raises:
+            dsx.checkpoint.CheckpointError: an asynchronous save has failed.
+        """
         if self._alive:
             self._alive = False
-            self._parts.window.close()
-            self._parts.release()
-            self.training_dataloader = None
+            try:
+                self._close_checkpoints()
+            finally:
+                self._parts.window.close()
+                self._parts.release()
+                self.training_dataloader = None
 
     def __enter__(self) -> Engine:
         return self

@@ -16,6 +16,7 @@ from .backwards import Backwards
 from .checkpointing import Checkpointer
 from .clock import Clock
 from .efficiency import Batches, FixedBatches
+from .gate import StepGate
 from .hooks import StepHook
 from .inputs import InputChain
 from .observers import StepObserver
@@ -34,6 +35,7 @@ class EngineParts:
         optimizer: what `initialize` returns as optimizer; None without one.
         shards: the sharded state that checkpoints read and write.
         checkpointer: saves and loads all of it.
+        gate: where all ranks stop together between two updates.
         stepper: does one update.
         scaler: the loss scale.
         schedule: drives `lr_scheduler`.
@@ -59,6 +61,7 @@ class EngineParts:
     optimizer: Any
     shards: Any
     checkpointer: Checkpointer
+    gate: StepGate
     stepper: Stepper
     scaler: LossScaler
     schedule: ScheduleDriver

@@ -27,11 +27,14 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from ..data import RepeatingLoader
+from ..utils.logging import logger
 from .engine import Engine
 from .errors import EngineArgumentError, EngineError
+from .observers import Event
 from .parts import EngineParts
+from .report import StepReport
 
-__all__ = ["PipelineEngine", "PipelineParts", "shared_weight_ranks"]
+__all__ = ["PipelineEngine", "PipelineParts", "PipelineTimes", "shared_weight_ranks"]
 
 
 class Tie(Protocol):
@@ -82,6 +85,49 @@ def shared_weight_ranks(ranks: Any, ties: tuple[Tie, ...]) -> Callable[[Any], An
     return of
 
 
+class PipelineTimes:
+    """Stage times and the bubble, measured and by plan, every `every` steps: an observer, and a source of events.
+
+    Args:
+        every: steps between two reports, which are collective over the pipeline.
+        log: write them as a line too.
+    """
+
+    def __init__(self, every: int, *, log: bool) -> None:
+        self._every, self._log = every, log
+        self._read: Callable[[], Any] | None = None
+        self._latest: Any = None
+
+    def follow(self, read: Callable[[], Any]) -> None:
+        """Say where reports come from (`PipelineEngine.pipeline_report`)."""
+        self._read = read
+
+    def after_step(self, report: StepReport) -> None:
+        """Take the report of the step, if it is due. Collective then."""
+        self._latest = None
+        if self._read is None or report.global_step % self._every:
+            return
+        self._latest = self._read()
+        if self._log:
+            logger.info("pipeline at step %d | %s", report.global_step, self._latest)
+
+    def events(self, report: StepReport) -> list[Event]:
+        """Milliseconds per micro-batch of each stage, the bubble's share measured and by plan, and over the ideal."""
+        found = self._latest
+        if found is None:
+            return []
+        values = {
+            "bubble_share": found.measured.bubble_share,
+            "bubble_share_by_plan": found.ideal.bubble_share,
+            "step_over_ideal": found.over_ideal,
+        }
+        for stage, times in enumerate(found.stage_times):
+            values[f"stage_{stage}_forward_ms"] = 1e3 * times.forward
+            values[f"stage_{stage}_backward_ms"] = 1e3 * (times.input_backward + times.weight_backward)
+            values[f"stage_{stage}_kept"] = found.most_kept[stage]
+        return [(f"Train/Pipeline/{name}", float(value), report.global_samples) for name, value in values.items()]
+
+
 class PipelineEngine(Engine):
     """Trains one rank's stages; built by `dsx.initialize` for a `dsx.pipe.PipelineModule`."""
 
@@ -92,11 +138,14 @@ class PipelineEngine(Engine):
         self._batch_fn: Callable[[Any], Any] | None = None
         self._backwards_left = 0
         self._pipe = self._build_runtime()
+        for observer in parts.observers:
+            if isinstance(observer, PipelineTimes):
+                observer.follow(self.pipeline_report)
 
     def _build_runtime(self) -> Any:
         callbacks = self._pipeline.callbacks(
             forward=self._forward_of_stage,
-            scale_loss=self._scaled,
+            scale_loss=lambda loss: self._scaled(loss, self.micro_batches),
             before_backward=self._before_backward,
         )
         return self._pipeline.build(self._parts, self.micro_batches, callbacks)
@@ -119,8 +168,9 @@ class PipelineEngine(Engine):
         parts = self._living()
         if parts.optimizer is None:
             parts.stepper.step()  # says what is missing
+        parts.gate.begin_update()
         source = data_iter if data_iter is not None else self._next_batches()
-        self._pipe.set_batch_fn(self._batch_fn)
+        self._pipe.set_batch_fn(self._preparation())
         stages = len(self._pipe.stages)
         self._backwards_left = stages * self.micro_batches
         try:
@@ -136,6 +186,7 @@ class PipelineEngine(Engine):
         self._applied = False
         self._update({})
         self.counters.micro_steps += self.micro_batches
+        self._after_update()
         return loss
 
     def eval_batch(
@@ -157,7 +208,7 @@ class PipelineEngine(Engine):
             bcast_loss: give the loss to all stages; else it is None except on the last one.
             num_micro_batches: default: those of an update.
         """
-        self._living()
+        self._living().gate.at_rest()
         self._pipe.set_batch_fn(self._batch_fn)
         found = self._pipe.eval_batch(
             data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
@@ -179,9 +230,18 @@ class PipelineEngine(Engine):
         super().set_train_batch_size(train_batch_size)
         self._pipe = self._build_runtime()
 
+    def _preparation(self) -> Callable[[Any], Any] | None:
+        """What every item of the data goes through: the caller's function, then the curriculum of lengths."""
+        prepare, curriculum = self._batch_fn, self._parts.efficiency.get("curriculum_learning")
+        if curriculum is None:
+            return prepare
+        if curriculum.changed():
+            self._pipe.reset_activation_shape()
+        return curriculum.cut if prepare is None else lambda item: curriculum.cut(prepare(item))
+
     def _held(self) -> AbstractContextManager[object]:
         """Where weights have a backward of their own, gradients arrive until the end: then they are reduced once."""
-        if self._pipe.schedule.splits_backward:
+        if self._pipe.splits_backward:
             return self._parts.window.hold()
         return nullcontext()
 
@@ -189,17 +249,15 @@ class PipelineEngine(Engine):
         parts = self._parts
         if stage == 0:
             (value,), _ = parts.inputs((value,), {})
-        for hook in parts.hooks:
-            hook.before_forward((value,), {})
+        if stage == min(self._pipe.stages):  # once per micro-batch, also where this rank holds several stages
+            for hook in parts.hooks:
+                hook.before_forward((value,), {})
         with parts.autocast():
             return parts.module(value, stage=stage)
 
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss.float() * (self._parts.scaler.scale / self.micro_batches)
-
     def _before_backward(self, stage: int, micro_batch: int, last: bool) -> None:
         self._backwards_left -= 1
-        self._parts.window.before_backward(boundary=self._backwards_left == 0)
+        self._begin_backward(boundary=self._backwards_left == 0)
 
     def _sum_shared_weights(self) -> None:
         """Each copy's gradient becomes the sum over the stages that hold one."""
@@ -250,6 +308,15 @@ class PipelineEngine(Engine):
     def reset_activation_shape(self) -> None:
         """Negotiate shapes again with the next batch. All ranks call it, between two batches."""
         self._pipe.reset_activation_shape()
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Tells DeepSpeed that the last tensor between stages is a mask, which it then neither divides nor gives a
+        gradient. Here tensors of integers and truth values never are; a warning says so.
+        """
+        if value:
+            logger.warning(
+                "set_has_attention_mask has no effect: masks (integers, truth values) travel between stages as they are"
+            )
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
         """The module's losses beside the main one, by name; None if there are none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 from ..utils.logging import logger
 from . import weights
@@ -23,14 +23,29 @@ class WeightsMixin:
     def _living(self) -> EngineParts:
         raise NotImplementedError
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-        """Whole weights and persistent buffers on every rank, as copies in host memory; every rank must call it.
+    @overload
+    def module_state_dict(
+        self, exclude_frozen_parameters: bool = False, rank0_only: Literal[False] = False
+    ) -> dict[str, torch.Tensor]: ...
+    @overload
+    def module_state_dict(
+        self, exclude_frozen_parameters: bool = False, *, rank0_only: Literal[True]
+    ) -> dict[str, torch.Tensor] | None: ...
+    def module_state_dict(
+        self, exclude_frozen_parameters: bool = False, rank0_only: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Whole weights and persistent buffers, as copies in host memory; every rank must call it.
 
         Names, order and dtypes are those of `module.state_dict()`, in every ZeRO stage.
+
+        Args:
+            exclude_frozen_parameters: leave out parameters that are not trained.
+            rank0_only: None on the other ranks, which keep no copies.
         """
         parts = self._living()
         parts.shards.synchronize()
-        return weights.state_dict(parts.module, parts.gather, exclude_frozen=exclude_frozen_parameters)
+        keeps = parts.topology.rank == 0 or not rank0_only
+        return weights.state_dict(parts.module, parts.gather, exclude_frozen=exclude_frozen_parameters, keeps=keeps)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

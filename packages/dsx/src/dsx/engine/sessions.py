@@ -31,6 +31,9 @@ class FlopsSession(StepHook):
         run_dir: the profile is also left there for the report; None: it is not.
         learned: told the operations of one sample, forward and backward.
         tolerating: turns an error of writing inside it into a warning (`dsx_monitor.tolerating`).
+        gather: gives all ranks' lists for this rank's list of numbers (collective), where each rank profiles its own
+            stages of a pipeline; None: this rank has the whole model.
+        writes: whether this rank writes the result.
     """
 
     def __init__(
@@ -41,8 +44,12 @@ class FlopsSession(StepHook):
         run_dir: Path | None,
         learned: Callable[[float], None],
         tolerating: Callable[[str], AbstractContextManager[None]],
+        *,
+        gather: Callable[[list[float]], Any] | None = None,
+        writes: bool = True,
     ) -> None:
         self._profiler, self._section, self._counters = profiler, section, counters
+        self._gather, self._writes = gather, writes
         self._run_dir, self._learned, self._tolerating = run_dir, learned, tolerating
         self._done = False
         self._micro_batches, self._update_began = 0, 0.0
@@ -79,9 +86,14 @@ class FlopsSession(StepHook):
             micro_batches=self._micro_batches,
             step_seconds=time.perf_counter() - self._update_began,
         )
+        operations = profiler.get_total_flops() + profiler.get_total_backward_flops()
+        if self._gather is not None:
+            totals = profiler.gather_ranks(self._gather)
+            operations = (totals.flops + totals.backward_flops) / totals.replicas
         if samples:
-            self._learned((profiler.get_total_flops() + profiler.get_total_backward_flops()) / samples)
-        self._write()
+            self._learned(operations / samples)
+        if self._writes:
+            self._write()
         profiler.end_profile()
 
     def _write(self) -> None:

@@ -1,12 +1,13 @@
 """The update itself: unscale, check, clip, step, forget the gradients, adapt the loss scale.
 
 The arithmetic is the sharded optimizer's; this file fixes the order and the scale. The scale that divides the gradients
-is the one their backward was done with; the scaler learns of the outcome afterwards, so that the step at which the
-scale grows is not divided by the new value.
+is the one their backward was done with, times that of weighted micro-batches; the scaler learns of the outcome
+afterwards, so that the step at which the scale grows is not divided by the new value.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from .errors import EngineError
@@ -48,14 +49,20 @@ class ShardedStepper:
         optimizer: the sharded optimizer.
         scaler: the loss scale.
         max_norm: clip the global L2 norm of the gradients to this; None to leave them.
+        gradient_scale: how many times too large the gradients are besides the loss scale (`Batches.gradient_scale`).
     """
 
-    def __init__(self, optimizer: Any, scaler: LossScaler, max_norm: float | None) -> None:
+    def __init__(
+        self, optimizer: Any, scaler: LossScaler, max_norm: float | None,
+        gradient_scale: Callable[[], float] = lambda: 1.0,
+    ) -> None:  # fmt: skip
         self._optimizer, self._scaler, self._max_norm = optimizer, scaler, max_norm
+        self._gradient_scale = gradient_scale
 
     def step(self) -> StepOutcome:
         """One update. On overflow nothing but the loss scale changes, and the gradients are dropped."""
-        outcome = self._optimizer.step(grad_scale=self._scaler.scale, max_norm=self._max_norm)
+        scale = self._scaler.scale * self._gradient_scale()
+        outcome = self._optimizer.step(grad_scale=scale, max_norm=self._max_norm)
         self._optimizer.zero_grad()
         self._scaler.update(outcome.overflow)
         return outcome

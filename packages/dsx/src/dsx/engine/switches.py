@@ -70,10 +70,9 @@ class EngineSwitches:
     @property
     def is_compiled(self) -> bool:
         """Whether a part of the module was compiled with `torch.compile`, in place (`module.compile()`) or wrapped."""
-        return any(
-            getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-            for module in self._parts.module.modules()
-        )
+        from dsx_zero import is_compiled  # late: only this answer needs it
+
+        return is_compiled(self._parts.module)
 
     @property
     def data_parallel_group(self) -> Any:

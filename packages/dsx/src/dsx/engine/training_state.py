@@ -18,6 +18,8 @@ from .report import Counters
 
 _FIRST_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 """Those that every checkpoint has; counters that later versions add are 0 where they are missing."""
+_LATER = ("parts", "objects", "config", "versions", "layout")
+"""Keys that the first checkpoints did not have."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class TrainingState:
         data: position of the training loader; empty without one that knows its position.
         parts: states of further parts by name, such as the compression schedule; checkpoints from before there were any
             have none.
+        objects: states of the objects that the caller registered, by name.
+        config: the configuration that the checkpoint was saved with, for people and tools.
+        versions: of dsx, torch and Python.
+        layout: number of ranks, ZeRO stage, and where each class of state lay (`placement`); for people and tools.
     """
 
     counters: dict[str, int]
@@ -42,26 +48,27 @@ class TrainingState:
     loss_scaler: dict[str, Any]
     data: dict[str, Any]
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    objects: dict[str, Any] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    versions: dict[str, Any] = dataclasses.field(default_factory=dict)
+    layout: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Keys and values as they are written; without parts as before there were any, for versions that know none."""
-        state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if not self.parts:
-            del state["parts"]
-        return state
+        """Keys and values as they are written."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @staticmethod
     def from_dict(state: Any) -> TrainingState:
         """Check what was read. Raises `ValueError` that names the key."""
         names = [field.name for field in dataclasses.fields(TrainingState)]
-        _expect_keys("the training state", state, required=[n for n in names if n != "parts"], known=names)
+        _expect_keys("the training state", state, required=[n for n in names if n not in _LATER], known=names)
         _check_counters(state["counters"])
         for number, group in enumerate(_expect("param_groups", state["param_groups"], list)):
             for name, value in _expect(f"param_groups[{number}]", group, dict).items():
                 numbers = value if isinstance(value, tuple) else (value,)
                 if any(isinstance(item, bool) or not isinstance(item, (int, float, tuple)) for item in numbers):
                     raise ValueError(f"param_groups[{number}].{name}: got {value!r}, expected numbers")
-        for name in ("precision", "lr_scheduler", "data", "parts"):
+        for name in ("precision", "lr_scheduler", "data", *_LATER):
             _expect(name, state.get(name, {}), dict)
         _check_scaler(_expect("loss_scaler", state["loss_scaler"], dict))
         return TrainingState(**state)

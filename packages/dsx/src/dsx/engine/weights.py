@@ -62,12 +62,20 @@ def whole_tensors(
                 yield [f"{prefix}.{name}" if prefix else name], buffer.detach()
 
 
-def state_dict(module: nn.Module, gather: Gather, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
-    """Copies of all weights and persistent buffers in host memory, tied ones under each name. Collective."""
+def state_dict(
+    module: nn.Module, gather: Gather, *, exclude_frozen: bool, keeps: bool = True
+) -> dict[str, torch.Tensor] | None:
+    """Copies of all weights and persistent buffers in host memory, tied ones under each name. Collective.
+
+    Ranks with `keeps=False` take part, keep no copies and get None.
+    """
     collected: dict[str, torch.Tensor] = {}
     for aliases, value in whole_tensors(module, gather, exclude_frozen=exclude_frozen):
-        copy = value.to("cpu", copy=True)
-        collected.update((alias, copy) for alias in aliases)
+        if keeps:
+            copy = value.to("cpu", copy=True)
+            collected.update((alias, copy) for alias in aliases)
+    if not keeps:
+        return None
     order = {name: index for index, name in enumerate(module.state_dict(keep_vars=True))}
     return dict(sorted(collected.items(), key=lambda item: order.get(item[0], len(order))))
 

@@ -2,8 +2,9 @@
 
 torch's agent starts the ranks, watches them and stops all when one fails. Added here: a rank that has reported an
 exception counts as failed even if it hangs in its own clean-up, stubborn ranks are killed after a few seconds (upstream
-waits 30), and it is remembered which ranks failed by themselves, before the rest was stopped. Restarts are not used: a
-job resumes from its checkpoint, by the same command.
+waits 30), and it is remembered which ranks failed by themselves, before the rest was stopped. The agent's own restarts
+are not used: a job resumes from its checkpoint, by the same command. A rank that ends with `RESUME_EXIT_CODE` has not
+failed: it was asked to end and has saved, as all ranks have.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import cast
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
+
+from ..exit_codes import RESUME_EXIT_CODE
 
 STOP_AFTER_FAILURE_S = 3  # from SIGTERM to SIGKILL when another rank has failed
 STOP_ON_REQUEST_S = 30  # the same when the user or the batch system asks: time to write a checkpoint
@@ -57,7 +60,8 @@ class HostAgent(LocalElasticAgent):
 
     def _has_failed(self, context: SubprocessContext) -> bool:
         self._note_exits(context)
-        self.failed.update({rank: (code, self._pid(rank)) for rank, code in self.exitcodes.items() if code != 0})
+        good = (0, RESUME_EXIT_CODE)
+        self.failed.update({r: (code, self._pid(r)) for r, code in self.exitcodes.items() if code not in good})
         if self.failed:
             return True
         if self._reported_at is None and any(self._failure_dir.glob("rank*.json")):
@@ -69,6 +73,12 @@ class HostAgent(LocalElasticAgent):
             code = handler.proc.poll()
             if code is not None:
                 self.exitcodes[self._worker_group.workers[local_rank].global_rank] = code
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether the ranks have saved and ended, or were ended after that."""
+        codes = set(self.exitcodes.values())
+        return RESUME_EXIT_CODE in codes and codes <= {RESUME_EXIT_CODE, -signal.SIGTERM, -signal.SIGKILL}
 
     def _pid(self, rank: int) -> int:
         workers = self._worker_group.workers

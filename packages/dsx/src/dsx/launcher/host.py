@@ -1,7 +1,8 @@
 """Running the ranks of one host and saying how it ended: what ``dsx launch`` does on one machine, and what it starts on
 each of several.
 
-The result is an exit code for a shell: 0, the code of the rank that failed first, or 128 + n for a signal.
+The result is an exit code for a shell: 0, the code of the rank that failed first, 128 + n for a signal, or
+`RESUME_EXIT_CODE` where the ranks were asked to end and have saved.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..exit_codes import RESUME_EXIT_CODE
 from .errors import LaunchError
 from .failures import RankFailure, first_cause, read_records, render, shell_code, signal_name
 from .processes import adopt_orphans, kill_descendants, lives
@@ -74,16 +76,25 @@ def check_program(program: Program) -> None:
         )
 
 
-def run_host(job: HostJob) -> int:
+def run_host(job: HostJob, restarts: int = 0) -> int:
     """Start the ranks of this host, wait for the end of the job, report the first failure, leave nothing behind.
     Returns the exit code.
+
+    Args:
+        restarts: how often ranks that end with `RESUME_EXIT_CODE` are started again, unless this process was asked to
+            end.
     """
     check_program(job.program)
     check_log_dir(job.log_dir)
     adopt_orphans()
     remove_leftovers()
-    with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}_") as folder:
-        return _run_in(job, Path(folder))
+    for left in range(restarts, -1, -1):
+        with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}_") as folder:
+            code, stopped = _run_in(job, Path(folder))
+        if code != RESUME_EXIT_CODE or stopped or not left:
+            return code
+        log.info("%s: the ranks have saved and ended; starting them again (%d restarts left)", job.host, left - 1)
+    return code
 
 
 def check_log_dir(path: str) -> None:
@@ -104,7 +115,8 @@ def remove_leftovers() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run_in(job: HostJob, folder: Path) -> int:
+def _run_in(job: HostJob, folder: Path) -> tuple[int, bool]:
+    """The exit code, and whether this process was asked to end."""
     # Late: torch takes seconds, and neither --help nor a mistake in the options should cost them.
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -134,9 +146,12 @@ def _run_in(job: HostJob, folder: Path) -> int:
             _ignore_signals()
             kill_descendants()
     failures = _collect(job, agent.failed, failure_dir)
+    if agent.can_resume and not failures:
+        log.info("%s: the ranks have saved and ended, and can be resumed (exit code %d)", job.host, RESUME_EXIT_CODE)
+        return RESUME_EXIT_CODE, stopped_by is not None
     if stopped_by is not None and not (failures and agent.hurry):
-        return _conclude_stop(job, stopped_by, failed_elsewhere=agent.hurry)
-    return _conclude(job, rendezvous.port, failures) if failed else 0
+        return _conclude_stop(job, stopped_by, failed_elsewhere=agent.hurry), True
+    return (_conclude(job, rendezvous.port, failures) if failed else 0), False
 
 
 def _meeting(job: HostJob) -> Meeting:

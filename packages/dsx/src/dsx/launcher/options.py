@@ -49,6 +49,7 @@ class LaunchOptions:
     log_level: str = "info"
     quiet: bool = False
     dry_run: bool = False
+    restarts: int = 0
 
     @property
     def kind(self) -> str:
@@ -149,6 +150,14 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the program and its output")
     _option(group, "--module", action="store_true", help="the script is a module name, run as python -m")
     _option(group, "--no_python", action="store_true", help="the script is an executable, run without python")
+    _option(
+        group,
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start the processes again, up to N times, when they end with exit code 75 (preempted, saved)",
+    )
     _option(group, "--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
     _option(
         group,
@@ -218,6 +227,8 @@ def _check(options: LaunchOptions) -> None:
         raise ResourceError("--include and --exclude exclude each other; got both, pass one")
     if options.num_gpus is not None and options.num_procs is not None:
         raise ResourceError("--num_gpus counts devices, --num_procs processes without devices; got both, pass one")
+    if options.restarts < 0:
+        raise ResourceError(f"--restarts: got {options.restarts}, expected 0 or more")
     if options.module and options.no_python:
         raise ResourceError("--module runs python -m, --no_python runs no python; got both, pass one")
     for name in ("num_nodes", "num_gpus", "num_procs"):

@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from .on_device import OnDevice
     from .partition import partition_balanced, partition_uniform
     from .ranges import instrument_w_nvtx
+    from .tensors import clone_tensors_for_torch_save, move_to_device, set_random_seed
 
 _HERE = {
     "MemoryStatus": "memory",
     "memory_status": "memory",
     "see_memory_usage": "memory",
     "OnDevice": "on_device",
+    "clone_tensors_for_torch_save": "tensors",
     "instrument_w_nvtx": "ranges",
+    "move_to_device": "tensors",
+    "set_random_seed": "tensors",
     "partition_balanced": "partition",
     "partition_uniform": "partition",
 }
@@ -29,16 +33,19 @@ _HERE = {
 __all__ = [
     "MemoryStatus",
     "OnDevice",
+    "clone_tensors_for_torch_save",
     "enable_console",
     "instrument_w_nvtx",
     "log_dist",
     "logger",
     "memory_status",
+    "move_to_device",
     "partition_balanced",
     "partition_uniform",
     "see_memory_usage",
     "set_log_level",
     "set_log_level_from_string",
+    "set_random_seed",
     "safe_get_full_fp32_param",
     "safe_set_full_fp32_param",
     "safe_get_full_optimizer_state",

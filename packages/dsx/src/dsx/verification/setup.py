@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def build(
         )
     plain = optimizer
     if plain is None and resolved.optimizer is not None:
-        plain = choose_optimizer(resolved.optimizer.type, resolved.optimizer.params, reference=True).build
+        choice = choose_optimizer(resolved.optimizer.type, resolved.optimizer.params, reference=True)
+        plain = partial(choice.build, model=original) if choice.reads_model else choice.build
     if plain is None:
         raise ValueError(
             "verify: no optimizer to compare; set optimizer.type in the config or pass optimizer=<callable>"

@@ -1,0 +1,326 @@
+"""Offload to host and disk: how much memory it takes, how large a model it trains, and what its disk step costs.
+
+    python packages/dsx/bench/offload.py limit [--layers 24] [--width 512] [--folder DIR]
+    python packages/dsx/bench/offload.py largest [--limit-mib 400] [--width 256]
+    python packages/dsx/bench/offload.py disk-step [--parameters 100000000] [--pairs 5]
+    python packages/dsx/bench/offload.py overlap [--steps 5]
+
+`limit`: a process whose RLIMIT_DATA is its use after import plus a quarter of the states' bytes (18 per parameter)
+trains with everything on disk, with its PSS sampled; the same without offload has to fail. `largest`: the most
+parameters that DDP and ZeRO-Infinity train for two steps under one limit. `disk-step`: Adam states and masters on disk
+(24 bytes read and written per fp32 parameter) against the disk's time for the same bytes in the same pieces, reading
+and writing at once, in alternating pairs. `overlap`: sleeping layers and a paced link; the part of the transfers that
+is not hidden.
+The folder must be on a disk, not tmpfs. Run it alone on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+MIB = 1 << 20
+
+
+def status(key: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)
+
+
+def pss() -> int:
+    """Proportional set size of this process, shared memory included."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError("Pss")
+
+
+class Sampler(threading.Thread):
+    """Samples PSS until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak, self._over = 0, threading.Event()
+
+    def run(self) -> None:
+        """See the class."""
+        while not self._over.wait(0.01):
+            self.peak = max(self.peak, pss())
+
+    def stop(self) -> int:
+        """The greatest sample."""
+        self._over.set()
+        self.join()
+        return self.peak
+
+
+def settings(where: str, folder: str) -> dict[str, Any]:
+    """The configuration of one bf16 engine with everything on the device or on disk."""
+    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    if where == "disk":
+        place = {"device": "nvme", "nvme_path": folder}
+        zero |= {"offload_optimizer": place, "sub_group_size": 1 << 20}
+        zero["offload_param"] = place | {"max_in_cpu": 0, "buffer_count": 2, "buffer_size": 8_000_000}
+        zero["stage3_prefetch_bucket_size"] = 4_000_000
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+        "bf16": {"enabled": True},
+        "steps_per_print": None,
+    }
+
+
+def train_limited(where: str, layers: int, width: int, folder: str, limit: int, steps: int) -> dict[str, Any]:
+    """In a process of its own: set the limit (0: a quarter of the states), build, train."""
+    import dsx
+    import torch
+    from _gpt import GPT, batch
+
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in GPT(width, layers).parameters())
+    room = limit or 18 * numel // 4
+    if where != "ddp":  # what dsx imports when it is first used belongs to the use after import
+        with tempfile.TemporaryDirectory(dir=folder) as inner:
+            small, *_ = dsx.initialize(model=GPT(64, 1), config=settings(where, inner))
+            small.backward(small(*batch(0, 0, size=2, length=64)))
+            small.step()
+            small.destroy()
+            del small
+    at_import, pss_at_import = status("VmData:"), pss()
+    resource.setrlimit(resource.RLIMIT_DATA, (at_import + room, resource.RLIM_INFINITY))
+    sampler = Sampler()
+    sampler.start()
+    if where == "ddp":
+        model: Any = GPT(width, layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    else:
+        with dsx.zero.Init(
+            remote_device="nvme" if where == "disk" else None,
+            dtype=torch.bfloat16,
+            config_dict_or_path=settings(where, folder),
+        ):
+            model = GPT(width, layers)
+        model, *_ = dsx.initialize(model=model, config=settings(where, folder))
+    losses = []
+    for _ in range(steps):
+        loss = model(*batch(0, 0, size=2, length=64))
+        if where == "ddp":
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            model.backward(loss)
+            model.step()
+        losses.append(loss.item())
+    peak = sampler.stop() - pss_at_import
+    return {"parameters": numel, "room": room, "peak": peak, "losses": losses}
+
+
+def child(*arguments: Any) -> dict[str, Any] | None:
+    """Run `train_limited` in a fresh process; None when it fails."""
+    command = [sys.executable, __file__, "--worker", json.dumps(arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    environment["MALLOC_MMAP_THRESHOLD_"] = "131072"  # else glibc keeps what is freed
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        print(f"  {arguments[0]}: failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
+        return None
+    return json.loads(lines[-1])
+
+
+def limit(layers: int, width: int, folder: str) -> None:
+    """See the module's text."""
+    print("| state | room, MiB | PSS above import, MiB | loss, first and last |\n|---|---|---|---|")
+    for where in ("disk", "device"):
+        found = child(where, layers, width, folder, 0, 6)
+        if found is None:
+            print(f"| {where} | | fails | |")
+            continue
+        first, last = found["losses"][0], found["losses"][-1]
+        print(f"| {where} | {found['room'] / MIB:.0f} | {found['peak'] / MIB:.0f} | {first:.3f}, {last:.3f} |")
+
+
+def largest(limit_mib: int, width: int, folder: str) -> None:
+    """See the module's text."""
+    best: dict[str, int] = {}
+    for where in ("ddp", "disk"):
+        fits, layers, step = 0, 4, 4
+        while step:
+            found = child(where, layers, width, folder, limit_mib * MIB, 2)
+            if found is not None:
+                fits, best[where] = layers, found["parameters"]
+                step = step * 2 if layers >= 2 * step else step
+                layers += step
+            else:
+                step = min(step, layers - fits) // 2
+                layers = fits + step
+        print(f"{where}: {best.get(where, 0):,} parameters in {limit_mib} MiB", flush=True)
+    if best.get("ddp"):
+        print(f"ratio: {best.get('disk', 0) / best['ddp']:.1f}")
+
+
+def disk_step(parameters: int, pairs: int, folder: str) -> None:
+    """See the module's text."""
+    import dsx_nvme
+    import dsx_zero
+    import torch
+    from torch import nn
+
+    width = 2048
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(max(1, parameters // width**2))))
+    store = dsx_nvme.TensorStore(os.path.join(folder, "states"), keep=False, checksum=False)
+    config = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": "nvme"}}
+    model, optimizer = dsx_zero.shard(
+        model.bfloat16(), lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True), config=config, store=store
+    )
+    x = torch.ones(1, width).bfloat16()
+    sizes = [group.numel for group in optimizer.step_plan.sub_groups for _ in range(3)]
+    raw = dsx_nvme.TensorStore(os.path.join(folder, "raw"), keep=False, checksum=False)
+    buffers = [torch.ones(max(sizes)) for _ in range(4)]
+    for number, size in enumerate(sizes):
+        raw.put(str(number), buffers[0][:size]).wait()
+
+    def step() -> float:
+        model(x).square().mean().backward()
+        begin = time.perf_counter()
+        optimizer.step()
+        took = time.perf_counter() - begin
+        optimizer.zero_grad()
+        return took
+
+    def bytes_alone() -> float:
+        begin, writes = time.perf_counter(), [None] * 4
+        for number, size in enumerate(sizes):
+            place = number % 4
+            if writes[place] is not None:
+                writes[place].wait()
+            raw.get(str(number), buffers[place][:size]).wait()
+            writes[place] = raw.put(str(number), buffers[place][:size])
+        for write in writes:
+            if write is not None:
+                write.wait()
+        return time.perf_counter() - begin
+
+    step(), bytes_alone()
+    rows = [(step(), bytes_alone()) for _ in range(pairs)]
+    numel = sum(p.numel() for p in model.parameters())
+    for took, alone in rows:
+        print(f"step {took * 1e3:.0f} ms, bytes alone {alone * 1e3:.0f} ms, ratio {took / alone:.2f}")
+    print(f"{numel:,} parameters, median ratio {statistics.median(a / b for a, b in rows):.2f}")
+    optimizer.release()
+    store.close()
+    raw.close()
+
+
+def overlap(steps: int) -> None:
+    """See the module's text."""
+    import dsx_zero
+    import torch
+    from dsx_testkit import PacedLink, SleepingLinear
+    from dsx_zero.homes.tiers import DeviceTier, DiskTier, Placement
+    from torch import nn
+
+    width, layers, forward_s = 512, 12, 0.02
+    nbytes = width * (width + 1) * 4
+
+    class Far:
+        """A store behind a link that carries a layer in 0.6 of a layer's forward."""
+
+        def __init__(self) -> None:
+            self.tensors: dict[str, Any] = {}
+            self.link = PacedLink(nbytes / (0.6 * forward_s))
+
+        def __contains__(self, name: str) -> bool:
+            return name in self.tensors
+
+        def put(self, name: str, tensor: Any) -> Any:
+            kept = self.tensors.setdefault(name, torch.empty_like(tensor))
+            return self.link.copy(kept, tensor)
+
+        def get(self, name: str, out: Any = None) -> Any:
+            return self.link.copy(out, self.tensors[name])
+
+    class Stack(nn.Module):
+        """Each layer is a unit."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(SleepingLinear(width, forward_s) for _ in range(layers))
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    times: dict[str, float] = {}
+    for where in ("device", "far"):
+        far = Far()
+        tier = DeviceTier() if where == "device" else DiskTier(far, ahead_count=3)
+        sharded, optimizer = dsx_zero.shard(
+            Stack(),
+            None,
+            config={"stage": 3, "stage3_param_persistence_threshold": 0},
+            placement=Placement(parameters=tier),
+        )
+        with torch.no_grad():
+            for number in range(steps + 2):
+                if number == 2:
+                    begin = time.perf_counter()
+                sharded(torch.ones(1, width))
+        times[where] = (time.perf_counter() - begin) / steps
+        carried = far.link.busy_s / (steps + 2)
+        optimizer.release()
+    exposed = times["far"] - times["device"]
+    print(f"forward {times['device'] * 1e3:.0f} ms on the device, {times['far'] * 1e3:.0f} ms behind the link")
+    print(f"transfers take {carried * 1e3:.0f} ms; exposed: {exposed / carried * 100:.1f} %")
+
+
+def main() -> None:
+    """Parse arguments and run one bench."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bench", nargs="?", choices=("limit", "largest", "disk-step", "overlap"))
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--limit-mib", type=int, default=400)
+    parser.add_argument("--parameters", type=int, default=100_000_000)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--folder")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        print(json.dumps(train_limited(*json.loads(args.worker))), flush=True)
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        if args.bench == "limit":
+            limit(args.layers, args.width, folder)
+        elif args.bench == "largest":
+            largest(args.limit_mib, args.width, folder)
+        elif args.bench == "disk-step":
+            disk_step(args.parameters, args.pairs, folder)
+        elif args.bench == "overlap":
+            overlap(args.steps)
+        else:
+            parser.error("which bench?")
+
+
+if __name__ == "__main__":
+    main()

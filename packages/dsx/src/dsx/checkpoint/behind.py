@@ -1,0 +1,181 @@
+"""Saving without making training wait: pieces are copied, and written by a thread of their own.
+
+    behind = WriteBehind(max_in_flight=1)
+    behind.submit(planned)      # waits for a free slot, copies, returns
+    behind.wait()               # until everything is on disk; raises what went wrong
+
+A slot is one block of host memory that holds all pieces of one save; it is kept and used again (page-locked where the
+tensors are on a CUDA device). There are as many slots as saves may be in flight: who saves faster than the disk writes
+waits for a slot. On CUDA the copies run on a stream of their own, and the current stream waits for them on the device,
+so that what follows cannot overwrite what is being copied; the host goes on.
+
+The thread's words with other ranks go over a process group of their own, so that they cannot get between the
+collectives of training. An error is the same on all ranks; who submits next, or waits, gets it.
+
+Left out: copying while training goes on. What is saved is what the tensors held when `submit` was called, also where
+somebody writes to them right after it (`test_checkpoint_behind.py`), and on a CPU that takes a copy first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..utils.logging import logger
+from .ranks import Ranks
+from .snapshot import Piece
+from .writing import PlannedSave
+
+_ALIGNMENT = 64  # bytes
+
+
+class HostSlot:
+    """One block of host memory, made when it is first needed and made anew only where it is too small."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def copy(self, pieces: list[Piece]) -> tuple[list[Piece], Callable[[], None]]:
+        """Copies of the pieces, and a function that waits until they are there.
+
+        Returns at once on a CUDA device; the current stream does nothing further before the copies are done.
+        """
+        values = [piece.fetch().detach().reshape(-1) for piece in pieces]
+        places, size = [], 0
+        for value in values:
+            places.append(size)
+            size += -(-value.numel() * value.element_size() // _ALIGNMENT) * _ALIGNMENT
+        pinned = any(value.is_cuda for value in values)
+        if self._memory is None or self._memory.numel() < size or (pinned and not self._memory.is_pinned()):
+            self._memory = None  # before the new one is there
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        room = self._memory
+        copies = [
+            room[at : at + value.numel() * value.element_size()].view(value.dtype) for at, value in zip(places, values)
+        ]
+        wait = _copy_on_device(copies, values) if pinned else _copy_now(copies, values)
+        return [_with_values(piece, copy) for piece, copy in zip(pieces, copies)], wait
+
+
+def _with_values(piece: Piece, values: torch.Tensor) -> Piece:
+    return Piece(piece.family, piece.spec, piece.region, lambda: values)
+
+
+def _copy_now(copies: list[torch.Tensor], values: list[torch.Tensor]) -> Callable[[], None]:
+    for copy, value in zip(copies, values):
+        copy.copy_(value)
+    return lambda: None
+
+
+def _copy_on_device(copies: list[torch.Tensor], values: list[torch.Tensor]) -> Callable[[], None]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for copy, value in zip(copies, values):
+            copy.copy_(value, non_blocking=True)
+            if value.is_cuda:
+                value.record_stream(stream)
+    torch.cuda.current_stream().wait_stream(stream)
+    done = torch.cuda.Event()
+    done.record(stream)
+    return done.synchronize
+
+
+class WriteBehind:
+    """Writes planned saves on one thread, in the order in which they are submitted.
+
+    Args:
+        max_in_flight: saves that are not on disk yet; the next one waits.
+        ranks: makes the ranks for the thread, in the thread that submits first; collective.
+        report: called in the thread with what went wrong, the same on all ranks, and the thread's ranks.
+    """
+
+    def __init__(
+        self,
+        max_in_flight: int = 1,
+        *,
+        ranks: Callable[[], Ranks],
+        report: Callable[[Exception, Ranks], None] = lambda error, ranks: None,
+    ) -> None:
+        self._free = [HostSlot() for _ in range(max_in_flight)]
+        self._make_ranks, self._report = ranks, report
+        self._ranks: Ranks | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: list[Future[Path]] = []
+        self._lock = threading.Lock()
+        self._failures: list[Exception] = []
+
+    @property
+    def in_flight(self) -> int:
+        """Saves that are not on disk yet."""
+        return sum(not job.done() for job in self._running)
+
+    def submit(self, planned: PlannedSave, together: Ranks) -> Future[Path]:
+        """Copy the pieces and write them behind. Collective over `together`.
+
+        Waits while too many saves are in flight.
+
+        Raises:
+            CheckpointError: an earlier save has failed and nobody was told; or a rank has no memory for the copies.
+        """
+        if self._pool is None:
+            self._ranks = self._make_ranks()
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="dsx-checkpoint")
+        ranks, pool = self._ranks, self._pool
+        self._wait_for_slot()
+        self.raise_failures()
+        slot = self._free.pop()
+        try:
+            pieces, wait = together.all_or_none("copying what to save", lambda: slot.copy(planned.pieces))
+        except BaseException:
+            self._free.append(slot)
+            raise
+        job = pool.submit(self._write, planned.copied(pieces), slot, wait, ranks)
+        self._running.append(job)
+        return job
+
+    def _wait_for_slot(self) -> None:
+        while not self._free:
+            self._running[0].exception()
+            self._running.pop(0)
+
+    def _write(self, planned: PlannedSave, slot: HostSlot, wait: Callable[[], None], ranks: Any) -> Path:
+        try:
+            wait()
+            return planned.run(ranks)
+        except Exception as error:
+            logger.error("saving %s behind training: %s", planned.target, error)
+            with self._lock:
+                self._failures.append(error)
+            self._report(error, ranks)
+            raise
+        finally:
+            self._free.append(slot)
+
+    def raise_failures(self) -> None:
+        """Raise the first error that was not raised yet; later ones are forgotten, they have been logged."""
+        with self._lock:
+            failures, self._failures = self._failures, []
+        if failures:
+            raise failures[0]
+
+    def wait(self) -> None:
+        """Until everything that was submitted is on disk. Raises `CheckpointError` where something is not."""
+        for job in self._running:
+            job.exception()
+        self._running.clear()
+        self.raise_failures()
+
+    def close(self) -> None:
+        """`wait`, then end the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+                self._pool = None

@@ -1,0 +1,46 @@
+"""Which program wrote a folder or a file, and reading it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..folder import check_folder
+from .deepspeed import deepspeed_folder, read_deepspeed
+from .plain import read_plain
+from .source import Source
+from .torch_dcp import METADATA, read_dcp
+
+__all__ = ["read_foreign"]
+
+
+def read_foreign(path: str | os.PathLike[str], tag: str | None = None) -> Source:
+    """A checkpoint of another program: DeepSpeed's, torch.distributed.checkpoint's (FSDP), a file with a state dict, or
+    a folder with safetensors.
+
+    Args:
+        tag: of DeepSpeed's checkpoints; None: the one that `latest` names.
+
+    Raises:
+        CheckpointError: it is none of these, or damaged.
+    """
+    given = check_folder(path, "path")
+    found = deepspeed_folder(given, tag)
+    if found is not None:
+        return read_deepspeed(found)
+    if tag is not None:
+        raise CheckpointError(f"{given}: has no tag {tag!r} of DeepSpeed")
+    if (given / METADATA).is_file():
+        return read_dcp(given)
+    if given.is_file() or (given.is_dir() and _weights_in(given)):
+        return read_plain(given)
+    raise CheckpointError(
+        f"{given}: got no checkpoint that can be imported; expected a folder of DeepSpeed or"
+        " torch.distributed.checkpoint, a file with a state dict (.safetensors, .bin, .pt, .pth), or a folder with"
+        " safetensors"
+    )
+
+
+def _weights_in(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))

@@ -1,0 +1,195 @@
+"""What a checkpoint holds, as names, shapes and functions that give the tensors one by one; and writing it as one of
+dsx.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..boxes import Region
+from ..encode import encode
+from ..errors import CheckpointError, shown
+from ..folder import check_folder, check_tag, temporary_name
+from ..format import CHUNK_BYTES, CLIENT, DTYPES, MASTER, MODEL, OPTIMIZER, TensorSpec, dtype_name
+from ..keeping import Keeping
+from ..plan import MAX_FILE_BYTES, Announcement, WritePlan
+from ..ranks import Solo
+from ..reading import Reader
+from ..snapshot import Piece
+from ..writing import PlannedSave
+
+__all__ = ["Source", "Tensor", "of_reader", "write_source"]
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are done, and all there are."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A whole tensor that is read when `fetch` is called, in the shape and dtype of `spec`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fetch: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def of(value: torch.Tensor) -> Tensor:
+        """One that is there already, or mapped into memory."""
+        return Tensor(tuple(value.shape), value.dtype, lambda: value)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass
+class Source:
+    """Everything of one checkpoint.
+
+    Attributes:
+        kind: what wrote it, in words.
+        parameters: whole parameters by name.
+        buffers: persistent buffers by name.
+        masters: parameters in full precision, where the model's precision is lower.
+        states: parameter -> state -> tensor of the parameter's shape, or a number.
+        aliases: parameter -> its other names.
+        frozen: parameters that are not trained.
+        engine: the training state, as `TrainingState` has it; None: there is none.
+        client: the caller's state.
+    """
+
+    kind: str
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    masters: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, dict[str, Tensor | int | float]] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    engine: dict[str, Any] | None = None
+    client: dict[str, Any] = field(default_factory=dict)
+
+    def full_precision(self, name: str) -> Tensor:
+        """A parameter as its master has it, or itself."""
+        return self.masters.get(name, self.parameters[name])
+
+    def weights(self, *, masters: bool = False, aliases: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers; tied ones under all their names if `aliases`."""
+        for name, tensor in self.parameters.items():
+            value = self.full_precision(name) if masters else tensor
+            for key in (name, *(self.aliases.get(name, ()) if aliases else ())):
+                yield key, value
+        yield from self.buffers.items()
+
+
+def write_source(
+    source: Source,
+    directory: str | os.PathLike[str],
+    tag: str,
+    *,
+    latest: bool = True,
+    progress: Progress = lambda done, total: None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Write it as a checkpoint of dsx, one tensor at a time; returns its folder.
+
+    Raises:
+        CheckpointError: it cannot be written, or does not fit together.
+    """
+    target = check_folder(directory, "directory") / check_tag(tag)
+    if (target / "dsx.json").exists():
+        raise CheckpointError(f"{target}: there is a checkpoint already; choose another tag")
+    announced, pieces = Announcement(), []
+
+    def add(family: str, name: str, tensor: Tensor) -> None:
+        spec = TensorSpec(name, dtype_name(tensor.dtype), tensor.shape)
+        region = Region.whole(tensor.shape)
+        announced.tensors[family][name] = (spec, [region] if region.numel else [])
+        if region.numel:
+            pieces.append(Piece(family, spec, region, lambda: _checked(name, tensor)))
+
+    for name, tensor in {**source.parameters, **source.buffers}.items():
+        add(MODEL, name, tensor)
+    for name in source.parameters:
+        announced.aliases[name] = source.aliases.get(name, ())
+        master = source.masters.get(name)
+        if master is not None and master.dtype != source.parameters[name].dtype:
+            add(OPTIMIZER, f"{MASTER}/{name}", master)
+        for key, value in source.states.get(name, {}).items():
+            if isinstance(value, Tensor):
+                add(OPTIMIZER, f"{key}/{name}", value)
+            else:
+                announced.scalars.setdefault(key, {})[name] = value
+    announced.frozen = set(source.frozen)
+    tensors: dict[str, torch.Tensor] = {}
+    state = {"client": source.client, **({} if source.engine is None else {"engine": source.engine})}
+    encoded = encode(state, "state", tensors)
+    for name, value in tensors.items():
+        add(CLIENT, name, Tensor.of(value))
+    plan = WritePlan.make([announced], max_file_bytes=max_file_bytes, chunk_bytes=CHUNK_BYTES)
+    temporary = target.with_name(temporary_name(target.name, os.urandom(6).hex()))
+    counted = _counting(pieces, progress)
+    return PlannedSave(plan, counted, encoded, temporary, target, latest, Keeping()).run(Solo())
+
+
+def _checked(name: str, tensor: Tensor) -> torch.Tensor:
+    value = tensor.fetch().detach().reshape(-1)
+    if value.numel() != torch.Size(tensor.shape).numel() or value.dtype != tensor.dtype:
+        raise CheckpointError(
+            f"{shown(name)}: got {value.numel()} values of {value.dtype}, expected shape {tensor.shape} of"
+            f" {tensor.dtype}"
+        )
+    return value
+
+
+def _counting(pieces: list[Piece], progress: Progress) -> list[Piece]:
+    """The pieces, which tell how far the writing is when they are asked for."""
+    total, done = sum(piece.spec.nbytes for piece in pieces), 0
+
+    def counted(piece: Piece) -> Piece:
+        def fetch() -> torch.Tensor:
+            nonlocal done
+            value = piece.fetch()
+            done += piece.spec.nbytes
+            progress(done, total)
+            return value
+
+        return Piece(piece.family, piece.spec, piece.region, fetch)
+
+    return [counted(piece) for piece in pieces]
+
+
+def of_reader(reader: Reader) -> Source:
+    """A checkpoint of dsx, of any version, as a source; every tensor is verified when it is read."""
+    index = reader.index
+    model, aliases = index.tensors[MODEL], dict(index.aliases)
+
+    def part(family: str, name: str) -> Tensor:
+        spec = index.tensors[family][name].spec
+        dtype: torch.dtype = getattr(torch, DTYPES[spec.dtype][0])
+        return Tensor(spec.shape, dtype, lambda: reader.stored(family, name))
+
+    found = Source(
+        kind=f"dsx, format version {index.version}",
+        parameters={name: part(MODEL, name) for name in model if name in aliases},
+        buffers={name: part(MODEL, name) for name in model if name not in aliases},
+        aliases=aliases,
+    )
+    for stored in index.tensors[OPTIMIZER]:
+        key, _, name = stored.partition("/")
+        if key == MASTER:
+            found.masters[name] = part(OPTIMIZER, stored)
+        else:
+            found.states.setdefault(name, {})[key] = part(OPTIMIZER, stored)
+    for key, values in index.scalars.items():
+        for name, value in values.items():
+            found.states.setdefault(name, {})[key] = value
+    state = reader.state_of_caller()
+    found.engine, found.client = state.get("engine"), state.get("client", {})
+    return found

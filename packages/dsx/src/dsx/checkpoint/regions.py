@@ -1,0 +1,84 @@
+"""Moving tensors: regions to and from files, with hashes and bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from .boxes import Region
+from .crc import Chunks, Sums
+from .errors import CheckpointCorruptError, shown
+from .files import PIECE_BYTES, opened, read_into, write_all
+from .format import CHUNK_BYTES, DTYPES, Placed, TensorSpec
+
+
+def raw_bytes(flat: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous 1-D CPU tensor, without a copy."""
+    if not flat.numel():
+        return memoryview(b"")
+    return memoryview(cast(Any, flat.view(torch.uint8).numpy())).cast("B")
+
+
+def write_region(fd: int, placed: Placed, region: Region, values: torch.Tensor, sums: Sums) -> None:
+    """Write 1-D `values` (any device) as a region of the tensor at `placed`, and add their bytes to `sums`."""
+    for at, data in _pieces(placed.spec, region, values):
+        sums.add(at, data)
+        write_all(fd, data, placed.offset + at)
+
+
+def hash_region(spec: TensorSpec, region: Region, values: torch.Tensor, sums: Sums) -> None:
+    """Like `write_region`, without the file."""
+    for at, data in _pieces(spec, region, values):
+        sums.add(at, data)
+
+
+def _pieces(spec: TensorSpec, region: Region, values: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
+    """Values in pieces on the host, each with the byte of the tensor at which it lies, ascending."""
+    step = max(1, PIECE_BYTES // spec.itemsize)
+    begin, host = 0, raw_bytes(values[:0])  # elements [begin, ...) of `values` that lie on the host
+    for run in region.runs(spec.shape):
+        done = 0
+        while done < run.numel:
+            first = run.first + done
+            if (first - begin) * spec.itemsize >= len(host):
+                begin, host = first, raw_bytes(values[first : first + step].contiguous().cpu())
+            data = host[(first - begin) * spec.itemsize :][: (run.numel - done) * spec.itemsize]
+            yield (run.at + done) * spec.itemsize, data
+            done += len(data) // spec.itemsize
+
+
+def read_region(fd: int, placed: Placed, region: Region, sums: Sums) -> torch.Tensor:
+    """A region as a new 1-D CPU tensor of the stored dtype; its bytes are added to `sums`.
+
+    Raises:
+        CheckpointCorruptError: the file is too short.
+    """
+    spec = placed.spec
+    missing = placed.offset + spec.nbytes - os.fstat(fd).st_size
+    if missing > 0:  # before anything is allocated: a damaged index may speak of any size
+        raise CheckpointCorruptError(
+            f"{placed.file}: ends {missing} bytes before the end of {shown(spec.name)}; it was cut short"
+        )
+    out = torch.empty(region.numel, dtype=getattr(torch, DTYPES[spec.dtype][0]))
+    view = raw_bytes(out)
+    for run in region.runs(spec.shape):
+        begin, end = run.first * spec.itemsize, (run.first + run.numel) * spec.itemsize
+        for first in range(begin, end, PIECE_BYTES):
+            data = view[first : min(end, first + PIECE_BYTES)]
+            at = run.at * spec.itemsize + first - begin
+            read_into(fd, placed, at, data)
+            sums.add(at, data)
+    return out
+
+
+def read_whole(path: Path, placed: Placed) -> torch.Tensor:
+    """A whole tensor of a safetensors file, unverified."""
+    with opened(path, os.O_RDONLY) as fd:
+        region = Region.whole(placed.spec.shape)
+        return read_region(fd, placed, region, Sums(Chunks.grid(placed.spec.nbytes, CHUNK_BYTES, ()))).reshape(
+            placed.spec.shape
+        )

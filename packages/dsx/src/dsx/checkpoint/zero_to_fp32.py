@@ -1,0 +1,177 @@
+"""Whole fp32 weights from a checkpoint folder, under the names that scripts call: of dsx's checkpoints and of
+DeepSpeed's.
+
+    python -m dsx.checkpoint.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--safe_serialization] [--max_shard_size 5GB]
+
+No file is executed, and tensors are read one by one. With `lazy_mode`, what is returned reads each tensor when it is
+asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import CheckpointError
+from .exporting import export
+from .folder import check_folder
+from .foreign.deepspeed import deepspeed_folder, read_deepspeed
+from .foreign.source import Source, of_reader
+from .reading import open_checkpoint
+
+__all__ = [
+    "LazyWeights",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_optim_files",
+    "load_state_dict_from_zero_checkpoint",
+    "source_of",
+]
+
+Folder = str | os.PathLike[str]
+
+
+class LazyWeights(Mapping[str, torch.Tensor]):
+    """fp32 weights by name, each read when it is asked for and not kept."""
+
+    def __init__(self, source: Source, exclude_frozen: bool = False) -> None:
+        self._tensors = {n: t for n, t in source.weights(masters=True) if not (exclude_frozen and n in source.frozen)}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = self._tensors[name].fetch()
+        return value.float() if value.is_floating_point() else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def source_of(checkpoint_dir: Folder, tag: str | None = None) -> Source:
+    """A checkpoint of dsx or of DeepSpeed. Raises `CheckpointError` where there is neither."""
+    root = check_folder(checkpoint_dir, "checkpoint_dir")
+    found = deepspeed_folder(root, tag)
+    return of_reader(open_checkpoint(root, tag)) if found is None else read_deepspeed(found)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Folder, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> Mapping[str, torch.Tensor]:
+    """Whole fp32 weights and buffers on the host, tied ones under each name.
+
+    Args:
+        tag: None: the one that `latest` names.
+        exclude_frozen_parameters: leave out parameters that are not trained.
+        lazy_mode: return a mapping that reads each tensor when it is asked for, instead of a dictionary.
+    """
+    weights = LazyWeights(source_of(checkpoint_dir, tag), exclude_frozen_parameters)
+    return weights if lazy_mode else dict(weights)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Folder,
+    output_dir: Folder,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write whole fp32 weights into a folder: safetensors, or `pytorch_model.bin` of torch.
+
+    Args:
+        max_shard_size: size at which safetensors are split; None: one file. A file of torch is never split.
+        safe_serialization: safetensors.
+    """
+    source, folder = source_of(checkpoint_dir, tag), Path(output_dir)
+    options: dict[str, Any] = {"dtype": "fp32", "exclude_frozen": exclude_frozen_parameters}
+    if safe_serialization:
+        export(source, folder, max_shard_size=max_shard_size or sys.maxsize, **options)
+    else:
+        export(source, folder / "pytorch_model.bin", to="torch", **options)
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folder, tag: str | None = None) -> nn.Module:
+    """Load whole weights into `model`, tensor by tensor, and return it.
+
+    Raises:
+        CheckpointError: names or shapes differ; nothing is changed then.
+    """
+    weights = LazyWeights(source_of(checkpoint_dir, tag))
+    own = model.state_dict(keep_vars=True)
+    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    shapes = [n for n in own if n in weights and tuple(own[n].shape) != weights._tensors[n].shape]
+    if missing or unexpected or shapes:
+        raise CheckpointError(
+            f"{checkpoint_dir}: does not fit the model: missing in the checkpoint: {missing[:10]}; not in the model:"
+            f" {unexpected[:10]}; of another shape: {shapes[:10]}"
+        )
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(weights[name])
+    return model
+
+
+def get_optim_files(checkpoint_dir: Folder) -> list[str]:
+    """The files of optimizer states in a tag's folder of DeepSpeed.
+
+    Raises:
+        CheckpointError: there are none. A checkpoint of dsx has `optimizer*.safetensors` and `dsx.json`
+            instead: read them with `dsx.checkpoint.open_checkpoint`.
+    """
+    return _files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
+    """The file of rank 0's model states in a tag's folder of DeepSpeed. Raises as `get_optim_files`."""
+    prefix = "zero_pp_rank_0_" if zero_stage == 3 else ""
+    return _files(checkpoint_dir, f"{prefix}mp_rank_00_model_states.pt")[0]
+
+
+def _files(checkpoint_dir: Folder, pattern: str) -> list[str]:
+    folder = check_folder(checkpoint_dir, "checkpoint_dir")
+    found = sorted(map(str, folder.glob(pattern)))
+    if not found:
+        raise CheckpointError(
+            f"{folder}: has no file {pattern}; such files are DeepSpeed's. dsx keeps weights and optimizer states as"
+            " safetensors and everything else in dsx.json: call get_fp32_state_dict_from_zero_checkpoint, or"
+            " dsx.checkpoint.open_checkpoint"
+        )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line of `zero_to_fp32.py`. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="whole fp32 weights of a checkpoint")
+    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint was given")
+    parser.add_argument("output_dir", help="a folder that is made")
+    parser.add_argument("--max_shard_size", default="5GB", help="size at which safetensors are split")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", help="which checkpoint; without it the one that 'latest' names")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what is not trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
+    given = parser.parse_args(argv)
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            given.checkpoint_dir, given.output_dir, given.max_shard_size, given.safe_serialization, given.tag,
+            given.exclude_frozen_parameters,
+        )  # fmt: skip
+    except (CheckpointError, OSError) as error:
+        if given.debug:
+            raise
+        sys.stderr.write(f"zero_to_fp32: {error}\n")
+        return 1
+    sys.stdout.write(f"{given.output_dir}: written\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The three batch sizes under the section `elasticity`: chosen for this number of ranks, so that the batch stays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..elastic_batch import ElasticSettings, Refusal, for_world_size
+from ..errors import Problem
+from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes
+
+__all__ = ["elastic_batch", "settings_from"]
+
+
+def settings_from(section: Any) -> ElasticSettings:
+    """The settings in the validated section."""
+    return ElasticSettings(
+        max_batch=section.max_train_batch_size,
+        micro_batches=tuple(section.micro_batch_sizes),
+        min_devices=section.min_gpus,
+        max_devices=section.max_gpus,
+        prefer_larger=section.prefer_large_batch,
+        version=section.version,
+        devices_per_node=section.num_gpus_per_node,
+        model_parallel=section.model_parallel_size,
+    )
+
+
+def elastic_batch(
+    section: Any, given: Mapping[str, int | None], world_size: int, auto: frozenset[str] = frozenset()
+) -> BatchSizes | Problem:
+    """Choose the batch sizes.
+
+    Args:
+        section: the validated section, which is on.
+        given: what the configuration says about the three sizes; "auto" values are absent.
+        world_size: number of data-parallel ranks.
+        auto: which of the three the configuration leaves to dsx.
+    """
+    set_by_hand = [key for key in (TRAIN, MICRO, ACCUMULATION) if given.get(key) is not None and key not in auto]
+    if set_by_hand and not section.ignore_non_elastic_batch_info:
+        return Problem(
+            "conflict", set_by_hand[0], "the section elasticity chooses the batch sizes",
+            got=", ".join(f"{key} {given[key]}" for key in set_by_hand), expected="none of the three",
+            fix='remove them, or set "ignore_non_elastic_batch_info": true in elasticity',
+        )  # fmt: skip
+    settings = settings_from(section)
+    shared = settings.model_parallel if settings.version >= 0.2 else 1
+    found = for_world_size(settings, world_size * shared)
+    if isinstance(found, Refusal):
+        return Problem(
+            "conflict", "elasticity", "no batch suits it", got=found.got, expected=found.expected, fix=found.fix
+        )
+    micro = found.micro or 1
+    derived = (TRAIN, MICRO, ACCUMULATION)
+    return BatchSizes(found.batch, micro, found.batch // (micro * world_size), world_size, derived)

@@ -1,0 +1,152 @@
+"""What happens with each key of a configuration that was written for DeepSpeed: `dsx config check`.
+
+Each value of the document gets one of six words:
+
+* `as DeepSpeed`: does here what it does there;
+* `better`: does the same, and more than there; the text says what;
+* `differs`: has another effect here; the text says which;
+* `auto`: left to dsx, or to the program that fills the document in;
+* `no effect`: accepted, and the text says why nothing depends on it;
+* `refused`: training does not start; the text says why and what to do.
+
+A pure function of the document: no other rank, no device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DsxConfigError, Problem, shorten
+from .availability import MEANINGLESS
+from .normal import MEANS_AUTO, SECOND_NAMES
+from .report import leaves
+from .source import read
+
+__all__ = ["BETTER", "DIFFERS", "Verdict", "render", "verdicts"]
+
+BETTER: dict[str, str] = {
+    "bf16.check_grad_overflow": "also checked at stage 3",
+    "checkpoint.tag_validation": "rank 0's tag is taken everywhere, so that no rank writes to another folder",
+    "communication_data_type": "holds for gathers and reductions of every stage",
+    "comms_logger": "bytes are counted exactly, on every transport",
+    "curriculum_learning": "a resumed run has the same batches, with any number of ranks",
+    "data_efficiency": "a resumed run has the same batches, with any number of ranks",
+    "dataloader_drop_last": "the order changes from epoch to epoch and is resumed exactly",
+    "flops_profiler": "profiles of micro-batches, as text, JSON and a page",
+    "fp16.enabled": "also on a CPU; a step is unscaled with the scale of its own backward, at stage 0 too",
+    "gradient_accumulation_steps": "the loss is divided once, whatever the model returns",
+    "prescale_gradients": "the division happens once, at every stage",
+    "gradient_predivide_factor": "the division happens once, at every stage",
+    "tensorboard": "a writer that fails warns and does not end training",
+    "wandb": "a writer that fails warns and does not end training",
+    "csv_monitor": "a writer that fails warns and does not end training",
+    "comet": "a writer that fails warns and does not end training",
+    "zero_optimization.elastic_checkpoint": "every checkpoint loads at every number of ranks and stage",
+    "zero_optimization.leaf_module": "an entry that fits no module is an error",
+    "zero_optimization.stage": "every stage gives the losses of plain PyTorch, unused parameters included",
+}
+
+DIFFERS: dict[str, str] = {
+    "comms_logger.enabled": "false is off; DeepSpeed logs as soon as the block exists",
+    "steps_per_print": "10 unless it is set, as documented; DeepSpeed prints nothing then",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What happens with one value.
+
+    Attributes:
+        path: dotted path, as the document spells it; empty for the document as a whole.
+        value: what was written.
+        word: one of the six words of the module's text.
+        text: why, or what to do; empty where there is nothing to say.
+    """
+
+    path: str
+    value: Any
+    word: str
+    text: str = ""
+
+
+def verdicts(source: Any, *, world_size: int = 1) -> list[Verdict]:
+    """One verdict for each value of a configuration, in its order; last what is wrong with the document as a whole.
+
+    Raises:
+        DsxConfigError: the document cannot be read.
+    """
+    from .load import load_config  # late: pydantic, and this module is read for its tables, too
+
+    document = read(source)
+    try:
+        load_config(source, world_size=world_size, template=True)
+        problems: list[Problem] = []
+    except DsxConfigError as error:
+        problems = list(error.problems)
+    found, named = [], set()
+    for path, value in leaves(document.data):
+        if not path:
+            continue  # an empty document
+        refused = [p for p in problems if p.path and _meet(_documented(path), _documented(p.path))]
+        named.update(id(problem) for problem in refused)
+        found.append(_refused(path, value, refused) if refused else _accepted(path, value))
+    rest = [problem for problem in problems if id(problem) not in named]
+    return found + [Verdict(problem.path, problem.got, "refused", _reason(problem)) for problem in rest]
+
+
+def _documented(path: str) -> str:
+    for second, first in SECOND_NAMES.items():
+        if path == second or path.startswith(f"{second}."):
+            return first + path[len(second) :]
+    return path
+
+
+def _meet(path: str, problem: str) -> bool:
+    """Whether a problem at one path concerns the value at another: it is the value, around it, or inside it."""
+    return path == problem or path.startswith(f"{problem}.") or problem.startswith(f"{path}.")
+
+
+def _refused(path: str, value: Any, problems: list[Problem]) -> Verdict:
+    return Verdict(path, value, "refused", "; ".join(dict.fromkeys(map(_reason, problems))))
+
+
+def _reason(problem: Problem) -> str:
+    return f"{problem.message}. {problem.fix}" if problem.fix else problem.message
+
+
+def _accepted(path: str, value: Any) -> Verdict:
+    documented = _documented(path)
+    if value == "auto" and documented not in MEANS_AUTO:
+        return Verdict(path, value, "auto", "decided by dsx, or by the program that fills it in")
+    for word, table in (("no effect", MEANINGLESS), ("differs", DIFFERS), ("better", BETTER)):
+        text = _lookup(table, documented)
+        if text:
+            return Verdict(path, value, word, text)
+    return Verdict(path, value, "as DeepSpeed")
+
+
+def _lookup(table: Mapping[str, str], path: str) -> str:
+    """What a table says about a path or the nearest section around it."""
+    while path:
+        if path in table:
+            return table[path]
+        path = path.rpartition(".")[0]
+    return ""
+
+
+def render(found: list[Verdict]) -> str:
+    """The verdicts as a table of text, one line per value."""
+    rows = [(v.path or "(document)", shorten(_json(v.value), 40), v.word, v.text) for v in found]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3].replace("\n", " ")]).rstrip()
+        for row in rows
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str)

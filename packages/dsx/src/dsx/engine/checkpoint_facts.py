@@ -1,0 +1,36 @@
+"""What a checkpoint says of the run that saved it: configuration, versions, layout. For people and tools; no load needs
+it.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from .._version import __version__
+
+__all__ = ["checkpoint_facts"]
+
+_SECRET = ("api_key", "token", "password", "secret")
+
+
+def checkpoint_facts(config: Any, world_size: int) -> dict[str, dict[str, Any]]:
+    """`config` (what was set; keys of services are left out), `versions` and `layout`."""
+    zero = config.zero
+    placement = {
+        name: "none" if section is None else section.device
+        for name, section in (("parameters", zero.offload_param), ("optimizer", zero.offload_optimizer))
+    }
+    return {
+        "config": _without_secrets(config.to_dict()),
+        "versions": {"dsx": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        "layout": {"ranks": world_size, "zero_stage": zero.stage, "placement": placement},
+    }
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_secrets(v) for k, v in value.items() if not any(word in k.lower() for word in _SECRET)}
+    return [_without_secrets(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,199 @@
+"""The part of `Engine` that saves, loads, and ends when the machine is taken away."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .checkpointing import Wanted
+from .preemption import PreemptionWatch
+
+if TYPE_CHECKING:
+    from .parts import EngineParts
+
+Folder = str | os.PathLike[str]
+
+
+class EngineCheckpoints:
+    """Checkpoint methods of `Engine`."""
+
+    _parts: EngineParts
+    training_dataloader: Any
+    _preemption: PreemptionWatch | None = None
+
+    def _living(self) -> EngineParts:
+        raise NotImplementedError
+
+    def forget_micro_batches(self) -> None:
+        """Begin an update anew."""
+        raise NotImplementedError
+
+    def save_checkpoint(
+        self,
+        save_dir: Folder,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        asynchronous: bool | None = None,
+    ) -> str:
+        """Save everything needed to go on, under `save_dir/tag`; every rank must call it.
+
+        Args:
+            tag: name of the checkpoint; None: `global_step<N>`.
+            client_state: a dictionary that `load_checkpoint` gives back: numbers, text, lists, tuples, dicts, tensors,
+                numpy values, `argparse.Namespace`, dtypes and devices. Rank 0's is kept.
+            save_latest: make it the one that `load_checkpoint` finds without a tag.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+            asynchronous: copy to host memory, return, and write while training goes on; None: as
+                `checkpoint.asynchronous` says. The checkpoint is there when it has its name; `wait_for_checkpoints`
+                waits for that. An error is raised on all ranks by the same later `step()`, or by the next save,
+                `wait_for_checkpoints` or `destroy`.
+
+        Returns:
+            The folder that was written, or will be.
+        """
+        parts = self._living()
+        parts.gate.at_rest()
+        return parts.checkpointer.save(
+            save_dir,
+            tag,
+            {} if client_state is None else client_state,
+            loader=self.training_dataloader,
+            latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            asynchronous=asynchronous,
+        )
+
+    store_checkpoint = save_checkpoint
+
+    def load_checkpoint(
+        self,
+        load_dir: Folder,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+        load_random_states: bool = True,
+        only: Sequence[str] | None = None,
+        key_mapping: Mapping[str, str] | None = None,
+        padded_vocabulary: Sequence[str] = (),
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load what any stage and any number of ranks saved; every rank must call it.
+
+        At the number of ranks that saved, the next steps are those of the run that went on, bit for bit. Where no tag
+        is given and the latest checkpoint is damaged, the one before it is loaded, and a warning says so.
+
+        Args:
+            tag: which checkpoint; None: the latest.
+            load_module_strict: names that do not fit are an error; else what fits is loaded.
+            load_optimizer_states, load_lr_scheduler_states: False starts these anew.
+            load_module_only: load weights and buffers and nothing else, counters included.
+            custom_load_fn: called as `custom_load_fn(src=weights, dst=module)` to fill the module, in the place of
+                loading weights by name. `weights` reads each tensor when it is asked for; what is written on rank 0
+                counts for all ranks. Optimizer states are loaded where names and shapes fit.
+            load_random_states: False leaves the random generators as they are.
+            only: regular expressions; what none of them matches stays as it is, and is not missed. An adapter alone:
+                `only=["lora_"]`.
+            key_mapping: regular expression -> replacement; from names in the checkpoint to names in the model.
+            padded_vocabulary: regular expressions of tensors that may have another number of rows than in the
+                checkpoint; rows that it does not have become zeros.
+
+        Returns:
+            Folder and client state, or `(None, {})` if there is no checkpoint.
+        """
+        parts = self._living()
+        wanted = Wanted(
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            load_random_states,
+            only,
+            key_mapping or {},
+            padded_vocabulary,
+            custom_load_fn,
+        )
+        path, client_state = parts.checkpointer.load(load_dir, tag, wanted, loader=self.training_dataloader)
+        if path is not None:
+            self.forget_micro_batches()
+        return path, client_state
+
+    def wait_for_checkpoints(self) -> None:
+        """Wait until every asynchronous save is on disk.
+
+        Raises:
+            dsx.checkpoint.CheckpointError: one of them has failed.
+        """
+        self._living().checkpointer.wait()
+
+    def register_for_checkpointing(self, *objects: Any, name: str | None = None, per_rank: bool = False) -> None:
+        """Save and load the state of further objects with the engine's: an average of the weights, a sampler, ...
+
+        Register the same objects in the same order before `load_checkpoint`.
+
+        Args:
+            objects: each has `state_dict()`, whose values may be what a client state may hold, and
+                `load_state_dict(state)`.
+            name: under which the only object is kept; None: its class and a number.
+            per_rank: keep each rank's state, and give it back where as many ranks load; else rank 0's is kept for all.
+        """
+        self._living().checkpointer.registered.add(objects, name, per_rank)
+
+    def save_on_preemption(
+        self,
+        save_dir: Folder,
+        tag: str | None = None,
+        client_state: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
+        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+    ) -> None:
+        """When one of these signals reaches any rank, save on all ranks after the same update and end the process with
+        the exit code 75 (`dsx.exit_codes.RESUME_EXIT_CODE`); every rank must call this, on its main thread.
+
+        Ending is a `SystemExit` raised from `step()`, `forward` or `train_batch`, so that `finally` blocks run.
+        Evaluations under `torch.no_grad()` are left in the middle. `dsx launch` hands the exit code on.
+
+        Args:
+            save_dir, tag: as for `save_checkpoint`.
+            client_state: saved with it, or a function that gives it when the time has come.
+            signals: names of signals.
+        """
+        from ..checkpoint.ranks import ranks_of_own
+
+        parts = self._living()
+        if self._preemption is not None:
+            self._preemption.close()
+
+        def save() -> str:
+            state = client_state() if callable(client_state) else client_state
+            return parts.checkpointer.save(
+                save_dir, tag, state or {}, loader=self.training_dataloader, latest=True, exclude_frozen=False,
+                asynchronous=False, at_rest=True,
+            )  # fmt: skip
+
+        ranks = ranks_of_own()
+        self._preemption = PreemptionWatch(ranks, parts.gate, save, signals, _store() if ranks.world_size > 1 else None)
+        parts.checkpointer.note_rest(self.training_dataloader)
+
+    def _after_update(self) -> None:
+        """The update is over: this is where ranks stop together, if they have agreed to."""
+        if self._preemption is not None:
+            self._parts.checkpointer.note_rest(self.training_dataloader)
+        self._parts.gate.end_update()
+
+    def _close_checkpoints(self) -> None:
+        """Give signals back, and wait for what is being written."""
+        if self._preemption is not None:
+            self._preemption.close()
+            self._preemption = None
+        self._parts.checkpointer.close()
+
+
+def _store() -> Any:
+    """The job's store: a few bytes by name, without a collective."""
+    import torch
+
+    return torch.distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateImportUsage]

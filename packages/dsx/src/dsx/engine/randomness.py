@@ -1,0 +1,76 @@
+"""The random states of this rank: Python's, NumPy's, torch's on the host and on every CUDA device it sees, and the
+named streams of model parallelism (`dsx.checkpointing.get_cuda_rng_tracker`).
+
+    state = random_states()        # plain values and tensors, as checkpoints hold them
+    restore_random_states(state)
+
+A state is taken of the generators that programs use without naming them. Generators of the caller's own are saved by
+registering an object that holds them (`engine.register_for_checkpointing`). NumPy's generator is left out where NumPy
+was not imported.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+from dsx_zero.checkpointing import get_cuda_rng_tracker
+
+__all__ = ["RandomStates", "random_states", "restore_random_states"]
+
+
+def random_states() -> dict[str, Any]:
+    """What the generators of this process will draw next."""
+    version, numbers, gauss = random.getstate()
+    found: dict[str, Any] = {
+        "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+        keys = torch.from_numpy(keys.astype("int64"))
+        found["numpy"] = {"name": name, "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": gauss}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = [state.cpu() for state in torch.cuda.get_rng_state_all()]
+    streams = get_cuda_rng_tracker().get_states()
+    if streams:
+        found["streams"] = streams
+    return found
+
+
+def restore_random_states(state: dict[str, Any]) -> None:
+    """Let the generators go on from where `state` was taken.
+
+    Raises:
+        ValueError, TypeError, KeyError, RuntimeError: `state` is nothing that `random_states` gives. Generators that
+            were restored before that keep what they were given.
+    """
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy  # late: only where the run that was saved used it
+
+        saved = state["numpy"]
+        keys = saved["keys"].numpy().astype("uint32")
+        numpy.random.set_state((saved["name"], keys, saved["position"], saved["has_gauss"], saved["gauss"]))
+    if "streams" in state:
+        get_cuda_rng_tracker().set_states(state["streams"])
+    if torch.cuda.is_available():
+        for device, value in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(value, device)
+
+
+class RandomStates:
+    """The generators as an object with `state_dict` and `load_state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `random_states`."""
+        return random_states()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `restore_random_states`."""
+        restore_random_states(state)

@@ -1,0 +1,77 @@
+"""What the `activation_checkpointing` section does to an engine: it configures `dsx.checkpointing`, makes a pipeline
+recompute through it, and says so where the model never calls it.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from dsx_comm import RankSets
+
+from .config import Config
+from .engine.errors import EngineArgumentError
+from .engine.report import StepReport
+from .pipelining import is_pipeline
+from .utils.logging import logger
+
+__all__ = ["apply_budget", "apply_section", "section_observers"]
+
+
+def apply_section(config: Config, model: Any, checkpointing: ModuleType) -> None:
+    """Configure `dsx.checkpointing` as the section says, if there is one. Collective where inputs are divided."""
+    section = config.use("activation_checkpointing")
+    if not section.model_fields_set:
+        return
+    if checkpointing.is_configured():
+        logger.info("activation_checkpointing: the configuration replaces what checkpointing.configure was given")
+    checkpointing.configure(None, section)
+    pipeline = config.pipeline.model_fields_set
+    if is_pipeline(model) and model.recomputation.interval and "use_reentrant" not in pipeline:
+        model.set_checkpoint_function(checkpointing.checkpoint)
+
+
+def apply_budget(config: Config, model: Any, topology: RankSets, checkpointing: ModuleType) -> Any:
+    """Hold a sharded model's activations within the section's `memory_budget`; None where there is none.
+
+    Raises:
+        EngineArgumentError: the model is a pipeline, whose stages hold several micro-batches at a time.
+    """
+    budget = config.activation_checkpointing.memory_budget
+    if budget is None:
+        return None
+    if is_pipeline(model):
+        raise EngineArgumentError(
+            "activation_checkpointing.memory_budget: got a PipelineModule, whose stages keep several micro-batches at a"
+            " time; use its activation_checkpoint_interval"
+        )
+    first = topology.rank == 0
+    return checkpointing.apply_memory_budget(
+        model, budget, group=topology.data.group, announce=logger.info if first else logger.debug
+    )
+
+
+def section_observers(config: Config, checkpointing: ModuleType) -> list[Any]:
+    """What looks on at steps for the section."""
+    section = config.activation_checkpointing
+    by_calls = section.model_fields_set and section.memory_budget is None
+    return [_NeverCalled(checkpointing)] if by_calls else []
+
+
+class _NeverCalled:
+    """Warns once, after the first step, if the section had no effect."""
+
+    def __init__(self, checkpointing: ModuleType) -> None:
+        self._checkpointing, self._before = checkpointing, checkpointing.use_count()
+        self._judged = False
+
+    def after_step(self, report: StepReport) -> None:
+        """Judge the first step."""
+        if self._judged:
+            return
+        self._judged = True
+        if self._checkpointing.use_count() == self._before:
+            logger.warning(
+                "activation_checkpointing is configured, and the model never called dsx.checkpointing.checkpoint:"
+                " nothing is recomputed because of it. Call it in the model's forward"
+            )

@@ -1,0 +1,170 @@
+"""Where dsx puts state that lives on disk: a `dsx_nvme.TensorStore` of each rank, set up by the `aio` section.
+
+Swap space goes with its user: files are removed when it is closed, and a folder that a killed process left behind is
+taken over by the next start. Two jobs cannot share a folder (`NvmeError` names the other process).
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import dsx_zero
+import torch
+
+from .utils.logging import logger
+
+__all__ = ["Init", "SwapSpace"]
+
+
+class SwapSpace:
+    """A store of tensors on disk for this rank; see `dsx_zero.homes.stored.TensorStore`.
+
+    Args:
+        folder: `nvme_path` of the configuration.
+        name: a folder in it, one per rank and user.
+        aio: the `aio` section; None: its defaults.
+    """
+
+    def __init__(self, folder: str | os.PathLike, name: str, aio: Any = None) -> None:
+        nvme: Any = importlib.import_module("dsx_nvme")
+        settings = nvme.AioConfig() if aio is None else aio
+        if settings.use_gds:
+            logger.warning(
+                "aio.use_gds has no effect on offload: state on disk is fetched into host memory, where it is stepped"
+                " or sent on to the device"
+            )
+        self._engine = nvme.Engine(
+            block_size=settings.block_size,
+            queue_depth=settings.queue_depth,
+            threads=settings.intra_op_parallelism,
+            single_submit=settings.single_submit,
+            overlap_events=settings.overlap_events,
+        )
+        try:
+            place = os.path.join(folder, name)
+            os.makedirs(place, exist_ok=True)
+            files: Any = importlib.import_module("dsx_nvme.files")
+            kind = files.file_system(os.stat(place).st_dev)
+            if kind in files.IN_MEMORY:
+                raise dsx_zero.ZeroConfigError(
+                    "zero_optimization.offload_*.nvme_path",
+                    f"got {os.fspath(folder)!r}, which lies in memory ({kind}); expected a folder on a disk. For state"
+                    " in host memory set device to cpu",
+                )
+            self._store = nvme.TensorStore(place, engine=self._engine, keep=False)
+        except OSError as error:
+            self._engine.close()
+            raise dsx_zero.ZeroConfigError(
+                "zero_optimization.offload_*.nvme_path",
+                f"got {os.fspath(folder)!r}, which cannot be written to ({error}); expected a folder on a local disk"
+                " with room for the state",
+            ) from error
+        except BaseException:
+            self._engine.close()
+            raise
+        swap: Any = importlib.import_module("dsx_nvme.swap.moving")
+        self._moving, self._closed = swap.Moving, False
+        self._nobody = self._listener = swap.no_listener
+
+    @property
+    def folder(self) -> str:
+        """Where the files are."""
+        return self._store.folder
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._store
+
+    def listen(self, on_transfer: Callable[[str, str, int], Callable[[], None]]) -> Callable[[], None]:
+        """Tell `on_transfer` of each transfer that begins (operation, name, bytes), and call what it returns when that
+        is over; `dsx_monitor.Timeline.transfer` has this shape. Returns what ends it.
+        """
+        self._listener = on_transfer
+
+        def end() -> None:
+            self._listener = self._nobody
+
+        return end
+
+    def put(self, name: str, tensor: torch.Tensor) -> Any:
+        """Start storing a host tensor; it must not be written to before it is waited for."""
+        self._check_open()
+        return self._begin("write", name, tensor, lambda: self._store.put(name, tensor))
+
+    def get(self, name: str, out: torch.Tensor) -> Any:
+        """Start reading."""
+        self._check_open()
+        return self._begin("read", name, out, lambda: self._store.get(name, out).ticket)
+
+    def _begin(self, op: str, name: str, tensor: torch.Tensor, start: Callable[[], Any]) -> Any:
+        return self._moving.begin(self._listener, op, name, tensor, start)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise dsx_zero.ZeroStateError(
+                f"this state lived on disk in {self.folder} and went with its engine (destroy(), or its model was"
+                " sharded anew); read parameters and save checkpoints before that"
+            )
+
+    def close(self) -> None:
+        """Wait for what is under way and remove the files. Closing again does nothing."""
+        self._closed = True
+        try:
+            self._store.close()
+        finally:
+            self._engine.close()
+
+
+class Init(dsx_zero.Init):
+    """`dsx_zero.Init`, which makes the store for `remote_device="nvme"` itself: in a folder of this rank inside
+    `zero_optimization.offload_param.nvme_path`. It is removed when no parameter uses it any more.
+    """
+
+    def _store_on_disk(self, path: str | None) -> Any:
+        if path is None:
+            raise dsx_zero.ZeroConfigError(
+                "Init.config_dict_or_path",
+                "got remote_device='nvme' and no folder; expected zero_optimization.offload_param.nvme_path in the"
+                " configuration",
+            )
+        in_use: Any = importlib.import_module("dsx_nvme").FolderInUseError
+        for number in itertools.count():  # the first one that no other model of this process has
+            try:
+                space = SwapSpace(path, f"dsx-init{number}-rank{self._ranks.data.rank}", self._aio)
+            except in_use:
+                continue
+            lent = _Lent(space)
+            weakref.finalize(lent, space.close)
+            return lent
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = kwargs.get("config") or kwargs.get("config_dict_or_path") or (args[5] if len(args) > 5 else None)
+        self._aio = _aio_of(given)
+        super().__init__(*args, **kwargs)
+
+
+class _Lent:
+    """The store as parameters hold it: gone with the last of them."""
+
+    def __init__(self, space: SwapSpace) -> None:
+        self._space = space
+        self.put, self.get = space.put, space.get
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._space
+
+
+def _aio_of(config: Any) -> Any:
+    """The `aio` section of a configuration, if it has one."""
+    nvme: Any = importlib.import_module("dsx_nvme")
+    if isinstance(config, (str, Path)):
+        from dsx_zero.params.init import read_config  # late: only files need it
+
+        config = read_config(config)
+    section = config.get("aio") if isinstance(config, Mapping) else None
+    return None if section is None else nvme.AioConfig.from_dict(dict(section))

@@ -1,0 +1,101 @@
+"""`dsx config check` says for each key of a DeepSpeed configuration what happens with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from dsx.config.cli import main
+from dsx.config.verdicts import BETTER, DIFFERS, verdicts
+
+HUGGING_FACE = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}  # fmt: skip
+
+
+def words(config):
+    return {verdict.path: verdict for verdict in verdicts(config)}
+
+
+def test_every_value_of_a_hugging_face_file_has_a_verdict_and_none_is_refused():
+    found = words(HUGGING_FACE)
+
+    def paths(value, prefix=""):
+        if not isinstance(value, dict):
+            return [prefix[:-1]]
+        return [path for key, item in value.items() for path in paths(item, f"{prefix}{key}.")]
+
+    assert list(found) == paths(HUGGING_FACE)
+    assert {verdict.word for verdict in found.values()} <= {"as DeepSpeed", "better", "differs", "auto", "no effect"}
+    assert found["zero_optimization.stage"].word == "better"
+    assert found["train_batch_size"].word == "auto"
+    assert found["steps_per_print"].word == "differs"
+    assert found["optimizer.type"].word == "as DeepSpeed"
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "word", "text"),
+    [
+        ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer", "no effect", "may be used"),
+        ({"disable_allgather": True}, "disable_allgather", "no effect", "upstream"),
+        ({"autotuning": {"enabled": True}}, "autotuning.enabled", "refused", "not available yet"),
+        ({"elasticity": {"enabled": False, "min_time": 20}}, "elasticity.min_time", "no effect", "between runs"),
+        ({"zero_optimization": {"stag": 3}}, "zero_optimization.stag", "refused", "stage"),
+        ({"gradient_cliping": 1.0}, "gradient_cliping", "refused", "gradient_clipping"),
+        ({"bfloat16": {"check_grad_overflow": True}}, "bfloat16.check_grad_overflow", "better", "stage 3"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled", "refused", "fp16"),
+    ],
+)  # fmt: skip
+def test_a_key_gets_its_word(config, path, word, text):
+    found = words({"train_micro_batch_size_per_gpu": 1, **config})
+    assert (found[path].word, text in found[path].text) == (word, True), found[path]
+
+
+def test_what_is_wrong_with_the_whole_document_comes_last():
+    *_, last = verdicts({"gradient_accumulation_steps": 2})
+    assert last.word == "refused" and "batch" in last.text
+
+
+def test_the_command_prints_the_table_and_fails_for_a_refused_key(tmp_path, capsys):
+    file = tmp_path / "dsx.json"
+    file.write_text(
+        json.dumps({"train_batch_size": 4, "zero_optimization": {"stage": 2}, "autotuning": {"enabled": True}})
+    )
+    assert main(["check", str(file)]) == 1
+    shown = capsys.readouterr()
+    rows = {line.split()[0]: line for line in shown.out.splitlines()}
+    assert "as DeepSpeed" in rows["train_batch_size"]
+    assert "better" in rows["zero_optimization.stage"]
+    assert "refused" in rows["autotuning.enabled"] and "not available yet" in rows["autotuning.enabled"]
+    assert "not available yet" in shown.err
+
+
+def test_the_tables_name_keys_that_exist():
+    from dsx.config.schema import Root
+    from dsx.config.translate import all_paths
+
+    known = {*all_paths(Root)}
+    known |= {path.rpartition(".")[0] for path in known} | {path.split(".")[0] for path in known}
+    assert {*BETTER, *DIFFERS} <= known

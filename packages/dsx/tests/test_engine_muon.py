@@ -1,0 +1,118 @@
+"""`optimizer.type` Muon, at every ZeRO stage, and the optimizers of the package mup."""
+
+import sys
+import types
+
+import dsx
+import pytest
+import torch
+from dsx.errors import DsxConfigError
+from dsx.optimizers import choose_optimizer, groups_for_muon
+from dsx_testkit import run_ranks
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(7, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.lm_head = nn.Linear(8, 7, bias=False)
+
+    def forward(self, x):
+        x = self.embed_tokens(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.lm_head(x).square().mean()
+
+
+def test_matrices_of_hidden_layers_are_for_muon():
+    net = Net()
+    names = {id(p): name for name, p in net.named_parameters()}
+    found = {g["use_muon"]: {names[id(p)] for p in g["params"]} for g in groups_for_muon(net.parameters(), net)}
+    assert found[True] == {"layers.0.weight", "layers.1.weight"}
+    assert found[False] == {"embed_tokens.weight", "lm_head.weight", "layers.0.bias", "layers.1.bias"}
+    net.layers[0].weight.use_muon = False
+    net.lm_head.weight.use_muon = True
+    found = {g["use_muon"]: {names[id(p)] for p in g["params"]} for g in groups_for_muon(net.parameters(), net)}
+    assert found[True] == {"layers.1.weight", "lm_head.weight"}
+
+
+def train(rank, world, stage, folder):
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {
+            "type": "Muon",
+            "params": {"muon_lr": 0.02, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.1},
+        },
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = dsx.initialize(model=Net(), config=config)
+    found = []
+    for step in range(3):
+        x = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    if folder is not None:
+        engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder)
+        engine.backward(engine(x))
+        engine.step()
+    engine.destroy()
+    return found
+
+
+def test_stages_agree_and_checkpoints_resume(tmp_path):
+    plain = run_ranks(train, 2, 0, None)
+    for stage in (1, 3):
+        got = run_ranks(train, 2, stage, str(tmp_path / str(stage)))
+        assert got == [pytest.approx(of_rank, rel=1e-4) for of_rank in plain]
+
+
+def test_states_stay_in_memory_beside_masters_on_disk(tmp_path):
+    def tiers(keep):
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "Muon", "params": {"lr": 0.02}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
+                "save_muon_momentum_buffer_in_memory": keep,
+            },
+        }
+        engine, *_ = dsx.initialize(model=Net(), config=config)
+        engine.backward(engine(torch.zeros(2, 5, dtype=torch.long)))
+        engine.step()
+        found = engine.optimizer.state_bytes_by_tier()
+        engine.destroy()
+        return found["master"], found["optimizer"]
+
+    on_disk = tiers(False)[1]
+    assert set(on_disk) == {"disk"}
+    masters, states = tiers(True)
+    assert "disk" in masters and states["host"] > 0.95 * on_disk["disk"]  # counts of steps stay beside the masters
+
+
+def test_optimizers_of_mup(monkeypatch):
+    with pytest.raises(DsxConfigError, match="pip install mup"):
+        choose_optimizer("MuAdam", {"lr": 0.1})
+    calls = []
+
+    def made(parameters, **arguments):
+        calls.append(arguments)
+        return torch.optim.AdamW(parameters, **arguments)
+
+    monkeypatch.setitem(sys.modules, "mup", types.SimpleNamespace(MuAdam=made, MuAdamW=made, MuSGD=made))
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "MuAdamW", "params": {"lr": 0.1}}}
+    engine, *_ = dsx.initialize(model=nn.Linear(2, 2), config=config)
+    assert calls == [{"lr": 0.1}] and engine.optimizer_name() == "AdamW"
+    engine.destroy()
+
+
+def test_mistakes_are_named():
+    for params, match in (({"ns_method": "gram"}, "ns_method"), ({"muon_rate": 1}, "muon_rate")):
+        with pytest.raises(DsxConfigError, match=match):
+            choose_optimizer("Muon", params)
