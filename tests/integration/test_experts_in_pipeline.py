@@ -57,7 +57,13 @@ def train(rank, world, schedule):
     parallel_groups.use(GroupRegistry(topology))
     dsx_moe.expert_groups_of(2)  # on all ranks: a stage without experts would not make the groups
     module = PipelineModule(
-        specs(2), topology=topology, loss_fn=loss_of, seed_layers=True, base_seed=5, partition_method="uniform"
+        specs(2),
+        topology=topology,
+        loss_fn=loss_of,
+        seed_layers=True,
+        base_seed=5,
+        partition_method="uniform",
+        schedule=schedule,
     )
     data = parallel_groups.current().rank("data")
     loss = Pipeline(module, schedule, micro_batches=MICRO).step(batch(data), torch.zeros(8, WIDTH))
@@ -81,10 +87,14 @@ def oracle():
     }
 
 
-def test_stages_of_experts_give_the_gradients_of_one_process():
+@pytest.mark.parametrize(
+    "schedule",
+    ["1f1b", "zb-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zbv", "interleaved", "gpipe"))],
+)
+def test_stages_of_experts_give_the_gradients_of_one_process(schedule):
     losses, expected = oracle()
     seen = set()
-    for loss, grads, data, first in run_ranks(train, 4, "1f1b"):
+    for loss, grads, data, first in run_ranks(train, 4, schedule):
         assert loss == pytest.approx(losses[data], rel=1e-4)
         assert first == {2 * data}
         for name, grad in grads.items():

@@ -183,11 +183,13 @@ def dirty_padding() -> Any:
 
 
 def norm_of_own_shard() -> Any:
-    right = module("dsx_zero.step.norm").global_norm
-    return patch(
-        "dsx_zero.optimizer.global_norm",
-        lambda blocks, *, device, groups, whole: right(blocks, device=device, groups=(), whole=whole),
-    )
+    optimizer = module("dsx_zero.optimizer").ZeroOptimizer
+    return patch.object(optimizer, "_norm", functools.partialmethod(_own_norm, optimizer._norm))
+
+
+def _own_norm(self, right, grad_scale, *, needed, total):
+    with patch.object(self._runtime.averaging, "local", lambda: True):  # no group adds anything
+        return right(self, grad_scale, needed=needed, total=None)
 
 
 def clip_before_unscaling() -> Any:

@@ -1,0 +1,195 @@
+"""The documentation site: built strictly, complete, free of network, and browsed in Chromium where there is one."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import importlib
+import re
+import sys
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from dsx_testkit import Browser, find_browser
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools" / "site"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    folder = tmp_path_factory.mktemp("site")
+    build(load_config(str(ROOT / "tools" / "site" / "mkdocs.yml"), site_dir=str(folder)))  # strict: warnings abort
+    return folder
+
+
+class Links(HTMLParser):
+    """What a page links to, what it loads, and the anchors it has."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.anchors |= {found[key] for key in ("id", "name") if found.get(key)}
+        if tag == "a" and found.get("href"):
+            self.links.append(found["href"])
+        if tag in {"script", "img", "source"} and found.get("src"):
+            self.loads.append(found["src"])
+        if tag == "link" and found.get("rel") in {"stylesheet", "preload", "icon"}:
+            self.loads.append(found["href"])
+
+
+@functools.cache
+def parsed(page: Path) -> Links:
+    return Links(page)
+
+
+def target_of(page: Path, link: str, site: Path) -> Path:
+    path = unquote(urlsplit(link).path)
+    target = (site / path.lstrip("/")) if path.startswith("/") else (page.parent / path) if path else page
+    return target / "index.html" if target.is_dir() else target
+
+
+def test_every_link_has_a_target(site):
+    broken = []
+    for page in site.rglob("*.html"):
+        if page.name == "404.html":
+            continue
+        for link in parsed(page).links:
+            parts = urlsplit(link)
+            if parts.scheme or link in {"", "#", "."}:
+                continue
+            target = target_of(page, link, site)
+            anchored = parts.fragment and target.suffix == ".html" and target.is_file()
+            if not target.is_file() or (anchored and unquote(parts.fragment) not in parsed(target).anchors):
+                broken.append((str(page.relative_to(site)), link))
+    assert not broken
+
+
+def test_pages_load_nothing_from_the_network(site):
+    loads = {load for page in site.rglob("*.html") for load in parsed(page).loads if urlsplit(load).scheme != "data"}
+    assert not [load for load in loads if urlsplit(load).netloc]
+    assert not [css for css in site.rglob("*.css") if re.search(r"url\([\"']?https?:", css.read_text())]
+
+
+def test_every_page_says_its_version(site):
+    import dsx
+
+    pages = [page for page in site.rglob("index.html")]
+    assert len(pages) > 60
+    assert not [page for page in pages if f"for dsx {dsx.__version__}" not in page.read_text()]
+
+
+def documented_modules() -> list[str]:
+    import hooks
+
+    return [module for module, file in hooks.sources().items() if hooks.public_names(file)]
+
+
+@pytest.mark.parametrize("module", documented_modules())
+def test_public_names_and_their_page_agree(site, module):
+    """Names that come from elsewhere stand on the page as text; all others have an entry with a description."""
+    page = site / "reference" / "api" / module / "index.html"
+    found = importlib.import_module(module)
+    text = page.read_text()
+    folder = Path(found.__file__).parent
+    names = [n for n in found.__all__ if n != "__version__" and not isinstance(getattr(found, n), type(sys))]
+    names = [n for n in names if not (folder / f"{n}.py").is_file()]
+    missing = [n for n in names if f"{module}.{n}" not in parsed(page).anchors and f"<code>{n}</code>" not in text]
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def served(site):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    browser = Browser(program)
+    yield browser
+    browser.close()
+
+
+BROWSED = [
+    "",
+    "start/install/",
+    "start/first-run/",
+    "guides/zero-stage/",
+    "guides/troubleshooting/",
+    "config/",
+    "figures/",
+    "reference/api/dsx_zero/",
+    "packages/dsx-zero/",
+]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_pages_show_on_a_narrow_screen_without_errors(served, browser, dark):
+    browser.open(served)
+    browser.evaluate("localStorage.clear()")  # a palette that an earlier test has left
+    for page in BROWSED:
+        browser.errors.clear()
+        browser.open(f"{served}/{page}", width=390, dark=dark)
+        assert browser.errors == [], page
+        assert browser.evaluate("document.scrollingElement.scrollWidth") <= 390, page
+        scheme = browser.evaluate("document.body.getAttribute('data-md-color-scheme')")
+        assert scheme == ("slate" if dark else "default"), page
+
+
+def test_the_search_finds_a_page(served, browser):
+    browser.open(served)
+    browser.evaluate(
+        """(async () => {
+            document.querySelector('[data-md-toggle=search]').click();
+            const field = document.querySelector('.md-search__input');
+            field.focus(); field.value = 'offload_optimizer'; field.dispatchEvent(new Event('keyup'));
+            for (let i = 0; i < 200 && !document.querySelector('.md-search-result__item'); i++)
+                await new Promise(done => setTimeout(done, 50));
+        })()"""
+    )
+    assert "offload" in browser.evaluate("document.querySelector('.md-search-result__list').textContent").lower()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("sixteen", "states"), [(True, 2), (False, 2), (True, 1), (False, 0)])
+def test_the_calculator_counts_as_the_engine_does(served, browser, stage, sixteen, states):
+    """On one process the state of a real optimizer is as large as the page says; on eight the page divides it."""
+    browser.open(f"{served}/guides/zero-stage/")
+    count = 10**6
+
+    def bytes_of(ranks: int, away: str) -> dict[str, float]:
+        return browser.evaluate(
+            f"dsxBytes({{parameters: {count}, ranks: {ranks}, stage: {stage}, sixteenBit: {str(sixteen).lower()},"
+            f" states: {states}, optimizerHome: '{away}', parameterHome: 'device'}})"
+        )
+
+    low, master = (2, 4) if sixteen else (4, 0)
+    divided = [(low, 3), (low, 2), (master + 4 * states, 1)]  # bytes per parameter, and the stage that divides them
+    expected = sum(size * count / (8 if stage >= since else 1) for size, since in divided)
+    assert bytes_of(8, "device") == {"device": expected, "host": 0, "disk": 0}
+    away = bytes_of(8, "host")
+    assert away["device"] + away["host"] == expected
+    assert (away["host"] > 0) == (stage >= 1 and (master + states > 0 or stage >= 2))

@@ -1,0 +1,187 @@
+"""What the site shows beyond the files in docs/: the packages' READMEs and changelogs, the API pages, the version.
+
+The idea: these pages are made while the site is built, from the files that are already there, so that nothing is
+written twice. An API page lists the public names of a package (its `__all__`) one by one, so that the page and the
+names cannot differ; mkdocstrings fills in signature and docstring.
+
+Left out: pages per version of the past. A checkout builds the pages of its own version, and each page says which.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+
+from workspace import Package, all_packages  # noqa: E402
+
+# Modules of dsx that users import from, beside the packages themselves.
+MODULES = ("accelerator", "checkpoint", "config", "lr_schedules", "utils")
+PICTURE = re.compile(r"!\[([^\]]*)\]\(https://raw\.githubusercontent\.com/dsx-project/dsx/main/([^)\s]+)\)")
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def sources() -> dict[str, Path]:
+    """Every documented module with the file that lists its public names."""
+    found = {}
+    for package in all_packages().values():
+        for init in sorted((package.path / "src").glob("*/__init__.py")):
+            found[init.parent.name] = init
+    dsx = found["dsx"].parent
+    for name in MODULES:
+        folder, file = dsx / name / "__init__.py", dsx / f"{name}.py"
+        found[f"dsx.{name}"] = folder if folder.is_file() else file
+    return found
+
+
+def public_names(file: Path) -> list[str]:
+    """The literal `__all__` of a file, sorted; modules and the version are left out."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            inside = {p.stem for p in file.parent.glob("*.py")} | {
+                p.parent.name for p in file.parent.glob("*/__init__.py")
+            }
+            return sorted(n for n in ast.literal_eval(node.value) if n not in inside | {"__version__"})
+    return []
+
+
+def bound_names(file: Path) -> set[str]:
+    """The names that a file binds where a reader of its text can see it (imports for type checkers count)."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def summary(file: Path) -> str:
+    """The first line of a module's docstring."""
+    return (ast.get_docstring(ast.parse(file.read_text())) or "").splitlines()[0]
+
+
+def api_pages() -> dict[str, str]:
+    """Text of each page of the API reference by its path in the site."""
+    pages, rows = {}, []
+    for module, file in sources().items():
+        names = public_names(file)
+        if not names:
+            continue
+        own = [name for name in names if name in bound_names(file)]
+        body = [f"# {module}", summary(file), *(f"::: {module}.{name}" for name in own)]
+        if passed_on := [f"`{name}`" for name in names if name not in own]:
+            body.append("## Passed on from other packages\n\n" + ", ".join(passed_on))
+        pages[f"reference/api/{module}.md"] = "\n\n".join(body) + "\n"
+        rows.append(f"| [{module}]({module}.md) | {len(names)} | {summary(file)} |")
+    head = "# Python API\n\nEvery public name, by module.\n\n| module | names | what it is |\n|---|---|---|\n"
+    pages["reference/api/index.md"] = head + "\n".join(rows) + "\n"
+    return pages
+
+
+def version_of(package: Package) -> str:
+    """The version, read from the file that the build reads too."""
+    text = next((package.path / "src").glob("*/_version.py")).read_text()
+    return re.findall(r'__version__ = "([^"]+)"', text)[0]
+
+
+def package_pages() -> dict[str, str]:
+    """README and changelog of every package, and a page that lists the packages."""
+    pages, rows = {}, []
+    for name, package in all_packages().items():
+        readme = (package.path / "README.md").read_text()
+        pages[f"packages/{name}.md"] = plain_links(readme)
+        first = next((line for line in readme.splitlines()[1:] if line.strip()), "")
+        line = f"| [{name}]({name}.md) | {version_of(package)} | {plain_links(first)} |"
+        changes = package.path / "CHANGELOG.md"
+        if changes.is_file():
+            pages[f"packages/{name}-changes.md"] = plain_links(changes.read_text())
+            line += f" [changes]({name}-changes.md) |"
+        rows.append(line)
+    head = (
+        "# Packages\n\nEach package is installed, versioned and tested alone. Those of one checkout go together: "
+        "`tools/dev.py alone all` tests each with the siblings of the same checkout.\n\n"
+        "| package | version | what it is | changes |\n|---|---|---|---|\n"
+    )
+    pages["packages/index.md"] = head + "\n".join(rows) + "\n"
+    return pages
+
+
+def decision_index() -> str:
+    """A page that lists the decision records."""
+    rows = []
+    for file in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
+        title = file.read_text().splitlines()[0].lstrip("# ")
+        rows.append(f"- [{title}]({file.name})")
+    return "# Decisions\n\nWhat was decided, why, and what was left out.\n\n" + "\n".join(rows) + "\n"
+
+
+def plain_links(text: str) -> str:
+    """Links to files of the repository become their names, pictures are taken from the site: it needs no network."""
+
+    def plain(found: re.Match[str]) -> str:
+        label, target, _ = found.groups()
+        return found.group(0) if re.match(r"[a-z]+:", target) else label
+
+    return LINK.sub(plain, PICTURE.sub(lambda found: f"![{found[1]}](../assets/{Path(found[2]).name})", text))
+
+
+def pictures() -> dict[str, Path]:
+    """The pictures that READMEs show, by their path in the site."""
+    texts = [(package.path / "README.md").read_text() for package in all_packages().values()]
+    paths = [ROOT / found[1] for text in texts for found in PICTURE.findall(text)]
+    return {f"assets/{path.name}": path for path in paths}
+
+
+@event_priority(100)  # before mkdocstrings reads its configuration
+def on_config(config: Any) -> Any:
+    """Tell mkdocstrings where the packages' sources lie, and list the pages that are made here."""
+    handler = config.plugins["mkdocstrings"].config.handlers["python"]
+    handler["paths"] = [str(package.path / "src") for package in all_packages().values()]
+    sections = {next(iter(entry)): entry for entry in config.nav}
+    sections["Reference"]["Reference"].append({"Python API": sorted(api_pages(), key=_index_first)})
+    sections["Packages"]["Packages"] = sorted(package_pages(), key=_index_first)
+    decisions = sorted(f"decisions/{file.name}" for file in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    sections["Contributing"]["Contributing"].append({"Decisions": ["decisions/index.md", *decisions]})
+    return config
+
+
+def _index_first(path: str) -> tuple[bool, str]:
+    return not path.endswith("index.md"), path
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made here."""
+    made = {**api_pages(), **package_pages(), "decisions/index.md": decision_index()}
+    for path, text in made.items():
+        files.append(File.generated(config, path, content=text))
+    for path, source in pictures().items():
+        files.append(File.generated(config, path, abs_src_path=str(source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Say at the end of each page for which version it is, and take out links that leave the site."""
+    inside = {file.src_uri for file in files}
+
+    def keep(found: re.Match[str]) -> str:
+        label, target, _ = found.groups()
+        if re.match(r"[a-z]+:", target) or not target.startswith(".."):
+            return found.group(0)
+        from_here = Path(page.file.src_uri).parent
+        resolved = Path("/", from_here, target).resolve().relative_to("/").as_posix()
+        return found.group(0) if resolved in inside else label
+
+    version = version_of(all_packages()["dsx"])
+    return LINK.sub(keep, markdown) + f"\n\n---\n\n<small>This page is for dsx {version}.</small>\n"
