@@ -58,7 +58,8 @@ def check_wheel(package: Package, wheel: Path, native: bool) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     if f"{package.module}/py.typed" not in names:
         raise AloneError(f"{wheel.name} has no py.typed")
-    strangers = [n for n in names if not n.startswith((f"{package.module}/", f"{package.module}-"))]
+    ours = (f"{package.module}/", f"{package.module}-")
+    strangers = [n for n in names if not n.startswith(ours) and n != f"{package.module}.pth"]
     if strangers:
         raise AloneError(f"{wheel.name} carries files outside {package.module}/: {strangers[:5]}")
     compiled = any(n.endswith((".so", ".pyd")) for n in names)

@@ -4,8 +4,10 @@
     python3 tools/dev.py demo [...]       train, checkpoint, resume and report: the main job
     python3 tools/dev.py test [...]       import contracts and the whole test suite (arguments go to pytest)
     python3 tools/dev.py lint             ruff, import contracts, pyright
+    python3 tools/dev.py docs [--serve]   the documentation site, built strictly into dist/site, or served
     python3 tools/dev.py bench [package]  the benches of one package, or of all, peers side by side
     python3 tools/dev.py alone PACKAGE    build, install and test one package by itself, with and without native code
+    python3 tools/dev.py clients [...]    Accelerate, Trainer, peft, trl and Lightning on dsx (arguments go to pytest)
     python3 tools/dev.py gpu [--prepare]  everything that needs a GPU, in one command
 
 Standard library only: needs Python >= 3.10 and pip; a C++ compiler is optional.
@@ -17,6 +19,7 @@ import argparse
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,13 +37,40 @@ typing-extensions rich markdown-it-py mdurl pygments safetensors psutil pytest p
 """
 
 
+# Packages whose tests take as long as all others' together: on two cores and more both parts run side by side.
+FIRST_HALF = ("dsx", "dsx-compat", "dsx-compress", "dsx-pipe")
+
+
 def test(arguments: list[str]) -> int:
     """Import contracts, then pytest over everything (or over what `arguments` name)."""
     environment = ensure()
     say("import contracts")
     _lint_imports(environment)
-    say("tests")
-    return environment.run("-m", "pytest", "-q", *(arguments or ["packages", "tests"]), env=TEST_ENV, check=False)
+    if arguments:
+        say("tests")
+        return environment.run("-m", "pytest", "-q", *arguments, env=TEST_ENV, check=False)
+    first = [f"packages/{name}" for name in FIRST_HALF] + ["tests"]
+    rest = [f"packages/{p.path.name}" for p in all_packages().values() if p.path.name not in FIRST_HALF]
+    if (os.cpu_count() or 1) < 2:
+        return _pytest(environment, [("", [*first, *rest])])
+    return _pytest(environment, [("1| ", first), ("2| ", rest)])
+
+
+def _pytest(environment: Environment, parts: list[tuple[str, list[str]]]) -> int:
+    """Run the parts side by side; each line that one prints begins with its mark. Returns a code that failed, or 0."""
+    say("tests" if len(parts) == 1 else f"tests, in {len(parts)} parts side by side")
+
+    def run(part: tuple[str, list[str]]) -> int:
+        mark, paths = part
+        command = [str(environment.python), "-m", "pytest", "-q", *paths]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(command, cwd=ROOT, env=environment.variables(TEST_ENV), **pipes) as process:
+            for line in process.stdout or ():
+                print(mark + line, end="", flush=True)
+        return process.returncode
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return next(filter(None, list(pool.map(run, parts))), 0)
 
 
 def _lint_imports(environment: Environment) -> None:
@@ -58,6 +88,16 @@ def lint(_: list[str]) -> int:
     _lint_imports(environment)
     environment.run("-m", "pyright")
     return 0
+
+
+def docs(arguments: list[str]) -> int:
+    """The site: `--serve` shows it at a local address and rebuilds on change."""
+    command = "serve" if "--serve" in arguments else "build"
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    code = ensure().run("-m", "mkdocs", command, "-f", "tools/site/mkdocs.yml", env=quiet, check=False)
+    if code == 0 and command == "build":
+        say("built: dist/site/index.html (serve the folder, e.g. python3 -m http.server -d dist/site)")
+    return code
 
 
 def demo(arguments: list[str]) -> int:
@@ -81,7 +121,8 @@ def bench(arguments: list[str]) -> int:
     ]
     environment = ensure()
     if peers:
-        environment = ensure(".venvs/bench")
+        # Without dsx-compat, which is installed under the name of a peer.
+        environment = ensure(".venvs/bench", without=("dsx-compat",))
         # Without build isolation a peer that imports torch while building finds ours; its native ops stay off.
         environment.pip("setuptools", "wheel")
         environment.pip("--no-build-isolation", *peers, env={"DS_BUILD_OPS": "0"})
@@ -92,6 +133,14 @@ def bench(arguments: list[str]) -> int:
         say(str(script.relative_to(ROOT)))
         environment.run(str(script), env=QUIET)
     return 0
+
+
+def clients(arguments: list[str]) -> int:
+    """Programs of other projects as tests of dsx-compat, in an environment of their own, from the package index."""
+    folder = all_packages()["dsx-compat"].path / "tests_clients"
+    wanted = [line for line in (folder / "requirements.txt").read_text().splitlines() if line[:1] not in ("", "#")]
+    environment = ensure(".venvs/clients", extra=wanted)
+    return environment.run("-m", "pytest", "-q", str(folder), *arguments, env=TEST_ENV, check=False)
 
 
 def alone(arguments: list[str]) -> int:
@@ -152,7 +201,16 @@ def _gpu_environment(carried: Path) -> Environment:
     return environment
 
 
-VERBS = {"demo": demo, "test": test, "lint": lint, "bench": bench, "alone": alone, "gpu": gpu}
+VERBS = {
+    "demo": demo,
+    "test": test,
+    "lint": lint,
+    "docs": docs,
+    "bench": bench,
+    "alone": alone,
+    "clients": clients,
+    "gpu": gpu,
+}
 
 
 def main() -> int:

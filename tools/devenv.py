@@ -26,6 +26,7 @@ TORCH = os.environ.get("DSX_TORCH", "torch==2.13.0")
 BUILD_TOOLS = ("hatchling>=1.24", "editables>=0.5", "pybind11>=2.13,<4", "ninja>=1.11", "numpy")
 TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3")
 LINT_TOOLS = ("ruff>=0.14", "import-linter>=2.5", "pyright>=1.1.400", "clang-format>=23,<24")
+DOCS_TOOLS = ("mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=1,<2")
 NATIVE_SUFFIXES = {".cpp", ".h", ".hpp", ".cu", ".cuh", ".inc"}
 
 
@@ -44,13 +45,16 @@ class Environment:
         """Its interpreter."""
         return self.path / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
-    def run(self, *args: str, env: dict[str, str] | None = None, check: bool = True, cwd: Path = ROOT) -> int:
-        """Run `python *args` inside; the environment's own scripts come first on PATH."""
-        merged = {**os.environ, **(env or {})}
+    def variables(self, env: dict[str, str] | None = None) -> dict[str, str]:
+        """This process' environment variables as they are inside; the environment's own scripts come first on PATH."""
+        merged = {**os.environ, **(env or {}), "VIRTUAL_ENV": str(self.path)}
         merged["PATH"] = f"{self.python.parent}{os.pathsep}{merged.get('PATH', '')}"
-        merged["VIRTUAL_ENV"] = str(self.path)
         merged.pop("PYTHONHOME", None)
-        code = subprocess.call([str(self.python), *args], cwd=cwd, env=merged)
+        return merged
+
+    def run(self, *args: str, env: dict[str, str] | None = None, check: bool = True, cwd: Path = ROOT) -> int:
+        """Run `python *args` inside."""
+        code = subprocess.call([str(self.python), *args], cwd=cwd, env=self.variables(env))
         if check and code != 0:
             raise DevError(f"`python {' '.join(args)}` ended with exit code {code}")
         return code
@@ -99,19 +103,20 @@ def fingerprint(extra: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def editable_arguments() -> list[str]:
-    """`-e` for every package of ours, in one command, so that siblings come from the tree."""
-    paths = [*(p.path for p in all_packages().values()), TESTKIT]
+def editable_arguments(without: Iterable[str] = ()) -> list[str]:
+    """`-e` for every package of ours but those in `without`, in one command, so that siblings come from the tree."""
+    paths = [*(p.path for p in all_packages().values() if p.name not in set(without)), TESTKIT]
     return [part for path in paths for part in ("-e", str(path))]
 
 
-def ensure(name: str = ".venv", *, extra: Iterable[str] = ()) -> Environment:
+def ensure(name: str = ".venv", *, extra: Iterable[str] = (), without: Iterable[str] = ()) -> Environment:
     """The environment `name`, made or brought up to date; a second call with nothing changed does nothing.
 
-    `extra` are requirements beyond those of the packages (peers of a bench). Raises `DevError`.
+    `extra` are requirements beyond those of the packages (clients, peers of a bench); packages of ours in `without` are
+    left out. Raises `DevError`.
     """
     environment = Environment(ROOT / name)
-    extra = [*extra, *LINT_TOOLS]
+    extra = [*extra, *LINT_TOOLS, *DOCS_TOOLS]
     stamp = environment.path / "dsx-stamp"
     wanted = fingerprint(extra)
     if stamp.is_file() and wanted in stamp.read_text().split() and environment.python.exists():
@@ -129,6 +134,6 @@ def ensure(name: str = ".venv", *, extra: Iterable[str] = ()) -> Environment:
     say("installing build tools and what the packages need")
     environment.pip(TORCH, *BUILD_TOOLS, *TEST_TOOLS, *third_party_requirements(), *extra)
     say("installing the workspace's packages, editable")
-    environment.pip("--no-build-isolation", "--no-deps", *editable_arguments())
+    environment.pip("--no-build-isolation", "--no-deps", *editable_arguments(without))
     stamp.write_text(wanted + "\n")
     return environment

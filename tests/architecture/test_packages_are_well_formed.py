@@ -11,7 +11,10 @@ sys.path.insert(0, str(ROOT / "ci"))
 from workspace import all_packages, closure, load, read_toml, requirement_name  # noqa: E402
 
 PACKAGES = all_packages()
-LAYER = {"dsx": 3, "dsx-zero": 2, "dsx-pipe": 2, "dsx-moe": 2, "dsx-data": 2, "dsx-compress": 2, "dsx-comm": 1}
+LAYER = {
+    **{"dsx-compat": 4, "dsx": 3, "dsx-zero": 2, "dsx-pipe": 2, "dsx-moe": 2, "dsx-data": 2},
+    **{"dsx-compress": 2, "dsx-comm": 1},
+}
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -75,7 +78,7 @@ def test_hatch_environments_know_every_package_and_what_its_tests_need():
     assert needed <= named, f"the default environment of the root pyproject lacks {sorted(needed - named)}"
     (matrix,) = hatch["solo"]["matrix"]
     assert set(matrix["package"]) == set(PACKAGES)
-    assert set(hatch["solo"]["sources"]) == set(PACKAGES) - {"dsx"}
+    assert set(hatch["solo"]["sources"]) == set(PACKAGES) - {"dsx-compat"}
 
 
 @pytest.mark.parametrize("package", PACKAGES.values(), ids=list(PACKAGES))
