@@ -110,6 +110,13 @@ def test_trainer_from_pretrained_with_a_larger_vocabulary(tmp_path):
     run("trainer", *words, results=tmp_path)
 
 
+def test_trainer_notices_a_resume_that_loads_nothing(tmp_path):
+    words = ("--stage", 3, "--config", PROGRAMS.parent / "auto.json", "--folder", tmp_path / "run")
+    run("trainer", *words, results=tmp_path)
+    (found,) = run("trainer", *words, "--resume", "--forget", results=tmp_path, check=False)
+    assert "resumed: got" in found["error"]
+
+
 @pytest.fixture(scope="module")
 def without_engine(tmp_path_factory):
     """What a program of trl does in two plain processes; each kind is run once."""
@@ -137,6 +144,22 @@ def test_trl_and_peft(stage, words, tmp_path, without_engine):
     }
     for name, (_, norm) in found["saved"].items():
         assert norm == pytest.approx(expected["saved"][name][1], rel=1e-4), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trl_generates_with_its_own_loop(stage, tmp_path, without_engine):
+    words = ("--grpo", "--tuner", "none")
+    expected = without_engine(*words)
+    found = run("trl_loop", "--stage", stage, "--folder", tmp_path / "run", *words, results=tmp_path)[0]
+    close(found["curve"], expected["curve"])
+    assert any(abs(loss) > 1e-4 for loss in found["curve"]), "rewards were all alike: nothing was learned from"
+
+
+def test_a_curve_of_trl_shows_an_update_that_was_left_out(tmp_path, without_engine):
+    words = ("--tuner", "lora")
+    found = run("trl_loop", "--stage", 2, "--folder", tmp_path / "run", *words, "--gap", results=tmp_path)[0]
+    with pytest.raises(AssertionError):
+        close(found["curve"], without_engine(*words)["curve"])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -53,6 +53,26 @@ def plain_curve(
     return curve
 
 
+def forget_checkpoints() -> None:
+    """Make engines load nothing and say that they did: what a comparison after a resume has to notice."""
+    import dsx
+
+    dsx.Engine.load_checkpoint = lambda self, folder, *args, **kwargs: (str(folder), {})
+
+
+def skip_one_update() -> None:
+    """Make each engine leave out its third update: what a comparison of curves has to notice."""
+    import dsx
+
+    step, taken = dsx.Engine.step, [0]
+
+    def with_a_gap(self, *args, **kwargs):
+        taken[0] += 1
+        return self.zero_grad() if taken[0] == 3 else step(self, *args, **kwargs)
+
+    dsx.Engine.step = with_a_gap
+
+
 def close(got: list[float], expected: list[float], what: str) -> None:
     """Equal to rounding of fp32."""
     torch.testing.assert_close(

@@ -10,7 +10,7 @@ from pathlib import Path
 import deepspeed
 import dsx
 import torch
-from common import RANK, close, report
+from common import RANK, close, forget_checkpoints, report
 from language_model import VOCABULARY, language_model, plain_curve, samples
 
 os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -50,8 +50,11 @@ def main() -> None:
     parser.add_argument("--folder")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--forget", action="store_true", help="a control: the engine loads nothing")
     parser.add_argument("--resized", action="store_true", help="from_pretrained, and a larger vocabulary")
     args = parser.parse_args()
+    if args.forget:
+        forget_checkpoints()
     PartialState(backend="gloo")
     config = json.loads(Path(args.config).read_text())
     config["zero_optimization"]["stage"] = args.stage

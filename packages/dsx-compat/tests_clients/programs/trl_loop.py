@@ -1,4 +1,7 @@
-"""trl with peft: SFT with LoRA and saved modules, and DPO with a reference engine, beside the run without an engine."""
+"""trl with peft: SFT with LoRA and saved modules, DPO with a reference engine, and GRPO, which generates by itself.
+
+The same program runs with an engine and without one (`--stage -1`); the test compares what both report.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import argparse
 import os
 
 import torch
-from common import RANK, report
+from common import RANK, report, skip_one_update
 from language_model import VOCABULARY, language_model
 
 MICRO, STEPS = 2, 6
@@ -45,11 +48,32 @@ def in_order(cls):
     return InOrder
 
 
+def grpo(net: torch.nn.Module, prompts: list[str], common: dict):
+    """A trainer that rewards completions with many even tokens, with two samples for each prompt."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def even(completions, **_):
+        words = [[word for word in text.split() if word.startswith("w")] for text in completions]
+        return [sum(int(word[1:]) % 2 == 0 for word in row) / 8 for row in words]
+
+    class Trainer(in_order(GRPOTrainer)):
+        _get_train_sampler = GRPOTrainer._get_train_sampler  # repeats each prompt, in an order of the seed
+
+    config = GRPOConfig(num_generations=2, max_completion_length=8, beta=0.05, temperature=1.0, **common)
+    return Trainer(
+        model=net, reward_funcs=even, args=config, train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", type=int, help="-1: without an engine")
     parser.add_argument("--folder")
     parser.add_argument("--dpo", action="store_true")
+    parser.add_argument("--grpo", action="store_true", help="samples completions, which takes stage 3's hooks off and on")
+    parser.add_argument("--gap", action="store_true", help="a control: one update is left out")
     parser.add_argument("--tuner", default="lora", choices=("lora", "adalora", "none"))
     args = parser.parse_args()
     more = {}
@@ -58,6 +82,8 @@ def main() -> None:
         from accelerate import PartialState
 
         PartialState(backend="gloo")
+        if args.gap:
+            skip_one_update()
         zero = {
             "stage": args.stage,
             "stage3_param_persistence_threshold": 0,
@@ -102,7 +128,9 @@ def main() -> None:
         )
     net = language_model()
     torch.manual_seed(5)
-    if args.dpo:
+    if args.grpo:
+        trainer = grpo(net, prompts, {name: value for name, value in common.items() if name != "max_length"})
+    elif args.dpo:
         dataset = Dataset.from_dict(
             {"prompt": prompts, "chosen": [f" {t}" for t in good], "rejected": [f" {t}" for t in bad]}
         )
