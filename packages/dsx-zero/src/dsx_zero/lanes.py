@@ -59,10 +59,10 @@ Job = Callable[[], "Pending | None"]
 
 
 def is_done(pending: Pending) -> bool:
-    """Is it known that nothing is under way any more? What cannot be asked (`is_completed`) is taken to be under
-    way.
+    """Is it known that nothing is under way any more? What cannot be asked is taken to be under way. Torch's works are
+    asked by `is_completed`, the transfers of stores by `done`.
     """
-    ask = getattr(pending, "is_completed", None)
+    ask = getattr(pending, "is_completed", None) or getattr(pending, "done", None)
     return ask is not None and bool(ask())
 
 

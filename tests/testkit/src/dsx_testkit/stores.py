@@ -15,6 +15,10 @@ class _Done:
     def wait(self) -> None:
         """Nothing is left to do."""
 
+    def done(self) -> bool:
+        """It has happened."""
+        return True
+
 
 class MemoryStore:
     """`held`: bytes read into tensors that are still alive; `peak`: the most there were."""

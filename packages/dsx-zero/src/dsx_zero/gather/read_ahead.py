@@ -53,6 +53,10 @@ class ReadAhead:
                 home.read_ahead()
             before, last = last, unit
 
+    def has_arrived(self, unit: int) -> bool:
+        """Whether gathering the unit now would wait for no disk."""
+        return all(home.has_arrived for home in self._homes.get(unit, ()))
+
     def changed(self) -> None:
         """Shards have new values."""
         if self._homes and self._last != _CHANGED:

@@ -88,6 +88,11 @@ class ReadsAhead(Protocol):
         """Was it read ahead, and not taken yet?"""
         ...
 
+    @property
+    def has_arrived(self) -> bool:
+        """Is all of it known to lie in host memory, so that `take` does not wait?"""
+        ...
+
     def read_ahead(self) -> None:
         """Start reading everything into host memory; nothing if that is under way."""
         ...
