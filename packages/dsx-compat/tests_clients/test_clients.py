@@ -52,8 +52,8 @@ def run(program: str, *words: object, results: Path, launcher: tuple[str, ...] =
     return [json.loads((results / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-def close(got: list[float], expected: list[float]) -> None:
-    assert got == pytest.approx(expected, rel=1e-5), (got, expected)
+def close(got: list[float], expected: list[float], absolute: float = 1e-12) -> None:
+    assert got == pytest.approx(expected, rel=1e-5, abs=absolute), (got, expected)
     assert len(got) >= 6
 
 
@@ -151,7 +151,7 @@ def test_trl_generates_with_its_own_loop(stage, tmp_path, without_engine):
     words = ("--grpo", "--tuner", "none")
     expected = without_engine(*words)
     found = run("trl_loop", "--stage", stage, "--folder", tmp_path / "run", *words, results=tmp_path)[0]
-    close(found["curve"], expected["curve"])
+    close(found["curve"], expected["curve"], absolute=1e-7)  # differences of probabilities, some near zero
     assert any(abs(loss) > 1e-4 for loss in found["curve"]), "rewards were all alike: nothing was learned from"
 
 

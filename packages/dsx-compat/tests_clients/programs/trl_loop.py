@@ -48,8 +48,11 @@ def in_order(cls):
     return InOrder
 
 
-def grpo(net: torch.nn.Module, prompts: list[str], common: dict):
-    """A trainer that rewards completions with many even tokens, with two samples for each prompt."""
+def grpo(prompts: list[str], common: dict):
+    """A trainer that rewards completions with many even tokens, with two samples for each prompt.
+
+    It loads the model and the reference from a folder itself, at stage 3 straight into shards.
+    """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -61,8 +64,11 @@ def grpo(net: torch.nn.Module, prompts: list[str], common: dict):
         _get_train_sampler = GRPOTrainer._get_train_sampler  # repeats each prompt, in an order of the seed
 
     config = GRPOConfig(num_generations=2, max_completion_length=8, beta=0.05, temperature=1.0, **common)
+    folder = os.path.join(common["output_dir"], "model")
+    language_model().save_pretrained(folder)  # the first rank writes
+    torch.distributed.barrier()
     return Trainer(
-        model=net, reward_funcs=even, args=config, train_dataset=Dataset.from_dict({"prompt": prompts}),
+        model=folder, reward_funcs=even, args=config, train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer(),
     )  # fmt: skip
 
@@ -72,7 +78,9 @@ def main() -> None:
     parser.add_argument("--stage", type=int, help="-1: without an engine")
     parser.add_argument("--folder")
     parser.add_argument("--dpo", action="store_true")
-    parser.add_argument("--grpo", action="store_true", help="samples completions, which takes stage 3's hooks off and on")
+    parser.add_argument(
+        "--grpo", action="store_true", help="samples completions, which takes stage 3's hooks off and on"
+    )
     parser.add_argument("--gap", action="store_true", help="a control: one update is left out")
     parser.add_argument("--tuner", default="lora", choices=("lora", "adalora", "none"))
     args = parser.parse_args()
@@ -129,7 +137,7 @@ def main() -> None:
     net = language_model()
     torch.manual_seed(5)
     if args.grpo:
-        trainer = grpo(net, prompts, {name: value for name, value in common.items() if name != "max_length"})
+        trainer = grpo(prompts, {name: value for name, value in common.items() if name != "max_length"})
     elif args.dpo:
         dataset = Dataset.from_dict(
             {"prompt": prompts, "chosen": [f" {t}" for t in good], "rejected": [f" {t}" for t in bad]}
