@@ -96,6 +96,7 @@ from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .prepared import PreparedCollective, prepare_all_gather, prepare_reduce_scatter
 from .rank_set import ParameterMarks, RankSet, RankSets
 from .registry import AxisGroup, GroupRegistry
+from .rehearsal import RehearsalObserver, RehearsedMessage, rehearse
 from .shm.native import native_status
 from .shm.process_group import ShmProcessGroup
 from .shm.register import FallbackWarning, register
@@ -150,6 +151,8 @@ __all__ = [
     "RankSet",
     "RankSets",
     "ReduceOp",
+    "RehearsalObserver",
+    "RehearsedMessage",
     "TopologyError",
     "StepKind",
     "StepTraffic",
@@ -227,6 +230,7 @@ __all__ = [
     "reduce_scatter_coalesced",
     "reduce_scatter_fn",
     "reduce_scatter_tensor",
+    "rehearse",
     "reset_log",
     "scatter",
     "scatter_object_list",

@@ -23,7 +23,9 @@ from .shm.process_group import ShmProcessGroup
 from .shm.segment import ShmOptions
 
 _WORLD = dist.distributed_c10d._world
-_AVERAGES = ("nccl", "xccl", "hccl", "dsx")
+REHEARSAL = "rehearsal"
+"""The backend of groups whose other ranks are not there (`rehearsal.py`)."""
+_AVERAGES = ("nccl", "xccl", "hccl", "dsx", REHEARSAL)
 
 
 class Membership:
@@ -227,6 +229,8 @@ def new_group(
         wrong = [r for r in ranks if not 0 <= r < world]
         if wrong or len(set(ranks)) != len(ranks) or not ranks:
             raise CommArgumentError(f"ranks: got {ranks}, expected distinct ranks in [0, {world}), at least one")
+    if dist.get_backend() == REHEARSAL:
+        backend = REHEARSAL  # whatever transport is asked for, nothing is sent
     shared = "dsx" in (backend or dist.get_backend())
     # torch sorts unless told not to, and a group's order decides who owns which shard
     return dist.new_group(

@@ -173,6 +173,9 @@ class _Current:
             self.put(groups)
         return groups
 
+    def forget(self) -> None:
+        self._world = self._groups = None
+
 
 _CURRENT = _Current()
 
@@ -191,6 +194,11 @@ def use(source: Any = None) -> ParallelGroups:
 def current() -> ParallelGroups:
     """What the functions of this module speak of."""
     return _CURRENT.get()
+
+
+def forget() -> None:
+    """The world that these groups are of is gone."""
+    _CURRENT.forget()
 
 
 # - data, model, sequence

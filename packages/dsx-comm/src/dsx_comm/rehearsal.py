@@ -1,0 +1,476 @@
+"""One process stands for one rank of a job of any size: what it communicates is told to an observer, and nothing is
+sent.
+
+    with dsx_comm.rehearse(1024, rank=3, ranks_per_host=8, observer=watch):
+        ...                                        # the code of a rank, as it is
+
+For planning and for tests of what depends on the number of ranks. The idea: every other rank does the same with equal
+values. So a gather finds this rank's values in every place, a sum is this rank's values times the number of ranks, and
+what rank p sends to this one is what this one would send to itself. Words by which ranks agree (counts, hashes) are
+then what they are in a job whose ranks agree. What large tensors hold is of no interest and is left as it is
+(`RehearsalObserver.has_values`).
+
+Left out: ranks that differ from each other, and failures. Messages between two ranks hold what the observer puts into
+them (`received`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from . import parallel_groups
+from .agreement import AGREEMENT
+from .errors import CommArgumentError, CommError
+from .groups import REHEARSAL, destroy_process_group, is_initialized
+from .hang import WATCH
+
+__all__ = ["RehearsalObserver", "RehearsedMessage", "rehearse"]
+
+_VALUES = 1 << 20
+"""Bytes: larger tensors are data, not words, where no observer says otherwise."""
+
+
+@dataclass(frozen=True)
+class RehearsedMessage:
+    """One communication of this rank.
+
+    Attributes:
+        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
+            "send", "recv" or "barrier".
+        ranks: global ranks of the group, in its order.
+        rank: this process' global rank.
+        sent: bytes that this rank sends, by the formulas of `dsx_comm.count_traffic`.
+        received: bytes that come to this rank.
+        peer: global rank of the other side of a send or receive, of the root of a rooted operation; -1: none.
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    rank: int
+    sent: float
+    received: float
+    peer: int = -1
+
+
+class RehearsalObserver:
+    """Hears of every message of a rehearsal. This one does nothing; inherit what is of interest."""
+
+    def issued(self, message: RehearsedMessage) -> Any:
+        """A message begins. What is returned is given to `waited`."""
+        return None
+
+    def waited(self, token: Any) -> None:
+        """The process waits for a message that was issued; not called a second time."""
+
+    def has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor matter: they are then what equal ranks would make of them."""
+        return tensor.numel() * tensor.element_size() <= _VALUES
+
+    def received(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        """Put into `tensor` what global rank `source` sends (default: zeros where values matter)."""
+        if self.has_values(tensor):
+            tensor.zero_()
+
+    def sent(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+        """This rank sends `tensor` to a global rank."""
+
+
+class RehearsedWork(dist.Work):
+    """A message under way: for this process it ends where it is waited for."""
+
+    def __init__(self, observer: RehearsalObserver, token: Any, value: Any) -> None:
+        super().__init__()
+        self._observer, self._token, self._value = observer, token, value
+        self._waited = False
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Tell the observer, once."""
+        if not self._waited:
+            self._waited = True
+            self._observer.waited(self._token)
+        return True
+
+    def is_completed(self) -> bool:
+        """Only what was waited for is known to be done, as where a device works and the host runs ahead."""
+        return self._waited
+
+    def is_success(self) -> bool:
+        """Nothing fails here."""
+        return True
+
+    def exception(self) -> Any:
+        """None."""
+        return None
+
+    def result(self) -> Any:
+        """The tensors."""
+        return self._value
+
+    def get_future(self) -> Any:
+        """A completed future."""
+        future: Any = torch.futures.Future()
+        future.set_result(self._value)
+        return future
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+
+def _nbytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in _flat(tensors))
+
+
+def _flat(tensors: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        yield tensors
+        return
+    for item in tensors:
+        yield from _flat(item)
+
+
+class RehearsalGroup(dist.ProcessGroup):
+    """A process group whose other ranks do what this one does."""
+
+    def __init__(self, rank: int, size: int, ranks: Sequence[int], observer: RehearsalObserver) -> None:
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        self._rank, self._size, self._ranks = rank, size, tuple(ranks)
+        self._observer = observer
+        self._name, self._description = "", "undefined"
+
+    # - what torch asks about a group (a C++ backend, which keeps these, is not there)
+
+    def getBackendName(self) -> str:
+        """ "rehearsal"."""
+        return REHEARSAL
+
+    def _get_backend_name(self) -> str:
+        return REHEARSAL
+
+    def rank(self) -> int:
+        """This process' rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupName(self) -> str:
+        """The name under which torch knows the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """The description given when the group was made."""
+        return self._description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nothing here waits."""
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+    def abort(self, reason: str = "") -> None:
+        """Nothing is under way."""
+
+    # - helpers
+
+    def _issue(self, op: str, sent: float, received: float, value: Any, peer: int = -1) -> Any:
+        at = self._ranks[self._rank]
+        other = -1 if peer < 0 else self._ranks[peer]
+        token = self._observer.issued(RehearsedMessage(op, self._ranks, at, sent, received, other))
+        return RehearsedWork(self._observer, token, value)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._observer.has_values(target) and target.data_ptr() != source.data_ptr():
+            target.copy_(source.view(target.shape) if source.numel() == target.numel() else source)
+
+    def _reduce(self, target: torch.Tensor, source: torch.Tensor, op: Any) -> None:
+        """All ranks have `source`: their sum is a multiple of it, their mean, least and greatest it itself."""
+        if not self._observer.has_values(target):
+            return
+        self._copy(target, source)
+        kind = getattr(op, "op", op)
+        if kind == dist.ReduceOp.SUM and target.dtype != torch.bool:
+            target.mul_(self._size)
+        elif kind == dist.ReduceOp.PRODUCT:
+            target.pow_(self._size)
+        elif kind == dist.ReduceOp.BXOR and self._size % 2 == 0:
+            target.zero_()
+
+    # - reductions
+
+    def allreduce(self, tensors: Any, opts: Any = None, **_: Any) -> Any:
+        """Every rank's tensors are equal to this one's."""
+        found = list(_flat(tensors))
+        for tensor in found:
+            self._reduce(tensor, tensor, getattr(opts, "reduceOp", opts))
+        size = _nbytes(found)
+        sent = 2 * size * (self._size - 1) / self._size
+        return self._issue("all_reduce", sent, sent, found)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any = None, **_: Any) -> Any:
+        """Into the root's."""
+        found = list(_flat(tensors))
+        root = getattr(opts, "rootRank", 0)
+        if root == self._rank:
+            for tensor in found:
+                self._reduce(tensor, tensor, getattr(opts, "reduceOp", None))
+        size = _nbytes(found)
+        at_root = root == self._rank
+        return self._issue("reduce", 0 if at_root else size, size if at_root else 0, found, root)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
+        """outputs[0] = the reduction of everybody's inputs[0][rank]."""
+        output, parts = (outputs, inputs) if isinstance(outputs, torch.Tensor) else (outputs[0], inputs[0])
+        self._reduce(output, parts[self._rank], getattr(opts, "reduceOp", opts))
+        sent = _nbytes(parts) - _nbytes(parts[self._rank])
+        return self._issue("reduce_scatter", sent, _nbytes(output) * (self._size - 1), [output])
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **_: Any) -> Any:
+        """output = this rank's part of the reduction of `input`."""
+        count = output.numel()
+        if self._observer.has_values(output):
+            part = input.reshape(-1)[self._rank * count : (self._rank + 1) * count].clone()
+            self._reduce(output, part.view(output.shape), getattr(opts, "reduceOp", opts))
+        sent = _nbytes(output) * (self._size - 1)
+        return self._issue("reduce_scatter", sent, sent, [output])
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
+        """Several at once."""
+        works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs)]
+        return _Works(works, list(outputs))
+
+    # - gathers
+
+    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
+        """Everybody's tensor is this rank's."""
+        single = isinstance(inputs, torch.Tensor)
+        outputs, source = (output_lists, inputs) if single else (output_lists[0], inputs[0])
+        for output in outputs:
+            self._copy(output, source)
+        sent = _nbytes(source) * (self._size - 1)
+        return self._issue("all_gather", sent, sent, list(outputs))
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **_: Any) -> Any:
+        """The same into one tensor."""
+        if self._observer.has_values(output):
+            output.view(-1).copy_(input.reshape(-1).clone().repeat(self._size))
+        sent = _nbytes(input) * (self._size - 1)
+        return self._issue("all_gather", sent, sent, [output])
+
+    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
+        """Several at once."""
+        return _Works([self.allgather([o], [i], opts) for o, i in zip(output_lists, inputs)], output_lists)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
+        """Several at once."""
+        return _Works([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs)], list(outputs))
+
+    def gather(self, output_lists: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
+        """On the root, everybody's tensor is its own."""
+        (source,) = tuple(_flat(inputs))
+        root = getattr(opts, "rootRank", 0)
+        if root != self._rank:
+            return self._issue("gather", _nbytes(source), 0, [], root)
+        for output in output_lists[0]:
+            self._copy(output, source)
+        return self._issue("gather", 0, _nbytes(source) * (self._size - 1), list(output_lists[0]), root)
+
+    # - from one to all, all to all
+
+    def broadcast(self, tensors: Any, opts: Any = None, **_: Any) -> Any:
+        """The root's values are this rank's."""
+        found, root = list(_flat(tensors)), getattr(opts, "rootRank", 0)
+        size = _nbytes(found)
+        at_root = root == self._rank
+        return self._issue("broadcast", size if at_root else 0, 0 if at_root else size, found, root)
+
+    def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, **_: Any) -> Any:
+        """What the root has for this rank; nothing is known of it elsewhere."""
+        (output,) = tuple(_flat(outputs))
+        root = getattr(opts, "rootRank", 0)
+        if root == self._rank:
+            self._copy(output, input_lists[0][self._rank])
+            return self._issue("scatter", _nbytes(output) * (self._size - 1), 0, [output], root)
+        return self._issue("scatter", 0, _nbytes(output), [output], root)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = (), input_split_sizes: Any = (),
+        opts: Any = None, **_: Any,
+    ) -> Any:  # fmt: skip
+        """From every rank comes what this rank has for itself, as far as it fills the place."""
+        sends = _rows(input, input_split_sizes, self._size)
+        return self.alltoall(_rows(output, output_split_sizes, self._size), sends, opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
+        """The same with one tensor per rank."""
+        mine = inputs[self._rank]
+        for output in outputs:
+            if output.numel() == mine.numel():
+                self._copy(output, mine)
+            elif self._observer.has_values(output):
+                output.zero_()
+        sent = _nbytes(inputs) - _nbytes(mine)
+        received = _nbytes(outputs) - _nbytes(outputs[self._rank])
+        return self._issue("all_to_all", sent, received, list(outputs))
+
+    def barrier(self, opts: Any = None, **_: Any) -> Any:
+        """Nobody is late."""
+        return self._issue("barrier", 0, 0, [])
+
+    # - point to point
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        """To the group's rank `dst`."""
+        (tensor,) = tuple(_flat(tensors))
+        self._observer.sent(tensor, self._ranks[dst], tag)
+        return self._issue("send", _nbytes(tensor), 0, [tensor], dst)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        """From the group's rank `src`: what the observer says."""
+        (tensor,) = tuple(_flat(tensors))
+        self._observer.received(tensor, self._ranks[src], tag)
+        return self._issue("recv", 0, _nbytes(tensor), [tensor], src)
+
+    # - torch's other names
+
+    _allgather_base: Any = all_gather_single
+    _reduce_scatter_base: Any = reduce_scatter_single
+    alltoall_base: Any = all_to_all_single
+    allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
+    all_gather_into_tensor_coalesced: Any = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
+
+
+def _rows(tensor: torch.Tensor, sizes: Any, size: int) -> list[torch.Tensor]:
+    return list(tensor.split(list(sizes)) if sizes else tensor.chunk(size))
+
+
+class _Works(dist.Work):
+    """Several messages as one."""
+
+    def __init__(self, works: Sequence[Any], value: Any) -> None:
+        super().__init__()
+        self._works, self._value = list(works), value
+
+    def wait(self, timeout: Any = None) -> bool:
+        """For all of them."""
+        return all([work.wait() for work in self._works])
+
+    def is_completed(self) -> bool:
+        """Are all of them done?"""
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> Any:
+        """The tensors."""
+        return self._value
+
+    def exception(self) -> Any:
+        """None."""
+        return None
+
+
+@contextlib.contextmanager
+def rehearse(
+    world_size: int,
+    rank: int = 0,
+    *,
+    ranks_per_host: int | None = None,
+    observer: RehearsalObserver | None = None,
+) -> Iterator[None]:
+    """Inside the block this process is `rank` of `world_size` ranks that do what it does; nothing is sent.
+
+    The default group is there as after `init_distributed`, and so are the variables that launchers set. Afterwards
+    there is no group, and the environment is as it was.
+
+    Args:
+        world_size: number of ranks.
+        rank: which of them this process is.
+        ranks_per_host: neighbouring ranks on one machine; None: all.
+        observer: hears of messages, and says which values matter.
+
+    Raises:
+        CommError: there is a process group already.
+        CommArgumentError: numbers that do not fit together.
+    """
+    local = world_size if ranks_per_host is None else ranks_per_host
+    if world_size < 1 or not 0 <= rank < world_size or local < 1 or world_size % min(local, world_size):
+        raise CommArgumentError(
+            f"rehearse: got rank {rank} of {world_size}, {local} per host; expected 0 <= rank < world_size, and hosts"
+            " of equal size"
+        )
+    if is_initialized():
+        raise CommError(
+            "rehearse: there is a process group already; leave it with dsx_comm.destroy_process_group() first, or"
+            " rehearse in a process of its own"
+        )
+    local = min(local, world_size)
+    watching = observer or RehearsalObserver()
+
+    def make(described: Any, options: Any = None) -> Any:
+        size = described.group_size
+        ranks = list(described.global_ranks_in_group) or list(range(size))
+        return RehearsalGroup(described.group_rank, size, ranks, watching)
+
+    known = dict(os.environ)
+    calls, settings = AGREEMENT.calls, WATCH.settings
+    dist.Backend.register_backend(REHEARSAL, make, extended_api=True, devices=["cpu", "cuda"])
+    # Nobody is there to compare calls with, and nothing can hang.
+    AGREEMENT.calls, WATCH.settings = 0, replace(settings, limit=0)
+    os.environ.update(_variables(world_size, rank, local))
+    try:
+        dist.init_process_group(REHEARSAL, store=HashStore(), rank=rank, world_size=world_size)
+        yield
+    finally:
+        try:
+            destroy_process_group()
+        finally:
+            parallel_groups.forget()
+            AGREEMENT.calls, WATCH.settings = calls, settings
+            _unregister()
+            for name in set(os.environ) - set(known):
+                del os.environ[name]
+            os.environ.update(known)
+
+
+def _variables(world_size: int, rank: int, local: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_WORLD_SIZE": str(local),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+def _unregister() -> None:
+    """Take the backend back, whose groups belong to one rehearsal."""
+    backends: Any = dist.Backend
+    name = REHEARSAL.upper()
+    backends._plugins.pop(name, None)
+    if hasattr(backends, name):
+        delattr(backends, name)
+    backends.backend_capability.pop(REHEARSAL, None)
+    backends.backend_type_map.pop(REHEARSAL, None)
+    if REHEARSAL in backends.backend_list:
+        backends.backend_list.remove(REHEARSAL)
