@@ -17,7 +17,9 @@ It leaves out priorities and several streams per lane.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
@@ -226,6 +228,24 @@ class DeferringLane:
             self.run_through(self._queue[-1])
 
 
+_MAKER: ContextVar[Callable[[torch.device], Lane] | None] = ContextVar("lanes", default=None)
+
+
+@contextmanager
+def lanes_from(maker: Callable[[torch.device], Lane]) -> Iterator[None]:
+    """Inside the block models get their lanes from ``maker(device)``: for programs that record what runs beside
+    what.
+    """
+    token = _MAKER.set(maker)
+    try:
+        yield
+    finally:
+        _MAKER.reset(token)
+
+
 def make_lane(device: torch.device) -> Lane:
     """The lane for buffers on ``device``."""
+    maker = _MAKER.get()
+    if maker is not None:
+        return maker(device)
     return CudaLane(device) if device.type == "cuda" else HostLane()
