@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         nvme,
         ops,
         pipe,
+        planning,
         utils,
         zero,
     )
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .errors import DsxConfigError
     from .lr_schedules import add_tuning_arguments
     from .pipe import PipelineModule, tp_model_init
+    from .planning import Plan, plan
     from .verification import VerifyError, VerifyReport, verify
 
 _ATTRIBUTES = {
@@ -56,6 +58,8 @@ _ATTRIBUTES = {
     "RepeatingLoader": "data",
     "PipelineModule": "pipe",
     "tp_model_init": "pipe",
+    "plan": "planning",
+    "Plan": "planning",
     "verify": "verification",
     "VerifyReport": "verification",
     "VerifyError": "verification",
@@ -72,6 +76,7 @@ _MODULES = (
     "lr_schedules",
     "moe",
     "pipe",
+    "planning",
     "monitor",
     "nvme",
     "ops",
@@ -90,6 +95,7 @@ __all__ = [
     "DsxConfigError",
     "Engine",
     "PipelineModule",
+    "Plan",
     "RepeatingLoader",
     "StepReport",
     "VerifyError",
@@ -111,6 +117,8 @@ __all__ = [
     "lr_schedules",
     "moe",
     "pipe",
+    "plan",
+    "planning",
     "monitor",
     "nvme",
     "ops",

@@ -105,7 +105,7 @@ def build_engine(source: Any, request: Request) -> Engine:
         model = _placed(_sparsified(request.model, config), config, device)
         conversion = convert(model, config, part("dsx_data"))
         plain = _optimizer(model, request, topology, choice)
-    sharded, optimizer = _sharded(model, plain, config, topology, device)
+    sharded, optimizer = _sharded(model, plain, config, topology, device, request.store)
     engine = pipelining.build(
         _parts(config, request, topology, sharded, optimizer, choice, conversion), zero, part("dsx_comm")
     )
@@ -253,10 +253,10 @@ def _optimizer(model: nn.Module, request: Request, topology: RankSets, choice: O
 
 
 def _sharded(
-    model: nn.Module, optimizer: Any, config: Config, topology: RankSets, device: torch.device | None
+    model: nn.Module, optimizer: Any, config: Config, topology: RankSets, device: torch.device | None, store: Any
 ) -> tuple[nn.Module, Any]:
     zero, section = part("dsx_zero"), config.use("zero")
-    precision, store = config.precision, _store_on_disk(config)
+    precision, store = config.precision, store or _store_on_disk(config)
     ranks_of = pipelining.rank_sets(model, part("dsx_comm"))
     try:
         model, sharded = zero.shard(

@@ -15,7 +15,9 @@ from .errors import EngineArgumentError
 
 @dataclass(frozen=True)
 class Request:
-    """What the caller of `initialize` brought, checked."""
+    """What the caller of `initialize` brought, checked. `store`: in the place of the folder for state on disk, a store
+    (`dsx_zero.homes.stored.TensorStore`, with `close`).
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
@@ -26,6 +28,7 @@ class Request:
     mpu: Any
     distributed_port: int
     dist_init_required: bool | None
+    store: Any = None
 
 
 def launched_as() -> tuple[int, int]:

@@ -1,0 +1,134 @@
+"""The configuration of a replay: the user's, with its batch sizes resolved and without what only observes or writes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import load_config
+from ..config.source import read
+from .errors import PlanError
+
+__all__ = ["Ready", "ready", "with_values"]
+
+_OBSERVING = (
+    "tensorboard", "wandb", "csv_monitor", "jsonl", "comet", "flops_profiler", "comms_logger", "timeline", "straggler",
+    "eigenvalue", "gradient_noise_scale", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level",
+    "timers", "checkpoint", "nebula", "disable_python_gc", "autotuning", "elasticity", "cuda_visible_devices",
+)  # fmt: skip
+"""Sections that change nothing about a step, or that have done their work when the batch is resolved."""
+
+_LEFT_OUT = {
+    "compile": "compiled blocks fuse operators: the plan takes each operator by itself, which is slower and holds more",
+    "graph_harvesting": "device graphs are not planned",
+    "data_efficiency": "data_efficiency: the plan is for whole samples",
+    "curriculum_learning": "curriculum_learning: the plan is for the last, longest samples",
+    "progressive_layer_drop": "progressive_layer_drop: the plan is for all layers",
+}
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A configuration to replay.
+
+    Attributes:
+        given: the user's keys, as a dictionary.
+        config: for `replay.Question`, still with all of the accumulation.
+        micro, accumulation: batch sizes.
+        stage: of ZeRO.
+        layout: sizes of the axes.
+        dtype: of the parameters in computation, for the peak rate.
+        notes: what was left out.
+    """
+
+    given: dict[str, Any]
+    config: dict[str, Any]
+    micro: int
+    accumulation: int
+    stage: int
+    layout: dict[str, int]
+    dtype: str
+    notes: list[str]
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+
+def ready(source: Any, world_size: int) -> Ready:
+    """Read, judge and clean a configuration.
+
+    Raises:
+        DsxConfigError: it is wrong.
+        PlanError: the ranks do not divide among its axes.
+    """
+    given = dict(copy.deepcopy(read(source).data))
+    pipe, tensor = _axes(given)
+    if world_size % (pipe * tensor):
+        raise PlanError(
+            f"world_size: got {world_size} ranks for pipeline.stages={pipe} and tensor_parallel.autotp_size={tensor},"
+            f" expected a multiple of {pipe * tensor}"
+        )
+    data = world_size // (pipe * tensor)
+    config = load_config(source, world_size=data)
+    cleaned = {key: value for key, value in config.to_dict().items() if key not in _OBSERVING}
+    notes = [text for key, text in _LEFT_OUT.items() if _is_on(cleaned.pop(key, None))]
+    cleaned.pop("train_batch_size", None)
+    cleaned["steps_per_print"] = 0
+    precision = config.precision
+    dtype = _DTYPES.get(str(precision.compute), "float32")
+    return Ready(
+        given=given,
+        config=cleaned,
+        micro=config.batch.micro,
+        accumulation=config.batch.accumulation,
+        stage=config.zero.stage,
+        layout={
+            "data": data,
+            "pipe": pipe,
+            "tensor": tensor,
+            "stage": config.zero.stage,
+            "micro_batch": config.batch.micro,
+            "accumulation": config.batch.accumulation,
+        },
+        dtype=dtype,
+        notes=notes,
+    )
+
+
+def _axes(given: Mapping[str, Any]) -> tuple[int, int]:
+    def size(section: str, key: str) -> int:
+        found = given.get(section)
+        value = found.get(key) if isinstance(found, Mapping) else None
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 1 else 1
+
+    return size("pipeline", "stages"), size("tensor_parallel", "autotp_size")
+
+
+def _is_on(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value.get("enabled", True)) and bool(value)
+    return bool(value)
+
+
+def with_values(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the values at these dotted paths; None takes a key away.
+
+    Raises:
+        PlanError: a path leads through a value that is no section.
+    """
+    made = copy.deepcopy(dict(given))
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        place = made
+        for section in sections:
+            found = place.setdefault(section, {})
+            if not isinstance(found, dict):
+                raise PlanError(f"{path}: {section} is {found!r} in the configuration, expected a section")
+            place = found
+        if value is None:
+            place.pop(key, None)
+        else:
+            place[key] = copy.deepcopy(value)
+    return made

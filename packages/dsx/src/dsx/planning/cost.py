@@ -1,0 +1,222 @@
+"""From a trace to seconds: every entry gets a time on its lane, on a given machine.
+
+The model, with the five constants of `machine.Constants`:
+
+* an operator takes the longer of its arithmetic and its memory traffic, plus a constant;
+* a message between ranks takes the longer of its bytes inside the host and between hosts over their rates, plus a
+  constant times log2 of the ranks; messages share the links in the order in which they are issued;
+* a copy between device and host, or host and disk, takes its bytes over that link's rate;
+* what a lane waits for holds it up; the rest runs beside each other.
+
+It leaves out: contention between compute and communication, the host's own time where a device works, and faults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .machine import Machine
+from .trace import (
+    COMPUTE,
+    COPY,
+    MARK,
+    MESSAGE,
+    OPERATOR,
+    PHASE,
+    RATES,
+    RECOMPUTED,
+    WAIT_MARK,
+    WAIT_MESSAGE,
+    Message,
+    Trace,
+)
+
+__all__ = ["Span", "Timing", "simulate"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something on the timeline, in seconds from the beginning of the step."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass
+class Timing:
+    """The length of a step and what it is made of, in seconds.
+
+    Attributes:
+        step: of the whole.
+        products: matrix products on the computing lane.
+        operators: other operators there, bound by memory.
+        overhead: the constant of every operator.
+        optimizer: of all that the step itself computes, the update among it.
+        communication: of all messages together, on their links.
+        exposed_communication: for which the computation waits.
+        copies: between tiers, on their links.
+        exposed_copies: for which the computation waits.
+        spans: the timeline.
+        at: when each entry of the replayed trace ended on its lane, by its place, where it was last run.
+    """
+
+    step: float = 0.0
+    products: float = 0.0
+    operators: float = 0.0
+    overhead: float = 0.0
+    optimizer: float = 0.0
+    communication: float = 0.0
+    exposed_communication: float = 0.0
+    copies: float = 0.0
+    exposed_copies: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+
+
+_CAUSES = ("communication", "copies")
+_MOST_SPANS = 4000
+
+
+def simulate(
+    trace: Trace, segments: Sequence[tuple[int, int, int]], machine: Machine, *, ranks_per_host: int
+) -> Timing:
+    """Run a trace on a machine.
+
+    Args:
+        trace: of one rank.
+        segments: (first, end, times): what is done several times in a row.
+        machine: where.
+        ranks_per_host: that share the host's memory and disks.
+    """
+    return _Simulation(trace, machine, ranks_per_host).run(segments)
+
+
+class _Simulation:
+    def __init__(self, trace: Trace, machine: Machine, ranks_per_host: int) -> None:
+        self._trace, self._machine = trace, machine
+        constants = machine.constants
+        memory = machine.memory_bandwidth * constants.memory
+        self._bytes_per_second = [memory] * len(RATES)
+        self._bytes_per_second[RATES.index("host")] = machine.host_bandwidth / ranks_per_host
+        self._flops_per_second = [math.inf if name in ("plain", "host") else machine.rate(name) for name in RATES]
+        self._copy_rates = (
+            machine.host_link_bandwidth, machine.host_link_bandwidth,
+            machine.disk_bandwidth / ranks_per_host, machine.disk_bandwidth / ranks_per_host,
+        )  # fmt: skip
+        self._clock = [0.0] * trace.lanes
+        self._cause = [0] * trace.lanes
+        self._links = 0.0  # when the links between ranks are free
+        self._copying = [0.0] * len(self._copy_rates)
+        self._arrived: dict[int, float] = {}
+        self._marked: dict[int, tuple[float, int]] = {}
+        self._timing = Timing(at=[0.0] * len(trace))
+        self._phase, self._phase_start = "", 0.0
+
+    def run(self, segments: Sequence[tuple[int, int, int]]) -> Timing:
+        timing, clock = self._timing, self._clock
+        by_kind = {
+            OPERATOR: self._operator, MESSAGE: self._message, WAIT_MESSAGE: self._wait_message, MARK: self._mark,
+            WAIT_MARK: self._wait_mark, COPY: self._copy, PHASE: self._begin,
+        }  # fmt: skip
+        lanes, kinds = self._trace.lane, self._trace.kind
+        for start, end, times in segments:
+            for _ in range(times):
+                for place in range(start, end):
+                    lane = lanes[place]
+                    by_kind[kinds[place]](place, lane)
+                    timing.at[place] = clock[lane]
+        self._end_phase()
+        timing.step = max([*clock, self._links])
+        return timing
+
+    # - entries
+
+    def _operator(self, place: int, lane: int) -> None:
+        trace, timing = self._trace, self._timing
+        rate = trace.rate[place] % RECOMPUTED
+        by_flops = trace.number[place] / self._flops_per_second[rate]
+        by_bytes = trace.extra[place] / self._bytes_per_second[rate]
+        overhead = self._machine.constants.operator_seconds
+        took = max(by_flops, by_bytes)
+        self._clock[lane] += took + overhead
+        if lane == COMPUTE:
+            timing.overhead += overhead
+            if by_flops > 0.0:
+                timing.products += took
+            else:
+                timing.operators += took
+            if self._phase == "step":
+                timing.optimizer += took + overhead
+
+    def _message(self, place: int, lane: int) -> None:
+        number = self._trace.number[place]
+        message = self._trace.messages[number]
+        begin = self._clock[lane]
+        took = self._length(message)
+        if not message.small:
+            begin = max(begin, self._links)
+            self._links = begin + took
+        self._arrived[number] = begin + took
+        self._timing.communication += took
+        self._span("communication", message.op, begin, begin + took)
+
+    def _length(self, message: Message) -> float:
+        machine, constants = self._machine, self._machine.constants
+        if message.ranks == 1:
+            return 0.0
+        inside = message.inside / (machine.link_bandwidth * constants.links)
+        outside = message.outside / (machine.network_bandwidth * constants.links)
+        steps = max(1.0, math.log2(message.ranks))
+        return max(inside, outside) + constants.message_seconds * steps
+
+    def _wait_message(self, place: int, lane: int) -> None:
+        self._wait(lane, self._arrived.get(self._trace.number[place], 0.0), 0)
+
+    def _mark(self, place: int, lane: int) -> None:
+        self._marked[self._trace.number[place]] = (self._clock[lane], self._cause[lane])
+
+    def _wait_mark(self, place: int, lane: int) -> None:
+        until, cause = self._marked.get(self._trace.number[place], (0.0, 0))
+        self._wait(lane, until, cause)
+
+    def _wait(self, lane: int, until: float, cause: int) -> None:
+        idle = until - self._clock[lane]
+        self._cause[lane] = cause
+        if idle <= 0.0:
+            return
+        if lane == COMPUTE:
+            if _CAUSES[cause] == "communication":
+                self._timing.exposed_communication += idle
+            else:
+                self._timing.exposed_copies += idle
+            self._span("waiting", f"for {_CAUSES[cause]}", self._clock[lane], until)
+        self._clock[lane] = until
+
+    def _copy(self, place: int, lane: int) -> None:
+        direction, nbytes = self._trace.number[place], self._trace.extra[place]
+        begin = max(self._clock[lane], self._copying[direction])
+        took = nbytes / self._copy_rates[direction]
+        self._clock[lane] = self._copying[direction] = begin + took
+        self._cause[lane] = 1
+        self._timing.copies += took
+        if lane == COMPUTE:
+            self._timing.exposed_copies += took
+        self._span("copies", ("to host", "to device", "to disk", "from disk")[direction], begin, begin + took)
+
+    def _begin(self, place: int, lane: int) -> None:
+        self._end_phase()
+        self._phase = self._trace.phases[self._trace.number[place]]
+
+    def _end_phase(self) -> None:
+        now = self._clock[COMPUTE]
+        if self._phase and now > self._phase_start:
+            self._span("compute", self._phase, self._phase_start, now)
+        self._phase_start = now
+
+    def _span(self, lane: str, name: str, start: float, end: float) -> None:
+        if end > start and len(self._timing.spans) < _MOST_SPANS:
+            self._timing.spans.append(Span(lane, name, start, end))

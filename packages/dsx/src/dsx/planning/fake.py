@@ -1,0 +1,299 @@
+"""Tensors without contents: a dispatch mode in which operators on large tensors give the right shapes and compute
+nothing.
+
+The idea: a model and its engine run as they are, on ordinary CPU tensors whose memory is asked for and never touched,
+so that the operating system never provides it. What an operator would return is found on the meta device, once for each
+kind of arguments. Small tensors are computed as ever: counts, hashes, flags, positions of tokens, by which programs
+decide what to do next. A small result of large tensors (a loss, a norm) is zero.
+
+Why not `FakeTensorMode`: the engine compares addresses and storages of buffers, resizes them, and exchanges words with
+other ranks in host memory; fake tensors have no address, and their words no values.
+
+Left out: operators whose results' shapes depend on values are computed, whatever they cost; kernels that are not called
+through PyTorch's dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["FakeCompute", "OperatorWatch", "is_small"]
+
+SMALL_WORDS = 1 << 20
+"""Bytes of whole numbers up to which they are computed."""
+SMALL_VALUES = 1 << 14
+"""The same of floating-point numbers."""
+
+_VIEW, _IN_PLACE, _NEW, _REAL, _ITEM, _EMPTY = "view", "in place", "new", "real", "item", "empty"
+_REAL_BY_NAME = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
+_EMPTY_BY_NAME = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+_VIEW_BY_NAME = frozenset({"_unsafe_view", "_reshape_alias", "detach", "lift_fresh", "alias"})
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are computed: by the size of its memory, since a part of something without contents has
+    none either.
+    """
+    size = tensor.untyped_storage().nbytes()
+    return size <= (SMALL_VALUES if tensor.is_floating_point() or tensor.is_complex() else SMALL_WORDS)
+
+
+class OperatorWatch(Protocol):
+    """Hears of every operator."""
+
+    def ran(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, *, view: bool) -> None:
+        """An operator ran, or would have. `view`: its result shares its argument's memory."""
+        ...
+
+    def made(self, tensor: torch.Tensor, func: Any, args: Sequence[Any]) -> torch.Tensor:
+        """Memory was asked for. Returns the tensor that takes the result's place: usually itself."""
+        ...
+
+
+class FakeCompute(TorchDispatchMode):
+    """See the module's text. `watch` hears of everything."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by the base class; nothing is compiled under this mode."""
+        return False
+
+    def __init__(self, watch: OperatorWatch) -> None:
+        super().__init__()
+        self._watch = watch
+        self._kinds: dict[int, str] = {}
+        self._seen: list[Any] = []  # operators, so that their ids stay theirs
+        self._results: dict[Any, Any] = {}
+        self.computed: dict[str, int] = {}
+        """Operators on large tensors that had to be computed, with how often."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for cls in types):
+            return NotImplemented  # a wrapper answers itself; what it does inside comes here again
+        kwargs = kwargs or {}
+        kind = self._kinds.get(id(func))
+        if kind is None:
+            kind = self._kinds[id(func)] = _kind_of(func)
+            self._seen.append(func)
+        if _on_no_device(args, kwargs):
+            return _run(func, args, kwargs)
+        if kind is _VIEW:
+            result = _run(func, args, kwargs)
+            self._watch.ran(func, args, kwargs, result, view=True)
+            return result
+        if kind is _ITEM and not is_small(args[0]):
+            return _nothing(args[0].dtype)
+        if kind in (_REAL, _ITEM):
+            return self._compute(func, args, kwargs)
+        small = kind is not _EMPTY and not _any_large(args, kwargs)
+        if small and (kind is _IN_PLACE or not self._makes_large(func, args, kwargs)):
+            return self._compute(func, args, kwargs)
+        if kind is _EMPTY:
+            result = _run(func, args, kwargs)
+            result = self._watch.made(result.zero_() if is_small(result) else result, func, args)
+        elif kind is _IN_PLACE:
+            result = _written(func, args, kwargs)
+        else:
+            found = self._shape(func, args, kwargs)
+            if found is None:
+                name = func._overloadpacket._qualified_op_name
+                self.computed[name] = self.computed.get(name, 0) + 1
+                return self._compute(func, args, kwargs)
+            result = self._make(found, func, args)
+        self._watch.ran(func, args, kwargs, result, view=False)
+        return result
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = _run(func, args, kwargs)
+        result = _map(result, lambda tensor: self._watch.made(tensor, func, args))
+        self._watch.ran(func, args, kwargs, result, view=False)
+        return result
+
+    def _makes_large(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Do small arguments, or none, give something large (`zeros`, `expand` and a copy)?"""
+        found = self._shape(func, args, kwargs)
+        return found is not None and any(
+            spec is not None and not _small_spec(spec) for spec in (found if isinstance(found, list) else [found])
+        )
+
+    # - shapes of results
+
+    def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """(size, stride, dtype) of the result, a list of such for several, None where the meta device cannot say."""
+        key = _key((id(func), args, tuple(kwargs.items())))
+        if key is not None and key in self._results:
+            return self._results[key]
+        found = _on_meta(func, args, kwargs)
+        if key is not None:
+            self._results[key] = found
+        return found
+
+    def _make(self, found: Any, func: Any, args: Any) -> Any:
+        if not isinstance(found, list):
+            return self._one(found, func, args)
+        made = [None if spec is None else self._one(spec, func, args) for spec in found]
+        return made if len(func._schema.returns) == 1 else tuple(made)
+
+    def _one(self, spec: Any, func: Any, args: Any) -> Any:
+        if not isinstance(spec, tuple):
+            return spec  # a number
+        size, stride, dtype = spec
+        tensor = torch.empty_strided(size, stride, dtype=dtype)
+        if is_small(tensor):
+            tensor.zero_()
+        return self._watch.made(tensor, func, args)
+
+
+def _nothing(dtype: torch.dtype) -> bool | int | float | complex:
+    """The number that a tensor without contents gives."""
+    if dtype == torch.bool:
+        return False
+    if dtype.is_complex:
+        return 0j
+    return 0.0 if dtype.is_floating_point else 0
+
+
+def _small_spec(spec: Any) -> bool:
+    if not isinstance(spec, tuple):
+        return True
+    numel = 1
+    for extent in spec[0]:
+        numel *= extent
+    dtype = spec[2]
+    limit = SMALL_VALUES if dtype.is_floating_point or dtype.is_complex else SMALL_WORDS
+    return numel * dtype.itemsize <= limit
+
+
+def _kind_of(func: Any) -> str:
+    name = func._overloadpacket.__name__
+    if func.namespace == "aten":
+        if name in _VIEW_BY_NAME:
+            return _VIEW
+        if name in _REAL_BY_NAME:
+            return _REAL
+        if name == "_local_scalar_dense":
+            return _ITEM
+        if name in _EMPTY_BY_NAME:
+            return _EMPTY
+    if torch.Tag.inplace_view in func.tags:
+        return _VIEW
+    returns = func._schema.returns
+    aliases = [r.alias_info for r in returns]
+    if returns and any(a is not None and not a.is_write for a in aliases):
+        return _VIEW
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+    if writes and all(a is not None and a.is_write for a in aliases):
+        return _IN_PLACE
+    dynamic = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    if dynamic and name not in ("index", "equal"):
+        return _REAL
+    return _NEW
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator as without a mode: subclasses have had their word before it was dispatched."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _on_no_device(args: Any, kwargs: Any) -> bool:
+    """Is it the program itself that asks the meta device?"""
+    first = args[0] if args else None
+    if isinstance(first, torch.Tensor):
+        return first.is_meta
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _any_large(args: Any, kwargs: Any) -> bool:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            if not is_small(value):
+                return True
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, torch.Tensor) and not is_small(item):
+                    return True
+    return False
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator in place returns: the arguments that it writes to."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name))
+    count = len(func._schema.returns)
+    if count == 0:
+        return None
+    return found[0] if count == 1 else tuple(found[:count])
+
+
+def _map(value: Any, of: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return of(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(item, of) for item in value) if type(value) in (list, tuple) else value
+    return value
+
+
+def _key(value: Any) -> Any:
+    """Arguments as something that can be looked up; None where that is not possible."""
+    try:
+        found = _frozen(value)
+        hash(found)
+    except (TypeError, NotImplementedError, RuntimeError):
+        return None
+    return found
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item) for item in value)
+    return (type(value), value)
+
+
+_META = torch.device("meta")
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    to_meta: Any = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_META)  # noqa: E731
+    moved = {key: _map(value, to_meta) for key, value in kwargs.items()}
+    if "device" in moved or not _has_tensor(args, kwargs):
+        moved["device"] = _META
+        moved.pop("pin_memory", None)
+    if func._overloadpacket.__name__ == "index" and _has_mask(args):
+        return None
+    try:
+        with torch.no_grad():
+            result = _run(func, _map(args, to_meta), moved)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
+    if isinstance(result, (list, tuple)):
+        return [_spec(item) for item in result]
+    return _spec(result)
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), tuple(value.stride()), value.dtype)
+    return value
+
+
+def _has_tensor(args: Any, kwargs: Any) -> bool:
+    return any(
+        isinstance(item, torch.Tensor)
+        for value in (*args, *kwargs.values())
+        for item in (value if isinstance(value, (list, tuple)) else (value,))
+    )
+
+
+def _has_mask(args: Any) -> bool:
+    indices = args[1] if len(args) > 1 else ()
+    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)

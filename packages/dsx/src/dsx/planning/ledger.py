@@ -1,0 +1,169 @@
+"""Which memory a replayed rank holds: by class, by tier, at every moment.
+
+A storage counts from the operator that made it until nothing refers to it any more, and as large as it is at the time
+(`resize_`). Its class follows from who asked for it and when; what the engine can name itself (parameters, masters,
+optimizer states) is named by `rename`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["CLASSES", "DEVICE", "DISK", "HOST", "Ledger", "Peak"]
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+
+CLASSES = (
+    "parameters", "gathered", "gradients", "masters", "states", "activations", "workspace", "messages", "buffers",
+    "inputs",
+)  # fmt: skip
+"""Parameters (shards, at stages 0-2 whole), parameters gathered for their use, gradients (buffers and reduced ones),
+masters, optimizer states, what a forward made, what a backward or step made, buffers of communication and copies, the
+model's own buffers, the batch."""
+
+
+class Peak:
+    """The greatest sum seen, and what it was made of."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.classes: dict[str, int] = {}
+        self.at = 0
+        """Number of events that had been seen."""
+
+
+class _Entry:
+    __slots__ = ("kind", "nbytes", "number", "ref", "tier")
+
+    def __init__(self, ref: Any, number: int, nbytes: int, kind: str, tier: str) -> None:
+        self.ref, self.number, self.nbytes, self.kind, self.tier = ref, number, nbytes, kind, tier
+
+
+class Ledger:
+    """See the module's text. `clock()`: number of events so far, noted with peaks and with the curve."""
+
+    def __init__(self, clock: Any) -> None:
+        self._clock = clock
+        self._entries: dict[int, _Entry] = {}
+        self.in_use: dict[str, dict[str, int]] = {DEVICE: {}, HOST: {}, DISK: {}}
+        self.total = {DEVICE: 0, HOST: 0, DISK: 0}
+        self.peaks = {DEVICE: Peak(), HOST: Peak(), DISK: Peak()}
+        self.curve: list[tuple[int, int]] = []
+        """(events, bytes on the device) at each change, while `recording`."""
+        self.requests: list[tuple[int, int]] = []
+        """Of the device, since `record`: number of a storage and its bytes, 0 where it gave its memory back."""
+        self.recording = False
+        self._number = 0
+
+    # - storages
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Is it counted already?"""
+        return storage._cdata in self._entries
+
+    def tier_of(self, tensor: torch.Tensor) -> str:
+        """Where a tensor's memory lies; the device for what is not counted."""
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        return DEVICE if entry is None else entry.tier
+
+    def add(self, storage: torch.UntypedStorage, kind: str, tier: str = DEVICE) -> None:
+        """Count a new storage."""
+        key = storage._cdata
+        if key in self._entries:
+            return
+        self._number += 1
+        entry = _Entry(weakref.ref(storage, lambda _: self._gone(key)), self._number, storage.nbytes(), kind, tier)
+        self._entries[key] = entry
+        self._change(tier, kind, entry.nbytes)
+        self._request(entry, entry.nbytes)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size now."""
+        entry = self._entries.get(storage._cdata)
+        if entry is not None and entry.nbytes != (size := storage.nbytes()):
+            old, entry.nbytes = entry.nbytes, size
+            self._change(entry.tier, entry.kind, size - old)
+            self._request(entry, 0)
+            self._request(entry, size)
+
+    def rename(self, tensors: Iterable[torch.Tensor], kind: str, tier: str | None = None) -> None:
+        """The storages of these tensors are of a class (and tier) that is known now."""
+        for tensor in tensors:
+            entry = self._entries.get(tensor.untyped_storage()._cdata)
+            if entry is None:
+                self.add(tensor.untyped_storage(), kind, tier or DEVICE)
+                continue
+            wanted = tier or entry.tier
+            if (entry.kind, entry.tier) != (kind, wanted):
+                self._change(entry.tier, entry.kind, -entry.nbytes)
+                entry.kind, entry.tier = kind, wanted
+                self._change(wanted, kind, entry.nbytes)
+
+    def add_bytes(self, tier: str, kind: str, nbytes: int) -> None:
+        """Bytes that are no storage of this process (a store on disk)."""
+        self._change(tier, kind, nbytes)
+
+    def _gone(self, key: int) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._change(entry.tier, entry.kind, -entry.nbytes)
+            self._request(entry, 0)
+
+    def _request(self, entry: _Entry, nbytes: int) -> None:
+        if self.recording and entry.tier == DEVICE:
+            self.requests.append((entry.number, nbytes))
+
+    def record(self) -> None:
+        """From now on note every change, beginning with what is there."""
+        self.reset_peaks()
+        self.recording = True
+        self.curve.append((self._clock(), self.total[DEVICE]))
+        for entry in self._entries.values():
+            if entry.nbytes:
+                self._request(entry, entry.nbytes)
+
+    # - sums
+
+    def _change(self, tier: str, kind: str, nbytes: int) -> None:
+        if not nbytes:
+            return
+        classes = self.in_use[tier]
+        classes[kind] = classes.get(kind, 0) + nbytes
+        self.total[tier] += nbytes
+        peak = self.peaks[tier]
+        if self.total[tier] > peak.nbytes:
+            peak.nbytes, peak.at = self.total[tier], self._clock()
+            peak.classes = {name: size for name, size in classes.items() if size}
+        if self.recording and tier == DEVICE:
+            self.curve.append((self._clock(), self.total[tier]))
+
+    def reset_peaks(self) -> None:
+        """Let peaks begin at what is in use now."""
+        for tier, peak in self.peaks.items():
+            peak.nbytes, peak.at = self.total[tier], self._clock()
+            peak.classes = {name: size for name, size in self.in_use[tier].items() if size}
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """Inside the block storages that are resized are counted anew: no operator tells of it."""
+        cls: Any = torch.UntypedStorage
+        own, original = "resize_" in vars(cls), cls.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            self.resized(storage)
+            return result
+
+        cls.resize_ = resize
+        try:
+            yield
+        finally:
+            if own:
+                cls.resize_ = original
+            else:
+                del cls.resize_

@@ -1,0 +1,218 @@
+"""What a user calls a model: a module, a function that makes one, a file, a folder of Hugging Face's format."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import PlanError
+
+__all__ = ["Batch", "default_batch", "describe", "model_maker", "resized"]
+
+Batch = Any
+"""A tensor, a sequence of positional arguments, or a dictionary of keyword arguments: one micro-batch."""
+
+_SEQUENCE = 2048
+
+
+def model_maker(model: Any) -> Callable[[], nn.Module]:
+    """A function that makes a fresh model without values, each time it is called.
+
+    Args:
+        model: a `torch.nn.Module` (left as it is), a function without arguments, `file.py:name` or
+            `package.module:name` of such a function, or a folder with a `config.json` of Hugging Face's format.
+
+    Raises:
+        PlanError: it is none of these, or cannot be read.
+    """
+    if isinstance(model, nn.Module):
+        return lambda: _without_values(model)
+    if isinstance(model, (str, os.PathLike)):
+        path = Path(model)
+        if path.is_dir() or path.suffix == ".json":
+            return _hugging_face(path)
+        return _checked_maker(_named(str(model)), str(model))
+    if callable(model):
+        return _checked_maker(model, getattr(model, "__name__", type(model).__name__))
+    raise PlanError(
+        f"model: got {type(model).__name__}, expected a torch.nn.Module, a function that makes one, file.py:function,"
+        " or a folder with a config.json of Hugging Face's format"
+    )
+
+
+def describe(model: Any) -> str:
+    """A short name for output."""
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    if isinstance(model, (str, os.PathLike)):
+        return str(model)
+    return getattr(model, "__name__", type(model).__name__)
+
+
+def _checked_maker(make: Callable[[], Any], name: str) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        found = make()
+        if not isinstance(found, nn.Module):
+            raise PlanError(f"model: {name} returned {type(found).__name__}, expected a torch.nn.Module")
+        return found
+
+    return made
+
+
+def _named(text: str) -> Callable[[], Any]:
+    """The function `file.py:name` or `package.module:name`."""
+    where, colon, name = text.rpartition(":")
+    if not colon or not name:
+        raise PlanError(
+            f"model: got {text!r}, expected an existing folder with a config.json, or file.py:function that makes the"
+            " model"
+        )
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location("_dsx_planned_model", where)
+            if spec is None or spec.loader is None or not Path(where).is_file():
+                raise PlanError(f"model: there is no file {where}")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    except ImportError as error:
+        raise PlanError(f"model: {where} cannot be imported: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise PlanError(f"model: {where} has no function {name!r}")
+    return found
+
+
+def _hugging_face(path: Path) -> Callable[[], nn.Module]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        text = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"model: {file} cannot be read as a configuration of Hugging Face's format: {error}") from error
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise PlanError(f"model: {file} needs the package transformers: pip install transformers ({error})") from error
+    names = text.get("architectures") or []
+    kind = text.get("model_type")
+
+    def make() -> nn.Module:
+        try:
+            config = transformers.AutoConfig.for_model(**text) if kind else None
+        except (KeyError, ValueError) as error:
+            raise PlanError(f"model: {file}: transformers does not know model_type {kind!r}: {error}") from error
+        if config is None:
+            raise PlanError(f"model: {file} has no model_type; expected a config.json of Hugging Face's format")
+        config.use_cache = False
+        cls = getattr(transformers, names[0], None) if names else None
+        if cls is None:
+            return transformers.AutoModelForCausalLM.from_config(config)
+        return cls(config)
+
+    return make
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """A copy whose parameters and large buffers have memory that is never touched; the model itself is only read."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        found = nn.Parameter(_like(parameter), requires_grad=parameter.requires_grad)
+        for name, value in vars(parameter).items():
+            if not name.startswith("_"):
+                setattr(found, name, value)  # marks of its owner: slices, experts
+        memo[id(parameter)] = found
+    for buffer in model.buffers():
+        memo[id(buffer)] = (
+            buffer.detach().cpu().clone() if buffer.numel() <= 1 << 16 and not buffer.is_meta else _like(buffer)
+        )
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise PlanError(
+            f"model: {type(model).__name__} cannot be copied ({error}); give a function that makes the model instead"
+        ) from error
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+
+
+def default_batch(model: nn.Module, micro: int, sequence: int | None) -> Batch:
+    """A batch of tokens, for models of Hugging Face's format.
+
+    Raises:
+        PlanError: nothing says what the model takes.
+    """
+    config = getattr(model, "config", None)
+    words = getattr(config, "vocab_size", None)
+    if config is None or words is None:
+        raise PlanError(
+            f"batch: {type(model).__name__} does not say what it takes; give an example of one micro-batch (a tensor, a"
+            " tuple of arguments, or a dictionary)"
+        )
+    most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or _SEQUENCE
+    length = min(int(most), _SEQUENCE) if sequence is None else sequence
+    tokens = torch.zeros(micro, length, dtype=torch.int64)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def resized(batch: Batch, micro: int) -> Batch:
+    """The batch with `micro` samples: the first dimension of every tensor that has as many rows as the batch has
+    samples is cut or repeated.
+    """
+    sizes = [t.shape[0] for t in _leaves(batch) if t.dim() > 0]
+    if not sizes:
+        return batch
+    samples = sizes[0]
+
+    def fit(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach().cpu() if not tensor.is_meta else torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if tensor.dim() == 0 or tensor.shape[0] != samples or samples == micro:
+            return tensor
+        if samples == 0:
+            raise PlanError("batch: got a batch of no samples, expected at least one")
+        times = -(-micro // samples)
+        return tensor.repeat(times, *([1] * (tensor.dim() - 1)))[:micro].contiguous()
+
+    return _mapped(batch, fit)
+
+
+def _leaves(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in _leaves(item)]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in _leaves(item)]
+    return []
+
+
+def _mapped(value: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return of(value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, of) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(item, of) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, of) for item in value)
+    return value
+
+
+def tokens_of(batch: Batch) -> int:
+    """Tokens in a batch: the elements of its first tensor of whole numbers of two dimensions, else its samples."""
+    found = _leaves(batch)
+    for tensor in found:
+        if not tensor.is_floating_point() and tensor.dim() == 2:
+            return tensor.numel()
+    return next((t.shape[0] for t in found if t.dim() > 0), 1)

@@ -1,0 +1,321 @@
+"""Watches a replayed rank: every operator, message, copy and wait becomes an entry of a `Trace`, every storage one of a
+`Ledger`.
+
+Who asked for memory is found on the stack: buffers of gradients, of gathered parameters and of messages are made in
+files of their own. What lies in host memory by the engine's placement is marked, so that copies between it and the
+device are seen although both are ordinary memory here. For a device with streams the tensor that stands for host memory
+also says that it lies elsewhere (`HostMemory.device`): the engine then stages what it fetches, as on that device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from dsx_comm import RehearsalObserver, RehearsedMessage
+from dsx_monitor.flops.rules import rule_for
+
+from .fake import is_small
+from .ledger import DEVICE, HOST, Ledger
+from .trace import COPY, MARK, MESSAGE, OPERATOR, PHASE, RATES, RECOMPUTED, WAIT_MARK, WAIT_MESSAGE, Message, Trace
+
+__all__ = ["HostMemory", "Recorder"]
+
+_RATE = {name: number for number, name in enumerate(RATES)}
+_DTYPES = {
+    torch.float32: _RATE["float32"],
+    torch.bfloat16: _RATE["bfloat16"],
+    torch.float16: _RATE["float16"],
+    torch.float64: _RATE["float64"],
+    torch.float8_e4m3fn: _RATE["float8"],
+    torch.float8_e5m2: _RATE["float8"],
+}
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_FREE = frozenset({*_EMPTY, "_local_scalar_dense", "is_same_size", "set_", "resize_"})
+"""Operators that launch nothing."""
+_PARTIAL = frozenset(["embedding", "index_select", "gather", "index"])
+"""Operators that read as much of their first argument as they return."""
+_ASKED = frozenset({*_EMPTY, "zeros", "zeros_like", "new_zeros", "ones", "full", "clone", "_to_copy"})
+"""Operators by which the engine takes memory."""
+_OWNERS = (
+    ("dsx_zero.params.storage", "gathered"),
+    ("dsx_zero.grads", "gradients"),
+    ("dsx_zero.step.states", "states"),
+    ("dsx_zero.step", "workspace"),
+    ("dsx_zero.gather", "messages"),
+    ("dsx_zero.transports", "messages"),
+    ("dsx_zero.checkpointing", "activations"),
+    ("dsx_zero.params", "parameters"),
+    ("dsx_comm", "messages"),
+    ("dsx_ops.optim", "states"),
+)
+_ON_THE_WAY = ("dsx_zero.homes", "dsx_zero.params.memory")
+"""Files that make memory for others."""
+
+_SMALL_MESSAGE = 1 << 16
+
+
+class HostMemory(torch.Tensor):
+    """Host memory of a rank whose device is another one. Results of operators on it are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Not that of the parameters: see the module's text."""
+        return torch.device("cpu", 0)
+
+
+class Recorder(RehearsalObserver):
+    """See the module's text.
+
+    Args:
+        ranks_per_host: neighbouring ranks on one host.
+        streams: copies and messages run beside the computation, as on a device with streams.
+    """
+
+    def __init__(self, *, ranks_per_host: int, streams: bool) -> None:
+        self.trace = Trace()
+        self.ledger = Ledger(lambda: len(self.trace))
+        self.phase = "build"
+        self.unknown: Counter[str] = Counter()
+        """Operators of which nobody has said what they cost, with how often they ran."""
+        self._ranks_per_host, self._streams = ranks_per_host, streams
+        self._rules: dict[int, Any] = {}
+        self._seen: list[Any] = []
+        self._lane = 0
+        self._silent = False
+
+    # - phases and lanes
+
+    def begin(self, phase: str) -> None:
+        """What follows belongs to a phase: "forward", "backward", "step", "build"."""
+        self.phase = phase
+        if phase not in self.trace.phases:
+            self.trace.phases.append(phase)
+        self.trace.add(0, PHASE, self.trace.phases.index(phase))
+
+    def lane(self, device: torch.device) -> _Lane:
+        """A new lane beside the computation (`dsx_zero.lanes.lanes_from`)."""
+        self.trace.lanes += 1
+        return _Lane(self, self.trace.lanes - 1)
+
+    def mark(self, lane: int | None = None) -> int:
+        """Note a place of a lane (default: the running one), to be waited for."""
+        self.trace.marks += 1
+        self.trace.add(self._lane if lane is None else lane, MARK, self.trace.marks)
+        return self.trace.marks
+
+    def wait_mark(self, mark: int, lane: int | None = None) -> None:
+        """Let a lane go on only behind a mark."""
+        self.trace.add(self._lane if lane is None else lane, WAIT_MARK, mark)
+
+    def copied(self, direction: int, nbytes: int) -> None:
+        """Bytes move between tiers."""
+        self.trace.add(self._lane, COPY, direction, nbytes)
+
+    # - operators (`OperatorWatch`)
+
+    def ran(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, *, view: bool) -> None:
+        """See `OperatorWatch.ran`."""
+        if view or self._silent:
+            return
+        known = self._rules.get(id(func))
+        if known is None:
+            known = self._rules[id(func)] = (func._overloadpacket.__name__, rule_for(func))
+            self._seen.append(func)
+        name, rule = known
+        if name in _FREE:
+            return
+        if self._streams and name in ("copy_", "_to_copy") and self._crosses(name, args, result):
+            return
+        flops, products = self._arithmetic(rule, func, args, kwargs, result)
+        nbytes = _nbytes(result)
+        nbytes += nbytes if name in _PARTIAL else _nbytes(args)
+        rate = 0
+        if self._on_host(args, result):
+            rate = _RATE["host"]
+        elif products:
+            rate = _DTYPES.get(_dtype(result) or _dtype(args) or torch.float32, 0)
+        if self.phase == "backward" and torch.is_grad_enabled():
+            rate += RECOMPUTED  # autograd itself records nothing
+        self.trace.add(self._lane, OPERATOR, flops, nbytes, rate)
+
+    def stepped(self, tensors: Sequence[torch.Tensor], flops: int) -> None:
+        """An optimizer's kernel has gone once over these tensors."""
+        rate = _RATE["host"] if tensors and self.ledger.tier_of(tensors[0]) == HOST else 0
+        self.trace.add(self._lane, OPERATOR, flops, _nbytes(tensors), rate)
+
+    def _arithmetic(self, rule: Any, func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int]:
+        """Operations, and those of matrix products among them."""
+        if rule is not None and not isinstance(rule, str):
+            try:
+                return rule(args, kwargs, result)
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+                rule = None  # a form that its rule does not know
+        if rule is None:
+            self.unknown[func._overloadpacket._qualified_op_name] += 1
+        return 0, 0
+
+    def _crosses(self, name: str, args: Any, result: Any) -> bool:
+        """Is it a copy between host and device? Then it is noted as one."""
+        target, source = (args[0], args[1]) if name == "copy_" else (result, args[0])
+        to, of = self.ledger.tier_of(target), self.ledger.tier_of(source)
+        if to == of:
+            return False
+        self.copied(0 if to == HOST else 1, _nbytes(target))
+        return True
+
+    def _on_host(self, args: Any, result: Any) -> bool:
+        first = next(_tensors(args), None)
+        first = next(_tensors(result), None) if first is None else first
+        return first is not None and self.ledger.tier_of(first) == HOST
+
+    def made(self, tensor: torch.Tensor, func: Any, args: Sequence[Any]) -> torch.Tensor:
+        """See `OperatorWatch.made`."""
+        storage = tensor.untyped_storage()
+        if self.ledger.knows(storage):
+            return tensor
+        kind, tier = "activations" if self.phase == "forward" else "workspace", DEVICE
+        if func._overloadpacket.__name__ in _ASKED:
+            asked, on_host = _who_asked()
+            kind, tier = asked or kind, HOST if on_host else tier
+        first = next(_tensors(args), None)
+        if tier == DEVICE and first is not None and func._overloadpacket.__name__ not in ("_to_copy", "empty_like"):
+            tier = self.ledger.tier_of(first)
+        self.ledger.add(storage, kind, tier)
+        if tier == HOST and self._streams and not any(True for _ in _tensors(args)):
+            return tensor.as_subclass(HostMemory)
+        return tensor
+
+    # - messages (`RehearsalObserver`)
+
+    def has_values(self, tensor: torch.Tensor) -> bool:
+        """See `RehearsalObserver.has_values`. What equal ranks would compute is no work of this rank."""
+        self._silent = True
+        return is_small(tensor)
+
+    def issued(self, message: RehearsedMessage) -> int:
+        """See `RehearsalObserver.issued`."""
+        self._silent = False
+        self.trace.messages.append(self._message(message))
+        number = len(self.trace.messages) - 1
+        self.trace.add(self._lane, MESSAGE, number)
+        return number
+
+    def waited(self, token: int) -> None:
+        """See `RehearsalObserver.waited`."""
+        self.trace.add(self._lane, WAIT_MESSAGE, token)
+
+    def _message(self, message: RehearsedMessage) -> Message:
+        per_host, ranks = self._ranks_per_host, message.ranks
+        here = message.rank // per_host
+        hosts = len({rank // per_host for rank in ranks}) if message.peer < 0 else 1
+        neighbours = sum(rank // per_host == here for rank in ranks)
+        if message.op in ("send", "recv"):
+            outside = float(message.peer // per_host != here)
+            hosts = 1 + int(outside)
+        elif hosts == 1:
+            outside = 0.0
+        elif message.op == "all_to_all":
+            outside = (len(ranks) - neighbours) / (len(ranks) - 1)
+        else:  # a ring: of the ranks of a host one sends to the next host
+            outside = 1.0 / neighbours
+        size = max(message.sent, message.received)
+        return Message(
+            message.op, message.sent * (1.0 - outside), message.sent * outside, len(ranks), hosts,
+            size <= _SMALL_MESSAGE, message.peer, message.op != "recv",
+        )  # fmt: skip
+
+
+class _Lane:
+    """A `dsx_zero.lanes.Lane` that records. Jobs are handed to the device in the order of the program, as on CUDA."""
+
+    def __init__(self, recorder: Recorder, number: int) -> None:
+        self._recorder, self._number = recorder, number
+        self._retired: int | None = None
+
+    def submit(self, job: Any) -> _Ticket:
+        """See `Lane.submit`."""
+        recorder = self._recorder
+        before, recorder._lane = recorder._lane, self._number
+        try:
+            if self._retired is not None:
+                recorder.wait_mark(self._retired)
+                self._retired = None
+            pending = job()
+            if pending is not None:
+                pending.wait()
+            return _Ticket(recorder, recorder.mark())
+        finally:
+            recorder._lane = before
+
+    def follow(self) -> None:
+        """See `Lane.follow`."""
+        self._recorder.wait_mark(self._recorder.mark(), self._number)
+
+    def retire(self, buffer: Any) -> None:
+        """See `Lane.retire`."""
+        self._retired = self._recorder.mark()
+        buffer.free()
+
+
+class _Ticket:
+    """A job of a lane."""
+
+    def __init__(self, recorder: Recorder, mark: int) -> None:
+        self._recorder, self.number, self._waited = recorder, mark, False
+
+    def is_completed(self) -> bool:
+        """Only what was waited for is known to be done."""
+        return self._waited
+
+    def wait(self) -> None:
+        """See `Ticket.wait`."""
+        self._waited = True
+        self._recorder.wait_mark(self.number)
+
+    synchronize = wait
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, (list, tuple)):
+        return sum(map(_nbytes, value))
+    return 0
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return next((t.dtype for t in _tensors(value) if t.is_floating_point()), None)
+
+
+def _who_asked() -> tuple[str | None, bool]:
+    """The class of what is being made by the file that asked for it, None for a model's or PyTorch's; and whether it
+    is to lie in host memory.
+    """
+    frame, on_host = sys._getframe(2), False
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_ON_THE_WAY):
+            on_host = on_host or (module == "dsx_zero.homes.home" and frame.f_code.co_name == "__init__")
+            on_host = on_host or module == "dsx_zero.homes.stored"
+        elif module.startswith(("dsx_zero.", "dsx_comm.", "dsx_ops.")):
+            if module == "dsx_zero.params.flat" and frame.f_code.co_name == "make_master":
+                return "masters", on_host
+            return next((kind for prefix, kind in _OWNERS if module.startswith(prefix)), None), on_host
+        elif not module.startswith(("torch", "dsx.planning", "contextlib")):
+            return None, on_host
+        frame = frame.f_back
+    return None, on_host

@@ -1,0 +1,352 @@
+"""One rank of a job, replayed: the engine is built and trained for some steps on tensors without contents, among ranks
+that are not there, and what it does in one step is recorded.
+
+Nothing of the engine is modelled here. Its planning, its order of collectives, its buffers and its step run as they do
+in a job. The first steps are left out of the record: in them ranks agree on an order and states are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from ..engine.request import Request
+from ..errors import DsxError
+from .errors import PlanError
+from .fake import FakeCompute
+from .ledger import DEVICE, HOST, Ledger
+from .models import Batch, default_batch, resized, tokens_of
+from .recorder import Recorder
+from .store import PlannedStore
+from .trace import Trace
+
+__all__ = ["Question", "Replay", "replay"]
+
+WARM_UP = 3
+"""Steps before the one that is recorded: in two the ranks agree, in the third they follow the order for the first
+time.
+"""
+MOST_MICRO_BATCHES = 3
+"""Micro-batches of an update that are replayed: the first, one in the middle, the last."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be replayed.
+
+    Attributes:
+        make: makes the model.
+        config: the configuration as a dictionary, with micro-batch and accumulation set, without what only observes.
+        world_size, rank, ranks_per_host: which rank of how many.
+        batch: an example, or None.
+        micro, accumulation: the real sizes.
+        sequence: tokens of a sample where there is no example.
+        loss: from the model's output to the loss; None: found in the output.
+        streams: the device has streams.
+        optimizer: makes the optimizer of parameters where the configuration names none.
+        recompute: ask the model to recompute its blocks (`gradient_checkpointing_enable`).
+    """
+
+    make: Callable[[], nn.Module]
+    config: dict[str, Any]
+    world_size: int
+    rank: int
+    ranks_per_host: int
+    batch: Batch
+    micro: int
+    accumulation: int
+    sequence: int | None = None
+    loss: Callable[[Any], torch.Tensor] | None = None
+    streams: bool = True
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    recompute: bool = False
+
+
+@dataclass
+class Replay:
+    """What a rank did in one step.
+
+    Attributes:
+        trace: the entries.
+        segments: (first, end, times) of the trace: what is done `times` times.
+        resident: bytes by class and tier when gradients are there, before the step, as the engine counts them.
+        ledger: bytes at every moment.
+        messages: {operation: (calls, bytes sent)} of the step.
+        parameters, trainable: elements of the whole model on this rank.
+        tokens: of one micro-batch.
+        flops_forward: of the forwards of one micro-batch, recomputation left out.
+        notes: what the reader should know.
+        order: names of the optimizer's step plan, for the report.
+    """
+
+    trace: Trace
+    segments: list[tuple[int, int, int]]
+    resident: dict[str, dict[str, int]]
+    ledger: Ledger
+    messages: dict[str, tuple[int, float]]
+    parameters: int
+    trainable: int
+    tokens: int
+    notes: list[str] = field(default_factory=list)
+    order: str = ""
+
+
+def replay(question: Question) -> Replay:
+    """Replay one rank.
+
+    Raises:
+        PlanError: the model cannot be run on tensors without contents; a process group is there already.
+        DsxConfigError: the configuration is wrong.
+    """
+    recorder = Recorder(ranks_per_host=question.ranks_per_host, streams=question.streams)
+    if dsx_comm.is_initialized():
+        raise PlanError(
+            "there is a process group in this process; a plan stands for other ranks than these. Make it before"
+            " dsx.initialize, in a process of its own (`dsx plan`), or behind dsx_comm.destroy_process_group()"
+        )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(
+            dsx_comm.rehearse(
+                question.world_size, question.rank, ranks_per_host=question.ranks_per_host, observer=recorder
+            )
+        )
+        stack.enter_context(recorder.ledger.following_resizes())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        compute = FakeCompute(recorder)
+        stack.enter_context(compute)
+        if question.streams:
+            from dsx_zero.lanes import lanes_from  # late: only replays need it
+
+            stack.enter_context(lanes_from(recorder.lane))
+        return _Run(question, recorder, compute).run()
+
+
+class _Run:
+    def __init__(self, question: Question, recorder: Recorder, compute: FakeCompute) -> None:
+        self._question, self._recorder, self._compute = question, recorder, compute
+        self._notes: list[str] = []
+
+    def run(self) -> Replay:
+        question, recorder = self._question, self._recorder
+        engine = self._build()
+        try:
+            batch = self._batch(engine)
+            micro_batches = min(question.accumulation, MOST_MICRO_BATCHES)
+            with _kernels_recorded(recorder):
+                for _ in range(WARM_UP):
+                    self._step(engine, batch, micro_batches)
+                self._name_states(engine)
+                recorder.trace.clear()
+                recorder.ledger.record()
+                with dsx_comm.count_traffic() as traffic:
+                    cuts, counts, resident = self._step(engine, batch, micro_batches, traffic)
+            return self._result(engine, batch, cuts, counts, resident)
+        except DsxError:
+            raise
+        except Exception as error:
+            raise PlanError(
+                f"the model cannot be replayed: {type(error).__name__}: {error}. A plan runs the model on CPU tensors"
+                " whose large ones have no values; leave values alone that decide what is computed, and give the batch"
+                " as the model takes it"
+            ) from error
+        finally:
+            engine.destroy()
+
+    def _build(self) -> Any:
+        from ..wiring import build_engine  # late: it imports every sibling
+
+        question, recorder = self._question, self._recorder
+        recorder.begin("build")
+        model = question.make()
+        if question.recompute:
+            enable = getattr(model, "gradient_checkpointing_enable", None)
+            if enable is None:
+                raise PlanError(
+                    f"{type(model).__name__} has no gradient_checkpointing_enable(), by which models of transformers"
+                    " recompute their blocks; make the model recompute by itself, or leave this out"
+                )
+            enable()
+        model.train()
+        recorder.ledger.rename(model.parameters(), "parameters")
+        recorder.ledger.rename(model.buffers(), "buffers")
+        store = PlannedStore(recorder)
+        request = Request(
+            model=model,
+            optimizer=None if "optimizer" in question.config else question.optimizer,
+            model_parameters=None,
+            lr_scheduler=None,
+            training_data=None,
+            collate_fn=None,
+            mpu=None,
+            distributed_port=29500,
+            dist_init_required=None,
+            store=store,
+        )
+        return build_engine(question.config, request)
+
+    def _batch(self, engine: Any) -> Batch:
+        question = self._question
+        if question.batch is None:
+            found = default_batch(engine.module, question.micro, question.sequence)
+        else:
+            found = resized(question.batch, question.micro)
+        from .models import _leaves
+
+        self._recorder.ledger.rename(_leaves(found), "inputs")
+        return found
+
+    def _step(self, engine: Any, batch: Batch, micro_batches: int, traffic: Any = None) -> Any:
+        recorder = self._recorder
+        cuts, counts, resident = [len(recorder.trace)], [_counted(traffic)], {}
+        for _ in range(micro_batches):
+            recorder.begin("forward")
+            loss = self._loss(engine(**batch) if isinstance(batch, dict) else engine(*_positional(batch)))
+            recorder.begin("backward")
+            engine.backward(loss)
+            del loss
+            last = len(cuts) == micro_batches
+            if last:
+                resident = engine._parts.shards.state_bytes_by_tier()
+                recorder.begin("step")
+            else:
+                cuts.append(len(recorder.trace))
+                counts.append(_counted(traffic))
+            engine.step()
+        cuts.append(len(recorder.trace))
+        counts.append(_counted(traffic))
+        return cuts, counts, resident
+
+    def _loss(self, output: Any) -> torch.Tensor:
+        if self._question.loss is not None:
+            return self._question.loss(output)
+        found = getattr(output, "loss", None)
+        if found is None and isinstance(output, dict):
+            found = output.get("loss")
+        if found is None and isinstance(output, (tuple, list)) and output:
+            found = output[0]
+        if found is None:
+            found = output
+        if not isinstance(found, torch.Tensor):
+            raise PlanError(
+                f"the model returned {type(output).__name__} without a loss; give loss=<function of the output>"
+            )
+        if found.numel() == 1:
+            return found
+        note = "the model returns no single number: its mean stands for the loss"
+        if note not in self._notes:
+            self._notes.append(note)
+        return found.float().mean()
+
+    def _name_states(self, engine: Any) -> None:
+        ledger, shards = self._recorder.ledger, engine._parts.shards
+        runtime = shards.runtime
+        for unit in runtime.units:
+            for group in unit.groups:
+                for home, kind in ((group.shard, "parameters"), (group.own_master, "masters")):
+                    if home is not None and (view := home.view()) is not None:
+                        ledger.rename([view], kind, home.tier)
+                if group.visible is not None:
+                    ledger.rename([group.visible], "parameters")
+        for tier, tensor in shards.states.tensors():
+            ledger.rename([tensor], "states", HOST if tier == "host" else DEVICE)
+        for home in shards.states.homes():
+            if (view := home.view()) is not None:
+                ledger.rename([view], "states", home.tier)
+
+    def _result(self, engine: Any, batch: Batch, cuts: Any, counts: Any, resident: Any) -> Replay:
+        question, recorder = self._question, self._recorder
+        micro_batches = len(cuts) - 1
+        times = [1] * micro_batches
+        if question.accumulation > micro_batches:
+            times[1] = question.accumulation - micro_batches + 1
+        segments = [(start, end, n) for start, end, n in zip(cuts, cuts[1:], times)]
+        messages: dict[str, tuple[int, float]] = {}
+        for before, after, n in zip(counts, counts[1:], times):
+            for op, (calls, sent) in after.items():
+                old = before.get(op, (0, 0))
+                known = messages.get(op, (0, 0))
+                messages[op] = (known[0] + n * (calls - old[0]), known[1] + n * (sent - old[1]))
+        infos = engine._parts.shards.runtime.infos
+        if recorder.unknown:
+            names = ", ".join(sorted(recorder.unknown)[:5])
+            self._notes.append(
+                f"no rule says what these operators cost, so their arithmetic counts as nothing: {names}"
+            )
+        if self._compute.computed:
+            names = ", ".join(sorted(self._compute.computed)[:5])
+            self._notes.append(
+                f"these operators were computed, because their results' shapes are not known before: {names}"
+            )
+        return Replay(
+            trace=recorder.trace,
+            segments=segments,
+            resident={**resident, "model buffers": {DEVICE: _buffer_bytes(engine.module)}},
+            ledger=recorder.ledger,
+            messages=messages,
+            parameters=sum(info.numel for info in infos),
+            trainable=sum(info.numel for info in infos if info.trainable),
+            tokens=tokens_of(batch),
+            notes=self._notes,
+        )
+
+
+def _counted(traffic: Any) -> dict[str, tuple[int, float]]:
+    return {} if traffic is None else dict(traffic.by_op())
+
+
+def _buffer_bytes(model: nn.Module) -> int:
+    return sum({b.untyped_storage()._cdata: b.nbytes for b in model.buffers()}.values())
+
+
+def _positional(batch: Batch) -> tuple[Any, ...]:
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What the engine says of a job that does not run is no news."""
+    loggers = [logging.getLogger(name) for name in ("dsx", "dsx_zero", "dsx_comm", "dsx_pipe", "dsx_moe", "dsx_ops")]
+    before = [(log, log.disabled, log.level) for log in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for log in loggers:
+            log.disabled = True
+        try:
+            yield
+        finally:
+            for log, disabled, level in before:
+                log.disabled = disabled
+                log.setLevel(level)
+
+
+@contextlib.contextmanager
+def _kernels_recorded(recorder: Recorder) -> Iterator[None]:
+    """Inside the block the optimizers of dsx_ops compute nothing: their kernels are handed addresses, which no dispatch
+    mode sees.
+    """
+    import dsx_ops
+    from dsx_ops import update
+
+    original = update.apply
+
+    def apply(batch: Any) -> None:
+        for slot in batch.slots:
+            given = (slot.param, slot.grad, *slot.states, slot.low_bits, slot.copy)
+            written = (slot.param, *slot.states)
+            recorder.stepped([t for t in (*given, *written) if t is not None], 12 * slot.param.numel())
+
+    update.apply = apply
+    try:
+        with dsx_ops.reference_only():
+            yield
+    finally:
+        update.apply = original
