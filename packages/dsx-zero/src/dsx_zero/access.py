@@ -71,11 +71,15 @@ OWNERS = _Owners()
 
 
 class _View:
-    """One trainable parameter as this rank holds it."""
+    """One trainable parameter as this rank holds it. `gradient`: only its gradient is asked for, which may be read
+    while masters and states are stepped.
+    """
 
-    def __init__(self, parameter: Parameter, optimizer: ZeroOptimizer | None) -> None:
+    def __init__(self, parameter: Parameter, optimizer: ZeroOptimizer | None, *, gradient: bool = False) -> None:
         self.optimizer, self.name = _resolve(parameter, optimizer)
         self.optimizer.check_states()
+        if not gradient:
+            self.optimizer.check_update_ended()
         self.runtime = self.optimizer.runtime
         self.group: FlatGroup = self.optimizer.group_of(self.name)
         if not self.group.trainable:
@@ -239,7 +243,7 @@ def safe_get_full_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = No
     """The whole gradient in fp32, averaged over the ranks as far as it has been reduced; None when there is none."""
     if _is_frozen(param, optimizer):
         return None
-    view = _View(param, optimizer)
+    view = _View(param, optimizer, gradient=True)
     view.complete_gradients()
     reduced = view.whole(view.grad_slice() if view.part.numel else None)
     return _sum(reduced, view.unreduced())
@@ -247,7 +251,7 @@ def safe_get_full_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = No
 
 def safe_set_full_grad(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
     """Set the whole reduced gradient."""
-    view = _View(param, optimizer)
+    view = _View(param, optimizer, gradient=True)
     part = view.cut(value)
     view.complete_gradients()
     _write_grad(view, part)
@@ -314,7 +318,7 @@ def safe_get_local_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = N
     """
     if _is_frozen(param, optimizer):
         return None
-    view = _View(param, optimizer)
+    view = _View(param, optimizer, gradient=True)
     own = view.unreduced()
     slices = (view.grad_slice(), None if own is None else view.cut(own))
     there = [piece for piece in slices if piece is not None]
@@ -323,7 +327,7 @@ def safe_get_local_grad(param: Parameter, *, optimizer: ZeroOptimizer | None = N
 
 def safe_set_local_grad(param: Parameter, value: torch.Tensor, *, optimizer: ZeroOptimizer | None = None) -> None:
     """Set this rank's slice of the reduced gradient."""
-    view = _View(param, optimizer)
+    view = _View(param, optimizer, gradient=True)
     part = view.check_local(value)
     _write_grad(view, part)
 

@@ -18,20 +18,32 @@ from .access import OWNERS
 from .alike import agree, hash_of, model_facts, optimizer_facts, telling
 from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
 from .gather.publishing import Gathering, Replicated, share_first
-from .grads.averaging import Averaging, averaging_of
+from .grads.averaging import Averaging, ByReduction, averaging_of
 from .grads.gradients import Gradients, LocalGradients, ReducedGradients
 from .grads.reduction import LocalReducer, Reducer, Reduction, ReductionEngine
 from .grads.reductions import Reductions
 from .grads.unused import IgnoreUnused, UnusedParameters
 from .groups import LentGroups, join_launched_ranks
-from .homes.chosen import check_placement, check_room, offload_ratio, place_units, placement_of, sub_group_size
+from .homes.chosen import (
+    check_placement,
+    check_room,
+    is_stepped_by_host,
+    late_update_after,
+    makes_states_at_once,
+    offload_ratio,
+    place_units,
+    placement_of,
+    steps_during_backward,
+    sub_group_size,
+    transfers_beside_step,
+)
 from .homes.stored import TensorStore
 from .homes.tiers import Placement, UnitPlacement
 from .lanes import make_lane
 from .optimizer import ZeroOptimizer
 from .order.agreed import AgreedOrder, Channel, NullOrder, Order, ReuseLimits
 from .order.backward import BackwardClock
-from .order.channel import ControlChannel, OneRank
+from .order.channel import AskingChannel, ControlChannel, OneRank
 from .order.executor import CollectiveExecutor
 from .params.flat import FlatGroup, Unit
 from .params.init import InitParameter
@@ -48,7 +60,8 @@ from .runtime import Publisher, Runtime
 from .step.masters import check_optimizer, make_masters, needs_whole_tensors, place_masters, replace_parameters
 from .step.norm import groups_of_norm
 from .step.param_groups import StepGroups
-from .step.parts import may_be_cut
+from .step.parts import may_be_cut, why_at_once
+from .step.plan import Pipeline
 from .step.runner import plan_step
 from .step.states import OptimizerStates
 from .transports.chosen import PlainTransports, Transports, transports_of
@@ -187,7 +200,7 @@ def shard(
             infos,
             stage=settings.stage,
             ranks_of=choose,
-            reduce_bucket_size=_bucket_size(settings, infos),
+            reduce_bucket_size=_bucket_size(settings, infos, placement),
             persistence=Persistence(
                 settings.size("stage3_param_persistence_threshold"), settings.stage3_model_persistence_threshold
             ),
@@ -201,6 +214,8 @@ def shard(
     agree(_CALL, {**dict(optimizer_facts(inner, names)), **_plan_facts(plans)}, data.group)
     sizes = [(plan.index, str(plan), _shard_numel(plan)) for plan in plans]
     placements = place_units(sizes, placement, ratio=1.0 if given else offload_ratio(settings))
+    with telling(data.group):
+        _check_late_update(settings, inner, placements)
     build = _Build(
         model,
         settings,
@@ -226,24 +241,42 @@ def shard(
         group.master is not None and group.master.view() is None for unit in runtime.units for group in unit.groups
     )
     most = sub_group_size(settings, moves=moves) if may_be_cut(inner) else None
+    early = _early_units(build, runtime, inner)
     masters = make_masters(runtime.units, whole=runtime.whole, most=most)
     faces = _faces(model, runtime)
-    shown = [[faces.get(id(p), p) for p in group["params"]] for group in inner.param_groups]
+    shown: list[list[torch.Tensor]] = [[faces.get(id(p), p) for p in g["params"]] for g in inner.param_groups]
     place_masters(inner, masters)
     stepped = [master for _, pieces in masters for master in pieces]
     unit_of = {id(group): unit.index for unit in runtime.units for group in unit.groups}
     states = OptimizerStates(inner, stepped, [build.placed(unit_of[id(m.group)]).states for m in stepped])
+    groups_of_step = StepGroups(inner, shown)
+    if makes_states_at_once(settings) and not states.make_now(groups_of_step.numbers()) and data.rank == 0:
+        _log.warning(
+            "zero_optimization.offload_optimizer.fast_init has no effect: %s makes its states in its first step",
+            type(inner).__name__,
+        )
     sharded = ZeroOptimizer(
         inner,
         runtime,
         stepped,
         _unused_check(runtime, settings),
-        groups=StepGroups(inner, shown),
+        groups=groups_of_step,
         states=states,
         placements=placements,
         store=store,
-        plan=plan_step(inner, runtime, stepped, most=most, moves=moves),
+        plan=plan_step(
+            inner,
+            runtime,
+            stepped,
+            most=most,
+            moves=moves,
+            by_unit=bool(early),
+            pipeline=Pipeline(*transfers_beside_step(settings)),
+        ),
         lane=build.lane,
+        channel=build.channel,
+        early_units=early,
+        late_after=late_update_after(settings),
         faces=faces,
         owner_of=lambda parameter: None if (found := OWNERS.find(parameter)) is None else found[0],
     )
@@ -262,15 +295,50 @@ def shard(
     return model, sharded
 
 
+def _check_late_update(settings: ZeroConfig, inner: Any, placements: Sequence[UnitPlacement]) -> None:
+    """Refuse late updates that a thread of the host cannot make. Raises ZeroConfigError."""
+    if late_update_after(settings) is None or isinstance(inner, _NoOptimizer):
+        return
+    why = why_at_once(inner)
+    if not all(is_stepped_by_host(record.placement) for record in placements):
+        why = "not all masters, gradients and optimizer states are in host memory"
+    if why is not None:
+        raise ZeroConfigError(
+            "zero_optimization.offload_optimizer.late_update_after",
+            f"got {late_update_after(settings)}, but {why}; expected null, or an element-wise optimizer whose state is"
+            " in host memory",
+        )
+
+
+def _early_units(build: _Build, runtime: Runtime, inner: Any) -> list[int]:
+    """The units that may be stepped while backward goes on, the same on all ranks."""
+    safe = hasattr(inner, "step_flat") and why_at_once(inner) is None and isinstance(runtime.averaging, ByReduction)
+    if not safe or runtime.checks_overflow or not steps_during_backward(build.settings):
+        return []
+    return [
+        unit.index
+        for unit in runtime.trainable_units()
+        if is_stepped_by_host(build.placed(unit.index))
+        and all(group.own_master is not None for group in unit.trainable)
+    ]
+
+
 _RATIO_UNITS = 16
 """Units that a ratio of offload divides, at least: at stages 1 and 2 a unit is as large as a message."""
 
+_EARLY_UNIT = 1 << 20
+"""Elements of a unit that is stepped while backward goes on: smaller ones would cost more than they hide."""
 
-def _bucket_size(settings: ZeroConfig, infos: Sequence[ParameterInfo]) -> int:
+
+def _bucket_size(settings: ZeroConfig, infos: Sequence[ParameterInfo], placement: Placement) -> int:
     """Elements of a unit at stages 1 and 2, and of a reduction."""
     size, ratio = settings.size("reduce_bucket_size"), offload_ratio(settings)
     total = sum(info.numel for info in infos if info.trainable)
-    return size if ratio in (0.0, 1.0) else max(1, min(size, total // _RATIO_UNITS))
+    if ratio not in (0.0, 1.0):
+        return max(1, min(size, total // _RATIO_UNITS))
+    if is_stepped_by_host(placement) and steps_during_backward(settings):
+        return min(size, max(_EARLY_UNIT, total // _RATIO_UNITS))
+    return size
 
 
 _PADDING = 1.25
@@ -491,6 +559,8 @@ class _Build:
         self.model, self.settings, self.precision, self.reduction = model, settings, precision, reduction
         self.data, self.infos, self.plans = data, infos, plans
         self.groups = groups
+        self.channel: AskingChannel = OneRank()
+        """Carries the words of the order."""
 
     def placed(self, unit: int) -> Placement:
         """Where the state of a unit lives."""
@@ -538,9 +608,8 @@ class _Build:
         sets = dict.fromkeys(group.key.ranks for plan in self.plans for group in plan.groups)
         with_gathers = {ranks: self.groups.take_for_gathers(ranks) for ranks in sets}
         plans = [plan.on(with_gathers.__getitem__) for plan in self.plans]
-        channel: Channel = OneRank()
         if self.data.size > 1:
-            channel = ControlChannel(self.groups.take_control(self.data), self.data.rank, self.data.size)
+            self.channel = ControlChannel(self.groups.take_control(self.data), self.data.rank, self.data.size)
         found = partition(self.model, self.infos, plans, tier=self.placement.parameters)
         replace_parameters(inner, lambda old: found.plain_of.get(id(old), old))
         self._share_buffers()
@@ -557,7 +626,7 @@ class _Build:
             max_live=settings.stage3_max_live_parameters,
         )
         reductions = self._reductions(found.units, 3, lambda: gradients.complete())
-        order = self._order(CollectiveExecutor(reductions.run_reduce, gathers), channel, limits)
+        order = self._order(CollectiveExecutor(reductions.run_reduce, gathers), self.channel, limits)
         clock = BackwardClock(order)
         # Before the gradients: a backward begins for it first, and ends for it last.
         lifetime = GatherLifetime(found.partitioned, executor=gathers, order=order, clock=clock)
@@ -602,10 +671,9 @@ class _Build:
         if stage == 0 and self.data.size == 1 and all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes):
             return LocalGradients(units)
         reductions = self._reductions(units, stage, lambda: gradients.complete())
-        channel = None
         if self.data.size > 1:
-            channel = ControlChannel(self._control_group(), self.data.rank, self.data.size)
-        order = self._order(CollectiveExecutor(reductions.run_reduce), channel)
+            self.channel = ControlChannel(self._control_group(), self.data.rank, self.data.size)
+        order = self._order(CollectiveExecutor(reductions.run_reduce), self.channel if self.data.size > 1 else None)
         clock = BackwardClock(order)
         gradients = ReducedGradients(self.model, reductions, order, clock, keeps_local=self.averaging.local)
         return gradients

@@ -69,11 +69,33 @@ class OffloadOptimizer(_Section):
     )
     nvme_path: str | None = Field("/local_nvme", description="folder for states on disk")
     pin_memory: bool = Field(False, description="page-locked host memory")
-    buffer_count: Annotated[int, Field(ge=4)] = Field(4, description="host buffers between memory and disk")
-    fast_init: bool = Field(False, description="write the states to disk in one pass when training starts")
+    buffer_count: Annotated[int, Field(ge=4)] = Field(
+        4, description="host buffers between memory and disk; every 4 of them read one more sub-group ahead"
+    )
+    fast_init: bool = Field(
+        False, description="write the states to disk when the model is sharded, not in the first step"
+    )
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(1.0, description="part of the states that is offloaded")
-    pipeline_read: bool = Field(False, description="read the next states while the present ones are updated")
-    pipeline_write: bool = Field(False, description="write the last states while the present ones are updated")
+    step_during_backward: bool = Field(
+        True,
+        description=(
+            "device cpu: step each unit on the host as soon as its gradients are there, where neither clipping nor a"
+            " check for overflow has to come first"
+        ),
+    )
+    late_update_after: Size | None = Field(
+        None,
+        description=(
+            "device cpu: after this many steps each update is applied one step late, while the next step is computed;"
+            " null: never"
+        ),
+    )
+    pipeline_read: bool = Field(
+        False, description="read the next states while the present ones are updated; done unless false is written here"
+    )
+    pipeline_write: bool = Field(
+        False, description="write the last states while the present ones are updated; done unless false is written here"
+    )
     super_offload: bool = Field(False, description="offload tuned for superchips")
     cpuadam_cores_perc: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.8, description="part of the cores for it")
 
@@ -130,10 +152,6 @@ NO_EFFECT: dict[str, str] = {
     "enable_sanity_checks": "writes to partitioned parameters always work or raise",
     "grad_hooks": "gradients are always reduced from backward hooks",
     "log_trace_cache_warnings": "deviations from the agreed order of modules are always reported",
-    "offload_optimizer.buffer_count": "two sub-groups are in memory: one is stepped, its neighbours travel",
-    "offload_optimizer.fast_init": "masters are written in one pass, states with the first step",
-    "offload_optimizer.pipeline_read": "the next sub-group is always read while one is stepped",
-    "offload_optimizer.pipeline_write": "the last sub-group is always written while one is stepped",
     "memory_efficient_linear": "gathered weights are never kept by autograd",
     "override_module_apply": "nothing is patched",
     "pipeline_loading_checkpoint": "each rank reads only its own slices",
@@ -319,10 +337,17 @@ class ZeroConfig(_Section):
 def _conflicts(z: ZeroConfig, mesh: bool) -> list[tuple[str, bool, str]]:
     """(setting, whether it cannot work, why)."""
     below_3 = f"at stage {z.stage} every rank keeps all parameters, and none are gathered for a use; use stage 3"
+    offload = z.offload_optimizer
+    late = offload is not None and offload.device != "none" and offload.late_update_after is not None
     hybrid, quantized = z.mics_shard_size > 0 or mesh, z.zero_quantized_weights or z.zero_quantized_gradients
     weights = z.zero_quantized_weights or z.zero_quantized_nontrainable_weights
     loco = z.zeropp_loco_param is not None
     return [
+        (
+            "offload_optimizer",
+            late and offload is not None and (offload.device != "cpu" or offload.ratio != 1.0),
+            "late_update_after needs all masters and optimizer states in host memory; set device to cpu and ratio to 1",
+        ),
         ("zero_hpz_partition_size", z.near_ranks > 0 and z.stage < 3, below_3),
         ("zero_quantized_weights", z.zero_quantized_weights and z.stage < 3, below_3),
         ("zero_quantized_nontrainable_weights", z.zero_quantized_nontrainable_weights and z.stage < 3, below_3),

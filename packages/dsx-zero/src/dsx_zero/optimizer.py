@@ -11,7 +11,7 @@ the model's parameters, whose places the masters take during the step.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +24,7 @@ from .homes.home import Home
 from .homes.stored import TensorStore
 from .homes.tiers import UnitPlacement
 from .lanes import Lane
+from .order.channel import Asks, OneRank
 from .params.flat import FlatGroup
 from .params.partitioned_unit import is_partitioned
 from .plan.layout import LocalSlice
@@ -32,8 +33,10 @@ from .state.loading import SliceLoad, publish_masters, read_slices
 from .state.local import count_bytes, load_local, save_local
 from .state.moving import MovedStates, OffloadStateTypeEnum
 from .state.slices import ParamSlice, Reader, iter_slices
+from .step.during_backward import DuringBackward, NotDuringBackward, StepDuringBackward
 from .step.edits import EditAgreement, Edits
 from .step.frozen import Frozen
+from .step.late import Late, LateUpdate, NeverLate
 from .step.masters import Master, refresh_master, write_parameters
 from .step.model_check import ModelCheck
 from .step.nonfinite import NonFiniteWarning
@@ -92,6 +95,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         placements: Sequence[UnitPlacement] = (),
         store: TensorStore | None = None,
         lane: Lane | None = None,
+        channel: Asks | None = None,
+        early_units: Collection[int] = (),
+        late_after: int | None = None,
         faces: Mapping[int, torch.Tensor],
         owner_of: Callable[[torch.Tensor], object | None],
     ) -> None:
@@ -119,6 +125,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._moved = MovedStates(runtime, states)
         self._edits = Edits(flat)
+        asks = channel or OneRank()
+        self._early: DuringBackward = NotDuringBackward()
+        if early_units:
+            early = StepDuringBackward(runtime, self._runner, self._edits, units=early_units, channel=asks, inner=inner)
+            runtime.gradients.watch_reductions(early)
+            self._early = early
+        self._late: Late = NeverLate()
+        if late_after is not None:
+            self._late = LateUpdate(runtime, self._runner, self._edits, channel=asks, warm_up=late_after)
+        self.steps_done = 0
+        """Steps so far, those that an overflow skipped included. To be set where training goes on from a checkpoint:
+        `offload_optimizer.late_update_after` counts them.
+        """
         self._edit_agreement = EditAgreement(flat, runtime.ranks)
         runtime.gradients.watch_edits(self._edit_agreement)
         self._stepped_in_place = [p for g in flat if g.trainable and not is_partitioned(g) for p in g.parameters]
@@ -264,6 +283,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self.released:
             self._check_in_use()
+        self.check_update_ended()
         self._moved.move_out(include, device, pin=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -278,6 +298,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.released:
             return
         self._moved.bring_back()
+        self._early.abandon()
+        self._late.abandon()
         self.released = True
         self._runtime.gradients.remove_hooks()
         self._unused.remove_hooks()
@@ -324,35 +346,82 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         run = self._runtime
-        self.check_model()
+        self.check_states()
+        self._model_check.check()
         self._step_groups.check()
         self._frozen.check()
         self._unused.check()
         run.averaging.announce_clipping(max_norm)
         local = run.averaging.local()
         total = run.gradients.finish(self._squares if self._host_reads_norm() else None)
+        stepped = self._early.complete(grad_scale, max_norm)
         norm = self._norm(grad_scale, needed=bool(max_norm) or run.checks_overflow or not local, total=total)
+        late, self.steps_done = self._late.is_late(self.steps_done), self.steps_done + 1
+        if late:
+            self._apply_late_update()
         if run.checks_overflow:
             everywhere = self._sum_over_ranks(norm) if local else norm
             if not torch.isfinite(everywhere).item():
                 return self._note(StepOutcome(True, everywhere, loss))
         self._nonfinite.look(norm, everywhere=not local)
         factor = self._factor(norm, grad_scale, max_norm)
-        self._edits.take_over()
-        self._step_inner(factor)
-        run.publisher.finish()
-        self._parameters_written()
+        if late:
+            self._edits.take_over()
+            self._late.begin(factor)
+        else:
+            done = self._early.groups()  # their edits were taken over before they were stepped
+            self._edits.take_over([group for group in self._edits.groups if group not in done])
+            self._runner.run(factor, stepped)
+            self._publish_written()
+        self._early.end_step()
         return self._note(StepOutcome(False, None if local else norm, loss))
 
+    def step_during_backward(self, grad_scale: float = 1.0) -> bool:
+        """Announce that the coming backward is the last one before `step(grad_scale=grad_scale)` without `max_norm`.
+
+        Units whose masters lie in host memory (`offload_optimizer` with device cpu) are then stepped on a thread as
+        soon as their gradients are reduced, while backward goes on. The result has the bits of a step after backward.
+        In the first two announced steps nothing is stepped early; if settings, gradients or parameters are written
+        between backward and `step` in one of them, nothing ever is. Later such a write makes `step` raise.
+
+        To be called before each such backward on every rank, or on none.
+
+        Args:
+            grad_scale: as for `step`.
+
+        Returns:
+            Whether units are stepped during this backward. Never where the step needs the norm first (16-bit parameters
+            whose overflow is checked), where the optimizer has no `step_flat` or has hooks, and where
+            `offload_optimizer.step_during_backward` is false.
+        """
+        self._check_in_use()
+        self._step_groups.check()
+        self._frozen.check()
+        return self._early.announce(grad_scale)
+
+    def _apply_late_update(self) -> None:
+        if self._late.finished():
+            self._publish_written()
+
+    def _publish_written(self) -> None:
+        self._runtime.publisher.finish()
+        self._parameters_written()
+
     def check_model(self) -> None:
-        """Compare the model with what was sharded. `step` and everything that reads or writes the states for
-        checkpoints do it.
+        """Compare the model with what was sharded. Everything that reads or writes the states for checkpoints does it.
 
         Raises:
-            ZeroStateError: a parameter or its memory was replaced, added or removed; names it. Or states are offloaded.
+            ZeroStateError: a parameter or its memory was replaced, added or removed; names it. Or states are offloaded,
+                or a step has begun and not ended.
         """
         self.check_states()
+        self.check_update_ended()
         self._model_check.check()
+
+    def check_update_ended(self) -> None:
+        """Refuse to read or write masters and states that a thread steps. Raises ZeroStateError."""
+        self._early.check_ended()
+        self._late.check_flushed()
 
     def check_states(self) -> None:
         """Refuse what needs values, while `offload_states` has moved some of them. Raises ZeroStateError."""
@@ -372,10 +441,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Make parameters the same on all ranks where the optimizer lets them differ between steps (0/1 Adam).
-        Collective.
+        """Make parameters what all steps so far mean (collective): apply the update that
+        `offload_optimizer.late_update_after` has left for the next step, and make parameters the same on all ranks
+        where the optimizer lets them differ between steps (0/1 Adam).
         """
         run = self._runtime
+        self._apply_late_update()
         if not run.averaging.synchronize():
             return
         for unit in run.trainable_units():
@@ -475,6 +546,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError: optimizer states are incomplete, or do not fit the optimizer.
         """
+        self._early.abandon()
+        self._late.abandon()
         self.check_model()
         with self._step_groups.masters():
             load = read_slices(
@@ -524,6 +597,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroStateError: the slices are not this rank's. Checkpoints (`slices`, `load_slices`) have no such limit.
         """
+        self._early.abandon()
+        self._late.abandon()
         load_local(self, state_dict)
 
     # Single parameters (what `dsx_zero.access` works through) ------------------------------------------------------
@@ -573,6 +648,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """`state_bytes`, each class divided by where its bytes lie: "device", "host", "disk", or a tier's own name."""
         counted = count_bytes(self._runtime, self.states)
         counted["master"]["device"] = counted["master"].get("device", 0) + self._edits.nbytes()
+        counted["grads"]["host"] = counted["grads"].get("host", 0) + self._late.nbytes
         for kind, nbytes in self._moved.nbytes().items():
             counted[kind]["host"] = counted[kind].get("host", 0) + nbytes
         return {kind: {tier: n for tier, n in tiers.items() if n} for kind, tiers in counted.items()}
@@ -596,7 +672,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return norm if grad_scale == 1.0 else norm / grad_scale
 
     def _sum_of_squares(self, groups: Sequence[Any], *, whole: bool) -> tuple[torch.Tensor, bool]:
-        return sum_of_squares(self._runtime.gradients.blocks(), device=self._device, alone=not groups, whole=whole)
+        return sum_of_squares(self._runtime.gradients.norms(), device=self._device, alone=not groups, whole=whole)
 
     def _host_reads_norm(self) -> bool:
         """Whether this rank's squares can travel with what the ranks agree on at each step. Elsewhere they would make
@@ -631,9 +707,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             clip = max_norm / (value + CLIP_EPSILON)
             return (clip if clip < 1.0 or clip != clip else 1.0) / grad_scale
         return ((max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0) / grad_scale).to(torch.float32)
-
-    def _step_inner(self, factor: float | torch.Tensor) -> None:
-        self._runner.run(factor)
 
     def _connect_norms(self) -> None:
         """Give optimizers with per-tensor norms (Lamb) a way to sum them over the slices of a tensor."""

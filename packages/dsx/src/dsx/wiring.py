@@ -41,7 +41,7 @@ from .engine.places import places_of_model
 from .engine.report import Counters
 from .engine.request import Request, joins_others, launched_as
 from .engine.schedule import DrivenSchedule, NoSchedule, ScheduleDriver
-from .engine.stepper import NoStepper, ShardedStepper
+from .engine.stepper import NoStepper, ShardedStepper, Stepper
 from .engine.weights import NOTHING_TO_GATHER, Gather
 from .errors import DsxError
 from .experts import ExpertParts, with_experts
@@ -353,6 +353,12 @@ def _parts(
     )
     watch.observers.extend(one for one in efficiency.values() if hasattr(one, "after_step"))
     watch.observers.extend(section_observers(config, part("dsx_zero").checkpointing))
+    stepper: Stepper = NoStepper()
+    if trains:
+        stepper = ShardedStepper(
+            optimizer, scaler, clipping or None, batches.gradient_scale, known_before=batches.known_before,
+            steps=lambda: counters.global_steps,
+        )  # fmt: skip
     garbage = CollectBetweenSteps() if config.use("disable_python_gc") else None
     if garbage is not None:
         watch.observers.append(garbage)
@@ -401,7 +407,7 @@ def _parts(
                 **({} if budget is None else {"activation_budget": budget}),
             },
         ),
-        stepper=ShardedStepper(optimizer, scaler, clipping or None, batches.gradient_scale) if trains else NoStepper(),
+        stepper=stepper,
         scaler=scaler,
         schedule=driver,
         lr_scheduler=scheduler,

@@ -59,6 +59,10 @@ class ReducedGroup(Protocol):
 
     def zero(self, index: int) -> None: ...
 
+    def forget_norm(self) -> None:
+        """The values were written through `values`."""
+        ...
+
 
 @dataclass
 class _Shards:
@@ -172,6 +176,7 @@ class GradientAccess:
         self.changed()
 
     def _edited(self, group: ReducedGroup, index: int) -> None:
+        group.forget_norm()
         for known in self._norms.values():
             known.pop((id(group), index), None)
 

@@ -29,6 +29,7 @@ from ..lanes import HostLane, Lane, TensorBuffer, Ticket
 from ..params.flat import FlatGroup, cut_at_parts
 from ..params.memory import BufferPool, OrdinaryMemory
 from .access import GradientAccess, GradientPlace
+from .block_norm import block_norm
 from .reduction import PendingReduction, ReductionEngine
 from .sharded import ShardedGradient
 
@@ -84,6 +85,8 @@ class GroupGradients:
         self._pending: PendingReduction | None = None
         self._staged: tuple[Home, torch.Tensor, bool] | None = None
         self._leaving: tuple[Ticket, torch.Tensor] | None = None
+        self._stored_norm: torch.Tensor | None = None
+        """Norm of reduced values that are not in memory, taken when they left it; None: not known."""
         self.dirty = False
         for parameter in group.parameters:
             if isinstance(parameter.grad, ShardedGradient):
@@ -167,6 +170,7 @@ class GroupGradients:
     @contextmanager
     def opened(self, index: int) -> Iterator[torch.Tensor]:
         """`piece`, to be written."""
+        self.forget_norm()
         with opened(self.values(), *self._range(index)) as piece:
             yield piece
 
@@ -293,6 +297,7 @@ class GroupGradients:
                 self._detach(index)
         self.dirty = False
         add = self.result is not None and not self._expose
+        self.forget_norm()
         if self.stage == 0:
             self._pending = self._launch_whole(buffer, reducer)
         else:
@@ -330,13 +335,39 @@ class GroupGradients:
         """The staged values are reduced: start their way to their home."""
         if self._staged is not None:
             (home, staging, add), self._staged = self._staged, None
-            ticket = accumulate(home, staging, self._lane) if add else home.store(staging, self._lane)
+            if home.view() is not None:
+                ticket = accumulate(home, staging, self._lane) if add else home.store(staging, self._lane)
+            elif add:
+                ticket = accumulate(home, staging, self._lane, seen=self._keep_norm)
+            else:
+                self._keep_norm(staging)
+                ticket = home.store(staging, self._lane)
             self._leaving = (ticket, staging)
+
+    def _keep_norm(self, values: torch.Tensor) -> None:
+        """These are all values, on their way to a home without a view: the norm must not cost another reading."""
+        self._stored_norm = block_norm(values)
+
+    def forget_norm(self) -> None:
+        """The reduced values are not those of the last reduction any more."""
+        self._stored_norm = None
+
+    def norm(self) -> torch.Tensor:
+        """L2 norm of the reduced values, see `block_norm`."""
+        home = self.values()
+        return block_norm(read(home)) if self._stored_norm is None else self._stored_norm
 
     @property
     def is_leaving(self) -> bool:
         """Are reduced values on their way to their home?"""
         return self._leaving is not None
+
+    def reduced(self) -> tuple[Home, Ticket | None]:
+        """The home of the reduced values, and what to wait for until they are in it, so that another thread can
+        read them.
+        """
+        result = self.values() if self.result is None else self.result
+        return result, None if self._leaving is None else self._leaving[0]
 
     def arrive(self) -> None:
         """Wait for what is on its way, and free its staging memory."""
@@ -410,6 +441,7 @@ class GroupGradients:
         if self.stage == 0 and self.result is not None and not self._in_buffer():
             self._pool.give(read(self.result))  # set aside for late gradients
         self.result, self.dirty = None, False
+        self.forget_norm()
         self._filled = bytearray(len(self._filled))
         if self.stage >= 2 and self.buffer is not None:
             self._pool.give(self.buffer)

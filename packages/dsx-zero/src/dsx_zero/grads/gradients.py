@@ -27,13 +27,15 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import ZeroStateError
 from ..homes.home import Home
+from ..lanes import Ticket
 from ..module_hooks import ModuleHook
 from ..order.agreed import EditWatch
 from ..order.backward import BackwardClock
 from ..params.flat import FlatGroup, Part, Unit
 from ..plan.layout import LocalSlice
+from .block_norm import block_norm
 from .buffers import GroupGradients, refuse_sparse
-from .reductions import Reductions
+from .reductions import Reductions, ReductionWatch
 
 __all__ = ["BackwardWatch", "Gradients", "LocalGradients", "ReduceOrder", "ReducedGradients"]
 
@@ -116,8 +118,10 @@ class Gradients(Protocol):
         """
         ...
 
-    def blocks(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """Tensors that together hold every gradient this rank steps with, once each, for norms, and who shares them."""
+    def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
+        """The L2 norms of the buffers that together hold every gradient this rank steps with, once each (0-dim, fp32 or
+        fp64), and who shares each buffer. A buffer is let go before the next one is read.
+        """
         ...
 
     def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
@@ -160,6 +164,26 @@ class Gradients(Protocol):
         """Give back what is kept for the buffers of backwards to come."""
         ...
 
+    def expect_last(self) -> None:
+        """The coming backward is the last one before the step."""
+        ...
+
+    def watch_reductions(self, watch: ReductionWatch) -> None:
+        """Tell `watch` of every reduction from now on."""
+        ...
+
+    def reduced(self, unit: int) -> list[tuple[FlatGroup, Home, Ticket | None]]:
+        """Of each trainable group of a unit the home of the reduced gradients, and what to wait for until they are in
+        it; for another thread.
+        """
+        ...
+
+    def is_final(self, unit: int) -> bool:
+        """Has every trainable parameter of the unit got its gradient of the running backward, which is the last one
+        before the step, and can this rank give it no other?
+        """
+        ...
+
     def refuse_backwards(self, why: str | None) -> None:
         """Let backwards raise a ZeroStateError with this text; None: no more."""
         ...
@@ -191,6 +215,8 @@ class ReducedGradients:
         self._factor: float | None = None
         self._refused: str | None = None
         self._completed, self._due = True, False
+        self._last = self._nested = False
+        self._trainable = dict.fromkeys(self._by_unit, 0)
         self._handles = list(self._register(model))
         clock.watch(self)
 
@@ -244,6 +270,8 @@ class ReducedGradients:
         """See `BackwardWatcher`. What an error left of the backward before is kept, as autograd keeps it in `.grad`."""
         if self._refused is not None:
             raise ZeroStateError(self._refused)
+        if self._reductions.watch is not None:
+            self._reductions.watch.begin_backward()
         self._factor, self._completed, self._due = None, False, False
         self._arrived = dict.fromkeys(self._arrived, 0)
         scaled = self._watch is None or self._watch.factor() == 1.0
@@ -274,6 +302,8 @@ class ReducedGradients:
                 factor = self._first_arrival(buffers, index)
             buffers.absorb(index, factor)
             count = self._arrived[unit] = self._arrived[unit] + 1
+            if self._last and torch._C._current_graph_task_id() != self._clock.task:
+                self._nested = True
             if count == self._expected[unit]:
                 if self._on_complete is not None:
                     self._on_complete(unit)
@@ -306,7 +336,6 @@ class ReducedGradients:
         """See `BackwardWatcher`: reduce what has arrived and was not complete."""
         for unit, arrived in self._arrived.items():
             self._expected[unit] = max(self._expected[unit], arrived)
-            self._arrived[unit] = 0
         for buffers in self._groups:
             buffers.show_views()
         if not self._reduces():
@@ -329,6 +358,7 @@ class ReducedGradients:
     def finish(self, squares: Callable[[], float] | None = None) -> float | None:
         """Complete every reduction, late gradients included. See `Gradients.finish`."""
         self._clock.forget()
+        self._last = False
         total = None
         for buffers in self._groups:
             buffers.notice()
@@ -377,9 +407,9 @@ class ReducedGradients:
         """See `Gradients.parts`."""
         return self._reductions.parts(group, parts)
 
-    def blocks(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """The reduced buffers."""
-        return self._reductions.blocks()
+    def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
+        """See `Gradients.norms`: of the reduced buffers."""
+        return self._reductions.norms()
 
     def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
         """See `Gradients.read`."""
@@ -419,6 +449,28 @@ class ReducedGradients:
     def drop_idle(self) -> None:
         """See `Gradients.drop_idle`."""
         self._reductions.drop_idle()
+
+    def expect_last(self) -> None:
+        """See `Gradients.expect_last`."""
+        self._last, self._nested = True, False
+        self._arrived = dict.fromkeys(self._arrived, 0)  # those of the backward before
+        for unit, groups in self._by_unit.items():
+            parameters = (parameter for buffers in groups for parameter in buffers.group.parameters)
+            self._trainable[unit] = sum(parameter.requires_grad for parameter in parameters)
+
+    def watch_reductions(self, watch: ReductionWatch) -> None:
+        """See `Gradients.watch_reductions`."""
+        self._reductions.watch = watch
+
+    def reduced(self, unit: int) -> list[tuple[FlatGroup, Home, Ticket | None]]:
+        """See `Gradients.reduced`."""
+        return self._reductions.reduced(unit)
+
+    def is_final(self, unit: int) -> bool:
+        """See `Gradients.is_final`. Not where reentrant checkpointing runs backwards inside of the backward: they bring
+        a parameter several gradients.
+        """
+        return self._last and not self._nested and self._arrived[unit] == self._trainable[unit]
 
     def refuse_backwards(self, why: str | None) -> None:
         """See `Gradients.refuse_backwards`."""
@@ -517,9 +569,9 @@ class LocalGradients:
             grads = [grad.to(device=master.device, dtype=master.dtype) for grad in grads]
         return tuple(grad.reshape(-1)[part.slice.start : part.slice.stop] for grad, part in zip(grads, parts))
 
-    def blocks(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """Every `.grad`."""
-        return ((group.ranks, _grad(p)) for group in self._groups for p in group.parameters if p.numel())
+    def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
+        """See `Gradients.norms`: of every `.grad`."""
+        return ((group.ranks, block_norm(_grad(p))) for group in self._groups for p in group.parameters if p.numel())
 
     def read(self, group: FlatGroup, index: int, part: LocalSlice) -> torch.Tensor | None:
         """See `Gradients.read`."""
@@ -555,6 +607,20 @@ class LocalGradients:
 
     def drop_idle(self) -> None:
         """Nothing is kept."""
+
+    def expect_last(self) -> None:
+        """Nothing is reduced."""
+
+    def watch_reductions(self, watch: ReductionWatch) -> None:
+        """There are none."""
+
+    def reduced(self, unit: int) -> list[tuple[FlatGroup, Home, Ticket | None]]:
+        """Autograd keeps them."""
+        return []
+
+    def is_final(self, unit: int) -> bool:
+        """Not known: autograd keeps the gradients."""
+        return False
 
     def refuse_backwards(self, why: str | None) -> None:
         """Nothing to do: autograd refuses to add to a `.grad` that shows no memory of its own."""

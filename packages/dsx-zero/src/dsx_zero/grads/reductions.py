@@ -7,14 +7,14 @@ Made before the order of collectives, which has `run_reduce` called; when gradie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import dsx_comm
 import torch
 
 from ..homes.home import Home, read, write
 from ..homes.tiers import Tier
-from ..lanes import Lane
+from ..lanes import Lane, Ticket
 from ..params.flat import FlatGroup, Part, Unit
 from ..params.memory import Kind, Memory, OrdinaryMemory
 from ..plan.layout import LocalSlice
@@ -23,12 +23,28 @@ from .access import GradientAccess
 from .buffers import GroupGradients
 from .reduction import LocalReducer, ReductionEngine
 
-__all__ = ["Reductions"]
+__all__ = ["ReductionWatch", "Reductions", "cut_parts"]
 
 IN_FLIGHT = 2
 """From stage 2 on, units whose reductions may be under way at once: one on the wire, one being filled behind it. More
 would hold more whole buffers. Stages 0-1 keep theirs anyway, so there backward never waits.
 """
+
+
+class ReductionWatch(Protocol):
+    """Follows the reductions of one model."""
+
+    def begin_backward(self) -> None:
+        """A backward begins. May raise, to refuse it."""
+        ...
+
+    def started(self, unit: int) -> None:
+        """The reduction of a unit was started. Calls come in the same order on every rank."""
+        ...
+
+    def finished(self, unit: int) -> None:
+        """It is complete: the reduced gradients are in their home, or on their way to it."""
+        ...
 
 
 class Reductions:
@@ -101,6 +117,8 @@ class Reductions:
         """All of them."""
         self._in_flight: list[int] = []
         self._leaving: list[int] = []
+        self.watch: ReductionWatch | None = None
+        """Is told of every reduction. No null object: a call per unit would count (test_python_calls.py)."""
 
     def of(self, group: FlatGroup) -> GroupGradients:
         """The gradients of a group."""
@@ -116,6 +134,10 @@ class Reductions:
                     break
         return sorted(found, reverse=True)
 
+    def reduced(self, unit: int) -> list[tuple[FlatGroup, Home, Ticket | None]]:
+        """See `Gradients.reduced`."""
+        return [(b.group, *b.reduced()) for b in self.by_unit[unit]]
+
     # Under way --------------------------------------------------------------------------------------------------------
 
     def run_reduce(self, unit: int) -> None:
@@ -125,6 +147,8 @@ class Reductions:
         for buffers in self.by_unit[unit]:
             buffers.launch()
         self._in_flight.append(unit)
+        if self.watch is not None:
+            self.watch.started(unit)
         if not self._overlap:
             self.wait()
 
@@ -139,6 +163,8 @@ class Reductions:
             leaves = leaves or buffers.is_leaving
         if leaves:
             self._leaving.append(unit)
+        if self.watch is not None:
+            self.watch.finished(unit)
         while len(self._leaving) > IN_FLIGHT:
             for buffers in self.by_unit[self._leaving.pop(0)]:
                 buffers.arrive()
@@ -158,21 +184,11 @@ class Reductions:
 
     def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
         """See `Gradients.parts`."""
-        if not parts:
-            return ()
-        first, last = parts[0].slice.offset, parts[-1].slice.offset + parts[-1].slice.numel
-        block = read(self._of[group].values(), first, last)
-        master = group.master
-        if master is not None:
-            block = block.to(device=master.device, dtype=master.dtype)
-        found = []
-        for part in parts:  # a loop: no call per parameter
-            found.append(block.narrow(0, part.slice.offset - first, part.slice.numel))
-        return tuple(found)
+        return cut_parts(self._of[group].values(), group, parts) if parts else ()
 
-    def blocks(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """The reduced buffers, and who shares them."""
-        return ((group.ranks, read(buffers.values())) for group, buffers in self._of.items())
+    def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
+        """See `Gradients.norms`: of the reduced buffers."""
+        return ((group.ranks, buffers.norm()) for group, buffers in self._of.items())
 
     def read(self, group: FlatGroup, part: LocalSlice) -> torch.Tensor | None:
         """See `Gradients.read`."""
@@ -185,6 +201,7 @@ class Reductions:
     def write(self, group: FlatGroup, part: LocalSlice, values: torch.Tensor) -> None:
         """See `Gradients.write`."""
         if self._of[group].result is not None:
+            self._of[group].forget_norm()
             write(self._of[group].values(), values, part.offset)
 
     def changed(self) -> None:
@@ -215,3 +232,18 @@ class Reductions:
         """Give that memory back."""
         for pool in self._pools.values():
             pool.drop()
+
+
+def cut_parts(values: Home, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
+    """Parts (at least one, in order of their offsets) of the reduced gradients of a group, 1-D, in the dtype and on the
+    device of its masters.
+    """
+    first, last = parts[0].slice.offset, parts[-1].slice.offset + parts[-1].slice.numel
+    block = read(values, first, last)
+    master = group.master
+    if master is not None:
+        block = block.to(device=master.device, dtype=master.dtype)
+    found = []
+    for part in parts:  # a loop: no call per parameter
+        found.append(block.narrow(0, part.slice.offset - first, part.slice.numel))
+    return tuple(found)

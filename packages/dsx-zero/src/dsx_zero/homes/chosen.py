@@ -9,7 +9,19 @@ from ..errors import ZeroConfigError
 from .stored import TensorStore
 from .tiers import DeviceTier, DiskTier, HostRoom, HostTier, Placement, Tier, UnitPlacement
 
-__all__ = ["check_placement", "check_room", "offload_ratio", "place_units", "placement_of", "sub_group_size"]
+__all__ = [
+    "check_placement",
+    "check_room",
+    "is_stepped_by_host",
+    "late_update_after",
+    "makes_states_at_once",
+    "offload_ratio",
+    "place_units",
+    "placement_of",
+    "steps_during_backward",
+    "sub_group_size",
+    "transfers_beside_step",
+]
 
 _MOVING = 1 << 24
 """Elements of a sub-group where states come and go and the configuration does not say."""
@@ -178,3 +190,47 @@ def sub_group_size(settings: Section, *, moves: bool) -> int | None:
     if "sub_group_size" in settings.model_fields_set:
         return settings.sub_group_size
     return _MOVING if moves else None
+
+
+def is_stepped_by_host(placement: Placement) -> bool:
+    """Are masters in host memory, and gradients where they can be read without being fetched from a slow place, so
+    that a thread can step them?
+    """
+    readable = isinstance(placement.gradients, (HostTier, DeviceTier))
+    return isinstance(placement.masters, HostTier) and placement.states is None and readable
+
+
+def makes_states_at_once(settings: Section) -> bool:
+    """`offload_optimizer.fast_init`, which concerns states on disk."""
+    return _device(settings.offload_optimizer) == "nvme" and settings.offload_optimizer.fast_init
+
+
+def late_update_after(settings: Section) -> int | None:
+    """`offload_optimizer.late_update_after`."""
+    section = settings.offload_optimizer
+    return None if _device(section) == "none" else section.late_update_after
+
+
+def steps_during_backward(settings: Section) -> bool:
+    """`offload_optimizer.step_during_backward`, where updates are not applied late anyway."""
+    section = settings.offload_optimizer
+    asked = section is not None and section.step_during_backward  # without a section `shard(placement=...)` decides
+    return (section is None or asked) and late_update_after(settings) is None
+
+
+_BUFFERS = 4
+"""Host buffers of a sub-group that is read ahead: values, gradient and two moments."""
+
+
+def transfers_beside_step(settings: Section) -> tuple[int, int]:
+    """How many sub-groups are read ahead of the one that is stepped, and how many may be on their way back
+    (`offload_optimizer`'s `buffer_count`, `pipeline_read` and `pipeline_write`).
+
+    Both are on unless the configuration says false: `false` is only the documented default of a file that says nothing.
+    """
+    section = settings.offload_optimizer
+    if _device(section) == "none":
+        return 1, 1
+    reads = section.pipeline_read or "pipeline_read" not in section.model_fields_set
+    writes = section.pipeline_write or "pipeline_write" not in section.model_fields_set
+    return section.buffer_count // _BUFFERS if reads else 0, 1 if writes else 0

@@ -10,7 +10,7 @@ It leaves out when elements come and go: that is for the plan of the step, and f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -189,20 +189,23 @@ class HostHome(_InMemory):
                 f"{', and page-locking allowed (`ulimit -l`): or set pin_memory to false' if pin else ''}"
             ) from error
         super().__init__(memory)
-        self._arriving: list[Ticket] = []
+        self._arriving: tuple[Ticket, ...] = ()
 
     def view(self) -> torch.Tensor:
         """The elements. The host waits for stores under way: it reads them itself, and a stream's wait does not hold
         it up.
         """
-        arriving, self._arriving = self._arriving, []
+        # Two threads may ask at once (the step and the norm): the tickets stay until they are waited for.
+        arriving = self._arriving
         for ticket in arriving:
             ticket.synchronize()
+        if self._arriving is arriving:
+            self._arriving = ()
         return self._tensor
 
     def store(self, values: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
         ticket = super().store(values, lane, start=start)
-        self._arriving.append(ticket)
+        self._arriving = (*self._arriving, ticket)
         return ticket
 
 
@@ -257,14 +260,18 @@ def fetched(home: Home, device: torch.device, lane: Lane) -> tuple[torch.Tensor,
     return out, home.fetch(out, lane)
 
 
-def accumulate(home: Home, values: torch.Tensor, lane: Lane) -> Ticket:
+def accumulate(
+    home: Home, values: torch.Tensor, lane: Lane, *, seen: Callable[[torch.Tensor], object] | None = None
+) -> Ticket:
     """Add `values` to all elements, as a job of `lane`. `values` must not be written to before the ticket is waited
-    for.
+    for. `seen` is called in the job with all elements after the addition, while they are in memory.
     """
     lane.follow()
 
     def add() -> None:
         with opened(home) as total:
             total.add_(values.to(total.device))
+            if seen is not None:
+                seen(total)
 
     return lane.submit(add)

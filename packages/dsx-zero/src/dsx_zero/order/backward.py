@@ -42,7 +42,8 @@ class BackwardClock:
         """Whether a backward has begun that has not ended. One that an error stopped counts until the next begins, or
         until `forget`.
         """
-        self._task = -1
+        self.task = -1
+        """Autograd's number of the outermost backward."""
         self._pass_open = False
 
     def watch(self, watcher: BackwardWatcher) -> None:
@@ -54,9 +55,9 @@ class BackwardClock:
         was stopped by an error.
         """
         task = torch._C._current_graph_task_id()
-        if task == -1 or (self.running and (task == self._task or not outermost)):
+        if task == -1 or (self.running and (task == self.task or not outermost)):
             return
-        self.running, self._task, self._pass_open = True, task, True
+        self.running, self.task, self._pass_open = True, task, True
         try:
             for watcher in self._watchers:
                 watcher.begin_backward()

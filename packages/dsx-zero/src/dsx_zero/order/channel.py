@@ -2,12 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import dsx_comm
 import torch
 
-__all__ = ["ControlChannel", "OneRank"]
+__all__ = ["Answer", "AskingChannel", "Asks", "ControlChannel", "OneRank"]
+
+
+class Answer(Protocol):
+    """What the ranks say to a question."""
+
+    def get(self) -> bool:
+        """Wait for all ranks: whether each of them said yes. To be called once."""
+        ...
+
+
+class Asks(Protocol):
+    """Asks all ranks questions."""
+
+    def ask(self, yes: bool) -> Answer:
+        """Start asking whether all ranks say yes, as this one does or not. Every rank asks, in the same order."""
+        ...
+
+
+class AskingChannel(Asks, Protocol):
+    """The `Channel` of an order that asks questions too."""
+
+    rank: int
+
+    def exchange(self, words: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """See `agreed.Channel`."""
+        ...
+
+
+class _Asked:
+    """The number of ranks that say no is under way."""
+
+    def __init__(self, noes: torch.Tensor, handle: Any) -> None:
+        self._noes, self._handle = noes, handle
+
+    def get(self) -> bool:
+        """See `Answer.get`."""
+        if self._handle is not None:
+            self._handle.wait()
+        return self._noes.item() == 0.0
+
+
+class _Said:
+    """One rank's own answer."""
+
+    def __init__(self, yes: bool) -> None:
+        self._yes = yes
+
+    def get(self) -> bool:
+        """See `Answer.get`."""
+        return self._yes
 
 
 class ControlChannel:
@@ -23,6 +73,11 @@ class ControlChannel:
         dsx_comm.all_gather_into_tensor(everybody, mine, group=self._group)
         return [tuple(row) for row in everybody.view(self._world_size, -1).tolist()]
 
+    def ask(self, yes: bool) -> Answer:
+        """See `Asks.ask`: one all-reduce of a number."""
+        noes = torch.tensor([0.0 if yes else 1.0])
+        return _Asked(noes, dsx_comm.all_reduce(noes, group=self._group, async_op=True))
+
 
 class OneRank:
     """The `Channel` of a process that holds the whole model: its order is frozen, and read ahead, by the same rules."""
@@ -32,3 +87,7 @@ class OneRank:
     def exchange(self, words: tuple[int, ...]) -> list[tuple[int, ...]]:
         """See `Channel.exchange`: there is nobody else."""
         return [words]
+
+    def ask(self, yes: bool) -> Answer:
+        """See `Asks.ask`."""
+        return _Said(yes)

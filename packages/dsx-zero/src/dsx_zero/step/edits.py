@@ -16,7 +16,7 @@ Partitioned parameters (stage 3) need neither: writes to them are done by all ra
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import dsx_comm
@@ -83,17 +83,30 @@ class Edits:
     def _has_own_master(self, group: FlatGroup) -> bool:
         return group.trainable and not is_partitioned(group) and group.own_master is not None
 
-    def take_over(self) -> None:
-        """Bring edits since the last call into the masters."""
-        written = [group for group in self._groups if _versions(group.parameters) != self._seen[group]]
-        others = [group for group in self._sums if group not in written]
+    @property
+    def groups(self) -> Sequence[FlatGroup]:
+        """Those that are watched."""
+        return self._groups
+
+    def take_over(self, groups: Collection[FlatGroup] | None = None) -> None:
+        """Bring edits since the last call into the masters; of these groups only, where they are given."""
+        for group in self._written(groups):
+            self._compare(group)
+            self._note(group)
+
+    def were_written(self, groups: Collection[FlatGroup] | None = None) -> bool:
+        """Whether there are edits that `take_over` would bring into the masters."""
+        return bool(self._written(groups))
+
+    def _written(self, groups: Collection[FlatGroup] | None) -> list[FlatGroup]:
+        wanted = self._groups if groups is None else [group for group in self._groups if group in groups]
+        written = [group for group in wanted if _versions(group.parameters) != self._seen[group]]
+        others = [group for group in wanted if group in self._sums and group not in written]
         if others:
             # One transfer from the device for all groups.
             changed = torch.stack([self._sums[group].changed() for group in others]).tolist()
             written += [group for group, was_written in zip(others, changed) if was_written]
-        for group in written:
-            self._compare(group)
-            self._note(group)
+        return written
 
     def settle(self) -> None:
         """The optimizer (or a load) has written the parameters from the masters: what they are now is no edit."""

@@ -54,18 +54,17 @@ def sum_of_squares(
     `device` (fp32 where fp64 is missing).
 
     Args:
-        blocks: this rank's gradients and who shares them, wherever they lie; each is let go before the next one is
-            taken.
+        blocks: the norms of this rank's buffers of gradients (`grads.block_norm`), and who shares each buffer.
         alone: no other rank's squares are added, because every rank holds all gradients.
         whole: each of a block's ranks holds all of it (else a shard), so that only the first of them counts.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=dtype, device=device)
     norms, counted, all_double = [], [], True
-    for ranks, block in blocks:
+    for ranks, norm in blocks:
         counted.append(alone or (ranks.counts_in_norm and not (whole and ranks.rank)))
-        norms.append(_norm(block))
-        all_double = all_double and block.dtype == torch.float64
+        norms.append(norm)
+        all_double = all_double and norm.dtype == torch.float64
     if norms:
         squares = torch.stack([n.to(device=device, dtype=dtype) for n in norms]).square()
         if not all(counted):
@@ -87,9 +86,3 @@ def norm_of(total: torch.Tensor, groups: Sequence[Any], *, all_double: bool) -> 
     if all_double:
         return total.sqrt()
     return torch.where(total > _LARGEST, math.inf, total).sqrt()
-
-
-def _norm(block: torch.Tensor) -> torch.Tensor:
-    if block.dtype.itemsize < 4:
-        return torch.linalg.vector_norm(block, dtype=torch.float32)
-    return torch.linalg.vector_norm(block)

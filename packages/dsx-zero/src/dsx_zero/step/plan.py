@@ -2,8 +2,8 @@
 
 A *sub-group* is a run of masters that the optimizer updates at once. One after the other, each is fetched (where states
 or masters do not lie in memory), stepped, written to the parameters and stored; a unit is published as soon as all its
-masters are written, so that its gather runs while the next sub-group is stepped. Two sub-groups are in memory at once:
-one is stepped, its neighbours travel.
+masters are written, so that its gather runs while the next sub-group is stepped. `Pipeline` says how many sub-groups
+are in memory at once; usually two: one is stepped, its neighbours travel.
 
 The plan is frozen, can be printed (`str`) and checks itself (`validate`). It says nothing of how things move; `runner`
 executes it. Units are published in the order of their numbers on every rank, whatever a rank's sub-groups are:
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["ALIGNMENT", "OVERLAP", "Action", "Kind", "StepPlan", "SubGroup", "cut", "make_plan"]
+__all__ = ["ALIGNMENT", "OVERLAP", "Action", "Kind", "Pipeline", "StepPlan", "SubGroup", "cut", "make_plan"]
 
 ALIGNMENT = 256
 """Elements: a parameter is cut at multiples of this, so that no block of an 8-bit state and no vector register is
@@ -28,8 +28,18 @@ OVERLAP = 1 << 22
 hides.
 """
 
-IN_MEMORY = 2
-"""Sub-groups that are fetched and not stored yet, at most."""
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How far transfers of sub-groups run beside the step.
+
+    Attributes:
+        ahead: sub-groups that are fetched while one is stepped.
+        behind: sub-groups whose storing may be under way when the next one is fetched; 0: storing is waited for.
+    """
+
+    ahead: int = 1
+    behind: int = 1
 
 
 class Kind(Enum):
@@ -68,6 +78,12 @@ class StepPlan:
 
     sub_groups: tuple[SubGroup, ...]
     actions: tuple[Action, ...]
+    pipeline: Pipeline = Pipeline()
+
+    @property
+    def in_memory(self) -> int:
+        """Sub-groups that are fetched and not stored yet, at most."""
+        return 1 + self.pipeline.ahead
 
     @property
     def moves(self) -> bool:
@@ -106,8 +122,10 @@ class StepPlan:
             if needed is not None and (self.moves or needed is not Kind.FETCH) and target not in done[needed]:
                 raise ValueError(f"action {place} is {action}, but there was no {needed.value} {target} before it")
             done[kind].add(target)
-            if len(done[Kind.FETCH] - done[Kind.STORE]) > IN_MEMORY:
-                raise ValueError(f"action {place} is {action}: more than {IN_MEMORY} sub-groups would be in memory")
+            if len(done[Kind.FETCH] - done[Kind.STORE]) > self.in_memory:
+                raise ValueError(
+                    f"action {place} is {action}: more than {self.in_memory} sub-groups would be in memory"
+                )
             if kind is Kind.PUBLISH:
                 late = [n for n, g in enumerate(self.sub_groups)
                         if target in units[g.start : g.stop] and n not in done[Kind.WRITE]]  # fmt: skip
@@ -142,7 +160,8 @@ def make_plan(
     most: int | None = None,
     overlap: bool = False,
     moves: bool = False,
-    read_ahead: bool = True,
+    by_unit: bool = False,
+    pipeline: Pipeline = Pipeline(),
 ) -> StepPlan:
     """Divide the masters into sub-groups and put the actions in order.
 
@@ -152,9 +171,10 @@ def make_plan(
         most: elements of a sub-group, at most (a single master may have more); None: no limit.
         overlap: begin a new sub-group behind a unit where `OVERLAP` elements are reached.
         moves: sub-groups are fetched and stored.
-        read_ahead: fetch the next sub-group while one is stepped.
+        by_unit: begin a new sub-group at each unit, so that units can be stepped one by one.
+        pipeline: how far transfers run beside the step.
     """
-    groups = _sub_groups(masters, most, overlap)
+    groups = _sub_groups(masters, most, overlap, by_unit)
     actions: list[Action] = []
     left = list(units)
 
@@ -162,29 +182,27 @@ def make_plan(
         if moves and number < len(groups):
             actions.append(Action(Kind.FETCH, number))
 
-    fetch(0)
+    for number in range(pipeline.ahead):
+        fetch(number)
     for number, group in enumerate(groups):
-        if read_ahead:
-            fetch(number + 1)
+        fetch(number + pipeline.ahead)
         actions += [Action(Kind.STEP, number), Action(Kind.WRITE, number)]
         if moves:
             actions.append(Action(Kind.STORE, number))
-        if not read_ahead:
-            fetch(number + 1)
         following = masters[group.stop][0] if group.stop < len(masters) else None
         while left and (following is None or left[0] < following):
             actions.append(Action(Kind.PUBLISH, left.pop(0)))
-    plan = StepPlan(tuple(groups), tuple(actions))
+    plan = StepPlan(tuple(groups), tuple(actions), pipeline)
     plan.validate([unit for unit, _ in masters])
     return plan
 
 
-def _sub_groups(masters: Sequence[tuple[int, int]], most: int | None, overlap: bool) -> list[SubGroup]:
+def _sub_groups(masters: Sequence[tuple[int, int]], most: int | None, overlap: bool, by_unit: bool) -> list[SubGroup]:
     groups: list[SubGroup] = []
     start = numel = 0
     for place, (unit, size) in enumerate(masters):
         full = most is not None and numel + size > most
-        behind = overlap and numel >= OVERLAP and unit != masters[place - 1][0]
+        behind = (by_unit or (overlap and numel >= OVERLAP)) and unit != masters[place - 1][0]
         if place > start and (full or behind):
             groups.append(SubGroup(start, place, numel))
             start, numel = place, 0

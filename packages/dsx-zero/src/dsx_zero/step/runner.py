@@ -1,32 +1,34 @@
 """Executes the plan of a step: fetch, unscale, clip and step, write, publish, store.
 
 Unscaling and clipping are one factor that is known before the first sub-group is stepped, so that an overflow changes
-nothing. Where the optimizer's kernel takes the factor, gradients stay as they are. An optimizer that offers `step_flat`
-is called with one master after the other; any other sees the gradients of the sub-group's masters, and only these
-masters in its groups.
+nothing. How the optimizer is called is the business of `InnerStep`.
+
+Another thread may step sub-groups before (`step_apart`); `run` then only writes and publishes these.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from ..homes.home import write
 from ..lanes import HostLane, Lane, Ticket
-from ..params.flat import Part
+from ..params.flat import FlatGroup, Part
 from ..runtime import Runtime
 from .frozen import Frozen
+from .inner import InnerStep
 from .masters import Master, copy_targets
 from .param_groups import StepGroups
 from .parts import has_step_hooks, why_at_once
-from .plan import Kind, StepPlan, make_plan
+from .plan import Kind, Pipeline, StepPlan, make_plan
 from .states import OptimizerStates, Visit
 
-__all__ = ["StepRunner", "plan_step"]
+__all__ = ["ReadGradients", "StepRunner", "plan_step"]
+
+ReadGradients = Callable[[FlatGroup, Sequence[Part]], tuple[torch.Tensor, ...]]
+"""Gives the gradients of parts of a group, as `Gradients.parts` does."""
 
 
 class StepRunner:
@@ -58,14 +60,12 @@ class StepRunner:
         self._groups, self._frozen, self._states = groups, frozen, states
         self._lane = lane or HostLane()
         self._units = {unit.index: unit for unit in runtime.trainable_units()}
-        parameters = inspect.signature(inner.step).parameters
-        self._takes_scale = "grad_scale" in parameters
-        self._takes_copies = "copy_out" in parameters
-        self._copies = copy_targets(masters) if self._takes_copies else {}
-        self._device = masters[0].tensor.device if masters else torch.device("cpu")
-        self._devices = {master.tensor.device for master in masters} or {self._device}
+        device = masters[0].tensor.device if masters else torch.device("cpu")
+        self._devices = {master.tensor.device for master in masters} or {device}
         self._unit_of = {id(group): unit.index for unit in self._units.values() for group in unit.trainable}
-        self._number_of = groups.numbers()
+        self.inner_step = InnerStep(inner, groups, groups.numbers(), copy_targets(masters), device)
+        """Calls the optimizer; one for another thread is made of it."""
+        self._has_flat_step = hasattr(inner, "step_flat")
         self._whole_plan = plan
         if len(plan.sub_groups) > 1:
             sizes = [(self._unit_of[id(master.group)], master.numel) for master in masters]
@@ -76,35 +76,67 @@ class StepRunner:
         self._stored: list[list[Visit]] = []
         self._written: list[Ticket] = []
 
-    def run(self, factor: float | torch.Tensor) -> None:
-        """One step with the reduced gradients times `factor`."""
+    def run(self, factor: float | torch.Tensor, stepped: Collection[int] = ()) -> None:
+        """One step with the reduced gradients times `factor`.
+
+        Args:
+            stepped: sub-groups that `step_apart` has stepped already.
+        """
         if isinstance(factor, torch.Tensor) and self._devices != {factor.device}:
             factor = factor.item()  # masters on the host are stepped by the host, which has to know the number
-        plan = self._whole_plan if has_step_hooks(self._inner) else self.plan
-        by_flat = len(plan.sub_groups) > 1 and hasattr(self._inner, "step_flat")
+        plan = self._whole_plan if has_step_hooks(self._inner) and not stepped else self.plan
+        by_flat = len(plan.sub_groups) > 1 and self._has_flat_step
         try:
             for action in plan.actions:
                 if action.kind is Kind.PUBLISH:
                     self._publish(action.target)
                     continue
                 group = plan.sub_groups[action.target]
-                masters = self._masters[group.start : group.stop]
-                if action.kind is Kind.FETCH:
+                masters, apart = self._masters[group.start : group.stop], action.target in stepped
+                if action.kind is Kind.WRITE:
+                    self._write(masters, copied=not apart)
+                elif apart:
+                    continue
+                elif action.kind is Kind.FETCH:
                     self._fetch(action.target, masters)
                 elif action.kind is Kind.STEP:
                     members = self._members[id(plan)][action.target]
                     self._step(masters, factor, members, self._visits.get(action.target, []), by_flat=by_flat)
-                elif action.kind is Kind.WRITE:
-                    self._write(masters)
                 else:
                     self._store(action.target)
         finally:
             self._end()
 
+    def sub_groups_of(self, unit: int) -> list[int]:
+        """The sub-groups with masters of a unit, in order."""
+        return [
+            number
+            for number, group in enumerate(self.plan.sub_groups)
+            if any(self._unit_of[id(m.group)] == unit for m in self._masters[group.start : group.stop])
+        ]
+
+    def masters_in(self, number: int) -> tuple[Master, ...]:
+        """The masters of a sub-group."""
+        group = self.plan.sub_groups[number]
+        return self._masters[group.start : group.stop]
+
+    def step_apart(self, number: int, factor: float, inner_step: InnerStep, gradients: ReadGradients) -> None:
+        """Step a sub-group whose masters and states are in memory, and write nothing to the parameters. For another
+        thread: nothing that `run` changes is used.
+
+        Args:
+            inner_step: made by `InnerStep.for_twin`.
+            gradients: gives the gradients.
+        """
+        masters = self.masters_in(number)
+        grads = self._frozen.stepped(masters, _gradients(masters, gradients))
+        members = self._members[id(self.plan)][number]
+        inner_step.step(masters, grads, factor, members, by_flat=self._has_flat_step)
+
     # The actions ------------------------------------------------------------------------------------------------------
 
     def _fetch(self, number: int, masters: Sequence[Master]) -> None:
-        if len(self._stored) > 1:  # the plan allows two sub-groups in memory: the earlier one's buffers must be free
+        while len(self._stored) > self.plan.pipeline.behind:  # the buffers of earlier sub-groups must be free
             self._wait_stored()
         self._visits[number] = [self._states.fetch(master, self._lane) for master in masters]
 
@@ -119,80 +151,17 @@ class StepRunner:
     ) -> None:
         for visit in visits:
             self._states.attach(visit)
-        grads = self._frozen.stepped(masters, self._gradients(masters))
-        if by_flat:
-            self._step_flat(masters, grads, factor)
-            return
-        for master, grad in zip(masters, grads):
-            master.tensor.grad = grad
-        try:
-            with self._groups.masters(members):
-                self._call_inner(factor, [grad for grad in grads if grad is not None], masters)
-        finally:
-            for master in masters:
-                master.tensor.grad = None
+        grads = self._frozen.stepped(masters, _gradients(masters, self._runtime.gradients.parts))
+        self.inner_step.step(masters, grads, factor, members, by_flat=by_flat)
 
-    def _gradients(self, masters: Sequence[Master]) -> list[torch.Tensor]:
-        grads: list[torch.Tensor] = []
-        for start, stop in _runs(masters):
-            parts = [Part(master.name, master.slice) for master in masters[start:stop]]
-            grads.extend(self._runtime.gradients.parts(masters[start].group, parts))
-        return [grad.view(master.shape) for master, grad in zip(masters, grads, strict=True)]
-
-    def _step_flat(
-        self, masters: Sequence[Master], grads: Sequence[torch.Tensor | None], factor: float | torch.Tensor
-    ) -> None:
-        scale: float | torch.Tensor = 1.0
-        if isinstance(factor, torch.Tensor) or has_reciprocal(factor):
-            scale = 1.0 / factor
-        else:
-            torch._foreach_mul_([grad for grad in grads if grad is not None], factor)  # pyright: ignore[reportPrivateImportUsage]
-        for master, grad in zip(masters, grads):
-            if grad is None:
-                continue
-            number, tensor = self._number_of[id(master.tensor)], master.tensor
-            state = self._inner.state[tensor]
-            if not state:
-                state.update(self._inner.new_flat_state(tensor, group=number))
-            copy = self._copies.get(tensor)
-            self._inner.step_flat(tensor, grad, state, group=number, grad_scale=scale, copy_out=copy)
-
-    def _call_inner(self, factor: float | torch.Tensor, grads: list[torch.Tensor], masters: Sequence[Master]) -> None:
-        inner, keywords = self._inner, {}
-        if self._copies:
-            keywords["copy_out"] = {m.tensor: self._copies[m.tensor] for m in masters if m.tensor in self._copies}
-        if isinstance(factor, float) and factor == 1.0:
-            inner.step(**keywords)
-        elif self._takes_scale and (isinstance(factor, torch.Tensor) or has_reciprocal(factor)):
-            inner.step(**{**keywords, "grad_scale": 1.0 / factor})
-        elif self._torch_scales():
-            scale = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor, device=self._device)
-            inner.grad_scale = scale.reciprocal()
-            try:
-                inner.step()
-            finally:
-                del inner.grad_scale
-        else:
-            if grads:  # a rank may own nothing
-                torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
-            inner.step(**keywords)
-
-    def _torch_scales(self) -> bool:
-        """Do the kernels of torch's own fused optimizers take the factor (as they do for `torch.amp.GradScaler`)?"""
-        return (
-            type(self._inner).__module__.startswith("torch.optim")
-            and getattr(self._inner, "_step_supports_amp_scaling", False)
-            and all(group.get("fused") for group in self._inner.param_groups)
-        )
-
-    def _write(self, masters: Sequence[Master]) -> None:
+    def _write(self, masters: Sequence[Master], *, copied: bool) -> None:
         """The parameters get the masters' values, in their dtype; nothing to do where a master is the parameter's
-        own memory.
+        own memory, or (`copied`) the optimizer has written the copy by itself.
         """
         for start, stop in _runs(masters):
             group, first, last = masters[start].group, masters[start].slice, masters[stop - 1].slice
             home = group.own_master
-            if home is None or all(master.tensor in self._copies for master in masters[start:stop]):
+            if home is None or (copied and all(m.tensor in self.inner_step.copies for m in masters[start:stop])):
                 continue
             target = group.stepped.view()
             source = home.view()
@@ -214,6 +183,8 @@ class StepRunner:
         for visit in visits:
             self._states.store(visit, self._lane)
         self._stored.append(visits)
+        if not self.plan.pipeline.behind:
+            self._wait_stored()
 
     def _wait_stored(self) -> None:
         for visit in self._stored.pop(0):
@@ -233,7 +204,14 @@ class StepRunner:
 
 
 def plan_step(
-    inner: Any, runtime: Runtime, masters: Sequence[Master], *, most: int | None, moves: bool = False
+    inner: Any,
+    runtime: Runtime,
+    masters: Sequence[Master],
+    *,
+    most: int | None,
+    moves: bool = False,
+    by_unit: bool = False,
+    pipeline: Pipeline | None = None,
 ) -> StepPlan:
     """The plan for an optimizer: in one call, or in sub-groups of at most `most` elements, if it may be stepped in
     parts. Where units are published by gathering them, sub-groups end behind units, so that a unit travels while the
@@ -245,7 +223,18 @@ def plan_step(
     if runtime.whole or why_at_once(inner) is not None:
         return make_plan(sizes, units, moves=moves)
     gathers = runtime.stage in (1, 2) and runtime.ranks.size > 1
-    return make_plan(sizes, units, most=most, overlap=gathers, moves=moves)
+    return make_plan(
+        sizes, units, most=most, overlap=gathers, moves=moves, by_unit=by_unit, pipeline=pipeline or Pipeline()
+    )
+
+
+def _gradients(masters: Sequence[Master], read: ReadGradients) -> list[torch.Tensor]:
+    """The gradients of these masters, in their shapes."""
+    grads: list[torch.Tensor] = []
+    for start, stop in _runs(masters):
+        parts = [Part(master.name, master.slice) for master in masters[start:stop]]
+        grads.extend(read(masters[start].group, parts))
+    return [grad.view(master.shape) for master, grad in zip(masters, grads, strict=True)]
 
 
 def _runs(masters: Sequence[Master]) -> list[tuple[int, int]]:
@@ -256,8 +245,3 @@ def _runs(masters: Sequence[Master]) -> list[tuple[int, int]]:
             runs.append((start, place))
             start = place
     return runs if masters else []
-
-
-def has_reciprocal(factor: float) -> bool:
-    """Can gradients be divided by `1 / factor`? Clipping to an infinite norm gives 0, to a NaN gives NaN."""
-    return factor != 0.0 and math.isfinite(factor) and math.isfinite(1.0 / factor)

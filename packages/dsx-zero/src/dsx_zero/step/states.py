@@ -7,7 +7,7 @@ the length of their sub-group's step, and stored behind it. Single values (`step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +49,7 @@ class OptimizerStates:
     """
 
     def __init__(self, inner: Any, masters: Sequence[Master], tiers: Sequence[Tier | None]) -> None:
-        self.inner = inner
+        self.inner, self._masters = inner, tuple(masters)
         self._tier_of = {id(master.tensor): tier for master, tier in zip(masters, tiers, strict=True)}
         self._homes: dict[int, dict[str, Home]] = {id(master.tensor): {} for master in masters}
         self._tiers = {id(m.tensor): m.group.master.tier for m in masters if m.group.master is not None}
@@ -106,6 +106,26 @@ class OptimizerStates:
     def homes(self) -> list[Home]:
         """The homes of the others."""
         return [home for homes in self._homes.values() for home in homes.values()]
+
+    def make_now(self, numbers: Mapping[int, int]) -> bool:
+        """Let the optimizer make the states of each master that has none yet, and bring them to their homes, one master
+        after the other. False: it makes them in its first step only (it has no `new_flat_state`).
+
+        Args:
+            numbers: the parameter group of each master, by the `id` of its tensor.
+        """
+        if not hasattr(self.inner, "new_flat_state"):
+            return False
+        for master in self._masters:
+            if self._tier_of[id(master.tensor)] is None or self.inner.state.get(master.tensor):
+                continue
+            like = master.tensor
+            if like.shape != master.shape:  # its values are not in memory
+                like = torch.empty(master.shape, dtype=like.dtype, device=like.device)
+            made = self.inner.new_flat_state(like, group=numbers[id(master.tensor)])
+            self.inner.state[master.tensor].update(made)
+            self._move_out(master)
+        return True
 
     # Around a sub-group's step ----------------------------------------------------------------------------------------
 

@@ -22,6 +22,11 @@ from .report import Counters, StepReport
 class Batches(Protocol):
     """Size of an update, and the weights and learning rates that follow from it."""
 
+    @property
+    def known_before(self) -> bool:
+        """Whether gradient scale and learning rates of an update are known before its last backward."""
+        ...
+
     def note(self, size: Any) -> None: ...
 
     def weight(self) -> float: ...
@@ -35,6 +40,8 @@ class Batches(Protocol):
 
 class FixedBatches:
     """Every update has the configured number of samples."""
+
+    known_before = True
 
     def note(self, size: Any) -> None:
         """The size is known."""
@@ -72,6 +79,8 @@ class TokenBatches:
         unit: any positive number; weights are near 1 where it is about the size of a micro-batch.
         parts: micro-batches of an update over all ranks.
     """
+
+    known_before = False
 
     def __init__(
         self, base: int, factor: Callable[[int, int], float], groups: Callable[[], list[dict[str, Any]]], *,

@@ -81,6 +81,8 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
         boundary = parts.accumulation.is_boundary()
         parts.accumulation.note_backward()
         self._begin_backward(boundary=boundary)
+        if boundary:
+            parts.stepper.before_last_backward()
         for hook in parts.hooks:
             hook.before_backward(loss, boundary)
         scaled = self._scaled(loss, divisor, weight)

@@ -39,6 +39,8 @@ class LossScaler(Protocol):
 class Stepper(Protocol):
     """Does one update; the engine calls it at each accumulation boundary."""
 
+    def before_last_backward(self) -> None: ...
+
     def step(self) -> StepOutcome: ...
 
 
@@ -50,17 +52,28 @@ class ShardedStepper:
         scaler: the loss scale.
         max_norm: clip the global L2 norm of the gradients to this; None to leave them.
         gradient_scale: how many times too large the gradients are besides the loss scale (`Batches.gradient_scale`).
+        known_before: the gradient scale and the learning rates are known before the last backward of an update.
+        steps: how many updates are over.
     """
 
     def __init__(
         self, optimizer: Any, scaler: LossScaler, max_norm: float | None,
-        gradient_scale: Callable[[], float] = lambda: 1.0,
+        gradient_scale: Callable[[], float] = lambda: 1.0, *, known_before: bool = False,
+        steps: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
         self._optimizer, self._scaler, self._max_norm = optimizer, scaler, max_norm
-        self._gradient_scale = gradient_scale
+        self._gradient_scale, self._steps = gradient_scale, steps
+        self._announces = known_before and not max_norm
+
+    def before_last_backward(self) -> None:
+        """The last backward of an update comes: units may be stepped during it where nothing has to be known first."""
+        if self._announces:
+            self._optimizer.step_during_backward(self._scaler.scale * self._gradient_scale())
 
     def step(self) -> StepOutcome:
         """One update. On overflow nothing but the loss scale changes, and the gradients are dropped."""
+        if self._steps is not None:
+            self._optimizer.steps_done = self._steps()
         scale = self._scaler.scale * self._gradient_scale()
         outcome = self._optimizer.step(grad_scale=scale, max_norm=self._max_norm)
         self._optimizer.zero_grad()
@@ -70,6 +83,9 @@ class ShardedStepper:
 
 class NoStepper:
     """Stands where an engine was built without an optimizer."""
+
+    def before_last_backward(self) -> None:
+        """`step` says what is missing."""
 
     def step(self) -> StepOutcome:
         """Refuse.

@@ -1,0 +1,324 @@
+"""The step of units on the host while backward goes on (decision 0042).
+
+`announce` says that the coming backward is the last one before the step. When the last reduction of a unit is complete,
+a worker steps the unit's masters. Parameters keep their values until `step()`: backward, other ranks' gathers and the
+user see those that the step began with.
+
+That gives the bits of a step after backward only if nothing is changed in between. So
+
+* no unit is stepped before all ranks have said, with the unit's reduction, that it was the last one;
+* settings (learning rates) are those of the announcement, and a step with others raises;
+* gradients, masters and parameters that were written between backward and step raise;
+* the first announced steps are trials: nothing is stepped early, and if one of these things is seen, units are stepped
+  after backward from then on.
+
+Clipping and the check for overflow need the norm before the first update. Such steps are not announced.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import ZeroStateError
+from ..grads.reductions import cut_parts
+from ..homes.home import Home
+from ..lanes import Ticket
+from ..order.channel import Answer, Asks
+from ..params.flat import FlatGroup, Part
+from ..runtime import Runtime
+from .edits import Edits
+from .inner import InnerStep, Settings, same_settings, settings_of
+from .parts import has_step_hooks
+from .runner import StepRunner
+from .telling import raise_on_all_ranks
+from .worker import Worker
+
+__all__ = ["DuringBackward", "NotDuringBackward", "StepDuringBackward"]
+
+_log = logging.getLogger(__name__)
+
+_TRIALS = 2
+"""Announced steps in which nothing is stepped early."""
+
+_WAY = (
+    "do it before the last backward of an update or after step(), or set"
+    " zero_optimization.offload_optimizer.step_during_backward to false. This step was begun and cannot be ended: load"
+    " a checkpoint to go on"
+)
+
+
+class DuringBackward(Protocol):
+    """What the optimizer needs of it."""
+
+    def announce(self, grad_scale: float) -> bool:
+        """The coming backward is the last one before `step(grad_scale=...)`. Whether units will be stepped during
+        it.
+        """
+        ...
+
+    def complete(self, grad_scale: float, max_norm: float | None) -> frozenset[int]:
+        """The step has come and all reductions are complete: wait, and give the sub-groups that are stepped
+        (collective).
+
+        Raises:
+            ZeroStateError: a rank's worker has failed, or something was changed since the announcement.
+        """
+        ...
+
+    def groups(self) -> frozenset[FlatGroup]:
+        """The flat groups that are stepped."""
+        ...
+
+    def end_step(self) -> None:
+        """The step is over."""
+        ...
+
+    def abandon(self) -> None:
+        """Masters and states get other values: forget the step that has begun."""
+        ...
+
+    def check_ended(self) -> None:
+        """Refuse to read masters and states while some of them are stepped and others are not. Raises
+        ZeroStateError.
+        """
+        ...
+
+
+class NotDuringBackward:
+    """Units are stepped after backward."""
+
+    def announce(self, grad_scale: float) -> bool:
+        """Never."""
+        return False
+
+    def complete(self, grad_scale: float, max_norm: float | None) -> frozenset[int]:
+        """None."""
+        return frozenset()
+
+    def groups(self) -> frozenset[FlatGroup]:
+        """None."""
+        return frozenset()
+
+    def end_step(self) -> None:
+        """Nothing was begun."""
+
+    def abandon(self) -> None:
+        """Nothing was begun."""
+
+    def check_ended(self) -> None:
+        """Nothing was begun."""
+
+
+@dataclass
+class _Announced:
+    """The step that was announced."""
+
+    grad_scale: float
+    settings: Settings
+    inner_step: InnerStep
+    trial: bool
+
+
+@dataclass
+class _Group:
+    """A flat group whose masters are stepped, and what tells that somebody has written since."""
+
+    group: FlatGroup
+    gradients: Home
+    arriving: Ticket | None
+    seen: list[int] = field(default_factory=list)
+
+    def versions(self) -> list[int]:
+        """Of gradients and masters, as far as they are in memory: in-place operations count them up."""
+        homes = (self.gradients, self.group.master)
+        views = [home.view() for home in homes if home is not None]
+        return [view._version for view in views if view is not None]
+
+
+class StepDuringBackward:
+    """See the module's text.
+
+    Args:
+        runner: steps sub-groups that do not span units.
+        units: those with masters in host memory.
+        channel: asks all ranks.
+    """
+
+    def __init__(
+        self, runtime: Runtime, runner: StepRunner, edits: Edits, *, units: Collection[int], channel: Asks, inner: Any
+    ) -> None:
+        self._runtime, self._runner, self._edits, self._channel, self._inner = runtime, runner, edits, channel, inner
+        self._sub_groups = {unit: runner.sub_groups_of(unit) for unit in units}
+        self._names = {unit.index: str(unit.plan) for unit in runtime.units}
+        device = next((group.key.device for u in runtime.trainable_units() for group in u.trainable), "cpu")
+        self._worker = Worker(torch.device(device))
+        self._announced: _Announced | None = None
+        self._was_announced = False
+        self._asks = runtime.ranks.size == 1
+        """Whether reductions ask all ranks: from the step behind the first announced one on, on all ranks alike."""
+        self._answers: dict[int, Answer] = {}
+        self._stepped: dict[int, tuple[_Group, ...]] = {}
+        """What was given to the worker; in a trial, what is watched instead."""
+        self._trials, self._refrains = _TRIALS, False
+        self._disturbed: str | None = None
+
+    # Before and during backward ---------------------------------------------------------------------------------------
+
+    def announce(self, grad_scale: float) -> bool:
+        """See `DuringBackward.announce`."""
+        self._runtime.gradients.expect_last()
+        self._was_announced = True
+        if self._announced is not None:
+            self._disturb("several backwards were the last one before one step")
+        if self._refrains or has_step_hooks(self._inner):
+            return False
+        settings = settings_of(self._inner)
+        inner_step = self._runner.inner_step.for_twin(settings)
+        self._announced = _Announced(grad_scale, settings, inner_step, self._trials > 0)
+        return not self._announced.trial
+
+    def begin_backward(self) -> None:
+        """See `ReductionWatch`: units that are stepped already must not get other gradients."""
+        if self._stepped:
+            self._disturb("a backward came after the one that was said to be the last before the step")
+            self.check_not_begun()
+
+    def started(self, unit: int) -> None:
+        """See `ReductionWatch`."""
+        if unit in self._stepped and self._announced is not None and self._announced.trial:
+            del self._stepped[unit]  # it was not the last one, and the ranks would have said so
+        elif unit in self._stepped:
+            self._disturb(f"the gradients of unit {self._names[unit]} were reduced again after its step")
+        if self._asks:
+            self._answers[unit] = self._channel.ask(self._runtime.gradients.is_final(unit))
+
+    def finished(self, unit: int) -> None:
+        """See `ReductionWatch`."""
+        answer, announced = self._answers.pop(unit, None), self._announced
+        final = answer is not None and answer.get()
+        if announced is None or unit not in self._sub_groups or not (final or announced.trial):
+            return
+        groups = tuple(_Group(*found) for found in self._runtime.gradients.reduced(unit))
+        self._stepped[unit] = groups
+        if announced.trial:
+            _arrive(groups)
+            _note(groups)
+        else:
+            self._worker.submit(lambda: self._step(self._sub_groups[unit], groups, announced))
+
+    def _step(self, sub_groups: Sequence[int], groups: Sequence[_Group], announced: _Announced) -> None:
+        """On the worker: step the masters of a unit."""
+        _arrive(groups)
+        self._edits.take_over([entry.group for entry in groups])
+        of = {id(entry.group): entry.gradients for entry in groups}
+
+        def gradients(group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
+            return cut_parts(of[id(group)], group, parts)
+
+        for number in sub_groups:
+            self._runner.step_apart(number, 1.0 / announced.grad_scale, announced.inner_step, gradients)
+        _note(groups)
+
+    # At the step ------------------------------------------------------------------------------------------------------
+
+    def complete(self, grad_scale: float, max_norm: float | None) -> frozenset[int]:
+        """See `DuringBackward.complete`."""
+        failure, announced = self._worker.wait(), self._announced
+        problem = self._disturbed
+        if failure is not None:
+            problem = f"the step of a unit during backward failed: {type(failure).__name__}: {failure}"
+        elif announced is not None and self._stepped:
+            changes = self._changes(announced, grad_scale, max_norm)
+            problem = problem or next(changes, None)
+        if problem is not None and not self._early():
+            self._refrain(problem)
+            problem = None
+        elif problem is not None and failure is None:
+            problem = f"{problem}, but units were stepped during backward: {_WAY}"
+        if self._asks:
+            raise_on_all_ranks(self._channel, self._runtime.ranks, problem, failure)
+        return frozenset(number for unit in self._early() for number in self._sub_groups[unit])
+
+    def _changes(self, announced: _Announced, grad_scale: float, max_norm: float | None) -> Iterator[str]:
+        """What was changed since the announcement so that the step would be another one."""
+        if grad_scale != announced.grad_scale:
+            yield f"got grad_scale={grad_scale}, expected the announced {announced.grad_scale}"
+        if max_norm:
+            yield f"got max_norm={max_norm}, which needs the norm of the gradients before the first update"
+        if not same_settings(announced.settings, settings_of(self._inner)):
+            yield "the settings of the parameter groups (lr, ...) were changed between backward and step"
+        for unit, groups in self._stepped.items():
+            now = self._runtime.gradients.reduced(unit)
+            dropped = any(home is not entry.gradients for entry, (_, home, _) in zip(groups, now, strict=True))
+            if dropped or any(entry.versions() != entry.seen for entry in groups):
+                yield f"gradients or masters of unit {self._names[unit]} were written between backward and step"
+            if self._edits.were_written([entry.group for entry in groups]):
+                yield f"parameters of unit {self._names[unit]} were written between backward and step"
+
+    def groups(self) -> frozenset[FlatGroup]:
+        """See `DuringBackward.groups`."""
+        return frozenset(entry.group for unit in self._early() for entry in self._stepped[unit])
+
+    def _early(self) -> Collection[int]:
+        """The units whose masters are stepped."""
+        return () if self._announced is None or self._announced.trial else self._stepped
+
+    def end_step(self) -> None:
+        """See `DuringBackward.end_step`."""
+        if self._announced is not None and self._stepped:
+            self._trials = max(0, self._trials - 1)
+        self._asks = self._was_announced or self._runtime.ranks.size == 1
+        self._was_announced = False
+        self._forget()
+
+    def abandon(self) -> None:
+        """See `DuringBackward.abandon`."""
+        self._worker.wait()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._announced, self._disturbed = None, None
+        self._stepped = {}
+
+    # What was seen ----------------------------------------------------------------------------------------------------
+
+    def check_ended(self) -> None:
+        """See `DuringBackward.check_ended`."""
+        if self._early():
+            raise ZeroStateError(
+                "masters and optimizer states of some units belong to the step that was begun during backward, and"
+                " those of others do not; call step() first, or set"
+                " zero_optimization.offload_optimizer.step_during_backward to false"
+            )
+
+    def check_not_begun(self) -> None:
+        """Refuse another backward. Raises ZeroStateError."""
+        if self._early():
+            raise ZeroStateError(f"{self._disturbed}, but units were stepped during backward: {_WAY}")
+
+    def _disturb(self, what: str) -> None:
+        """Something came that this class cannot work with."""
+        self._disturbed = self._disturbed or what
+
+    def _refrain(self, why: str) -> None:
+        """Never step early from now on."""
+        if not self._refrains:
+            self._refrains = True
+            _log.info("units are stepped after backward, not during it: %s", why)
+
+
+def _arrive(groups: Sequence[_Group]) -> None:
+    """Wait until the reduced gradients are in their homes."""
+    for entry in groups:
+        if entry.arriving is not None:
+            entry.arriving.synchronize()
+
+
+def _note(groups: Sequence[_Group]) -> None:
+    for entry in groups:
+        entry.seen = entry.versions()

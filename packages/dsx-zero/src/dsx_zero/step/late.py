@@ -1,0 +1,172 @@
+"""The update of a step, applied one step late (decision 0043): the host updates while the device computes the next one.
+
+After `warm_up` steps of the usual kind, step n
+
+1. waits for the host's update with the gradients of step n - 1 and makes the new parameters visible,
+2. gives the host the gradients of step n, with the settings (learning rates), clipping and loss scale of step n.
+
+So forward and backward of step n + 1 use parameters that lack the update of step n. The first late step applies
+nothing; a step whose gradients are not finite gives the host nothing. `ZeroOptimizer.synchronize` applies what is under
+way.
+
+The gradients that the host works on are copied, because backward fills their places again: 4 bytes per element of this
+rank's masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ..errors import ZeroStateError
+from ..order.channel import Asks
+from ..params.flat import FlatGroup, Part
+from ..runtime import Runtime
+from .edits import Edits
+from .inner import settings_of
+from .runner import StepRunner
+from .telling import raise_on_all_ranks
+from .worker import Worker
+
+__all__ = ["Late", "LateUpdate", "NeverLate"]
+
+
+class Late(Protocol):
+    """What the optimizer needs of it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients that are kept for the host's update."""
+        ...
+
+    def is_late(self, steps: int) -> bool:
+        """Whether the update of a step is applied late, after so many steps."""
+        ...
+
+    def finished(self) -> bool:
+        """Wait for the update that is under way and write the parameters (collective). False: there was none.
+
+        Raises:
+            ZeroStateError: a rank's update has failed, or parameters were written meanwhile.
+        """
+        ...
+
+    def begin(self, factor: float | torch.Tensor) -> None:
+        """Start the update with the reduced gradients times `factor`."""
+        ...
+
+    def abandon(self) -> None:
+        """Masters and states get other values: forget the update that is under way."""
+        ...
+
+    def check_flushed(self) -> None:
+        """Refuse to read or write masters and states while an update is under way. Raises ZeroStateError."""
+        ...
+
+
+class NeverLate:
+    """Every step applies its own update."""
+
+    nbytes = 0
+
+    def is_late(self, steps: int) -> bool:
+        """Never."""
+        return False
+
+    def finished(self) -> bool:
+        """Nothing is under way."""
+        return False
+
+    def begin(self, factor: float | torch.Tensor) -> None:
+        """Never called."""
+
+    def abandon(self) -> None:
+        """Nothing is under way."""
+
+    def check_flushed(self) -> None:
+        """Nothing is under way."""
+
+
+class LateUpdate:
+    """See the module's text.
+
+    Args:
+        runner: its masters and states are in memory.
+        channel: asks all ranks.
+        warm_up: steps that apply their own update.
+    """
+
+    def __init__(self, runtime: Runtime, runner: StepRunner, edits: Edits, *, channel: Asks, warm_up: int) -> None:
+        self._runtime, self._runner, self._edits, self._channel = runtime, runner, edits, channel
+        self._warm_up, self._under_way = warm_up, False
+        self._numbers = range(len(runner.plan.sub_groups))
+        self._kept: dict[tuple[FlatGroup, int], torch.Tensor] = {}
+        device = next((group.key.device for u in runtime.trainable_units() for group in u.trainable), "cpu")
+        self._worker = Worker(torch.device(device))
+
+    @property
+    def nbytes(self) -> int:
+        """See `Late.nbytes`."""
+        return sum(tensor.nbytes for tensor in self._kept.values())
+
+    def is_late(self, steps: int) -> bool:
+        """See `Late.is_late`."""
+        return steps >= self._warm_up
+
+    def begin(self, factor: float | torch.Tensor) -> None:
+        """See `Late.begin`."""
+        number = factor.item() if isinstance(factor, torch.Tensor) else factor
+        self._keep_gradients()
+        inner_step = self._runner.inner_step.for_twin(settings_of(self._runner.inner_step.inner))
+
+        def update() -> None:
+            for sub_group in self._numbers:
+                self._runner.step_apart(sub_group, number, inner_step, self._gradients)
+
+        self._under_way = True
+        self._worker.submit(update)
+
+    def _keep_gradients(self) -> None:
+        for sub_group in self._numbers:
+            for master in self._runner.masters_in(sub_group):
+                part, key = Part(master.name, master.slice), (master.group, master.slice.offset)
+                (values,) = self._runtime.gradients.parts(master.group, [part])
+                if key not in self._kept:
+                    self._kept[key] = torch.empty_like(values)
+                self._kept[key].copy_(values)
+
+    def _gradients(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
+        return tuple(self._kept[group, part.slice.offset] for part in parts)
+
+    def finished(self) -> bool:
+        """See `Late.finished`."""
+        if not self._under_way:
+            return False
+        failure, problem = self._worker.wait(), None
+        if failure is not None:
+            problem = f"the update of the step before failed: {type(failure).__name__}: {failure}"
+        elif self._edits.were_written():
+            problem = (
+                "parameters were written while their update was under way on the host, which would overwrite them;"
+                " call synchronize() of the optimizer on every rank before writing, or set"
+                " zero_optimization.offload_optimizer.late_update_after to null"
+            )
+        raise_on_all_ranks(self._channel, self._runtime.ranks, problem, failure)
+        self._under_way = False
+        self._runner.run(1.0, self._numbers)
+        return True
+
+    def abandon(self) -> None:
+        """See `Late.abandon`."""
+        self._worker.wait()
+        self._under_way = False
+
+    def check_flushed(self) -> None:
+        """See `Late.check_flushed`."""
+        if self._under_way:
+            raise ZeroStateError(
+                "the update of the last step is under way on the host (offload_optimizer.late_update_after); call"
+                " synchronize() of the optimizer on every rank first (an engine does it before it saves)"
+            )

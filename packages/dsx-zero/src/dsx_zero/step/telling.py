@@ -1,0 +1,34 @@
+"""A failure of one rank becomes the same error on all ranks, where they would otherwise wait for it in a collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dsx_comm
+
+from ..errors import ZeroStateError
+from ..order.channel import Asks
+
+__all__ = ["raise_on_all_ranks"]
+
+
+def raise_on_all_ranks(
+    channel: Asks, ranks: dsx_comm.RankSet, problem: str | None, cause: BaseException | None = None
+) -> None:
+    """Collective over `ranks`, which `channel` asks.
+
+    Args:
+        problem: what went wrong on this rank; None: nothing.
+        cause: the error behind it, if there is one.
+
+    Raises:
+        ZeroStateError: on every rank, with the same text, if one of them has a problem; names the rank.
+    """
+    if channel.ask(problem is None).get():
+        return
+    everybody: list[Any] = [problem]
+    if ranks.size > 1:
+        everybody = [None] * ranks.size
+        dsx_comm.all_gather_object(everybody, problem, group=ranks.group)
+    rank, text = next((rank, text) for rank, text in enumerate(everybody) if text is not None)
+    raise ZeroStateError(f"step(): rank {rank}: {text}") from cause

@@ -1,0 +1,255 @@
+"""`offload_optimizer.late_update_after`: from then on each update is applied one step late, exactly."""
+
+from __future__ import annotations
+
+import copy
+
+import dsx_zero
+import pytest
+import torch
+from dsx_testkit import run_ranks
+from torch import nn
+
+WIDTH, WARM_UP = 24, 2
+
+
+class Net(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.to(dtype)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x.float().square().mean()
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def fused(parameters):
+    import dsx_ops
+
+    return dsx_ops.FusedAdam(parameters, lr=1e-2)
+
+
+OPTIMIZERS = {"adamw": adamw, "fused": fused, "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)}
+
+
+def batch(rank, step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, WIDTH, generator=generator).to(dtype)
+
+
+def built(stage, kind, late=WARM_UP, model=None, precision=None, offload_param=False):
+    config = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": 300,
+        "offload_optimizer": {"device": "cpu", "late_update_after": late},
+    }
+    if offload_param:
+        config["offload_param"] = {"device": "cpu"}
+    model = Net() if model is None else model
+    return dsx_zero.shard(model, OPTIMIZERS[kind], config=config, precision=precision)
+
+
+def rate(step):
+    return 1e-2 / (1 + step % 3)
+
+
+class OneStepLate:
+    """The oracle: a plain loop that applies gradients, rate and clipping of a step in the next one."""
+
+    def __init__(self, kind):
+        self.model = Net()
+        self.optimizer = OPTIMIZERS[kind](self.model.parameters())
+        self.waiting = None
+
+    def train(self, step, world):
+        losses = [self.model(batch(rank, step)) for rank in range(world)]
+        (sum(losses) / world).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        now = [p.grad.clone() for p in self.model.parameters()], rate(step)
+        if step < WARM_UP:
+            self.apply(now)
+        else:
+            self.flush()
+            self.waiting = now
+        self.optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+    def flush(self):
+        if self.waiting is not None:
+            self.apply(self.waiting)
+            self.waiting = None
+
+    def apply(self, update):
+        grads, lr = update
+        for p, grad in zip(self.model.parameters(), grads):
+            p.grad = grad
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+
+
+def trained(rank, world, stage, kind):
+    oracle = OneStepLate(kind)
+    model, optimizer = built(stage, kind)
+    for step in range(7):
+        expected = oracle.train(step, world)
+        loss = model(batch(rank, step))
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.step(max_norm=0.5)
+        optimizer.param_groups[0]["lr"] = 1e3  # what a scheduler does between steps is not for this update
+        optimizer.zero_grad()
+        assert loss.item() == pytest.approx(expected[rank], rel=2e-5)
+    late = [p.detach().clone() for p in oracle.model.parameters()]
+    oracle.flush()
+    with dsx_zero.GatheredParameters(model):
+        for p, want in zip(model.parameters(), late):
+            assert torch.allclose(p, want, rtol=1e-4, atol=1e-6)
+    optimizer.synchronize()
+    with dsx_zero.GatheredParameters(model):
+        for p, want in zip(model.parameters(), oracle.model.parameters()):
+            assert torch.allclose(p, want, rtol=1e-4, atol=1e-6)
+    assert not any(torch.equal(a, b) for a, b in zip(late, oracle.model.parameters()))
+    grads = optimizer.state_bytes_by_tier()["grads"]
+    numel = sum(m.numel for name, _ in model.named_parameters() for m in optimizer.masters_of(name))
+    assert grads["host"] >= 4 * numel
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused", "sgd"])
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 1), (2, 2), (3, 2)])
+def test_a_plain_loop_one_step_late(stage, world, kind):
+    if kind == "fused":
+        pytest.importorskip("dsx_ops")
+    run_ranks(trained, world, stage, kind)
+
+
+def readers(rank, world):
+    model, optimizer = built(2, "adamw")
+    for step in range(4):
+        model(batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for read in (
+        optimizer.state_dict,
+        lambda: list(optimizer.slices()),
+        lambda: dsx_zero.safe_get_full_fp32_param("blocks.0.weight", optimizer=optimizer),
+        lambda: dsx_zero.safe_get_local_optimizer_state("blocks.0.weight", "exp_avg", optimizer=optimizer),
+        optimizer.offload_states,
+    ):
+        with pytest.raises(dsx_zero.ZeroStateError, match="synchronize"):
+            read()
+    optimizer.synchronize()
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.synchronize()  # nothing is under way
+
+    def go_on(model, optimizer, first):
+        losses = []
+        for step in range(first, first + 3):
+            loss = model(batch(rank, step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    went_on = go_on(model, optimizer, 4)
+    optimizer.load_state_dict(state)  # drops what is under way
+    again = go_on(model, optimizer, 4)
+    optimizer.release()
+    other, resumed = built(2, "adamw")
+    resumed.load_state_dict(state)
+    resumed.steps_done = 4
+    assert went_on == again == go_on(other, resumed, 4)
+
+
+def test_readers_are_refused_and_a_state_dict_goes_on():
+    run_ranks(readers, 2)
+
+
+def overflowing(rank, world):
+    """A step whose gradients are not finite applies what waits and leaves nothing."""
+    model, optimizer = built(2, "adamw", late=0, model=Net(torch.bfloat16))
+    seen = []
+    for step in range(6):
+        x = batch(rank, step, torch.bfloat16)
+        if step == 3:
+            x = x * float("inf")
+        model(x).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        outcome = optimizer.step(max_norm=1.0)
+        optimizer.zero_grad()
+        moved = any(not torch.equal(a, p) for a, p in zip(before, model.parameters()))
+        seen.append((outcome.overflow, moved))
+    assert seen == [(False, False), (False, True), (False, True), (True, True), (False, False), (False, True)]
+
+
+def test_an_overflow_leaves_nothing_behind():
+    run_ranks(overflowing, 2)
+
+
+def edited(rank, world):
+    model, optimizer = built(2, "adamw", late=0)
+    model(batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model.blocks[0].weight.mul_(0.5)
+    model(batch(rank, 1)).backward()
+    with pytest.raises(dsx_zero.ZeroStateError, match="written while their update was under way"):
+        optimizer.step()
+
+
+def test_parameters_written_meanwhile_raise():
+    run_ranks(edited, 2)
+
+
+def failing(rank, world):
+    class Breaks(torch.optim.SGD):
+        steps_in_parts = True
+
+        def step(self, closure=None):
+            if rank == 1:
+                raise OSError("broken")
+            return super().step(closure)
+
+    config = {"stage": 2, "offload_optimizer": {"device": "cpu", "late_update_after": 0}}
+    model, optimizer = dsx_zero.shard(Net(), lambda p: Breaks(p, lr=0.1), config=config)
+    model(batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(batch(rank, 1)).backward()
+    with pytest.raises(dsx_zero.ZeroStateError, match="rank 1: the update of the step before failed: OSError: broken"):
+        optimizer.step()
+
+
+def test_a_failure_reaches_all_ranks_in_the_next_step():
+    run_ranks(failing, 2)
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"device": "nvme", "late_update_after": 3}, "set device to cpu"),
+        ({"device": "cpu", "late_update_after": 3, "ratio": 0.5}, "ratio to 1"),
+        ({"device": "cpu", "late_update_after": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_what_cannot_be_late_is_refused(section, text):
+    with pytest.raises(dsx_zero.ZeroConfigError, match=text):
+        dsx_zero.shard(Net(), adamw, config={"stage": 2, "offload_optimizer": section})
+
+
+def test_an_optimizer_that_is_stepped_at_once_is_refused():
+    class Counting(torch.optim.SGD):
+        pass
+
+    config = {"stage": 2, "offload_optimizer": {"device": "cpu", "late_update_after": 3}}
+    with pytest.raises(dsx_zero.ZeroConfigError, match="does not say that it can be stepped in parts"):
+        dsx_zero.shard(Net(), lambda p: Counting(p, lr=0.1), config=config)
