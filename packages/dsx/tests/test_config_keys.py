@@ -254,7 +254,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
             "num_tuning_micro_batch_sizes": 3, "tuner_type": "model_based", "tuner_early_stopping": 5,
             "tuner_num_trials": 50, "arg_mappings": None}}, "",
     ),
-    "autotuning": ({"autotuning": {"enabled": True, "num_nodes": None, "num_gpus": None}}, "autotuning"),
+    "autotuning": ({"autotuning": {"enabled": True, "num_nodes": None, "num_gpus": None}}, ""),
     "activation checkpointing switched off": (
         {"activation_checkpointing": {
             "partition_activations": False, "cpu_checkpointing": False, "contiguous_memory_optimization": False,

@@ -22,7 +22,6 @@ from ..errors import Problem
 __all__ = ["MEANINGLESS", "NOT_YET", "REFUSED", "asks_for", "meaningless", "not_yet"]
 
 NOT_YET: dict[str, str] = {
-    "autotuning": "the autotuner of dsx",
     "checkpoint.use_node_local_storage": "checkpoints without a shared file system",
     "sparse_gradients": "sparse reduction of embedding gradients (dsx-comm)",
     **{f"zero_optimization.{name}": brings for name, brings in zero_section.NOT_YET.items()},
@@ -64,6 +63,10 @@ MEANINGLESS: dict[str, str] = {
     "amp.num_losses": _APEX,
     "amp.patch_torch_functions": _APEX,
     "amp.verbosity": _APEX,
+    **{
+        f"autotuning.model_info.{name}": "the first experiment looks at the model itself"
+        for name in ("num_params", "hidden_size", "num_layers")
+    },
     "bf16.immediate_grad_update": _ALWAYS,
     "checkpoint.checkpoint_serialization": "checkpoints hold no pickled objects",
     "checkpoint.load_universal": "every checkpoint loads at every world size and stage",

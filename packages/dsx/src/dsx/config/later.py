@@ -6,53 +6,15 @@ A block that is switched off is accepted as it is; one that is switched on is re
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
 from .base import Count, Section, Size, Toggle
 
 __all__ = [
-    "Autotuning", "CompileSection", "Elasticity", "HybridEngine", "Nebula",
+    "CompileSection", "Elasticity", "HybridEngine", "Nebula",
 ]  # fmt: skip
-
-
-class ModelInfo(Section):
-    """What the autotuner may be told about the model."""
-
-    profile: bool = Field(False, description="measure the model first")
-    num_params: Size | None = Field(None, description="number of parameters")
-    hidden_size: Size | None = Field(None, description="hidden size")
-    num_layers: Size | None = Field(None, description="number of layers")
-
-
-class Autotuning(Toggle):
-    """Search for the fastest ZeRO stage and micro-batch size."""
-
-    results_dir: str | None = Field("autotuning_results", description="folder of results; null is the default folder")
-    exps_dir: str | None = Field("autotuning_exps", description="folder of experiments; null is the default folder")
-    overwrite: bool = Field(False, description="run experiments again whose results exist")
-    metric: Literal["throughput", "latency", "FLOPS", "flops"] = Field("throughput", description="what is optimised")
-    start_profile_step: Count = Field(3, description="first measured step")
-    end_profile_step: Count = Field(5, description="last measured step")
-    fast: bool = Field(True, description="tune only stage and micro-batch size")
-    max_train_batch_size: Count | None = Field(None, description="largest global batch")
-    min_train_batch_size: Count = Field(1, description="smallest global batch")
-    max_train_micro_batch_size_per_gpu: Count = Field(1024, description="largest micro-batch")
-    min_train_micro_batch_size_per_gpu: Count = Field(1, description="smallest micro-batch")
-    mp_size: Count = Field(1, description="model-parallel size")
-    num_tuning_micro_batch_sizes: Count = Field(3, description="micro-batch sizes to try")
-    tuner_type: Literal["model_based", "gridsearch", "random"] = Field("model_based", description="order of the search")
-    tuner_early_stopping: Size = Field(5, description="experiments without progress before it stops")
-    tuner_num_trials: Count = Field(50, description="largest number of experiments per stage")
-    arg_mappings: dict[str, str] | None = Field(
-        None, description="configuration key to command-line option of the script"
-    )
-    num_nodes: Count | None = Field(None, description="nodes to tune on")
-    num_gpus: Count | None = Field(None, description="devices per node to tune on")
-    model_info: ModelInfo | None = Field(None, description="known facts about the model")
-    model_info_path: str | None = Field(None, description="file the model facts are written to")
-    metric_path: str | None = Field(None, description="file the metric is written to")
 
 
 class Elasticity(Toggle):

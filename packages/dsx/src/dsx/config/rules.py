@@ -10,6 +10,7 @@ from dsx_data import config as data_sections
 
 from ..errors import Problem
 from ..precision import name_of
+from .autotuning import autotuning_problems
 
 __all__ = ["conflicts", "notices"]
 
@@ -36,6 +37,7 @@ def conflicts(root: Any, world_size: int, where: Callable[[str], str]) -> Iterat
         _curvature,
         _data_efficiency,
         _one_quantisation,
+        autotuning_problems,
     ):
         yield from rule(root, where)
 

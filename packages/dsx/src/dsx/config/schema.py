@@ -30,10 +30,10 @@ from dsx_zero.checkpointing.config import ActivationCheckpointing
 from dsx_zero.config import ZeroConfig
 from pydantic import Field
 
+from .autotuning import Autotuning
 from .base import Count, Ratio, Real, Section, Size, from_dataclass, nested
 from .compression import CompressionTraining, QuantizeTraining
 from .later import (
-    Autotuning,
     CompileSection,
     Elasticity,
     HybridEngine,

@@ -28,6 +28,7 @@ from .source import read
 __all__ = ["BETTER", "DIFFERS", "Verdict", "render", "verdicts"]
 
 BETTER: dict[str, str] = {
+    "autotuning": "what cannot fit is planned, not tried; latency is minimised; a search that was killed goes on",
     "bf16.check_grad_overflow": "also checked at stage 3",
     "checkpoint.tag_validation": "rank 0's tag is taken everywhere, so that no rank writes to another folder",
     "communication_data_type": "holds for gathers and reductions of every stage",

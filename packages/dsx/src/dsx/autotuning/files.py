@@ -1,0 +1,29 @@
+"""The names of the files by which tuner and engine speak with each other, and writing a file whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["CANDIDATES", "CONFIG", "FACTS", "METRICS", "PLANS", "STARTED", "write_whole"]
+
+CONFIG = "ds_config.json"
+"""What an experiment runs with."""
+STARTED = "started.json"
+"""Written by the engine when `initialize` has read the configuration."""
+METRICS = "metrics.json"
+"""What the engine measured."""
+FACTS = "model_info.json"
+"""What the first experiment found out about the model."""
+CANDIDATES = "candidates.json"
+"""Configurations that the planner is asked about in the first experiment."""
+PLANS = "plans.json"
+"""The planner's answers."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that readers see the old text or the new one, never a part; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,124 @@
+"""The `autotuning` section: what `dsx launch --autotuning` searches, and what an engine measures when it is told to.
+
+Two keys are written by the tuner rather than by people. With `metric_path` an engine measures the updates from
+`start_profile_step` to `end_profile_step`, writes what it found to that file and ends the program. With
+`model_info_path` and `model_info.profile` it also writes facts about the model. Without either, training is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ..errors import Problem
+from .base import Count, Ratio, Section, Size, Toggle
+
+__all__ = ["Autotuning", "ModelInfo", "autotuning_problems"]
+
+
+class ModelInfo(Section):
+    """What is known about the model, and whether an engine writes down what it finds."""
+
+    profile: bool = Field(False, description="write facts about the model to model_info_path, then end the program")
+    num_params: Size | None = Field(None, description="number of parameters")
+    hidden_size: Size | None = Field(None, description="hidden size")
+    num_layers: Size | None = Field(None, description="number of layers")
+
+
+class Autotuning(Toggle):
+    """Search for the fastest ZeRO stage, micro-batch size and other settings: `dsx launch --autotuning tune|run`."""
+
+    results_dir: str | None = Field(
+        "autotuning_results", description="folder of the results and the journal; null is the default folder"
+    )
+    exps_dir: str | None = Field(
+        "autotuning_exps", description="folder with one folder per experiment; null is the default folder"
+    )
+    overwrite: bool = Field(False, description="run experiments again whose results exist")
+    metric: Literal["throughput", "latency", "FLOPS", "flops"] = Field(
+        "throughput",
+        description=(
+            "samples per second (largest), seconds per update (smallest), or operations per second and device (largest)"
+        ),
+    )
+    start_profile_step: Count = Field(3, description="first measured update")
+    end_profile_step: Count = Field(5, description="last measured update")
+    fast: bool = Field(
+        True, description="leave alone the buckets and overlap_comm; lists in the configuration are tried all the same"
+    )
+    max_train_batch_size: Count | None = Field(None, description="largest global batch")
+    min_train_batch_size: Count = Field(1, description="smallest global batch")
+    max_train_micro_batch_size_per_gpu: Count = Field(1024, description="largest micro-batch")
+    min_train_micro_batch_size_per_gpu: Count = Field(1, description="smallest micro-batch")
+    mp_size: Count = Field(1, description="ranks that share one copy of the model; they get the same samples")
+    num_tuning_micro_batch_sizes: Count = Field(
+        3, description="micro-batch sizes to try per group of other settings: the largest that fit"
+    )
+    tuner_type: Literal["model_based", "gridsearch", "random"] = Field(
+        "model_based", description="order of the search: by prediction and what was measured, in order, or at random"
+    )
+    tuner_early_stopping: Size = Field(5, description="experiments without progress before it stops; 0: never")
+    tuner_num_trials: Count = Field(50, description="largest number of experiments per ZeRO stage")
+    arg_mappings: dict[str, str] | None = Field(
+        None, description="configuration key to the command-line option of the script that must have the same value"
+    )
+    num_nodes: Count | None = Field(None, description="hosts to tune on: the first so many; null: all of the command")
+    num_gpus: Count | None = Field(None, description="devices per host to tune on; null: all of the command")
+    model_info: ModelInfo | None = Field(None, description="known facts about the model")
+    model_info_path: str | None = Field(None, description="file the model facts are written to")
+    metric_path: str | None = Field(None, description="file the metric is written to")
+    max_memory_per_gpu: Count | None = Field(
+        None,
+        description=(
+            "bytes a rank may use in an experiment, on its device or, without one, on the host; null: 0.95 of the"
+            " device, or this rank's share of 0.9 of what the host has free"
+        ),
+    )
+    trial_timeout: Ratio | None = Field(
+        None, description="seconds after which an experiment is ended; null: by the first one's time, at least 120"
+    )
+
+    @property
+    def measures(self) -> bool:
+        """Whether an engine with this section measures and ends the program."""
+        return self.enabled and (self.metric_path is not None or self.profiles)
+
+    @property
+    def profiles(self) -> bool:
+        """Whether an engine with this section writes facts about the model."""
+        wanted = self.model_info is not None and self.model_info.profile
+        return self.enabled and wanted and self.model_info_path is not None
+
+    @property
+    def counts_operations(self) -> bool:
+        """Whether the metric is operations per second."""
+        return self.metric in ("FLOPS", "flops")
+
+
+def autotuning_problems(root: Any, where: Any) -> Iterator[Problem]:
+    """Yield what in a validated section contradicts itself; nothing if it is off."""
+    section = root.autotuning
+    if not section.enabled:
+        return
+    pairs = (
+        ("start_profile_step", "end_profile_step"),
+        ("min_train_micro_batch_size_per_gpu", "max_train_micro_batch_size_per_gpu"),
+        ("min_train_batch_size", "max_train_batch_size"),
+    )
+    for low, high in pairs:
+        first, last = getattr(section, low), getattr(section, high)
+        if last is not None and last < first:
+            path = f"autotuning.{high}"
+            yield Problem("conflict", path, f"it is below autotuning.{low}", got=str(last), where=where(path),
+                          expected=f"at least {first}", fix=f"raise it, or lower autotuning.{low}")  # fmt: skip
+    if section.counts_operations and section.start_profile_step == 1:
+        path = "autotuning.start_profile_step"
+        yield Problem("conflict", path, "operations are counted in the first update, which is slow", got="1",
+                      expected="at least 2 with this metric", where=where(path), fix="set it to 2 or more")  # fmt: skip
+    if section.model_info is not None and section.model_info.profile and section.model_info_path is None:
+        path = "autotuning.model_info.profile"
+        yield Problem("missing", path, "the facts have no file to go to", got="true", where=where(path),
+                      expected="autotuning.model_info_path", fix="set the path, or remove profile: the tuner looks"
+                      " at the model by itself")  # fmt: skip
