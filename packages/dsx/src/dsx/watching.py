@@ -252,7 +252,7 @@ def _add_flops(to: Watched, watch: Watch, learned: Callable[[float], None]) -> N
         system=f"ZeRO stage {config.zero.stage}",
     )
     folder = run_dir(config) if config.jsonl.enabled else None
-    gather = partial(_rows_of_ranks, to) if to.stages > 1 else None
+    gather = partial(rows_of_ranks, to) if to.stages > 1 else None
     watch.add(
         FlopsSession(
             profiler, section, to.counters, folder, learned, monitoring.tolerating, gather=gather, writes=to.first
@@ -263,7 +263,7 @@ def _add_flops(to: Watched, watch: Watch, learned: Callable[[float], None]) -> N
 # - What all ranks take part in
 
 
-def _rows_of_ranks(to: Watched, own: list[float]) -> list[list[float]]:
+def rows_of_ranks(to: Watched, own: list[float]) -> list[list[float]]:
     """All ranks' lists of numbers. Collective."""
     mine = torch.tensor(own, dtype=torch.float64, device=to.device)
     rows = [torch.empty_like(mine) for _ in range(to.topology.world_size)]
@@ -293,7 +293,7 @@ def _add_straggler(to: Watched, watch: Watch, times: StepTimes) -> None:
                 stream.write(json.dumps(record) + "\n")
 
     keep = write if to.config.jsonl.enabled else lambda record: None
-    gather = partial(_rows_of_ranks, to)
+    gather = partial(rows_of_ranks, to)
     monitor = to.monitoring.StragglerMonitor(gather, every=section.every, ratio=section.ratio, share=section.share)
     watch.observers.append(StragglerWatch(monitor, times, keep if to.first else None))
 

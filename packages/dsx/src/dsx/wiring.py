@@ -52,6 +52,7 @@ from .placement import place
 from .precision import Precision
 from .recomputing import apply_budget, apply_section, section_observers
 from .swap_space import SwapSpace
+from .trials import NoTrial, Trial, begin_trial
 from .utils.logging import enable_console, logger, set_log_level_from_string
 from .watching import Watched, build_watch, mean_over_ranks, no_watch
 
@@ -93,6 +94,7 @@ def build_engine(source: Any, request: Request) -> Engine:
         config = load_config(source, world_size=_batch_ranks(request, topology))
         choice = _chosen_optimizer(config, request)
     _set_up_logging(config)
+    trial = begin_trial(config, request.model)
     topology = _join_processes(config, request, joins)
     zero.agree(CALL, config_facts(config, request), ranks_of_job(topology))
     with zero.telling(topology.data.group):
@@ -107,7 +109,7 @@ def build_engine(source: Any, request: Request) -> Engine:
         plain = _optimizer(model, request, topology, choice)
     sharded, optimizer = _sharded(model, plain, config, topology, device, request.store)
     engine = pipelining.build(
-        _parts(config, request, topology, sharded, optimizer, choice, conversion), zero, part("dsx_comm")
+        _parts(config, request, topology, sharded, optimizer, choice, conversion, trial), zero, part("dsx_comm")
     )
     _destroy_on_release(engine, optimizer)
     if request.training_data is not None:
@@ -327,6 +329,7 @@ def _parts(
     optimizer: Any,
     choice: OptimizerChoice | None,
     conversion: Conversion,
+    trial: NoTrial | Trial,
 ) -> EngineParts:
     trains = request.optimizer is not None or choice is not None
     scaler = build_loss_scale(config.precision, config.fp16, config.amp)
@@ -366,6 +369,7 @@ def _parts(
     transforms: list[Any] = [one for one in efficiency.values() if callable(one)]
     window = SyncWindow(optimizer.no_sync, every_micro_batch=stage >= 2 and not config.zero.keep_full_gradients)
     scales = scaler.state_dict()["kind"] != "none"
+    trial.join(watch, watched)  # the last observer: it ends the program
     backwards = Backwards(
         accumulation, window, scaled_losses=scales, watchers=(*watch.hooks, *watch.observers, batches)
     )

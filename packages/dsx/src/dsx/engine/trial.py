@@ -1,0 +1,186 @@
+"""An experiment of the autotuner, as an engine sees it: measure some updates end to end, write that down, end.
+
+Measured is the time from the end of one update to the end of a later one, with everything between: reading data,
+forward, backward, communication, the update, and what the user's loop does. The slowest rank counts. On a device the
+clock is read when its work is done.
+
+All ranks end after the same update, with a `SystemExit` of code 0, so that the script's own clean-up runs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .hooks import StepHook
+from .report import StepReport
+
+__all__ = ["TrialEnded", "TrialSession", "TrialTasks"]
+
+
+class TrialEnded(SystemExit):
+    """An experiment of the autotuner is over: nothing is wrong. Ends the process with code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+@dataclass(frozen=True)
+class TrialTasks:
+    """What a session needs of the engine around it.
+
+    Attributes:
+        gather: gives all ranks' lists for this rank's list of numbers (collective).
+        in_use: bytes in use: the device's, or without one the process's.
+        peak: the most of them since `restart_peak`.
+        restart_peak: begins a new peak.
+        state_bytes: bytes of parameters, gradients, masters and optimizer states of this rank.
+        conclude: takes what was measured; called on every rank, writes on one.
+        look: called with the arguments of the first micro-batch.
+        profiler: counts operations in the first update; None: they are not counted.
+    """
+
+    gather: Callable[[list[float]], list[list[float]]]
+    in_use: Callable[[], int]
+    peak: Callable[[], int]
+    restart_peak: Callable[[], None]
+    state_bytes: Callable[[], int]
+    conclude: Callable[[dict[str, Any]], None]
+    look: Callable[[tuple[Any, ...], dict[str, Any]], None]
+    profiler: Any = None
+
+
+class TrialSession(StepHook):
+    """Measures the updates from `first` to `last` and ends the program.
+
+    Args:
+        first, last: numbers of updates of this process, from 1; both are measured.
+        device: where the model is.
+        tasks: what it does with what.
+    """
+
+    def __init__(self, first: int, last: int, device: torch.device, tasks: TrialTasks) -> None:
+        self._first, self._last, self._tasks = first, last, tasks
+        self._phases = _Phases(device)
+        self._device = device
+        self._updates, self._micro_batches, self._samples = 0, 0, 0
+        self._looked = False
+        self._operations: float | None = None
+        self._startup = 0.0
+        tasks.restart_peak()
+        self._in_use, self._states = tasks.in_use(), tasks.state_bytes()
+        self._began = self._now()
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at the first micro-batch; note the time."""
+        if not torch.is_grad_enabled():
+            return
+        if not self._looked:
+            self._looked = True
+            self._tasks.look(args, kwargs)
+            if self._tasks.profiler is not None:
+                self._tasks.profiler.start_profile()
+        if not self._updates:
+            self._micro_batches += 1
+        self._phases.begin("fwd")
+
+    def before_backward(self, loss: torch.Tensor, boundary: bool) -> None:
+        """Note the time."""
+        self._phases.begin("bwd")
+
+    def before_update(self) -> None:
+        """Note the time; the operations of the first update are known."""
+        self._phases.begin("step")
+        profiler = self._tasks.profiler
+        if profiler is not None and profiler.started:
+            profiler.stop_profile()
+            self._operations = float(profiler.get_total_flops() + profiler.get_total_backward_flops())
+            profiler.end_profile()
+
+    def after_step(self, report: StepReport) -> None:
+        """Count the update; begin or end the measurement. Raises `TrialEnded` on every rank after the last one."""
+        self._phases.begin("rest")
+        self._updates += 1
+        if self._updates == 1:
+            self._startup = _seconds_of_process()
+        if self._updates >= self._first:
+            self._samples += report.samples
+        if self._updates == self._first - 1:
+            self._phases.restart()
+            self._began = self._now()
+        elif self._updates == self._last:
+            self._finish()
+            raise TrialEnded
+
+    def _finish(self) -> None:
+        updates = self._last - self._first + 1
+        tasks = self._tasks
+        seconds = (self._now() - self._began) / updates
+        phases = self._phases.seconds()
+        peak = tasks.peak()
+        activations = max(0, peak - self._in_use - (tasks.state_bytes() - self._states))
+        rows = tasks.gather([seconds, float(peak), float(activations), self._startup])
+        latency, most, kept, startup = (max(column) for column in zip(*rows))
+        throughput = self._samples / updates / latency
+        counted = None
+        if self._operations is not None:
+            counted = self._operations / max(1, self._micro_batches)
+        tasks.conclude(
+            {
+                **{name: phases[name] / updates if name in phases else None for name in ("fwd", "bwd", "step")},
+                "latency": latency,
+                "throughput": throughput,
+                "flops_per_micro_batch": counted,
+                "peak_bytes": int(most),
+                "activation_mem_per_gpu": int(kept),
+                "startup_seconds": startup,
+                "updates": updates,
+                "samples_per_update": self._samples / updates,
+            }
+        )
+
+    def _now(self) -> float:
+        """Seconds, once the device has done its work."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class _Phases:
+    """How long each part of an update takes: a part lasts until the next one begins."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    def begin(self, name: str) -> None:
+        """A part begins."""
+        stamp: Any = time.perf_counter()
+        if self._on_device:
+            stamp = torch.cuda.Event(enable_timing=True)
+            stamp.record()
+        self._marks.append((name, stamp))
+
+    def restart(self) -> None:
+        """Forget all but the part that has just begun."""
+        self._marks = self._marks[-1:]
+
+    def seconds(self) -> dict[str, float]:
+        """Name -> seconds in all; the device has done its work."""
+        found: dict[str, float] = {}
+        for (name, start), (_, end) in zip(self._marks, self._marks[1:]):
+            took = start.elapsed_time(end) / 1e3 if self._on_device else end - start
+            found[name] = found.get(name, 0.0) + took
+        return found
+
+
+def _seconds_of_process() -> float:
+    """Seconds since this process began."""
+    import psutil  # late: only experiments ask
+
+    return time.time() - psutil.Process(os.getpid()).create_time()

@@ -1,0 +1,260 @@
+"""From the `autotuning` section to an engine that measures itself (`engine/trial.py`). Part of the wiring.
+
+An experiment is three things to an engine: a limit of its memory, so that a candidate that does not fit fails alone; a
+session that measures and ends the program; and, in the first experiment, facts about the model and the planner's word
+on every candidate. The planner is asked here because only here are the model and a batch at hand.
+
+Files, beside `metric_path` and `model_info_path`: `started.json` says that `initialize` was reached; `candidates.json`,
+which the tuner writes, lists configurations; `plans.json` answers it.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import json
+import os
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .autotuning.files import CANDIDATES, PLANS, STARTED, write_whole
+from .autotuning.predictions import Facts
+from .autotuning.probe import Probe
+from .config import Config
+from .engine.request import launched_as
+from .engine.trial import TrialSession, TrialTasks
+from .utils.logging import logger
+from .watching import Watch, Watched, rows_of_ranks
+
+__all__ = ["begin_trial"]
+
+_DEVICE_PART, _HOST_PART = 0.95, 0.9
+_THREADS = 64 * 2**20
+"""Room for stacks of threads that begin later; they count as data and are hardly used."""
+
+
+class NoTrial:
+    """The program trains as configured."""
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Nothing to measure."""
+
+
+def begin_trial(config: Config, model: nn.Module) -> NoTrial | Trial:
+    """What the section asks of this engine. Called before the model is changed in any way."""
+    section = config.use("autotuning")
+    if not section.measures:
+        if section.enabled and launched_as()[0] == 0:
+            logger.info("autotuning.enabled: this run trains as configured; `dsx launch --autotuning tune` searches")
+        return NoTrial()
+    return Trial(config, model)
+
+
+class Trial:
+    """An experiment.
+
+    Args:
+        config: the configuration, whose section measures.
+        model: as the caller gave it.
+    """
+
+    def __init__(self, config: Config, model: nn.Module) -> None:
+        self._config, self._section = config, config.autotuning
+        self._folder = Path(self._section.metric_path or self._section.model_info_path).parent
+        # On a host the model itself may be too large; of devices none is chosen yet.
+        self._limit = None if torch.cuda.is_available() else self._limited(torch.device("cpu"))
+        self._skeleton: nn.Module | str = ""
+        self._batch: Any = None
+        if launched_as()[0] == 0:
+            write_whole(self._folder / STARTED, json.dumps({"process": os.getpid(), "time": time.time()}))
+            if self._section.profiles:
+                self._skeleton = _skeleton_of(model)
+
+    def join(self, watch: Watch, to: Watched) -> None:
+        """Measure, and end the program after `end_profile_step`. Last of all that watches."""
+        section, monitoring = self._section, to.monitoring
+        limit = self._limited(to.device) if self._limit is None else self._limit
+        on_device = to.device.type == "cuda"
+        profiler = monitoring.FlopsProfiler(to.module) if section.counts_operations and to.first else None
+        tasks = TrialTasks(
+            gather=partial(rows_of_ranks, to) if to.distributed else lambda mine: [mine],
+            in_use=monitoring.memory_in_use,
+            peak=partial(torch.cuda.max_memory_allocated, to.device) if on_device else _peak_resident,
+            restart_peak=partial(torch.cuda.reset_peak_memory_stats, to.device) if on_device else _restart_resident,
+            state_bytes=lambda: sum(to.optimizer.state_bytes().values()),
+            conclude=partial(self._conclude, to, limit),
+            look=self._look,
+            profiler=profiler,
+        )
+        watch.add(TrialSession(section.start_profile_step, section.end_profile_step, to.device, tasks))
+
+    def _limited(self, device: torch.device) -> int:
+        return limit_memory(self._section.max_memory_per_gpu, device, _ranks_here())
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(self._skeleton, nn.Module):
+            given = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+            self._batch = _one_batch(self._skeleton, *given)
+
+    def _conclude(self, to: Watched, limit: int, found: dict[str, Any]) -> None:
+        section = self._section
+        facts = _facts(self._config, to, limit, found)
+        if to.first and section.metric_path is not None:
+            metrics = json.dumps(self._metrics(found, facts), indent=2)
+            write_whole(Path(section.metric_path), metrics + "\n")
+        if not section.profiles:
+            return
+        to.comm.destroy_process_group()  # no rank trains on; a plan stands for other ranks than these
+        if to.first:
+            path = Path(section.model_info_path)
+            write_whole(path, json.dumps(facts.to_json(), indent=2) + "\n")
+            self._ask(path.parent, facts)
+
+    def _metrics(self, found: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+        operations, batch = facts.flops_per_sample, self._config.batch
+        return {
+            **{key: value for key, value in found.items() if key != "flops_per_micro_batch"},
+            "FLOPS_per_gpu": None if operations is None else operations * found["throughput"] / facts.world_size,
+            "train_batch_size": batch.train,
+            "train_micro_batch_size_per_gpu": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+            "zero_stage": self._config.zero.stage,
+        }
+
+    def _ask(self, folder: Path, facts: Facts) -> None:
+        """Ask the planner about the candidates that the tuner has left in the folder."""
+        if not (folder / CANDIDATES).exists():
+            return
+        if isinstance(self._skeleton, str):
+            answer = Probe.refused(self._skeleton)
+        elif self._batch is None:
+            answer = Probe.refused("the model's inputs were not seen: pipelines feed them by themselves")
+        else:
+            micro, ranks = self._config.batch.micro, facts.data_parallel
+            probe = Probe(self._skeleton, self._batch, micro, ranks, facts.memory_bytes, _plan)
+            answer = probe.answer(json.loads((folder / CANDIDATES).read_text(encoding="utf-8")))
+        write_whole(folder / PLANS, json.dumps(answer))
+
+
+def _plan(*args: Any, **kwargs: Any) -> Any:
+    # By name: the planner replays this very wiring, which must not import it in turn.
+    return importlib.import_module("dsx.planning").plan(*args, **kwargs)
+
+
+def _facts(config: Config, to: Watched, limit: int, found: Mapping[str, Any]) -> Facts:
+    parameters = list(to.module.parameters())
+    counted = found["flops_per_micro_batch"]
+    passes = [found[name] for name in ("fwd", "bwd")]
+    offload = config.zero.offload_optimizer
+    return Facts(
+        num_params=sum(p.numel() for p in parameters),
+        trainable_num_params=sum(p.numel() for p in parameters if p.requires_grad),
+        activation_mem_per_gpu=found["activation_mem_per_gpu"],
+        peak_bytes=found["peak_bytes"],
+        memory_bytes=limit,
+        device=to.device.type,
+        world_size=to.topology.world_size,
+        data_parallel=to.topology.batches[1],
+        ranks_per_host=_ranks_here(),
+        sixteen_bit=config.precision.params != "fp32",
+        step_seconds=found["latency"],
+        optimizer_offloaded=offload is not None and offload.device != "none",
+        pass_seconds=None if None in passes else sum(passes),
+        flops_per_sample=None if counted is None else counted / config.batch.micro,
+        startup_seconds=found["startup_seconds"],
+    )
+
+
+# - Memory
+
+
+def limit_memory(limit: int | None, device: torch.device, ranks: int) -> int:
+    """Let this process fail when it needs more memory than its share; returns the share in bytes.
+
+    On a device the caching allocator refuses more. Without one the kernel does (RLIMIT_DATA, Linux), so that this
+    process fails and not whichever the kernel picks when the machine is full.
+
+    Args:
+        limit: bytes; None: 0.95 of the device, or this rank's share of 0.9 of what the host has free.
+        device: where the model is.
+        ranks: processes that share this host.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = int(_DEVICE_PART * total) if limit is None else limit
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share / total), device)
+        return share
+    resident = psutil.Process().memory_info().rss
+    share = int(_HOST_PART * psutil.virtual_memory().available / ranks) + resident if limit is None else limit
+    unused = _status("VmData") - _status("RssAnon")  # address space that is reserved and holds nothing
+    if _status("VmData"):
+        import resource  # late: there is none on Windows
+
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        wanted = share + max(0, unused) + _THREADS
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    return share
+
+
+def _ranks_here() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _status(name: str) -> int:
+    """Bytes of a line of /proc/self/status; 0 where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def _restart_resident() -> None:
+    """Let the kernel begin a new peak of resident memory (Linux; elsewhere the peak is that of the process's life)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError as error:
+        logger.debug("the peak of resident memory cannot be restarted: %s", error)
+
+
+def _peak_resident() -> int:
+    return _status("VmHWM") or psutil.Process().memory_info().rss
+
+
+# - The model without its values
+
+
+def _skeleton_of(model: nn.Module) -> nn.Module | str:
+    """A copy of a model on the meta device, ties kept; a text that says why there is none."""
+    values: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        made = _without_values(tensor)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        values[id(tensor)] = made
+    try:
+        return copy.deepcopy(model, values)
+    except Exception as error:  # noqa: BLE001 - modules may hold anything, and the search goes on without a plan
+        return f"the model cannot be copied: {type(error).__name__}: {error}"
+
+
+def _one_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call as the planner takes them: positional ones as a tuple, else all by name."""
+    if not kwargs:
+        return args
+    names = inspect.signature(model.forward).parameters
+    return {**dict(zip(names, args)), **kwargs}
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
