@@ -58,7 +58,7 @@ def test_every_name_of_the_tables_resolves():
         ("from deepspeed import tp_model_init", "dsx_pipe.tensor"),
         ("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF", "not available yet"),
         ("from deepspeed.module_inject.replace_module import ReplaceWithTensorSlicing", "dsx_pipe.tensor"),
-        ("import deepspeed.autotuning", "not available yet"),
+        ("from deepspeed.compile import init_z3", "not available yet"),
     ],
 )
 def test_an_unsupported_name_says_what_to_use(statement, advice):

@@ -1,11 +1,10 @@
-"""The ``dsx`` command: every word answers, quickly and without torch; unknown and future words are refused by name."""
+"""The ``dsx`` command: every word answers, quickly and without torch; unknown words are refused by name."""
 
 import subprocess
 import sys
 
-import pytest
 from dsx import __version__
-from dsx.cli import COMMANDS, NOT_YET, main
+from dsx.cli import COMMANDS, main
 from dsx.launcher.remote_shell import main as remote_shell
 from dsx.launcher.remote_shell import remote_text
 
@@ -13,16 +12,10 @@ from dsx.launcher.remote_shell import remote_text
 def test_help_and_version(capsys):
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(f"  {name}" in said for name in {**COMMANDS, **NOT_YET})
+    assert all(f"  {name}" in said for name in COMMANDS)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"dsx {__version__}\n"
     assert main([]) == 2
-
-
-@pytest.mark.parametrize("name", sorted(NOT_YET))
-def test_words_for_later_are_refused(name, capsys):
-    assert main([name, "--anything"]) == 2
-    assert "not available yet" in capsys.readouterr().err
 
 
 def test_an_unknown_word_gets_the_nearest_known_one(capsys):
@@ -34,7 +27,7 @@ def test_help_loads_neither_torch_nor_pydantic():
     code = """
 import sys
 from dsx.cli import main
-for words in (["--help"], ["launch", "--help"], ["ssh", "--help"], ["doctor", "--help"], ["report", "--help"],
+for words in (["--help"], ["launch", "--help"], ["autotune", "--help"], ["ssh", "--help"], ["doctor", "--help"], ["report", "--help"],
               ["checkpoint", "verify", "--help"]):
     try:
         assert main(words) == 0

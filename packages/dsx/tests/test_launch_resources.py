@@ -203,7 +203,7 @@ def test_options_that_contradict_each_other(argv, word):
 
 @pytest.mark.parametrize(
     "argv",
-    [["--elastic_training"], ["--min_elastic_nodes", "1"], ["--max_elastic_nodes", "2"], ["--autotuning", "run"]],
+    [["--elastic_training"], ["--min_elastic_nodes", "1"], ["--max_elastic_nodes", "2"]],
 )
 def test_features_to_come_are_refused(argv):
     with pytest.raises(NotAvailableYet, match="not available yet"):

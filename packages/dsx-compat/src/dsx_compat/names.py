@@ -168,6 +168,7 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.accelerator.abstract_accelerator": {"DeepSpeedAccelerator": "dsx.accelerator:Accelerator"},
     "deepspeed.accelerator.cpu_accelerator": {"CPU_Accelerator": "dsx.accelerator:CPUAccelerator"},
     "deepspeed.accelerator.cuda_accelerator": {"CUDA_Accelerator": "dsx.accelerator:CUDAAccelerator"},
+    "deepspeed.autotuning": _of("dsx.autotuning", "Autotuner"),
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.utils": _of("dsx.utils", "clone_tensors_for_torch_save"),
     "deepspeed.checkpoint.ds_to_universal": {"main": "dsx.checkpoint.ds_to_universal:main"},
@@ -364,7 +365,6 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
 }
 
 UNSUPPORTED_MODULES: dict[str, str] = {
-    "deepspeed.autotuning": "the autotuner is not available yet",
     "deepspeed.compile": "graph passes are not available yet; engine.compile() compiles unit by unit",
     "deepspeed.inference": _SERVING,
     "deepspeed.linear": "use peft, whose adapters train at every ZeRO stage",

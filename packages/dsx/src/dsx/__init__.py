@@ -17,6 +17,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from . import (
         accelerator,
+        autotuning,
         checkpoint,
         checkpointing,
         comm,
@@ -66,6 +67,7 @@ _ATTRIBUTES = {
 }
 _MODULES = (
     "accelerator",
+    "autotuning",
     "checkpoint",
     "checkpointing",
     "comm",
@@ -85,7 +87,6 @@ _MODULES = (
 )
 
 _NOT_YET = {
-    "autotuning": "the autotuner of dsx",
     "init_inference": "no plan: dsx trains; use an inference engine for serving",
     "linear": "no plan: dsx-compress quantises weights, and peft has LoRA layers (decision 0020)",
     "sequence": "sequence parallelism; no date",
@@ -103,6 +104,7 @@ __all__ = [
     "__version__",
     "accelerator",
     "add_config_arguments",
+    "autotuning",
     "add_tuning_arguments",
     "checkpoint",
     "checkpointing",

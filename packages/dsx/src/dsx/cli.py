@@ -1,7 +1,6 @@
 """The ``dsx`` command: one word per task, each loaded only when it is called, so that ``dsx --help`` answers at once.
 
-A subcommand is an entry in `COMMANDS`: a module with a function ``main(argv) -> exit code``. Words for features that do
-not exist yet are known and refused.
+A subcommand is an entry in `COMMANDS`: a module with a function ``main(argv) -> exit code``.
 """
 
 from __future__ import annotations
@@ -31,21 +30,18 @@ COMMANDS = {
     "nvme": Subcommand("dsx.nvme_command", "tune and measure tensor I/O to disk"),
     "checkpoint": Subcommand("dsx.checkpoint.command", "inspect, verify, compare, import and export checkpoints"),
     "elastic": Subcommand("dsx.elasticity.command", "batch sizes for a number of devices that changes"),
+    "autotune": Subcommand(
+        "dsx.launcher.autotune_command", "search for a good configuration: launch --autotuning tune"
+    ),
     "report": Subcommand("dsx.cli_report", "write the HTML report of a training run"),
-}
-
-NOT_YET = {
-    "autotune": "search for a good configuration",
 }
 
 
 def usage() -> str:
     """What ``dsx --help`` prints."""
-    width = max(map(len, {**COMMANDS, **NOT_YET}))
+    width = max(map(len, COMMANDS))
     lines = ["usage: dsx <command> [options]", "commands:"]
     lines += [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    lines += ["", "not available yet:"]
-    lines += [f"  {name:{width}}  {summary}" for name, summary in NOT_YET.items()]
     return "\n".join([*lines, "dsx <command> --help tells more; dsx --version prints the version", ""])
 
 
@@ -59,9 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-V", "--version"):
         sys.stdout.write(f"dsx {__version__}\n")
         return 0
-    if name in NOT_YET:
-        sys.stderr.write(f"dsx {name}: {NOT_YET[name]}: not available yet\n")
-        return 2
     if name not in COMMANDS:
         import difflib  # late: only for this message
 

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+from ..errors import DsxConfigError, DsxError
 from .errors import LaunchError, ResourceError
 from .logs import configure_logging
 from .options import LaunchOptions, parse
@@ -30,8 +31,14 @@ def pid_file() -> Iterator[None]:
 
 
 def launch(options: LaunchOptions) -> int:
-    """Start the job and wait for its end. Returns the exit code. Raises `ResourceError` and `LaunchError`."""
-    from .plan import HostsPlan, make_plan  # late: --help needs none of it
+    """Start the job and wait for its end. Returns the exit code. Raises `ResourceError` and `LaunchError`; with a
+    search also `AutotuningError` and `DsxConfigError`.
+    """
+    if options.autotuning:
+        from .tuning import autotune  # late, as all imports here: --help needs none of it
+
+        return autotune(options, launch)
+    from .plan import HostsPlan, make_plan
 
     plan = make_plan(options, os.environ)
     if options.dry_run:
@@ -85,9 +92,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "dsx launch") -> int:
         return launch(options)
     except KeyboardInterrupt:  # while torch is imported: nothing has been started yet
         return 128 + signal.SIGINT
-    except ResourceError as error:
+    except (ResourceError, DsxConfigError) as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
-    except LaunchError as error:
+    except (LaunchError, DsxError) as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 1

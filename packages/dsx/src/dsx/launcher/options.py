@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from .errors import NotAvailableYet, ResourceError
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
+AUTOTUNING = ("tune", "run")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -50,6 +51,7 @@ class LaunchOptions:
     quiet: bool = False
     dry_run: bool = False
     restarts: int = 0
+    autotuning: str = ""
 
     @property
     def kind(self) -> str:
@@ -152,6 +154,13 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     _option(group, "--no_python", action="store_true", help="the script is an executable, run without python")
     _option(
         group,
+        "--autotuning",
+        default="",
+        choices=AUTOTUNING,
+        help="search for a good configuration by starting the script several times; run: then start it with that",
+    )
+    _option(
+        group,
         "--restarts",
         type=int,
         default=0,
@@ -188,7 +197,6 @@ def _add_refused(parser: argparse.ArgumentParser) -> None:
     _option(group, "--elastic_training", action="store_true", help="change the number of hosts while running")
     _option(group, "--min_elastic_nodes", type=int, metavar="N", help="see --elastic_training")
     _option(group, "--max_elastic_nodes", type=int, metavar="N", help="see --elastic_training")
-    _option(group, "--autotuning", default="", metavar="{tune,run}", help="search for a good configuration")
 
 
 def options_from(namespace: argparse.Namespace) -> LaunchOptions:
@@ -196,10 +204,7 @@ def options_from(namespace: argparse.Namespace) -> LaunchOptions:
     `NotAvailableYet` for features to come.
     """
     values = dict(vars(namespace))
-    refused = {
-        name: values.pop(name, None)
-        for name in ("elastic_training", "min_elastic_nodes", "max_elastic_nodes", "autotuning")
-    }
+    refused = {name: values.pop(name, None) for name in ("elastic_training", "min_elastic_nodes", "max_elastic_nodes")}
     for name, value in refused.items():
         if value not in (None, False, ""):
             raise NotAvailableYet(
@@ -211,11 +216,23 @@ def options_from(namespace: argparse.Namespace) -> LaunchOptions:
         known[name] = None if known[name] == -1 else known[name]  # how upstream's own default is written
     script, args = split_program(values["command"])
     options = LaunchOptions(**known, script=script, script_args=args)
-    _check(options)
+    check_options(options)
     return options
 
 
-def _check(options: LaunchOptions) -> None:
+def to_argv(options: LaunchOptions, script_args: Sequence[str]) -> list[str]:
+    """The command line that says what `options` say, with other arguments of the script."""
+    words = []
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name in ("script", "script_args") or value == field.default:
+            continue
+        words.append(f"--{field.name}" if value is True else f"--{field.name}={value}")
+    return [*words, "--", options.script, *script_args]
+
+
+def check_options(options: LaunchOptions) -> None:
+    """Raise `ResourceError` for options that contradict each other."""
     filters = "--include/--exclude"
     counts = {"--num_nodes": options.num_nodes, "--num_gpus": options.num_gpus}
     given = [name for name, value in counts.items() if value is not None]
