@@ -269,11 +269,11 @@ def test_the_oracle_notices_a_gather_that_is_read_too_early():
                 target.state = lifetime.UnitState.GATHERED  # without waiting for the gather
                 target.swap_in()
 
-        from dsx_zero import api
+        from dsx_zero import building
         from dsx_zero.gather import executor
         from dsx_zero.lanes import DeferringLane
 
-        executor.GatherExecutor, api.make_lane = Hasty, lambda device: DeferringLane()
+        executor.GatherExecutor, building.make_lane = Hasty, lambda device: DeferringLane()
         try:
             _train(rank, world, "mlp", 1, steps=2)
         except AssertionError:
@@ -285,10 +285,10 @@ def test_the_oracle_notices_a_gather_that_is_read_too_early():
 
 def test_training_on_a_lane_that_defers_and_poisons():
     def work(rank, world):
-        from dsx_zero import api
+        from dsx_zero import building
         from dsx_zero.lanes import DeferringLane
 
-        api.make_lane = lambda device: DeferringLane()  # gathers and reductions
+        building.make_lane = lambda device: DeferringLane()  # gathers and reductions
         for name in ("gpt", "reentrant", "reuse", "frozen", "tied"):
             _train(rank, world, name, 1)
 

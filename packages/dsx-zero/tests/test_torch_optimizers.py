@@ -67,7 +67,19 @@ def members(t):
     assert sum(p.numel() for p in group["params"]) == 155
 
 
+def without_head(parameters):
+    *first, _, _ = parameters
+    return torch.optim.SGD(first, lr=0.1, momentum=0.9)
+
+
 def add_group(t):
+    t.train()
+    t.model.zero_grad()  # plain torch gathers gradients for what no optimizer holds
+    t.optimizer.add_param_group({"params": t.model.head.parameters(), "lr": 0.05})
+    t.train()
+
+
+def add_stranger(t):
     t.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
@@ -170,8 +182,9 @@ ROWS = [
     Row("`param_groups`: the parameters (membership, counts, loops over them)", members),
     Row("parameter groups and a tensor rate given before sharding", lambda t: t.train(4), optimizer=groups_of_names),
     Row("parameter groups and a tensor rate given before sharding", schedule(lambda o: schedules.StepLR(o, 1, 0.5)), optimizer=sgd, variant="tensor"),
-    Row("`add_param_group`, tensors added to a group", add_group, at("give all groups to the optimizer before sharding", 0, *SHARDED)),
-    Row("`add_param_group`, tensors added to a group", append, at("was changed: got 7 tensors", 0, *SHARDED), variant="tensors"),
+    Row("`add_param_group` of parameters of the model", add_group, optimizer=without_head),
+    Row("`add_param_group` of other tensors", add_stranger, at("is not a parameter of the model that was sharded", 0, *SHARDED)),
+    Row("tensors added to a group", append, at("was changed: got 7 tensors", 0, *SHARDED)),
     Row("`optimizer.state[p]`", state_of_parameter, at("safe_get_full_optimizer_state", *SHARDED)),
     Row("`optimizer.state[p] = {...}`", set_state_of_parameter, at("safe_set_full_optimizer_state", *SHARDED)),
     Row("`optimizer.state = defaultdict(dict)`, `optimizer.state.clear()`", forget_state),

@@ -132,12 +132,12 @@ def fused(parameters):
 
 def trained(rank, world, stage, where, dtype, kind=adamw, lane="host", steps=4):
     """Everything there is to see of a training, and the bytes by class and by tier."""
-    from dsx_zero import api
+    from dsx_zero import building
     from dsx_zero.lanes import DeferringLane
 
     with pytest.MonkeyPatch.context() as patch:
         if lane == "deferring":
-            patch.setattr(api, "make_lane", lambda device: DeferringLane())
+            patch.setattr(building, "make_lane", lambda device: DeferringLane())
         placement = placements(where)
         config = {"stage": stage, "stage3_param_persistence_threshold": 45, "sub_group_size": 600}
         model, optimizer = dsx_zero.shard(Net(dtype), kind, config=config, placement=placement)

@@ -117,7 +117,7 @@ def deferred(rank, world):
     want = {}
     for lane in (None, DeferringLane):
         if lane is not None:
-            dsx_zero.api.make_lane = lambda device: lane()
+            dsx_zero.building.make_lane = lambda device: lane()
         for stage in range(4):
             for communication, bucket in ((None, 500_000_000), (torch.float64, 64), (torch.bfloat16, 500_000_000)):
                 torch.manual_seed(0)

@@ -81,9 +81,9 @@ CASES = {
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer", "conflict",
         "stage 0", "1 or 2 or 3", "stage",
     ),
-    "optimizer offload to disk at stage 2": (
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
-        "zero_optimization.offload_optimizer", "conflict", "stage 2", "stage 3", "stage",
+    "optimizer offload to disk at stage 0": (
+        {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
+        "zero_optimization.offload_optimizer", "conflict", "stage 0", "1 or 2 or 3", "stage",
     ),
     "unknown optimizer": ({"optimizer": {"type": "AdamX"}}, "optimizer.type", "value", '"AdamX"', "Adam", "did you mean"),
     "unknown optimizer argument": (

@@ -4,66 +4,42 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import dsx_comm
 import torch
 from dsx_comm import RankSets
 from torch import nn
 
 from ._version import __version__
 from .access import OWNERS
-from .alike import agree, hash_of, model_facts, optimizer_facts, telling
+from .alike import agree, model_facts, optimizer_facts, telling
+from .building import Builder, Recipe, assemble, plan_facts
 from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
-from .gather.publishing import Gathering, Replicated, share_first
-from .grads.averaging import Averaging, ByReduction, averaging_of
-from .grads.gradients import Gradients, LocalGradients, ReducedGradients
-from .grads.reduction import LocalReducer, Reducer, Reduction, ReductionEngine
-from .grads.reductions import Reductions
-from .grads.unused import IgnoreUnused, UnusedParameters
+from .grads.reduction import Reduction
 from .groups import LentGroups, join_launched_ranks
 from .homes.chosen import (
     check_placement,
-    check_room,
     is_stepped_by_host,
     late_update_after,
-    makes_states_at_once,
     offload_ratio,
-    place_units,
     placement_of,
     steps_during_backward,
-    sub_group_size,
-    transfers_beside_step,
 )
 from .homes.stored import TensorStore
 from .homes.tiers import Placement, UnitPlacement
-from .lanes import make_lane
 from .optimizer import ZeroOptimizer
-from .order.agreed import AgreedOrder, Channel, NullOrder, Order, ReuseLimits
-from .order.backward import BackwardClock
-from .order.channel import AskingChannel, ControlChannel, OneRank
-from .order.executor import CollectiveExecutor
-from .params.flat import FlatGroup, Unit
 from .params.init import InitParameter
-from .params.memory import Memory, OrdinaryMemory, memory_of
 from .params.partitioned import PartitionedParameter
 from .params.restored import current_parameter, restore_model
 from .plan.leaves import fine_modules, named_leaves
-from .plan.rank_sets import check_rank_sets, choose_rank_sets, is_plain, ranks_of_buffers, ranks_of_mesh
+from .plan.rank_sets import choose_rank_sets, ranks_of_mesh
 from .plan.secondary import SecondaryRanks
-from .plan.units import ParameterInfo, Persistence, RanksOf, UnitPlan, find_parameters, plan_units
+from .plan.units import ParameterInfo, RanksOf, UnitPlan, find_parameters
 from .precision import Precision
+from .replanning import Replanner
 from .resharding import release_model
-from .runtime import Publisher, Runtime
-from .step.masters import check_optimizer, make_masters, needs_whole_tensors, place_masters, replace_parameters
-from .step.norm import groups_of_norm
-from .step.param_groups import StepGroups
-from .step.parts import may_be_cut, why_at_once
-from .step.plan import Pipeline
-from .step.runner import plan_step
-from .step.states import OptimizerStates
+from .step.masters import check_optimizer, replace_parameters
+from .step.parts import why_at_once
 from .transports.chosen import PlainTransports, Transports, transports_of
 
 if TYPE_CHECKING:
@@ -193,105 +169,37 @@ def shard(
         held = frozenset(id(p) for group in inner.param_groups for p in group["params"])
         infos = find_parameters(model, held)
         _check_model(model, infos)
-        if device is not None:
-            infos = tuple(replace(info, device=device) for info in infos)
-        plans = plan_units(
-            model,
-            infos,
-            stage=settings.stage,
+        recipe = Recipe(
+            model=model,
+            settings=settings,
+            precision=precision,
+            reduction=reduction,
+            data=data,
             ranks_of=choose,
-            reduce_bucket_size=_bucket_size(settings, infos, placement),
-            persistence=Persistence(
-                settings.size("stage3_param_persistence_threshold"), settings.stage3_model_persistence_threshold
-            ),
+            placement=placement,
+            ratio=1.0 if given else offload_ratio(settings),
+            device=device,
             leaves=_leaves(model, settings),
-            undivided=needs_whole_tensors(inner),
+            bucket_size=_bucket_size(settings, infos, placement),
+            transports=transports,
+            groups=groups,
         )
-        check_rank_sets(plans, data)
-        check_room(placement, {str(p): _shard_numel(p) for p in plans if not p.resident})
-        averaging = averaging_of(inner, reduction, stage=settings.stage, rank=data.rank, plain=is_plain(plans, data))
+        planned = recipe.plan(infos, inner)
+        _check_late_update(settings, inner, planned.placements)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-    agree(_CALL, {**dict(optimizer_facts(inner, names)), **_plan_facts(plans)}, data.group)
-    sizes = [(plan.index, str(plan), _shard_numel(plan)) for plan in plans]
-    placements = place_units(sizes, placement, ratio=1.0 if given else offload_ratio(settings))
-    with telling(data.group):
-        _check_late_update(settings, inner, placements)
-    build = _Build(
-        model,
-        settings,
-        precision,
-        reduction,
-        data,
-        infos,
-        plans,
-        averaging,
-        placement,
-        placements,
-        transports,
-        groups,
-    )
-    runtime = build.partitioned(inner) if settings.stage == 3 else build.resident()
+    agree(_CALL, {**dict(optimizer_facts(inner, names)), **plan_facts(planned.plans)}, data.group)
     for notice in settings.notices():
         if data.rank == 0:
             _log.warning(notice)
-    for unit in runtime.trainable_units():
-        for group in unit.trainable:
-            group.make_master(precision.master, whole=runtime.whole, tier=build.placed(unit.index).masters)
-    moves = any(record.placement.states is not None for record in placements) or any(
-        group.master is not None and group.master.view() is None for unit in runtime.units for group in unit.groups
-    )
-    most = sub_group_size(settings, moves=moves) if may_be_cut(inner) else None
-    early = _early_units(build, runtime, inner)
-    masters = make_masters(runtime.units, whole=runtime.whole, most=most)
-    faces = _faces(model, runtime)
-    shown: list[list[torch.Tensor]] = [[faces.get(id(p), p) for p in g["params"]] for g in inner.param_groups]
-    place_masters(inner, masters)
-    stepped = [master for _, pieces in masters for master in pieces]
-    unit_of = {id(group): unit.index for unit in runtime.units for group in unit.groups}
-    states = OptimizerStates(inner, stepped, [build.placed(unit_of[id(m.group)]).states for m in stepped])
-    groups_of_step = StepGroups(inner, shown)
-    if makes_states_at_once(settings) and not states.make_now(groups_of_step.numbers()) and data.rank == 0:
-        _log.warning(
-            "zero_optimization.offload_optimizer.fast_init has no effect: %s makes its states in its first step",
-            type(inner).__name__,
-        )
-    sharded = ZeroOptimizer(
-        inner,
-        runtime,
-        stepped,
-        _unused_check(runtime, settings),
-        groups=groups_of_step,
-        states=states,
-        placements=placements,
-        store=store,
-        plan=plan_step(
-            inner,
-            runtime,
-            stepped,
-            most=most,
-            moves=moves,
-            by_unit=bool(early),
-            pipeline=Pipeline(*transfers_beside_step(settings)),
-        ),
-        lane=build.lane,
-        channel=build.channel,
-        early_units=early,
-        late_after=late_update_after(settings),
-        faces=faces,
-        owner_of=lambda parameter: None if (found := OWNERS.find(parameter)) is None else found[0],
-    )
+    builder = Builder(recipe, planned.infos[0].device if planned.infos else torch.device("cpu"))
+    parts = assemble(builder, planned, builder.build(planned, inner), inner)
+    sharded = ZeroOptimizer(inner, parts, store=store, owners=OWNERS, replanner=Replanner(builder))
     if data.rank == 0:
-        _report_padding(plans)
+        _report_padding(planned.plans)
     if data.rank == 0 and not placement.on_device:
-        _log.info("where state lives:\n%s", "\n".join(f"  {record}" for record in placements))
-    dtypes = [group.key.dtype for unit in runtime.units for group in unit.trainable]
-    averaging.announce(precision.wire_dtype(dtypes[0]) if dtypes else None)
-    for unit in runtime.units:
-        for group in unit.groups:
-            for name, parameter in zip(group.layout.names, group.parameters):
-                OWNERS.add(parameter, sharded, name)
-    for info in infos:  # at stage 3 the model holds other objects than the gradients' between uses
-        OWNERS.add(model.get_parameter(info.name), sharded, info.name)
+        _log.info("where state lives:\n%s", "\n".join(f"  {record}" for record in planned.placements))
+    dtypes = [group.key.dtype for unit in parts.runtime.units for group in unit.trainable]
+    planned.averaging.announce(precision.wire_dtype(dtypes[0]) if dtypes else None)
     return model, sharded
 
 
@@ -308,19 +216,6 @@ def _check_late_update(settings: ZeroConfig, inner: Any, placements: Sequence[Un
             f"got {late_update_after(settings)}, but {why}; expected null, or an element-wise optimizer whose state is"
             " in host memory",
         )
-
-
-def _early_units(build: _Build, runtime: Runtime, inner: Any) -> list[int]:
-    """The units that may be stepped while backward goes on, the same on all ranks."""
-    safe = hasattr(inner, "step_flat") and why_at_once(inner) is None and isinstance(runtime.averaging, ByReduction)
-    if not safe or runtime.checks_overflow or not steps_during_backward(build.settings):
-        return []
-    return [
-        unit.index
-        for unit in runtime.trainable_units()
-        if is_stepped_by_host(build.placed(unit.index))
-        and all(group.own_master is not None for group in unit.trainable)
-    ]
 
 
 _RATIO_UNITS = 16
@@ -358,10 +253,6 @@ def _report_padding(plans: Sequence[UnitPlan]) -> None:
         )  # fmt: skip
 
 
-def _shard_numel(plan: UnitPlan) -> int:
-    return sum(group.layout.shard_numel for group in plan.groups)
-
-
 def _setting_facts(settings: ZeroConfig, precision: Precision, reduction: Reduction) -> dict[str, str]:
     """What is asked for, as facts that all ranks must have in common. Folders may differ."""
     given = settings.model_dump(mode="json", exclude={"offload_param", "offload_optimizer"})
@@ -372,30 +263,6 @@ def _setting_facts(settings: ZeroConfig, precision: Precision, reduction: Reduct
         "torch": torch.__version__.split("+")[0],
         "dsx-zero": __version__,
     }
-
-
-def _plan_facts(plans: Sequence[UnitPlan]) -> dict[str, str]:
-    """The units: they depend on marks and on the hidden structure of modules too."""
-    return {
-        f"unit {plan.index}": (
-            f"{plan.module or 'root'}, {len(plan.names)} parameters, {hash_of(plan.names)}"
-            f" ({', '.join(str(group.key.ranks) for group in plan.groups)})"
-        )
-        for plan in plans
-    }
-
-
-def _faces(model: nn.Module, runtime: Runtime) -> dict[int, torch.Tensor]:
-    """What the model holds between uses, for the `id` of each plain parameter that only takes its place meanwhile
-    (stage 3).
-    """
-    plain = {
-        name: p
-        for unit in runtime.units
-        for group in unit.groups
-        for name, p in zip(group.layout.names, group.parameters)
-    }
-    return {id(p): face for name, p in plain.items() if (face := model.get_parameter(name)) is not p}
 
 
 def _settings(stage: int | None, config: ZeroConfig | dict[str, Any] | None) -> ZeroConfig:
@@ -417,12 +284,6 @@ def _settings(stage: int | None, config: ZeroConfig | dict[str, Any] | None) -> 
         raise ZeroConfigError(path, f"{first['msg']} (got {first['input']!r})") from error
     settings.check_available()
     return settings
-
-
-def _unused_check(runtime: Runtime, settings: ZeroConfig) -> UnusedParameters | IgnoreUnused:
-    if settings.ignore_unused_parameters:
-        return IgnoreUnused()
-    return UnusedParameters(runtime.trainable_units(), runtime.ranks)
 
 
 def _leaves(model: nn.Module, settings: ZeroConfig) -> frozenset[str]:
@@ -531,191 +392,3 @@ def _is_taken(parameter: torch.Tensor, trainable: bool) -> bool:
     if owner is None or owner[0].released:
         return False
     return trainable or owner[0].group_of(owner[1]).trainable
-
-
-class _Build:
-    """Makes the parts of a `Runtime` in the right order."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: ZeroConfig,
-        precision: Precision,
-        reduction: Reduction,
-        data: dsx_comm.RankSet,
-        infos: tuple[ParameterInfo, ...],
-        plans: tuple[UnitPlan, ...],
-        averaging: Averaging,
-        placement: Placement,
-        placements: Sequence[UnitPlacement],
-        transports: Transports,
-        groups: LentGroups,
-    ) -> None:
-        self.averaging, self.placement, self.transports = averaging, placement, transports
-        self._placed = {record.unit: record.placement for record in placements}
-        self.device = infos[0].device if infos else torch.device("cpu")
-        self.lane = make_lane(self.device)
-        """For what comes and goes between tiers. Gathers and reductions have lanes of their own."""
-        self.model, self.settings, self.precision, self.reduction = model, settings, precision, reduction
-        self.data, self.infos, self.plans = data, infos, plans
-        self.groups = groups
-        self.channel: AskingChannel = OneRank()
-        """Carries the words of the order."""
-
-    def placed(self, unit: int) -> Placement:
-        """Where the state of a unit lives."""
-        return self._placed[unit]
-
-    def resident(self) -> Runtime:
-        """Stages 0-2: whole parameters stay in memory."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-
-        def memory(ranks: dsx_comm.RankSet) -> Memory:  # at stage 0 nobody gathers parameters
-            return memory_of(ranks) if self.settings.stage > 0 else OrdinaryMemory()
-
-        units = tuple(
-            Unit(
-                plan,
-                tuple(
-                    FlatGroup.resident(
-                        group, [parameters[name] for name in group.layout.names], memory=memory(group.key.ranks)
-                    )
-                    for group in plan.groups
-                ),
-            )
-            for plan in self.plans
-        )
-        for unit in units:
-            for group in unit.groups:
-                if group.visible is not None:
-                    share_first(group.visible, group.ranks)
-        self._share_buffers()
-        alone = self.data.size == 1
-        publisher: Publisher = Replicated()
-        if self.settings.stage > 0 and not alone:
-            publisher = Gathering(self.settings.allgather_bucket_size)
-        whole = alone and self.placement.on_device  # one rank without offload has nothing to divide
-        stage = 0 if whole else self.settings.stage
-        return self._runtime(units, stage, publisher, self._gradients(units, stage))
-
-    def partitioned(self, inner: Any) -> Runtime:
-        """Stage 3: the modules get other parameters, which take the places of the old ones in the optimizer."""
-        from .gather.executor import GatherExecutor, GatherLimits  # late: stages 0-2 need none of it
-        from .gather.lifetime import GatherLifetime
-        from .gather.stage3 import Stage3, partition, read_ahead_of, reuse_limits
-
-        settings = self.settings
-        sets = dict.fromkeys(group.key.ranks for plan in self.plans for group in plan.groups)
-        with_gathers = {ranks: self.groups.take_for_gathers(ranks) for ranks in sets}
-        plans = [plan.on(with_gathers.__getitem__) for plan in self.plans]
-        if self.data.size > 1:
-            self.channel = ControlChannel(self.groups.take_control(self.data), self.data.rank, self.data.size)
-        found = partition(self.model, self.infos, plans, tier=self.placement.parameters)
-        replace_parameters(inner, lambda old: found.plain_of.get(id(old), old))
-        self._share_buffers()
-        gathers = GatherExecutor(
-            found.partitioned,
-            transport=self.transports.gather(tuple(with_gathers.values())),
-            lane=make_lane(self.device),
-            limits=GatherLimits(settings.size("stage3_prefetch_bucket_size"), settings.stage3_max_live_parameters),
-            ahead=read_ahead_of(found.partitioned, self.placement.parameters),
-        )
-        limits = reuse_limits(
-            found.partitioned,
-            max_reuse_distance=settings.stage3_max_reuse_distance,
-            max_live=settings.stage3_max_live_parameters,
-        )
-        reductions = self._reductions(found.units, 3, lambda: gradients.complete())
-        order = self._order(CollectiveExecutor(reductions.run_reduce, gathers), self.channel, limits)
-        clock = BackwardClock(order)
-        # Before the gradients: a backward begins for it first, and ends for it last.
-        lifetime = GatherLifetime(found.partitioned, executor=gathers, order=order, clock=clock)
-        gradients = ReducedGradients(
-            self.model,
-            reductions,
-            order,
-            clock,
-            on_complete=lifetime.gradients_complete,
-            keeps_local=self.averaging.local,
-        )
-        gathering = Gathering(settings.allgather_bucket_size)
-        stage = Stage3(self.model, found, gathering, gathers, order, lifetime, gradients)
-        return self._runtime(found.units, 3, stage, gradients)
-
-    def _runtime(self, units: tuple[Unit, ...], stage: int, publisher: Publisher, gradients: Gradients) -> Runtime:
-        dtypes = {group.key.dtype for unit in units for group in unit.trainable}
-        return Runtime(
-            model=self.model,
-            stage=stage,
-            ranks=self.data,
-            norm_groups=self._norm_groups(units, stage),
-            groups=self.groups,
-            infos=self.infos,
-            units=units,
-            gradients=gradients,
-            publisher=publisher,
-            averaging=self.averaging,
-            checks_overflow=self.precision.checks_overflow(dtypes),
-            resident=self.settings.stage < 3,
-            load_masters=self.settings.load_from_fp32_weights,
-        )
-
-    def _norm_groups(self, units: tuple[Unit, ...], stage: int) -> tuple[Any, ...]:
-        sets = {group.ranks for unit in units for group in unit.trainable}
-        return groups_of_norm(sets, self.data, whole=stage == 0)
-
-    def _gradients(self, units: tuple[Unit, ...], stage: int) -> Gradients:
-        """Of stages 0-2."""
-        precision = self.precision
-        dtypes = {group.key.dtype for unit in units for group in unit.trainable}
-        if stage == 0 and self.data.size == 1 and all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes):
-            return LocalGradients(units)
-        reductions = self._reductions(units, stage, lambda: gradients.complete())
-        if self.data.size > 1:
-            self.channel = ControlChannel(self._control_group(), self.data.rank, self.data.size)
-        order = self._order(CollectiveExecutor(reductions.run_reduce), self.channel if self.data.size > 1 else None)
-        clock = BackwardClock(order)
-        gradients = ReducedGradients(self.model, reductions, order, clock, keeps_local=self.averaging.local)
-        return gradients
-
-    def _reductions(self, units: tuple[Unit, ...], stage: int, complete: Callable[[], None]) -> Reductions:
-        lane = make_lane(self.device)
-
-        def reducer(ranks: dsx_comm.RankSet) -> ReductionEngine:
-            if ranks.size == 1:
-                return LocalReducer.of(ranks, self.reduction)
-            return Reducer(ranks, self.reduction, partial(self.transports.reduce, scatters=stage > 0), lane)
-
-        return Reductions(
-            units,
-            stage=stage,
-            precision=self.precision,
-            reducer=reducer,
-            complete=complete,
-            expose=self.reduction.op == "mean",
-            norm_groups=self._norm_groups(units, stage),
-            overlap=self.settings.overlap_comm is not False,
-            memory=memory_of,
-            tier=lambda unit: self.placed(unit).gradients,
-            lane=self.lane,
-        )
-
-    def _order(self, executor: CollectiveExecutor, channel: Channel | None, limits: ReuseLimits | None = None) -> Order:
-        """What the ranks agree on over the channel; None: every need is executed as it comes."""
-        if channel is None:
-            return NullOrder(executor)
-        names = {plan.index: str(plan) for plan in self.plans}
-        return AgreedOrder(executor, channel, limits=limits, names=names, alone=self.data.size == 1)
-
-    def _control_group(self) -> Any:
-        """A group for words of a few bytes in host memory."""
-        if dsx_comm.get_backend(self.data.group) == "gloo":
-            return self.data.group
-        return self.groups.take_control(self.data)
-
-    def _share_buffers(self) -> None:
-        """The first rank's buffers become everybody's who holds the module."""
-        held = {name: group.key.ranks for plan in self.plans for group in plan.groups for name in group.layout.names}
-        aliases = {alias: held[info.name] for info in self.infos for alias in info.aliases}
-        for buffer, ranks in ranks_of_buffers(self.model, {**held, **aliases}, self.data):
-            share_first(buffer, ranks)

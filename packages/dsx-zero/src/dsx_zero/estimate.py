@@ -1,13 +1,12 @@
 """Estimates of the memory of model states per device and per host, by the published formulas of DeepSpeed (F44).
 
 They describe mixed precision with Adam as upstream stores it (18 bytes per parameter). What dsx-zero itself holds is
-less (16 bytes per parameter) and can be counted: `ZeroOptimizer.state_bytes`. Sizes are bytes; tables go to the log and
-are returned as text.
+less (16 bytes per parameter) and can be counted: `ZeroOptimizer.state_bytes`. Sizes are bytes; tables are
+printed, and returned as text.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -22,8 +21,6 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
 ]
-
-_log = logging.getLogger(__name__)
 
 
 class MemoryNeeds(NamedTuple):
@@ -155,5 +152,5 @@ def _table(title: str, rows: Iterable[tuple[int, int, str]]) -> str:
     text = "\n".join(
         [title, "  per host     | per device   | options", *(f"  {size(c)} | {size(g)} | {o}" for c, g, o in rows)]
     )
-    _log.info("%s", text)
+    print(text)  # noqa: T201  what scripts call these functions for
     return text

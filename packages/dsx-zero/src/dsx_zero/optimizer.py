@@ -11,24 +11,27 @@ the model's parameters, whose places the masters take during the step.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import dsx_comm
 import torch
 
+from .alike import telling
+from .building import StepParts
 from .errors import ZeroOptimizerError, ZeroStateError
 from .grads.gradients import BackwardWatch
 from .homes.home import Home
 from .homes.stored import TensorStore
-from .homes.tiers import UnitPlacement
-from .lanes import Lane
-from .order.channel import Asks, OneRank
+from .module_hooks import ModuleHook
 from .params.flat import FlatGroup
 from .params.partitioned_unit import is_partitioned
 from .plan.layout import LocalSlice
-from .runtime import Runtime, UnusedCheck
+from .replanning import Replanner
+from .runtime import Runtime
 from .state.loading import SliceLoad, publish_masters, read_slices
 from .state.local import count_bytes, load_local, save_local
 from .state.moving import MovedStates, OffloadStateTypeEnum
@@ -41,12 +44,25 @@ from .step.masters import Master, refresh_master, write_parameters
 from .step.model_check import ModelCheck
 from .step.nonfinite import NonFiniteWarning
 from .step.norm import CLIP_EPSILON, norm_of, sum_of_squares
-from .step.param_groups import StateView, StepGroups, checked_state
+from .step.param_groups import StateView, checked_state
 from .step.plan import StepPlan
 from .step.runner import StepRunner
-from .step.states import OptimizerStates
 
 __all__ = ["StepOutcome", "ZeroOptimizer"]
+
+
+class Owners(Protocol):
+    """Which optimizer a parameter object belongs to, for all models of the process."""
+
+    def add(self, parameter: torch.Tensor, optimizer: ZeroOptimizer, name: str) -> None: ...
+
+    def find(self, parameter: torch.Tensor) -> tuple[ZeroOptimizer, str] | None: ...
+
+
+def _find_unfrozen(optimizer: Callable[[], ZeroOptimizer | None], module: Any, args: Any) -> None:
+    owner = optimizer()
+    if owner is not None and not owner.released:
+        owner.find_unfrozen()
 
 
 class StepOutcome:
@@ -85,27 +101,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        runtime: Runtime,
-        masters: Sequence[Master],
-        unused: UnusedCheck,
+        parts: StepParts,
         *,
-        groups: StepGroups,
-        states: OptimizerStates,
-        plan: StepPlan,
-        placements: Sequence[UnitPlacement] = (),
         store: TensorStore | None = None,
-        lane: Lane | None = None,
-        channel: Asks | None = None,
-        early_units: Collection[int] = (),
-        late_after: int | None = None,
-        faces: Mapping[int, torch.Tensor],
-        owner_of: Callable[[torch.Tensor], object | None],
+        owners: Owners,
+        replanner: Replanner,
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are the inner optimizer's, there is no second set of them.
         self.inner = inner
-        self._runtime = runtime
-        self._unused = unused
-        self._masters = tuple(masters)
+        self.store = store
+        """Where state on disk lies, as it was given to `shard`; None: nowhere."""
+        self._owners, self._replanner = owners, replanner
+        self._latest: StepOutcome | None = None
+        self.released = False
+        """Whether the model may be sharded anew."""
+        self._on_release: list[Callable[[], object]] = []
+        self._unusable: str | None = None
+        self._watch: BackwardWatch | None = None
+        self._before_forward: Any = None
+        self._loss_scale: Callable[[], float] = lambda: 1.0
+        self._dynamic_loss_scale = False
+        self._all_double = False  # of the gradients of the running step
+        self._nonfinite = NonFiniteWarning()
+        self.steps_done = 0
+        """Steps so far, those that an overflow skipped included. To be set where training goes on from a checkpoint:
+        `offload_optimizer.late_update_after` counts them.
+        """
+        self._take(parts)
+
+    def _take(self, parts: StepParts) -> None:
+        """Step with these parts from now on."""
+        inner, runtime, masters, faces = self.inner, parts.runtime, parts.masters, parts.faces
+        self._parts, self._runtime, self._unused, self._masters = parts, runtime, parts.unused, masters
         self._groups = {n: g for unit in runtime.units for g in unit.groups for n in g.layout.names}
         self._by_name: dict[str, tuple[Master, ...]] = {}
         for master in masters:
@@ -113,52 +140,54 @@ class ZeroOptimizer(torch.optim.Optimizer):
         devices = {unit.groups[0].key.device for unit in runtime.trainable_units()}
         self._device = next(iter(devices), torch.device("cpu"))
         flat = [group for unit in runtime.units for group in unit.groups]
-        self._frozen = Frozen(flat, masters)
-        self.placements = tuple(placements)
-        """Where the state of each unit lives, by class; chosen once, when the model was sharded."""
-        self.store = store
-        """Where state on disk lies, as it was given to `shard`; None: nowhere."""
-        self.states = states
+        plain = [(p, n) for g in flat for p, n in zip(g.parameters, g.layout.names)]
+        self._names = {id(p): n for p, n in plain} | {id(faces[id(p)]): n for p, n in plain if id(p) in faces}
+        held = frozenset(self._names[id(p)] for group in parts.groups.shown for p in group if id(p) in self._names)
+        self._frozen = Frozen(flat, masters, held, faces)
+        self.placements = parts.placements
+        """Where the state of each unit lives, by class; chosen when the model is sharded, and laid out anew."""
+        self.states = parts.states
         """The inner optimizer's states, wherever they live."""
+        self._step_groups = parts.groups
         self._runner = StepRunner(
-            inner, runtime, masters, groups=groups, frozen=self._frozen, states=states, plan=plan, lane=lane
+            inner,
+            runtime,
+            masters,
+            groups=parts.groups,
+            frozen=self._frozen,
+            states=parts.states,
+            plan=parts.plan,
+            lane=parts.lane,
         )
-        self._moved = MovedStates(runtime, states)
+        self._moved = MovedStates(runtime, parts.states)
         self._edits = Edits(flat)
-        asks = channel or OneRank()
         self._early: DuringBackward = NotDuringBackward()
-        if early_units:
-            early = StepDuringBackward(runtime, self._runner, self._edits, units=early_units, channel=asks, inner=inner)
+        if parts.early_units:
+            early = StepDuringBackward(
+                runtime, self._runner, self._edits, units=parts.early_units, channel=parts.channel, inner=inner
+            )
             runtime.gradients.watch_reductions(early)
             self._early = early
         self._late: Late = NeverLate()
-        if late_after is not None:
-            self._late = LateUpdate(runtime, self._runner, self._edits, channel=asks, warm_up=late_after)
-        self.steps_done = 0
-        """Steps so far, those that an overflow skipped included. To be set where training goes on from a checkpoint:
-        `offload_optimizer.late_update_after` counts them.
-        """
+        if parts.late_after is not None:
+            self._late = LateUpdate(runtime, self._runner, self._edits, channel=parts.channel, warm_up=parts.late_after)
         self._edit_agreement = EditAgreement(flat, runtime.ranks)
         runtime.gradients.watch_edits(self._edit_agreement)
         self._stepped_in_place = [p for g in flat if g.trainable and not is_partitioned(g) for p in g.parameters]
-        self._step_groups = groups
-        plain = [(p, n) for g in flat for p, n in zip(g.parameters, g.layout.names)]
-        self._names = {id(p): n for p, n in plain} | {id(faces[id(p)]): n for p, n in plain if id(p) in faces}
         self._model_check = ModelCheck(
             runtime.model,
             flat,
             faces={key: id(face) for key, face in faces.items()},
-            moved=lambda parameter: owner_of(parameter) not in (None, self),
+            moved=lambda parameter: (found := self._owners.find(parameter)) is not None and found[0] is not self,
         )
-        self._latest: StepOutcome | None = None
-        self.released = False
-        """Whether the model may be sharded anew."""
-        self._on_release: list[Callable[[], object]] = []
-        self._nonfinite = NonFiniteWarning(runtime)
-        self._all_double = False  # of the gradients of the running step
-        self._loss_scale: Callable[[], float] = lambda: 1.0
-        self._dynamic_loss_scale = False
         self._connect_norms()
+        for parameter, name in plain:
+            self._owners.add(parameter, self, name)
+        for face, name in ((faces[id(p)], n) for p, n in plain if id(p) in faces):  # what the model holds between uses
+            self._owners.add(face, self, name)
+        if self._watch is not None:
+            runtime.gradients.follow(self._watch)
+        self._watch_forwards()
 
     # The surface of torch.optim.Optimizer -----------------------------------------------------------------------------
 
@@ -204,11 +233,89 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the flat layout is fixed when the model is sharded."""
-        raise ZeroOptimizerError(
-            "add_param_group is not available yet: the layout of shards is fixed by dsx_zero.shard; give all groups to"
-            " the optimizer before sharding (with lr 0 if they shall start later)"
+        """Train parameters of the model that no group held, and lay the model out anew (collective).
+
+        Between two updates: behind `step`, before the next backward. Afterwards a forward has to run before a backward.
+
+        Args:
+            param_group: as of any `torch.optim.Optimizer`; its parameters are the model's, the same on every rank.
+
+        Raises:
+            ZeroOptimizerError: a tensor is not a parameter of the model, or the optimizer communicates by itself.
+            ZeroStateError: there are gradients that no step has used; or what `step` raises.
+            RanksDifferError: the ranks give different groups, or one of them has failed.
+            TypeError, ValueError: what the optimizer itself raises. In all these cases nothing has been changed.
+        """
+        self._lay_out_anew(lambda: self._add_group(param_group))
+
+    def replan(self) -> None:
+        """Lay the model out anew, with places for the gradients and states of everything that trains now (collective).
+
+        The next forward of the model does it by itself for parameters that were unfrozen and that the optimizer holds;
+        call this where only parts of the model are called. Values, states and masters stay bit for bit. Parameters that
+        are frozen now keep their states.
+
+        Raises:
+            ZeroStateError, RanksDifferError: see `add_param_group`.
+        """
+        self._lay_out_anew(lambda: None)
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        given = param_group.get("params") if isinstance(param_group, dict) else None
+        group = dict(param_group)
+        if given is not None and not isinstance(given, (torch.Tensor, set)):
+            group["params"] = given = list(given)  # it may be a generator
+        for place, entry in enumerate([given] if isinstance(given, torch.Tensor) else given or ()):
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            if isinstance(parameter, torch.Tensor) and id(parameter) not in self._names:
+                raise ZeroOptimizerError(
+                    f"add_param_group: params[{place}] (shape {tuple(parameter.shape)}) is not a parameter of the model"
+                    " that was sharded; expected tensors of model.parameters(). A layer that is new has to be in the"
+                    " model before dsx_zero.shard (or shard the model again, with a new optimizer)"
+                )
+        self.inner.add_param_group(group)
+
+    @torch.no_grad()
+    def _lay_out_anew(self, change: Callable[[], None]) -> None:
+        """Change the optimizer's groups and lay the model out for what trains then."""
+        self._apply_late_update()
+        groups = self.inner.param_groups
+        count = len(groups)
+        try:
+            with telling(self._runtime.ranks.group):
+                self._check_in_use()
+                self._replanner.check(self._runtime, self.inner)
+                self._collect_edits()
+                change()
+            prepared = self._replanner.prepare(
+                self._parts, self._by_name, self.inner, self._names, edits=self._edit_agreement.of_all()
+            )
+        except BaseException:
+            del groups[count:]
+            raise
+        self._early.abandon()
+        self._late.abandon()
+        self._unusable = (
+            "an error ended while the model was laid out anew, and its states are not complete; start again from the"
+            " last checkpoint"
         )
+        self._take(prepared.carry_out())
+        self._unusable = None
+
+    def _watch_forwards(self) -> None:
+        """Where a parameter can be unfrozen, look before each forward of the model whether one was."""
+        if self._before_forward is not None:
+            self._before_forward.remove()
+            self._before_forward = None
+        if self._frozen.may_grow:
+            hook = ModuleHook(partial(_find_unfrozen, weakref.ref(self)))
+            # Before the hooks that gather: the forward that is about to begin uses the new layout.
+            self._before_forward = self._runtime.model.register_forward_pre_hook(hook, prepend=True)
+
+    def find_unfrozen(self) -> None:
+        """A forward is about to begin: if a parameter was unfrozen, lay the model out anew (collective then)."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and self._frozen.unfrozen():
+            self.replan()
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """A hook of the inner optimizer's step."""
@@ -301,6 +408,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._early.abandon()
         self._late.abandon()
         self.released = True
+        if self._before_forward is not None:
+            self._before_forward.remove()
         self._runtime.gradients.remove_hooks()
         self._unused.remove_hooks()
         self._runtime.publisher.remove_hooks()
@@ -318,6 +427,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "this optimizer was released: release() was called (or destroy() of its engine), or its model was"
                 " sharded anew; use the optimizer that dsx_zero.shard returned last"
             )
+        if self._unusable is not None:
+            raise ZeroStateError(self._unusable)
         self._moved.check()
 
     # The step ---------------------------------------------------------------------------------------------------------
@@ -336,8 +447,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             ZeroStateError: the optimizer was released; the model holds other parameters than those that were sharded;
-                parameters were written differently on the ranks; one was unfrozen that was frozen when the model was
-                sharded; or, with `ignore_unused_parameters: false`, one got no gradient.
+                parameters were written differently on the ranks; one was unfrozen and no forward of the model has run
+                since; or, with `ignore_unused_parameters: false`, one got no gradient.
             ZeroOptimizerError: tensors were added to the parameter groups or taken away.
         """
         self._check_in_use()
@@ -363,7 +474,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             everywhere = self._sum_over_ranks(norm) if local else norm
             if not torch.isfinite(everywhere).item():
                 return self._note(StepOutcome(True, everywhere, loss))
-        self._nonfinite.look(norm, everywhere=not local)
+        self._nonfinite.look(run, norm, everywhere=not local)
         factor = self._factor(norm, grad_scale, max_norm)
         if late:
             self._edits.take_over()
@@ -428,7 +539,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._moved.check()
 
     def follow_backward(self, watch: BackwardWatch) -> None:
-        """Let whoever scales losses have a word on every backward: see `BackwardWatch`."""
+        """Let the owner of the loss scale have a word on every backward: see `BackwardWatch`."""
+        self._watch = watch
         self._runtime.gradients.follow(watch)
 
     def _parameters_written(self) -> None:

@@ -39,6 +39,7 @@ class LRSchedule:
             raise ScheduleError(f"{type(optimizer).__name__} has no list param_groups; a schedule needs an optimizer")
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
+        self._seen_groups = len(optimizer.param_groups)
 
     def _begin(self, start_at_first_value: bool) -> None:
         """Write the values of counter -1 into the groups, or those of counter 0; a resumed schedule writes nothing."""
@@ -69,7 +70,18 @@ class LRSchedule:
         self._write(max(-1, self.last_batch_iteration))
 
     def _write(self, iteration: int) -> None:
-        for group, lr in zip(self.optimizer.param_groups, self.lr_at(iteration), strict=True):
+        """Groups that were added since keep the rate they came with, as with torch's schedules."""
+        groups, values = self.optimizer.param_groups, self.lr_at(iteration)
+        if len(groups) > max(len(values), self._seen_groups):
+            logger.warning(
+                "%s: parameter groups %d to %d were added after the schedule was made, and keep the rate they came"
+                " with; set group['lr'] in each step, or make a schedule anew, to change it",
+                type(self).__name__,
+                max(len(values), self._seen_groups),
+                len(groups) - 1,
+            )
+        self._seen_groups = len(groups)
+        for group, lr in zip(groups, values):
             # A rate that is a tensor stays this tensor: optimizers that are captured or compiled hold on to it.
             if hasattr(group["lr"], "fill_"):
                 group["lr"].fill_(lr)

@@ -173,5 +173,5 @@ class OneCycle(LRSchedule):
         super()._write(iteration)
         if not self.momentum:
             return
-        for group, beta1 in zip(self.optimizer.param_groups, self.mom_at(iteration), strict=True):
+        for group, beta1 in zip(self.optimizer.param_groups, self.mom_at(iteration)):
             group["betas"] = (beta1, group["betas"][1] if self.beta2 is None else self.beta2, *group["betas"][2:])

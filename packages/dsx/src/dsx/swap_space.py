@@ -101,6 +101,11 @@ class SwapSpace:
         self._check_open()
         return self._begin("read", name, out, lambda: self._store.get(name, out).ticket)
 
+    def delete(self, name: str) -> None:
+        """Forget a tensor; its room is used again."""
+        self._check_open()
+        self._store.delete(name)
+
     def _begin(self, op: str, name: str, tensor: torch.Tensor, start: Callable[[], Any]) -> Any:
         return self._moving.begin(self._listener, op, name, tensor, start)
 
@@ -153,7 +158,7 @@ class _Lent:
 
     def __init__(self, space: SwapSpace) -> None:
         self._space = space
-        self.put, self.get = space.put, space.get
+        self.put, self.get, self.delete = space.put, space.get, space.delete
 
     def __contains__(self, name: str) -> bool:
         return name in self._space

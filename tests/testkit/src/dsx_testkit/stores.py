@@ -43,5 +43,9 @@ class MemoryStore:
         weakref.finalize(out.untyped_storage(), self._gone, out.nbytes)
         return _Done()
 
+    def delete(self, name: str) -> None:
+        """Forget a tensor."""
+        del self.tensors[name]
+
     def _gone(self, nbytes: int) -> None:
         self.held -= nbytes

@@ -44,26 +44,51 @@ class UnitHooks:
     ) -> None:
         self._model, self._lifetime, self._keeps = model, lifetime, keeps
         self._handles: list[Any] = []
-        self._by_module: dict[nn.Module, list[int]] = {model: []}
-        for unit in units:
-            for name in unit.plan.users:
-                self._by_module.setdefault(model.get_submodule(name), []).append(unit.index)
+        self._names = {unit.index: unit.plan.names for unit in units}
+        self._by_module = self._users(units)
         self._running: list[_Running] = []
         self._pauses = 0
         self._hooks = (ModuleHook(self._before), ModuleHook(self._after))
         for module in self._by_module:
             self._register(module)
 
+    def _users(self, units: Sequence[PartitionedUnit]) -> dict[nn.Module, list[int]]:
+        """The modules that have hooks, with the units that they use."""
+        found: dict[nn.Module, list[int]] = {self._model: []}
+        for unit in units:
+            for name in unit.plan.users:
+                found.setdefault(self._model.get_submodule(name), []).append(unit.index)
+        return found
+
+    def serve(self, units: Sequence[PartitionedUnit], lifetime: GatherLifetime, keeps: Any) -> None:
+        """The model is laid out anew: do the same for these units. Hooks stay where they are, because torch has listed
+        those of a forward that is about to begin.
+        """
+        before, names = self._by_module, self._names
+        self._lifetime, self._keeps = lifetime, keeps
+        self._names = {unit.index: unit.plan.names for unit in units}
+        self._by_module = self._users(units)
+        number_of = {name: index for index, found in self._names.items() for name in found}
+        for module, used in before.items():
+            for index in used:
+                for name in names[index]:  # those of external parameters too
+                    if name in number_of:
+                        self.add(module, number_of[name], hooked=True)
+        for module in self._by_module:
+            if module not in before:
+                self._register(module)
+
     def _register(self, module: nn.Module) -> None:
         before, after = self._hooks
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    def add(self, module: nn.Module, unit: int) -> None:
-        """Let ``module``'s forward use a unit besides its own (an external parameter)."""
+    def add(self, module: nn.Module, unit: int, *, hooked: bool = False) -> None:
+        """Let ``module``'s forward use a unit besides its own (an external parameter). ``hooked``: it has hooks."""
         if module not in self._by_module:
             self._by_module[module] = []
-            self._register(module)
+            if not hooked:
+                self._register(module)
         if unit not in self._by_module[module]:
             self._by_module[module].append(unit)
 

@@ -21,6 +21,7 @@ from ..homes.home import ReadsAhead, write
 from ..homes.tiers import Tier
 from ..order.agreed import Order, ReuseLimits
 from ..params.flat import FlatGroup, Unit
+from ..params.kept import KeptGroups
 from ..params.memory import memory_of
 from ..params.partitioned import PartitionedParameter
 from ..params.partitioned_unit import PartitionedUnit, UnitState
@@ -72,13 +73,18 @@ class Stage3:
         order: Order,
         lifetime: GatherLifetime,
         gradients: _HasHooks,
+        hooks: UnitHooks | None = None,
     ) -> None:
         self._resident = frozenset(unit.index for unit in found.resident)
         self._units = {unit.index: unit for unit in found.partitioned}
         self.units, self.partitioned = found.units, found.partitioned
         self.lifetime, self.executor, self.order = lifetime, executor, order
         self._gathering, self._gradients = gathering, gradients
-        self.hooks = UnitHooks(model, found.partitioned, lifetime, keeps=self)
+        if hooks is None:
+            hooks = UnitHooks(model, found.partitioned, lifetime, keeps=self)
+        else:  # of the layout before; a forward that is about to begin goes on with them
+            hooks.serve(found.partitioned, lifetime, keeps=self)
+        self.hooks = hooks
         remember(model, self)
         for module, index in found.external:
             self.hooks.add(module, index)
@@ -146,11 +152,17 @@ class Stage3:
 
 
 def partition(
-    model: nn.Module, infos: Sequence[ParameterInfo], plans: Sequence[UnitPlan], *, tier: Tier | None = None
+    model: nn.Module,
+    infos: Sequence[ParameterInfo],
+    plans: Sequence[UnitPlan],
+    *,
+    tier: Tier | None = None,
+    kept: KeptGroups | None = None,
 ) -> Partition:
-    """Partition the model's parameters unit by unit (collective; the values of the first of the ranks that share a
-    parameter become everybody's). Shards live in `tier`.
+    """Partition the model's parameters unit by unit (collective; all ranks that share a parameter get the values of the
+    first of them). Shards live in `tier`. `kept`: what is divided already and stays so.
     """
+    kept = kept or KeptGroups()
     by_name = {info.name: info for info in infos}
     units: list[Unit] = []
     resident: list[Unit] = []
@@ -160,8 +172,12 @@ def partition(
     unit_of_original: dict[int, int] = {}
     for plan in plans:
         if plan.resident:
-            unit, originals = _resident(plan, model, by_name)
+            unit, originals = _resident(plan, model, by_name, kept)
             resident.append(unit)
+        elif (same := kept.units.get(plan.groups)) is not None:
+            same.renumber(plan)
+            unit, originals = same.as_unit(), same.plain_of()
+            partitioned.append(same)
         else:
             divided = PartitionedUnit(plan, tier=tier, memory=lambda ranks: memory_of(ranks, ranks.gather_group))
             originals = divided.adopt(model, by_name)
@@ -185,13 +201,16 @@ def read_ahead_of(units: Sequence[PartitionedUnit], tier: Tier | None) -> ReadAh
 
 
 def _resident(
-    plan: UnitPlan, model: nn.Module, infos: Mapping[str, ParameterInfo]
+    plan: UnitPlan, model: nn.Module, infos: Mapping[str, ParameterInfo], kept: KeptGroups
 ) -> tuple[Unit, dict[int, nn.Parameter]]:
     """A unit that stays whole, and the whole parameters that took the places of partitioned ones (by the ``id`` of
     those).
     """
     groups, replaced = [], {}
     for group in plan.groups:
+        if (same := kept.groups.get(group)) is not None:
+            groups.append(same)
+            continue
         own = []
         for name in group.layout.names:
             parameter = model.get_parameter(name)

@@ -81,10 +81,15 @@ class GradientAccess:
         complete: reduces what has not been reduced yet (collective).
         divided: whether each of a group's ranks holds a shard of its gradients; else all of them hold them whole.
         norm_groups: over which what is true of one rank's gradients becomes known to all ranks.
+        differ: the ranks have different parameters (experts, slices of tensors), so that norms that a rank adds up are
+            not those of the model.
     """
 
-    def __init__(self, complete: Callable[[], None], *, divided: bool, norm_groups: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, complete: Callable[[], None], *, divided: bool, norm_groups: Sequence[Any] = (), differ: bool = False
+    ) -> None:
         self._complete, self._divided, self._norm_groups = complete, divided, tuple(norm_groups)
+        self._differ = differ
         self._groups: list[ReducedGroup] = []
         self._norms: dict[float, dict[tuple[int, int], torch.Tensor]] = {}
 
@@ -97,7 +102,18 @@ class GradientAccess:
         self._norms.clear()
 
     def norm(self, group: ReducedGroup, index: int, order: float) -> torch.Tensor:
-        """The norm of the whole averaged gradient of parameter `index` of `group` (collective)."""
+        """The norm of the whole averaged gradient of parameter `index` of `group` (collective).
+
+        Raises:
+            ShardedGradientError: the ranks have different parameters.
+        """
+        if self._differ:
+            raise ShardedGradientError(
+                f"the norm of the gradient of '{group.group.layout.names[index]}' was asked for, and the ranks have"
+                " different parameters (experts, slices of tensors): each would add up its own, and clip what all hold"
+                " by another factor. Clip with optimizer.step(max_norm=...) (gradient_clipping of the configuration),"
+                " which adds up all ranks; the norm of one parameter is that of dsx_zero.safe_get_full_grad(p)"
+            )
         self._complete()
         known, wanted = self._norms.get(order), (id(group), index)
         if known is None:

@@ -26,7 +26,7 @@ from ..errors import ZeroModelError, ZeroStateError
 from ..homes.home import DeviceHome, Home, accumulate, opened, read, write
 from ..homes.tiers import DeviceTier, Tier
 from ..lanes import HostLane, Lane, TensorBuffer, Ticket
-from ..params.flat import FlatGroup, cut_at_parts
+from ..params.flat import FlatGroup, cut_at_parts, label_of
 from ..params.memory import BufferPool, OrdinaryMemory
 from .access import GradientAccess, GradientPlace
 from .block_norm import block_norm
@@ -314,8 +314,9 @@ class GroupGradients:
             return DeviceHome(self.group.shard_of(buffer))
         if self._shard is None:
             layout, memory = self.group.layout, OrdinaryMemory()
-            name = f"gradient.{layout.names[0]}"
-            self._shard = self._tier.home(name, layout.shard_numel, self.dtype, buffer.device, memory)
+            self._shard = self._tier.home(
+                f"gradient.{label_of(self.group.plan)}", layout.shard_numel, self.dtype, buffer.device, memory
+            )
             cut_at_parts(self._shard, self.group.parts)
         return self._shard
 

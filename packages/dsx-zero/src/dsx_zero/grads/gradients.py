@@ -140,6 +140,20 @@ class Gradients(Protocol):
 
     def clear(self) -> None: ...
 
+    def has_new(self) -> bool:
+        """Are there gradients since the last step (or `clear`) that another object for gradients would not know?"""
+        ...
+
+    def has_any(self) -> bool:
+        """Are there gradients that another object for gradients would not know, stepped or not?"""
+        ...
+
+    def begin_anew(self, why: str) -> None:
+        """Gradients that were here are gone: until `clear` refuse backwards, which would add to them, with this
+        text.
+        """
+        ...
+
     def changed(self) -> None:
         """Gradients were written."""
         ...
@@ -214,6 +228,9 @@ class ReducedGradients:
         self._watch: BackwardWatch | None = None
         self._factor: float | None = None
         self._refused: str | None = None
+        self._gone: str | None = None
+        self._new = False
+        """Whether a backward has begun since the last step."""
         self._completed, self._due = True, False
         self._last = self._nested = False
         self._trainable = dict.fromkeys(self._by_unit, 0)
@@ -268,11 +285,11 @@ class ReducedGradients:
 
     def begin_backward(self) -> None:
         """See `BackwardWatcher`. What an error left of the backward before is kept, as autograd keeps it in `.grad`."""
-        if self._refused is not None:
-            raise ZeroStateError(self._refused)
+        if (why := self._refused or self._gone) is not None:
+            raise ZeroStateError(why)
         if self._reductions.watch is not None:
             self._reductions.watch.begin_backward()
-        self._factor, self._completed, self._due = None, False, False
+        self._factor, self._completed, self._due, self._new = None, False, False, True
         self._arrived = dict.fromkeys(self._arrived, 0)
         scaled = self._watch is None or self._watch.factor() == 1.0
         arriving = self._arriving
@@ -368,7 +385,7 @@ class ReducedGradients:
             asked = None if squares is None else partial(self._reduced, squares)
             total = self._order.boundary(self._reductions.dirty, asked)
             self._reductions.wait()
-        self._completed = True
+        self._completed, self._new = True, False
         self._reductions.drop_idle()
         return total
 
@@ -431,8 +448,22 @@ class ReducedGradients:
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self._due = False
+        self._due, self._new, self._gone = False, False, None
         self._reductions.clear()
+
+    def has_new(self) -> bool:
+        """See `Gradients.has_new`."""
+        for buffers in self._groups:
+            buffers.notice()
+        return (self._new and self.has_any()) or bool(self._reductions.dirty())
+
+    def has_any(self) -> bool:
+        """See `Gradients.has_any`."""
+        return any(buffers.dirty or buffers.result is not None for buffers in self._groups)
+
+    def begin_anew(self, why: str) -> None:
+        """See `Gradients.begin_anew`."""
+        self._gone = why
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything held for gradients."""
@@ -586,6 +617,17 @@ class LocalGradients:
     def unreduced(self, group: FlatGroup, index: int) -> torch.Tensor | None:
         """See `Gradients.unreduced`: with one rank there is nothing to reduce."""
         return None
+
+    def has_new(self) -> bool:
+        """None that would be lost: every `.grad` stays where it is."""
+        return False
+
+    def has_any(self) -> bool:
+        """None that would be lost."""
+        return False
+
+    def begin_anew(self, why: str) -> None:
+        """Nothing is gone."""
 
     def clear(self) -> None:
         """Drop all `.grad`s."""

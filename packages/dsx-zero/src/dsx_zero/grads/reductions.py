@@ -61,6 +61,7 @@ class Reductions:
         overlap: False waits for each reduction where it is started.
         memory: where whole buffers come from.
         tier, lane: where the reduced values of a unit live, and the lane on which they go there.
+        differ: the ranks have different parameters, of which no rank can tell the norm alone.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Reductions:
         memory: Callable[[dsx_comm.RankSet], Memory] = lambda ranks: OrdinaryMemory(),
         tier: Callable[[int], Tier | None] = lambda unit: None,
         lane: Lane | None = None,
+        differ: bool = False,
     ) -> None:
         self.stage, self._overlap = stage, overlap
         kinds: dict[dsx_comm.RankSet, list[Kind]] = {}
@@ -90,7 +92,7 @@ class Reductions:
             ranks: memory(ranks).pool(found, idle=IN_FLIGHT if stage >= 2 else len(found))
             for ranks, found in kinds.items()
         }
-        self._access = GradientAccess(complete, divided=stage > 0, norm_groups=norm_groups)
+        self._access = GradientAccess(complete, divided=stage > 0, norm_groups=norm_groups, differ=differ)
         self._reducers = reducers = {ranks: reducer(ranks) for ranks in kinds}
         self._of: dict[FlatGroup, GroupGradients] = {}
         self.by_unit: dict[int, list[GroupGradients]] = {}

@@ -22,10 +22,12 @@ from ..lanes import HostLane, Lane, Ticket
 __all__ = [
     "Cuttable",
     "DeviceHome",
+    "Discardable",
     "Home",
     "HostHome",
     "ReadsAhead",
     "accumulate",
+    "discard",
     "fetched",
     "opened",
     "read",
@@ -113,6 +115,21 @@ class Cuttable(Protocol):
     def cut_at(self, places: Iterable[int]) -> None:
         """Let pieces begin at these elements. Only before anything is stored."""
         ...
+
+
+@runtime_checkable
+class Discardable(Protocol):
+    """A home whose place is not given back by letting go of the object."""
+
+    def discard(self) -> None:
+        """Nobody needs the values any more: give their place back."""
+        ...
+
+
+def discard(home: Home) -> None:
+    """Nobody needs the values any more: give back what the end of the object would not."""
+    if isinstance(home, Discardable):
+        home.discard()
 
 
 class _InMemory:

@@ -32,6 +32,10 @@ class TensorStore(Protocol):
         """Start reading into `out` (host memory, of the stored dtype and number of elements)."""
         ...
 
+    def delete(self, name: str) -> None:
+        """Forget a tensor that is stored; its room is used again."""
+        ...
+
 
 class _Moves:
     """Several transfers under way, and copies to be made when they have arrived."""
@@ -133,6 +137,13 @@ class StoredHome:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead[1].wait()  # the buffer must not go while it is being filled
+
+    def discard(self) -> None:
+        """Give the room in the store back."""
+        self.forget_ahead()
+        for _, _, key in self._pieces(0, self.numel):
+            if key in self._store:
+                self._store.delete(key)
 
     def cut_at(self, places: Iterable[int]) -> None:
         """Let pieces begin at these elements. Only before anything is stored."""

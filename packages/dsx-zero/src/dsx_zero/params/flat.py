@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from zlib import crc32
 
 import torch
 from dsx_comm import RankSet
@@ -25,13 +26,7 @@ from ..plan.layout import FlatLayout, LocalSlice
 from ..plan.units import GroupKey, GroupPlan, UnitPlan
 from .memory import Memory, OrdinaryMemory
 
-__all__ = ["UNFREEZE", "FlatGroup", "Unit", "cut_at_parts", "local_parts"]
-
-UNFREEZE = (
-    "it was frozen when the model was sharded and has no place for gradients; unfreeze it before dsx_zero.shard, with"
-    " lr 0 in a group of its own if it shall start later, or save a checkpoint and load it into a model that is sharded"
-    " anew"
-)
+__all__ = ["FlatGroup", "Unit", "cut_at_parts", "label_of", "local_parts"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +41,12 @@ def local_parts(layout: FlatLayout, rank: int) -> tuple[Part, ...]:
     """The parameters of which `rank` owns something, in layout order."""
     found = ((name, layout.local_slice(name, rank)) for name in layout.names)
     return tuple(Part(name, part) for name, part in found if part is not None)
+
+
+def label_of(plan: GroupPlan) -> str:
+    """A name for what is stored of a group: no other group of the model has it, in no layout of before or after."""
+    names, key = plan.layout.names, plan.key
+    return f"{names[0] if names else ''}.{crc32(repr((names, key.trainable, str(key.dtype))).encode()):08x}"
 
 
 def cut_at_parts(home: Home, parts: Sequence[Part]) -> None:
@@ -78,6 +79,7 @@ class FlatGroup:
         shard: Home,
         tier: Tier | None = None,
     ) -> None:
+        self.plan = plan
         self.key: GroupKey = plan.key
         self.layout: FlatLayout = plan.layout
         self.parameters = tuple(parameters)
@@ -128,8 +130,9 @@ class FlatGroup:
             self.master = self.stepped
             return
         dtype = self.key.dtype if wide_enough else dtype
-        name = f"master.{self.layout.names[0] if self.layout.names else ''}"
-        self.master = tier.home(name, self.stepped.numel, dtype, self.key.device, OrdinaryMemory())
+        self.master = tier.home(
+            f"master.{label_of(self.plan)}", self.stepped.numel, dtype, self.key.device, OrdinaryMemory()
+        )
         if self.master.view() is not None:
             write(self.master, read(self.stepped))
             return

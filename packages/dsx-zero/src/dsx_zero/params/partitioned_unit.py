@@ -21,7 +21,7 @@ from torch import nn
 from ..homes.home import read, write
 from ..homes.tiers import DeviceTier, Tier
 from ..plan.units import GroupPlan, ParameterInfo, UnitPlan
-from .flat import UNFREEZE, FlatGroup, Unit, cut_at_parts, local_parts
+from .flat import FlatGroup, Unit, cut_at_parts, label_of, local_parts
 from .memory import Memory, OrdinaryMemory
 from .partitioned import PartitionedParameter, PartitionedParameterError
 from .sources import SourceWithPlain
@@ -105,9 +105,7 @@ class UnitParameter(SourceWithPlain):
         return output if lender is None or self._opened else lender.watch(self.unit, output)
 
     def set_requires_grad(self, value: bool) -> str | None:
-        if value and not self.group.trainable:
-            return UNFREEZE
-        self.plain.requires_grad_(value)
+        self.plain.requires_grad_(value)  # where it was laid out as frozen, the next forward finds that
         return None
 
 
@@ -178,6 +176,14 @@ class PartitionedUnit:
         self.lender = lender
         self._places: list[Place] = []
 
+    def renumber(self, plan: UnitPlan) -> None:
+        """The model is laid out anew, and this unit has another number: `plan` has the same groups."""
+        self.plan, self.index, self.name = plan, plan.index, str(plan)
+
+    def plain_of(self) -> dict[int, nn.Parameter]:
+        """The plain parameter for the ``id`` of each partitioned one."""
+        return {id(place.partitioned): place.plain for place in self._places}
+
     def as_unit(self) -> Unit:
         """What the gradients and the optimizer work on."""
         return Unit(self.plan, self.groups)
@@ -203,7 +209,8 @@ class PartitionedUnit:
         with torch.no_grad():
             whole = original.full_tensor() if isinstance(original, PartitionedParameter) else original.detach()
             write_whole(group, info.name, whole.to(group.key.device))
-        partitioned = self._face(original, UnitParameter(info.name, self, group), info, plain.requires_grad)
+        _move_hooks(original, plain)
+        partitioned = self._face(original, UnitParameter(info.name, self, group), info)
         for face in (plain, partitioned):
             vars(face).update(attributes)
         for name in (info.name, *info.aliases):
@@ -214,18 +221,15 @@ class PartitionedUnit:
         return original
 
     @staticmethod
-    def _face(
-        original: torch.Tensor, source: UnitParameter, info: ParameterInfo, requires_grad: bool
-    ) -> PartitionedParameter:
-        """The partitioned face. One that is there already (from `Init`, or from sharding before) stays, and so
-        whoever kept it has the model's.
+    def _face(original: torch.Tensor, source: UnitParameter, info: ParameterInfo) -> PartitionedParameter:
+        """The partitioned face, whose `requires_grad` is its user's. One that is there already (from `Init`, or from
+        sharding before) stays, and so whoever kept it has the model's.
         """
         if not isinstance(original, PartitionedParameter):
             return PartitionedParameter(
-                source, info.shape, dtype=info.dtype, device=info.device, requires_grad=requires_grad
+                source, info.shape, dtype=info.dtype, device=info.device, requires_grad=info.requires_grad
             )
         original._source = source
-        original.requires_grad_(requires_grad)
         return original
 
     def swap_in(self) -> None:
@@ -255,6 +259,16 @@ class PartitionedUnit:
             yield place.partitioned
 
 
+def _move_hooks(original: torch.Tensor, plain: nn.Parameter) -> None:
+    """Hooks that users have put on a parameter of an earlier layout go on with the one that takes its place."""
+    if not isinstance(original, PartitionedParameter) or (leaf := original.source.leaf()) is None:
+        return
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(leaf, kind, None)
+        if hooks and plain.requires_grad:
+            setattr(plain, kind, hooks)
+
+
 def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, memory: Memory, tier: Tier) -> FlatGroup:
     layout = plan.layout
     parameters = [
@@ -262,8 +276,7 @@ def _partitioned_group(plan: GroupPlan, storage: GatheredStorage, memory: Memory
         for offset, shape in zip(layout.offsets, layout.shapes)
     ]
     storage.free()
-    name = f"shard.{layout.names[0] if layout.names else ''}"
-    shard = tier.home(name, layout.shard_numel, plan.key.dtype, plan.key.device, memory)
+    shard = tier.home(f"shard.{label_of(plan)}", layout.shard_numel, plan.key.dtype, plan.key.device, memory)
     if shard.view() is None:
         cut_at_parts(shard, local_parts(layout, plan.key.ranks.rank))
     else:

@@ -14,7 +14,7 @@ from dsx_comm import RankSet
 from ..homes.home import Home, opened, read, write
 from ..plan.layout import FlatLayout, LocalSlice
 
-__all__ = ["Shards", "read_whole", "write_whole"]
+__all__ = ["Shards", "join_whole", "read_whole", "write_whole"]
 
 
 def _slices(layout: FlatLayout, name: str) -> list[LocalSlice | None]:
@@ -25,20 +25,34 @@ def read_whole(layout: FlatLayout, name: str, shard: Home, ranks: RankSet, *, de
     """The parameter ``name`` as a new tensor of its logical shape on ``device``, from the ``shard`` of each of
     ``ranks`` (bit for bit).
     """
-    index = layout.index(name)
-    whole = torch.empty(layout.shapes[index], dtype=shard.dtype, device=device)
+    mine = layout.local_slice(name, ranks.rank)
+    piece = None if mine is None else _elements(shard, mine)
+    return join_whole(layout, name, piece, ranks, dtype=shard.dtype, device=device)
+
+
+def join_whole(
+    layout: FlatLayout,
+    name: str,
+    mine: torch.Tensor | None,
+    ranks: RankSet,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """What is laid out as the parameter ``name`` is, as a new tensor of its shape, from this rank's elements and those
+    of the others.
+    """
+    whole = torch.empty(layout.shapes[layout.index(name)], dtype=dtype, device=device)
     slices = _slices(layout, name)
     longest = max((part.numel for part in slices if part is not None), default=0)
     if not longest:
         return whole
     flat = whole.view(-1)
-    if layout.world_size == 1:
-        flat[:] = _elements(shard, slices[0])
-        return whole
-    mine = slices[ranks.rank]
-    piece = whole.new_zeros(longest)
+    piece = flat if layout.world_size == 1 else whole.new_zeros(longest)
     if mine is not None:
-        piece[: mine.numel] = _elements(shard, mine)
+        piece[: mine.numel()] = mine.reshape(-1)
+    if layout.world_size == 1:
+        return whole
     pieces = whole.new_empty(longest * layout.world_size)
     with dsx_comm.unit(name):
         dsx_comm.all_gather_into_tensor(pieces, piece, group=ranks.group)

@@ -64,6 +64,8 @@ class ParameterInfo:
     trainable: bool
     numel: int
     marks: ParameterMarks = UNMARKED
+    requires_grad: bool = True
+    """Whether its owner wants gradients; `trainable` too if an optimizer steps it."""
 
 
 RanksOf = Callable[[ParameterInfo], RankSet]
@@ -159,6 +161,7 @@ def find_parameters(model: nn.Module, trainable: frozenset[int] | None = None) -
             trainable=parameter.requires_grad and (trainable is None or key in trainable),
             numel=parameter.numel(),
             marks=ParameterMarks.read(parameter),
+            requires_grad=parameter.requires_grad,
         )
         for key, parameter in found.items()
     )

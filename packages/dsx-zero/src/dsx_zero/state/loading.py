@@ -24,7 +24,7 @@ from .templates import StateTemplates, is_single
 if TYPE_CHECKING:
     from ..runtime import Runtime
 
-__all__ = ["SliceLoad", "publish_masters", "read_slices"]
+__all__ = ["SliceLoad", "publish_masters", "read_master", "read_slices"]
 
 
 class SliceLoad:
@@ -43,13 +43,18 @@ class SliceLoad:
         """Do this when the values are installed."""
         self._writes.append(write)
 
-    def install(self) -> None:
-        """Write everything and make it visible. Collective, and only once: values are let go as they are written."""
-        run, inner = self._runtime, self._inner
+    def write(self) -> None:
+        """Write everything, and let it go; nothing is made visible yet."""
         with torch.no_grad():
             self._writes.reverse()
             while self._writes:
                 self._writes.pop()()
+
+    def install(self) -> None:
+        """Write everything and make it visible. Collective, and only once: values are let go as they are written."""
+        run, inner = self._runtime, self._inner
+        with torch.no_grad():
+            self.write()
             if hasattr(inner, "states_loaded"):  # optimizers that communicate by themselves count steps in their states
                 inner.states_loaded()  # type: ignore[attr-defined]
             publish_masters(run)
@@ -88,9 +93,22 @@ def read_slices(
             _read_frozen(load, runtime, reader, info.name, places[info.name])
             continue
         for master in masters.get(info.name, ()):
-            _read_master(load, reader, master, from_masters)
-            _read_states(load, states, reader, master, templates)
+            read_master(load, states, reader, master, templates, from_masters=from_masters)
     return load
+
+
+def read_master(
+    load: SliceLoad,
+    states: OptimizerStates,
+    reader: Reader,
+    master: Master,
+    templates: StateTemplates,
+    *,
+    from_masters: bool = True,
+) -> None:
+    """Read one master and its states; see `read_slices`."""
+    _read_master(load, reader, master, from_masters)
+    _read_states(load, states, reader, master, templates)
 
 
 def _read_master(load: SliceLoad, reader: Reader, master: Master, from_masters: bool) -> None:

@@ -17,7 +17,7 @@ import torch
 from ..errors import ZeroStateError
 from ..homes.home import Home, read
 from ..params.flat import FlatGroup
-from ..plan.layout import LocalSlice
+from ..plan.layout import LocalSlice, pieces
 from ..step.masters import Master
 from ..step.states import OptimizerStates
 from .templates import StateTemplates, is_single
@@ -25,7 +25,7 @@ from .templates import StateTemplates, is_single
 if TYPE_CHECKING:
     from ..runtime import Runtime
 
-__all__ = ["ParamSlice", "Place", "Reader", "State", "StoredValues", "iter_slices", "places_of"]
+__all__ = ["ParamSlice", "Place", "Reader", "State", "StoredValues", "iter_slices", "own_states", "places_of"]
 
 State = torch.Tensor | int | float | bool
 
@@ -79,6 +79,12 @@ class StoredValues:
         """The elements, a new tensor."""
         found = [read(*place) for place in self.ranges]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def parts(self, most: int) -> Iterator[torch.Tensor]:
+        """The elements in order, at most `most` at a time, each time a new tensor."""
+        for home, first, last in self.ranges:
+            for start, stop in pieces(last - first, most):
+                yield read(home, first + start, first + stop)
 
 
 class Reader(Protocol):
@@ -146,7 +152,7 @@ def iter_slices(
             stop=part.stop,
             param=param,
             master=_own_master(group, pieces, part, param, lazily) if trainable else None,
-            states=_own_states(states, pieces, part, templates, lazily) if part.numel else {},
+            states=own_states(states, pieces, part, templates, lazily) if part.numel else {},
             ranges=tuple(found for master in pieces for found in _own_ranges(inner, master)),
         )
 
@@ -178,9 +184,14 @@ def _cut(master: Master, tensor: torch.Tensor, part: LocalSlice) -> torch.Tensor
     return tensor.detach().reshape(-1)[first - master.slice.start : max(first, last) - master.slice.start]
 
 
-def _own_states(
+def own_states(
     states: OptimizerStates, pieces: Sequence[Master], part: LocalSlice, templates: StateTemplates, lazily: bool
 ) -> dict[str, Any]:
+    """The states of the elements `part` of a parameter, of which `pieces` are this rank's masters.
+
+    Raises:
+        ZeroStateError: a state is neither one value nor one value per element.
+    """
     found = [_states_of(states, master, part, templates, lazily) for master in pieces]
     stored: dict[str, Any] = _stored_states(states, pieces, part) if lazily else {}
     if len(found) <= 1:

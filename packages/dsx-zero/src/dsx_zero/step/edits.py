@@ -182,6 +182,10 @@ class EditAgreement:
         of_all = [item for item in edited if item[0] not in self._of_some]
         return _hash(of_all, 15) << 16 | _hash([item for item in edited if item[0] in self._of_some], 16)
 
+    def of_all(self) -> str:
+        """What was written of the parameters that all ranks hold, the same text on ranks that wrote the same."""
+        return repr(sorted((name, value) for name, value in self._edited().items() if name not in self._of_some))
+
     def differ(self, words: Sequence[int]) -> bool:
         """Whether the ranks' words say that they wrote differently what they hold alike."""
         if not self._of_some:

@@ -7,7 +7,7 @@ this rank owns nothing are left out of its groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,14 +100,23 @@ Masters = Sequence[tuple[nn.Parameter, tuple[Master, ...]]]
 """Trainable parameters with what this rank steps of them."""
 
 
-def make_masters(units: Sequence[Unit], *, whole: bool, most: int | None = None) -> Masters:
+def make_masters(
+    units: Sequence[Unit], *, whole: bool, most: int | None = None, known: Mapping[FlatGroup, Masters] | None = None
+) -> Masters:
     """Every trainable parameter with its masters (none where this rank owns nothing), in layout order.
 
     Args:
         whole: masters have the parameter's shape.
         most: cut slices into pieces of at most this many elements; None: one master for a parameter.
+        known: the masters of groups that have some already, and keep them.
     """
-    return [pair for unit in units for group in unit.trainable for pair in _of_group(group, whole=whole, most=most)]
+    known = known or {}
+    return [
+        pair
+        for unit in units
+        for group in unit.trainable
+        for pair in (known[group] if group in known else _of_group(group, whole=whole, most=most))
+    ]
 
 
 def _of_group(group: FlatGroup, *, whole: bool, most: int | None) -> Iterator[tuple[nn.Parameter, tuple[Master, ...]]]:
@@ -143,10 +152,11 @@ def replace_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.T
         group["params"] = [current(old) for old in group["params"]]
 
 
-def place_masters(optimizer: torch.optim.Optimizer, masters: Masters) -> None:
+def place_masters(optimizer: torch.optim.Optimizer, masters: Masters, *, keep: Collection[int] = ()) -> None:
     """Put the masters where the parameters were in `param_groups`, and cut state that exists already.
 
-    State of other tensors goes: an optimizer that has sharded a model before still has that of its masters.
+    State of other tensors goes, but for those whose `id` is in `keep`: an optimizer that has sharded a model before
+    still has that of its masters.
     """
     by_parameter = {id(parameter): pieces for parameter, pieces in masters}
     for group in optimizer.param_groups:
@@ -155,7 +165,7 @@ def place_masters(optimizer: torch.optim.Optimizer, masters: Masters) -> None:
             for master in by_parameter.get(id(parameter), ()) if state else ():
                 optimizer.state[master.tensor] = {k: _cut(k, v, parameter, master) for k, v in state.items()}
         group["params"] = [master.tensor for p in group["params"] for master in by_parameter.get(id(p), ())]
-    current = {id(master.tensor) for _, pieces in masters for master in pieces}
+    current = {id(master.tensor) for _, pieces in masters for master in pieces}.union(keep)
     for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in current]:
         del optimizer.state[key]
 

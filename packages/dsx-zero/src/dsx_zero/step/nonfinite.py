@@ -3,12 +3,17 @@
 A warning once per run of such steps: the step, and the parameters and ranks that hold what is not finite. Gradients are
 averaged by then, so that the rank is the one that owns the parameter's shard; whose data it came from is no longer
 known.
+
+On a CUDA device the norm travels to the host while the step goes on, and is looked at in a later step, when it has
+arrived: the host never waits. By then those gradients are gone, so that this warning names the step and no parameter.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import dsx_comm
@@ -22,35 +27,69 @@ __all__ = ["NonFiniteWarning"]
 _log = logging.getLogger(__name__)
 
 _SHOWN = 3
+_ON_THE_WAY = 16
+"""Norms whose arrival is waited for; a host that runs further ahead of its device does not look at more."""
+
+_Arrival = Callable[[], float | None]
+"""Gives a value as soon as it has arrived on the host, and None before."""
+
+
+def _send(norm: torch.Tensor) -> _Arrival | None:
+    """Start copying a norm to the host; None where the host would have to wait for it."""
+    if norm.device.type != "cuda":
+        return None
+    host = torch.empty((), dtype=norm.dtype, pin_memory=True)
+    host.copy_(norm, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(norm.device))
+    return lambda: host.item() if event.query() else None
 
 
 class NonFiniteWarning:
-    """Warns of one model's gradients."""
+    """Warns of one model's gradients. `send`: brings norms from a device to the host without waiting."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, send: Callable[[torch.Tensor], _Arrival | None] = _send) -> None:
+        self._send = send
         self._steps = 0
         self._warned = False
+        self._arriving: deque[tuple[int, _Arrival]] = deque()
 
-    def look(self, norm: torch.Tensor, *, everywhere: bool) -> None:
-        """A step with gradients of this norm goes on. Collective where the norm is not finite.
+    def look(self, run: Runtime, norm: torch.Tensor, *, everywhere: bool) -> None:
+        """A step with gradients of this norm goes on. Collective where the norm is on the host and not finite.
 
         Args:
-            norm: a norm on the host (others are not looked at: that would wait for the device).
             everywhere: whether all ranks have this norm; else this rank speaks for itself.
         """
         self._steps += 1
-        if norm.device.type != "cpu":
+        if norm.device.type == "cpu":
+            if self._is_news(norm.item()):
+                self._warn(run, norm.item(), everywhere)
             return
-        value = norm.item()
-        if math.isfinite(value):
-            self._warned = False
-        elif not self._warned:
-            self._warned = True
-            self._warn(value, everywhere)
+        speaks = not everywhere or run.ranks.rank == 0
+        while speaks and self._arriving and (value := self._arriving[0][1]()) is not None:
+            step, _ = self._arriving.popleft()
+            if self._is_news(value):
+                self._warn_late(step, value)
+        if speaks and len(self._arriving) < _ON_THE_WAY and (arrival := self._send(norm)) is not None:
+            self._arriving.append((self._steps, arrival))
 
-    def _warn(self, norm: float, everywhere: bool) -> None:
-        run, mine = self._runtime, self._found()
+    def _is_news(self, norm: float) -> bool:
+        """Is this the first norm of a run of those that are not finite?"""
+        known, self._warned = self._warned, not math.isfinite(norm)
+        return self._warned and not known
+
+    def _warn_late(self, step: int, norm: float) -> None:
+        _log.warning(
+            "step %d: the norm of the gradients was not finite (%s), as the host has learned in step %d without waiting"
+            " for the device. The step went on, as in plain PyTorch; with clipping what is not finite has spread to all"
+            " parameters. Precision(check_overflow=True) skips such steps",
+            step,
+            norm,
+            self._steps,
+        )
+
+    def _warn(self, run: Runtime, norm: float, everywhere: bool) -> None:
+        mine = _found(run)
         everybody: list[Any] = [mine]
         if everywhere and run.ranks.size > 1 and (run.norm_groups or not run.whole):
             everybody = [None] * run.ranks.size
@@ -72,12 +111,12 @@ class NonFiniteWarning:
             where,
         )
 
-    def _found(self) -> list[str]:
-        """The parameters of whose averaged gradient this rank has something that is not finite."""
-        run = self._runtime
-        found = []
-        for unit in run.trainable_units():
-            for group in unit.trainable:
-                pieces = run.gradients.parts(group, group.parts)
-                found += [p.name for p, piece in zip(group.parts, pieces) if not torch.isfinite(piece).all().item()]
-        return found
+
+def _found(run: Runtime) -> list[str]:
+    """The parameters of whose averaged gradient this rank has something that is not finite."""
+    found = []
+    for unit in run.trainable_units():
+        for group in unit.trainable:
+            pieces = run.gradients.parts(group, group.parts)
+            found += [p.name for p, piece in zip(group.parts, pieces) if not torch.isfinite(piece).all().item()]
+    return found

@@ -39,6 +39,11 @@ class StepGroups:
         self._known = [[id(tensor) for tensor in group] for group in self._shown]
         self._put(self._shown)
 
+    @property
+    def shown(self) -> list[list[torch.Tensor]]:
+        """The tensors of each group as the user sees them."""
+        return self._shown
+
     def _put(self, tensors: Sequence[list[torch.Tensor]]) -> None:
         for group, members in zip(self._optimizer.param_groups, tensors):
             group["params"] = members
@@ -51,15 +56,15 @@ class StepGroups:
             if found != known:
                 raise ZeroOptimizerError(
                     f"param_groups[{index}]['params'] was changed: got {len(found)} tensors, expected the {len(known)}"
-                    " that were there when the model was sharded, in their order; the layout of shards is fixed by"
-                    " dsx_zero.shard. Give all parameters to the optimizer before sharding, or build the optimizer"
-                    " anew and shard again"
+                    " that were there when the model was sharded, in their order. Parameters that shall train too come"
+                    " with optimizer.add_param_group({'params': [...]}) on every rank; those that shall not are frozen"
+                    " with requires_grad_(False)"
                 )
         if len(groups) != len(self._known):
             raise ZeroOptimizerError(
-                f"param_groups: got {len(groups)} groups, expected {len(self._known)}; the layout of shards is fixed by"
-                " dsx_zero.shard. Give all groups to the optimizer before sharding (with lr 0 if they shall start"
-                " later)"
+                f"param_groups: got {len(groups)} groups, expected {len(self._known)}. A group that comes later is"
+                " added with optimizer.add_param_group(group) on every rank, which makes places for its gradients and"
+                " states"
             )
 
     def numbers(self) -> dict[int, int]:

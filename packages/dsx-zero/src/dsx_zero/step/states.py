@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from ..homes.home import Home, opened, read, write
+from ..homes.home import Home, discard, opened, read, write
 from ..homes.tiers import Tier
 from ..lanes import Lane, Ticket
+from ..params.flat import label_of
 from ..params.memory import OrdinaryMemory
 from .masters import Master
 
@@ -46,12 +47,20 @@ class OptimizerStates:
         inner: the optimizer.
         masters: what it steps.
         tiers: where the states per element of each master live; None: where the optimizer makes them.
+        earlier: the states of the layout before; those of masters that stay are taken over.
     """
 
-    def __init__(self, inner: Any, masters: Sequence[Master], tiers: Sequence[Tier | None]) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        masters: Sequence[Master],
+        tiers: Sequence[Tier | None],
+        earlier: OptimizerStates | None = None,
+    ) -> None:
         self.inner, self._masters = inner, tuple(masters)
         self._tier_of = {id(master.tensor): tier for master, tier in zip(masters, tiers, strict=True)}
-        self._homes: dict[int, dict[str, Home]] = {id(master.tensor): {} for master in masters}
+        before = {} if earlier is None else earlier._homes
+        self._homes: dict[int, dict[str, Home]] = {id(m.tensor): before.get(id(m.tensor), {}) for m in masters}
         self._tiers = {id(m.tensor): m.group.master.tier for m in masters if m.group.master is not None}
         for master in masters:
             self._move_out(master)
@@ -102,6 +111,12 @@ class OptimizerStates:
             for value in state.values()
             if isinstance(value, torch.Tensor)
         ]
+
+    def forget(self, master: Master) -> None:
+        """Its states have another place now: let them go."""
+        self.inner.state.pop(master.tensor, None)
+        for home in self._homes.pop(id(master.tensor), {}).values():
+            discard(home)
 
     def homes(self) -> list[Home]:
         """The homes of the others."""
@@ -171,7 +186,7 @@ class OptimizerStates:
         for key in [key for key, value in state.items() if self._is_per_element(master, value)]:
             value = state.pop(key).detach().reshape(-1)
             if key not in homes:
-                name = f"state.{key}.{master.name}.{master.slice.start}"
+                name = f"state.{key}.{master.name}.{master.slice.start}.{label_of(master.group.plan)}"
                 device = master.group.key.device
                 homes[key] = tier.home(name, master.numel, value.dtype, device, OrdinaryMemory())
             view = homes[key].view()

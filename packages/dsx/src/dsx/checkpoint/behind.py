@@ -6,8 +6,10 @@
 
 A slot is one block of host memory that holds all pieces of one save; it is kept and used again (page-locked where the
 tensors are on a CUDA device). There are as many slots as saves may be in flight: who saves faster than the disk writes
-waits for a slot. On CUDA the copies run on a stream of their own, and the current stream waits for them on the device,
-so that what follows cannot overwrite what is being copied; the host goes on.
+waits for a slot. What lies on disk (`offload_optimizer` to nvme) is copied on disk, part by part, into a file beside
+the checkpoint that has no name and goes with the save, also when the process is killed: in memory there is one part
+while it is copied, and one piece while it is written. On CUDA the copies run on a stream of their own, and the current
+stream waits for them on the device, so that what follows cannot overwrite what is being copied; the host goes on.
 
 The thread's words with other ranks go over a process group of their own, so that they cannot get between the
 collectives of training. An error is the same on all ranks; who submits next, or waits, gets it.
@@ -18,8 +20,10 @@ somebody writes to them right after it (`test_checkpoint_behind.py`), and on a C
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,24 +31,89 @@ from typing import Any
 import torch
 
 from ..utils.logging import logger
+from .errors import CheckpointError
+from .files import write_all
 from .ranks import Ranks
+from .regions import raw_bytes
 from .snapshot import Piece
 from .writing import PlannedSave
 
 _ALIGNMENT = 64  # bytes
+_AT_ONCE = 1 << 24
+"""Elements of what lies on disk that are in memory while it is copied: as many as lie there in one piece."""
+
+
+class DiskCopy:
+    """Copies of values that are not in memory, in a file without a name in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  closed by `close`
+        self._end = 0
+
+    def add(self, piece: Piece, parts: Iterator[torch.Tensor]) -> Piece:
+        """The piece, which reads its copy from now on."""
+        start, dtype = self._end, torch.uint8
+        for part in parts:
+            dtype = part.dtype
+            data = raw_bytes(part.detach().cpu().contiguous())
+            write_all(self._file.fileno(), data, self._end)
+            self._end += len(data)
+        nbytes = self._end - start
+        return Piece(piece.family, piece.spec, piece.region, lambda: self._read(start, nbytes, dtype))
+
+    def _read(self, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        data = torch.empty(nbytes, dtype=torch.uint8)
+        view, got = raw_bytes(data), 0
+        while got < nbytes and (count := os.preadv(self._file.fileno(), [view[got:]], start + got)):
+            got += count
+        if got < nbytes:
+            raise CheckpointError(
+                f"got {got} of {nbytes} bytes of a copy on disk of what is to be saved, expected all: the disk has lost"
+                " them; save again, to another disk"
+            )
+        return data.view(dtype)
+
+    def close(self) -> None:
+        """Give the room on disk back."""
+        self._file.close()
 
 
 class HostSlot:
-    """One block of host memory, made when it is first needed and made anew only where it is too small."""
+    """Where the copies of one save are: a block of host memory, made when it is first needed and made anew only where
+    it is too small, and a file for what lies on disk.
+    """
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
+        self._disk: DiskCopy | None = None
 
-    def copy(self, pieces: list[Piece]) -> tuple[list[Piece], Callable[[], None]]:
-        """Copies of the pieces, and a function that waits until they are there.
+    def copy(self, pieces: list[Piece], folder: Path) -> tuple[list[Piece], Callable[[], None]]:
+        """Copies of the pieces in their order, and a function that waits until they are there. What lies on disk is
+        copied to a file in `folder`, at once.
 
         Returns at once on a CUDA device; the current stream does nothing further before the copies are done.
         """
+        in_memory = [piece for piece in pieces if piece.parts is None]
+        copies, wait = self._copy_memory(in_memory)
+        if len(in_memory) == len(pieces):
+            return copies, wait
+        self._disk, left = DiskCopy(folder), iter(copies)
+        try:
+            return [
+                next(left) if piece.parts is None else self._disk.add(piece, piece.parts(_AT_ONCE)) for piece in pieces
+            ], wait
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """The save has ended: give back what lies on disk. The memory is kept for the next one."""
+        disk, self._disk = self._disk, None
+        if disk is not None:
+            disk.close()
+
+    def _copy_memory(self, pieces: list[Piece]) -> tuple[list[Piece], Callable[[], None]]:
         values = [piece.fetch().detach().reshape(-1) for piece in pieces]
         places, size = [], 0
         for value in values:
@@ -131,8 +200,11 @@ class WriteBehind:
         self.raise_failures()
         slot = self._free.pop()
         try:
-            pieces, wait = together.all_or_none("copying what to save", lambda: slot.copy(planned.pieces))
+            pieces, wait = together.all_or_none(
+                "copying what to save", lambda: slot.copy(planned.pieces, planned.target.parent)
+            )
         except BaseException:
+            slot.end()
             self._free.append(slot)
             raise
         job = pool.submit(self._write, planned.copied(pieces), slot, wait, ranks)
@@ -155,6 +227,7 @@ class WriteBehind:
             self._report(error, ranks)
             raise
         finally:
+            slot.end()
             self._free.append(slot)
 
     def raise_failures(self) -> None:

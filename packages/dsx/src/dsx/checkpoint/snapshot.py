@@ -53,12 +53,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """A region of a tensor that this rank holds. `fetch` gives its values, 1-D, on any device."""
+    """A region of a tensor that this rank holds. `fetch` gives its values, 1-D, on any device.
+
+    `parts`: of values that are not in memory, gives them in order, at most so many elements at a time.
+    """
 
     family: str
     spec: TensorSpec
     region: Region
     fetch: Callable[[], torch.Tensor]
+    parts: Callable[[int], Iterator[torch.Tensor]] | None = None
 
 
 @dataclass
@@ -139,8 +143,10 @@ class Snapshot:
             if region in regions:
                 raise CheckpointError(f"{shown(name)} is listed twice; each tensor of the whole model has one name")
             regions.append(region)
-            fetch = (lambda: values) if isinstance(values, torch.Tensor) else values.fetch
-            self.pieces.append(Piece(family, spec, region, fetch))
+            if isinstance(values, torch.Tensor):
+                self.pieces.append(Piece(family, spec, region, lambda: values))
+            else:
+                self.pieces.append(Piece(family, spec, region, values.fetch, values.parts))
 
 
 def _checked_key(key: str) -> str:

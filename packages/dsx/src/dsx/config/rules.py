@@ -113,13 +113,12 @@ def _param_dtype(root: Any, where: Any) -> Iterator[Problem]:
 
 def _offload_stage(root: Any, where: Any) -> Iterator[Problem]:
     zero = root.zero_optimization
-    for key, allowed in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
+    for key, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
         block = getattr(zero, key, None)
         device = getattr(block, "device", "none")
         device = getattr(device, "value", device)
         if block is None or device == "none":
             continue
-        stages = (3,) if device == "nvme" else allowed
         if zero.stage not in stages:
             yield Problem(
                 "conflict", f"zero_optimization.{key}", f"{key} to {device} does not work with this stage",

@@ -1,0 +1,488 @@
+"""Makes the parts of a sharded model: from what was asked (`Recipe`) over a plan (`Planned`) to what runs.
+
+`shard` does it once; `replanning` does it again over another plan, with what goes on as it is (`Kept`). Nothing here
+knows the optimizer that the user holds (`ZeroOptimizer`), which takes the parts (`StepParts`) over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import dsx_comm
+import torch
+from torch import nn
+
+from .alike import hash_of
+from .gather.publishing import Gathering, Replicated, share_first
+from .grads.averaging import Averaging, ByReduction, averaging_of
+from .grads.gradients import Gradients, LocalGradients, ReducedGradients
+from .grads.reduction import LocalReducer, Reducer, Reduction, ReductionEngine
+from .grads.reductions import Reductions
+from .grads.unused import IgnoreUnused, UnusedParameters
+from .groups import LentGroups
+from .homes.chosen import (
+    check_room,
+    is_stepped_by_host,
+    late_update_after,
+    makes_states_at_once,
+    place_units,
+    steps_during_backward,
+    sub_group_size,
+    transfers_beside_step,
+)
+from .homes.tiers import Placement, UnitPlacement
+from .lanes import Lane, make_lane
+from .order.agreed import AgreedOrder, Channel, NullOrder, Order, ReuseLimits
+from .order.backward import BackwardClock
+from .order.channel import AskingChannel, ControlChannel, OneRank
+from .order.executor import CollectiveExecutor
+from .params.flat import FlatGroup, Unit
+from .params.kept import KeptGroups
+from .params.memory import Memory, OrdinaryMemory, memory_of
+from .plan.rank_sets import check_rank_sets, is_plain, ranks_of_buffers
+from .plan.units import GroupPlan, ParameterInfo, Persistence, RanksOf, UnitPlan, plan_units
+from .precision import Precision
+from .runtime import Publisher, Runtime, UnusedCheck
+from .step.masters import Master, Masters, make_masters, needs_whole_tensors, place_masters, replace_parameters
+from .step.norm import groups_of_norm
+from .step.param_groups import StepGroups
+from .step.parts import may_be_cut, why_at_once
+from .step.plan import Pipeline, StepPlan
+from .step.runner import plan_step
+from .step.states import OptimizerStates
+from .transports.chosen import Transports
+
+if TYPE_CHECKING:
+    from .config import ZeroConfig
+    from .gather.hooks import UnitHooks
+
+__all__ = ["NOTHING_KEPT", "Builder", "Kept", "Planned", "Recipe", "StepParts", "assemble", "plan_facts"]
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What was asked of `shard`, which stays the same while a model is sharded.
+
+    Attributes:
+        data: all data-parallel ranks.
+        ranks_of: which ranks share a parameter's buffer.
+        ratio: part of the state that `placement` is for (Twin-Flow).
+        device: where the model computes; None: where its parameters are.
+        leaves: names of modules that are units of their own.
+        bucket_size: elements of a unit at stages 1 and 2, and of a reduction.
+    """
+
+    model: nn.Module
+    settings: ZeroConfig
+    precision: Precision
+    reduction: Reduction
+    data: dsx_comm.RankSet
+    ranks_of: RanksOf
+    placement: Placement
+    ratio: float
+    device: torch.device | None
+    leaves: frozenset[str]
+    bucket_size: int
+    transports: Transports
+    groups: LentGroups
+
+    def plan(self, infos: tuple[ParameterInfo, ...], inner: Any) -> Planned:
+        """Units, owners and places for these parameters. Nothing is changed.
+
+        Raises:
+            ZeroConfigError: a disk's host buffers are too small.
+            ZeroModelError, ZeroOptimizerError: rank sets or the optimizer do not go together with the settings.
+        """
+        settings = self.settings
+        if self.device is not None:
+            infos = tuple(replace(info, device=self.device) for info in infos)
+        plans = plan_units(
+            self.model,
+            infos,
+            stage=settings.stage,
+            ranks_of=self.ranks_of,
+            reduce_bucket_size=self.bucket_size,
+            persistence=Persistence(
+                settings.size("stage3_param_persistence_threshold"), settings.stage3_model_persistence_threshold
+            ),
+            leaves=self.leaves,
+            undivided=needs_whole_tensors(inner),
+        )
+        check_rank_sets(plans, self.data)
+        check_room(self.placement, {str(p): _shard_numel(p) for p in plans if not p.resident})
+        plain, stage, rank = is_plain(plans, self.data), settings.stage, self.data.rank
+        averaging = averaging_of(inner, self.reduction, stage=stage, rank=rank, plain=plain)
+        sizes = [(plan.index, str(plan), _shard_numel(plan)) for plan in plans]
+        return Planned(infos, plans, averaging, place_units(sizes, self.placement, ratio=self.ratio))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One division of a model: parameters, units, who averages, and where each unit's state lives."""
+
+    infos: tuple[ParameterInfo, ...]
+    plans: tuple[UnitPlan, ...]
+    averaging: Averaging
+    placements: tuple[UnitPlacement, ...]
+
+    @cached_property
+    def _placed(self) -> dict[int, Placement]:
+        return {record.unit: record.placement for record in self.placements}
+
+    def placed(self, unit: int) -> Placement:
+        """Where the state of a unit lives."""
+        return self._placed[unit]
+
+
+def _shard_numel(plan: UnitPlan) -> int:
+    return sum(group.layout.shard_numel for group in plan.groups)
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What a `ZeroOptimizer` steps with.
+
+    Attributes:
+        masters: what this rank steps, in layout order; `by_parameter`: every parameter that trains with its masters.
+        groups: the optimizer's groups.
+        faces: what the model holds between uses, for the `id` of each plain parameter that takes its place meanwhile.
+        channel: carries the words of the order.
+        early_units: those that may be stepped while backward goes on.
+        late_after: steps after which updates are applied late; None: never.
+    """
+
+    runtime: Runtime
+    masters: tuple[Master, ...]
+    by_parameter: Masters
+    unused: UnusedCheck
+    groups: StepGroups
+    states: OptimizerStates
+    placements: tuple[UnitPlacement, ...]
+    plan: StepPlan
+    lane: Lane
+    faces: Mapping[int, torch.Tensor]
+    channel: AskingChannel
+    early_units: tuple[int, ...] = ()
+    late_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What of the parts before goes on.
+
+    Attributes:
+        groups: flat groups.
+        masters: their masters.
+        held: the `id`s of tensors whose states the optimizer holds on to.
+        earlier: the states of before; None: there was nothing before.
+        hooks: those of stage 3 on the modules.
+    """
+
+    groups: KeptGroups = field(default_factory=KeptGroups)
+    masters: Mapping[FlatGroup, Masters] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
+    earlier: OptimizerStates | None = None
+    hooks: UnitHooks | None = None
+
+
+NOTHING_KEPT = Kept()
+
+
+class Builder:
+    """Makes the parts of a `Runtime` in the right order, again for every plan of one recipe."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe = recipe
+        self.lane = make_lane(device)
+        """For what comes and goes between tiers. Gathers and reductions have lanes of their own."""
+        self._device = device
+        self._with_gathers: dict[dsx_comm.RankSet, dsx_comm.RankSet] = {}
+        self._channel: AskingChannel | None = None
+
+    def build(self, planned: Planned, inner: Any, kept: Kept = NOTHING_KEPT) -> Runtime:
+        """The runtime of a plan (collective). At stage 3 the modules get other parameters, which take the places of
+        the old ones in the optimizer.
+        """
+        build = _Build(self, planned, kept)
+        return build.partitioned(inner) if self.recipe.settings.stage == 3 else build.resident()
+
+    def gathers_of(self, ranks: dsx_comm.RankSet) -> dsx_comm.RankSet:
+        """The rank set with a group of its own for gathers (collective for a set's first time)."""
+        if ranks not in self._with_gathers:
+            self._with_gathers[ranks] = self.recipe.groups.take_for_gathers(ranks)
+        return self._with_gathers[ranks]
+
+    def channel(self) -> AskingChannel | None:
+        """For the words of the order (collective the first time); None where there is one rank."""
+        data, groups = self.recipe.data, self.recipe.groups
+        if data.size > 1 and self._channel is None:
+            shared = self.recipe.settings.stage < 3 and dsx_comm.get_backend(data.group) == "gloo"
+            group = data.group if shared else groups.take_control(data)
+            self._channel = ControlChannel(group, data.rank, data.size)
+        return self._channel
+
+
+class _Build:
+    """One runtime being made."""
+
+    def __init__(self, builder: Builder, planned: Planned, kept: Kept) -> None:
+        recipe = builder.recipe
+        self._builder, self._planned, self._kept = builder, planned, kept
+        self.model, self.settings, self.precision = recipe.model, recipe.settings, recipe.precision
+        self.reduction, self.data, self.groups = recipe.reduction, recipe.data, recipe.groups
+        self.placement, self.transports = recipe.placement, recipe.transports
+        self.infos, self.plans, self.averaging = planned.infos, planned.plans, planned.averaging
+        self.placed, self.lane, self.device = planned.placed, builder.lane, builder._device
+
+    def resident(self) -> Runtime:
+        """Stages 0-2: whole parameters stay in memory."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+
+        def memory(ranks: dsx_comm.RankSet) -> Memory:  # at stage 0 nobody gathers parameters
+            return memory_of(ranks) if self.settings.stage > 0 else OrdinaryMemory()
+
+        def made(plan: GroupPlan) -> FlatGroup:
+            known = self._kept.groups.groups.get(plan)
+            if known is not None:
+                return known
+            group = FlatGroup.resident(plan, [parameters[n] for n in plan.layout.names], memory=memory(plan.key.ranks))
+            if group.visible is not None:
+                share_first(group.visible, group.ranks)
+            return group
+
+        units = tuple(Unit(plan, tuple(made(group) for group in plan.groups)) for plan in self.plans)
+        self._share_buffers()
+        alone = self.data.size == 1
+        publisher: Publisher = Replicated()
+        if self.settings.stage > 0 and not alone:
+            publisher = Gathering(self.settings.allgather_bucket_size)
+        whole = alone and self.placement.on_device  # one rank without offload has nothing to divide
+        stage = 0 if whole else self.settings.stage
+        return self._runtime(units, stage, publisher, self._gradients(units, stage))
+
+    def partitioned(self, inner: Any) -> Runtime:
+        """Stage 3: the modules get other parameters, which take the places of the old ones in the optimizer."""
+        from .gather.executor import GatherExecutor, GatherLimits  # late: stages 0-2 need none of it
+        from .gather.lifetime import GatherLifetime
+        from .gather.stage3 import Stage3, partition, read_ahead_of, reuse_limits
+
+        settings = self.settings
+        sets = dict.fromkeys(group.key.ranks for plan in self.plans for group in plan.groups)
+        with_gathers = {ranks: self._builder.gathers_of(ranks) for ranks in sets}
+        plans = [plan.on(with_gathers.__getitem__) for plan in self.plans]
+        channel = self._builder.channel() or OneRank()
+        found = partition(self.model, self.infos, plans, tier=self.placement.parameters, kept=self._kept.groups)
+        replace_parameters(inner, lambda old: found.plain_of.get(id(old), old))
+        self._share_buffers()
+        gathers = GatherExecutor(
+            found.partitioned,
+            transport=self.transports.gather(tuple(with_gathers.values())),
+            lane=make_lane(self.device),
+            limits=GatherLimits(settings.size("stage3_prefetch_bucket_size"), settings.stage3_max_live_parameters),
+            ahead=read_ahead_of(found.partitioned, self.placement.parameters),
+        )
+        limits = reuse_limits(
+            found.partitioned,
+            max_reuse_distance=settings.stage3_max_reuse_distance,
+            max_live=settings.stage3_max_live_parameters,
+        )
+        reductions = self._reductions(found.units, 3, lambda: gradients.complete())
+        order = self._order(CollectiveExecutor(reductions.run_reduce, gathers), channel, limits)
+        clock = BackwardClock(order)
+        # Before the gradients: a backward begins for it first, and ends for it last.
+        lifetime = GatherLifetime(found.partitioned, executor=gathers, order=order, clock=clock)
+        gradients = ReducedGradients(
+            self.model,
+            reductions,
+            order,
+            clock,
+            on_complete=lifetime.gradients_complete,
+            keeps_local=self.averaging.local,
+        )
+        gathering = Gathering(settings.allgather_bucket_size)
+        stage = Stage3(self.model, found, gathering, gathers, order, lifetime, gradients, hooks=self._kept.hooks)
+        return self._runtime(found.units, 3, stage, gradients)
+
+    def _runtime(self, units: tuple[Unit, ...], stage: int, publisher: Publisher, gradients: Gradients) -> Runtime:
+        dtypes = {group.key.dtype for unit in units for group in unit.trainable}
+        return Runtime(
+            model=self.model,
+            stage=stage,
+            ranks=self.data,
+            norm_groups=self._norm_groups(units, stage),
+            groups=self.groups,
+            infos=self.infos,
+            units=units,
+            gradients=gradients,
+            publisher=publisher,
+            averaging=self.averaging,
+            checks_overflow=self.precision.checks_overflow(dtypes),
+            resident=self.settings.stage < 3,
+            load_masters=self.settings.load_from_fp32_weights,
+        )
+
+    def _norm_groups(self, units: tuple[Unit, ...], stage: int) -> tuple[Any, ...]:
+        sets = {group.ranks for unit in units for group in unit.trainable}
+        return groups_of_norm(sets, self.data, whole=stage == 0)
+
+    def _gradients(self, units: tuple[Unit, ...], stage: int) -> Gradients:
+        """Of stages 0-2."""
+        precision = self.precision
+        dtypes = {group.key.dtype for unit in units for group in unit.trainable}
+        if stage == 0 and self.data.size == 1 and all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes):
+            return LocalGradients(units)
+        reductions = self._reductions(units, stage, lambda: gradients.complete())
+        order = self._order(CollectiveExecutor(reductions.run_reduce), self._builder.channel())
+        clock = BackwardClock(order)
+        gradients = ReducedGradients(self.model, reductions, order, clock, keeps_local=self.averaging.local)
+        return gradients
+
+    def _reductions(self, units: tuple[Unit, ...], stage: int, complete: Callable[[], None]) -> Reductions:
+        lane = make_lane(self.device)
+
+        def reducer(ranks: dsx_comm.RankSet) -> ReductionEngine:
+            if ranks.size == 1:
+                return LocalReducer.of(ranks, self.reduction)
+            return Reducer(ranks, self.reduction, partial(self.transports.reduce, scatters=stage > 0), lane)
+
+        differ = any(
+            group.ranks.holders is not self.data.group or group.ranks.tensor_groups
+            for unit in units
+            for group in unit.groups
+        )
+        return Reductions(
+            units,
+            stage=stage,
+            precision=self.precision,
+            reducer=reducer,
+            complete=complete,
+            # Plain tensors at stage 0 would let each rank clip by its own norm.
+            expose=self.reduction.op == "mean" and not differ,
+            differ=differ,
+            norm_groups=self._norm_groups(units, stage),
+            overlap=self.settings.overlap_comm is not False,
+            memory=memory_of,
+            tier=lambda unit: self.placed(unit).gradients,
+            lane=self.lane,
+        )
+
+    def _order(self, executor: CollectiveExecutor, channel: Channel | None, limits: ReuseLimits | None = None) -> Order:
+        """What the ranks agree on over the channel; None: every need is executed as it comes."""
+        if channel is None:
+            return NullOrder(executor)
+        names = {plan.index: str(plan) for plan in self.plans}
+        return AgreedOrder(executor, channel, limits=limits, names=names, alone=self.data.size == 1)
+
+    def _share_buffers(self) -> None:
+        """The first rank's buffers become those of all ranks that hold the module."""
+        if self._kept.earlier is not None:
+            return  # they are the ranks' own since
+        held = {name: group.key.ranks for plan in self.plans for group in plan.groups for name in group.layout.names}
+        aliases = {alias: held[info.name] for info in self.infos for alias in info.aliases}
+        for buffer, ranks in ranks_of_buffers(self.model, {**held, **aliases}, self.data):
+            share_first(buffer, ranks)
+
+
+# What the optimizer steps --------------------------------------------------------------------------------------------
+
+
+def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, kept: Kept = NOTHING_KEPT) -> StepParts:
+    """Masters of everything that trains, in the places of the parameters in the optimizer, and the plan of its step."""
+    recipe = builder.recipe
+    for unit in runtime.trainable_units():
+        for group in unit.trainable:
+            if group.master is None:
+                tier = planned.placed(unit.index).masters
+                group.make_master(recipe.precision.master, whole=runtime.whole, tier=tier)
+    moves = any(record.placement.states is not None for record in planned.placements) or any(
+        group.master is not None and group.master.view() is None for unit in runtime.units for group in unit.groups
+    )
+    most = sub_group_size(recipe.settings, moves=moves) if may_be_cut(inner) else None
+    early = _early_units(recipe.settings, planned, runtime, inner)
+    masters = make_masters(runtime.units, whole=runtime.whole, most=most, known=kept.masters)
+    faces = _faces(recipe.model, runtime)
+    shown = [[faces[id(p)] if id(p) in faces else p for p in group["params"]] for group in inner.param_groups]
+    place_masters(inner, masters, keep=kept.held)
+    stepped = [master for _, pieces in masters for master in pieces]
+    unit_of = {id(group): unit.index for unit in runtime.units for group in unit.groups}
+    tiers = [planned.placed(unit_of[id(m.group)]).states for m in stepped]
+    states, groups = OptimizerStates(inner, stepped, tiers, earlier=kept.earlier), StepGroups(inner, shown)
+    at_once = makes_states_at_once(recipe.settings)
+    if at_once and not states.make_now(groups.numbers()) and recipe.data.rank == 0 and kept.earlier is None:
+        _log.warning(
+            "zero_optimization.offload_optimizer.fast_init has no effect: %s makes its states in its first step",
+            type(inner).__name__,
+        )
+    return StepParts(
+        runtime=runtime,
+        masters=tuple(stepped),
+        by_parameter=masters,
+        unused=_unused_check(runtime, recipe.settings),
+        groups=groups,
+        states=states,
+        placements=planned.placements,
+        plan=plan_step(
+            inner,
+            runtime,
+            stepped,
+            most=most,
+            moves=moves,
+            by_unit=bool(early),
+            pipeline=Pipeline(*transfers_beside_step(recipe.settings)),
+        ),
+        lane=builder.lane,
+        faces=faces,
+        channel=builder.channel() or OneRank(),
+        early_units=early,
+        late_after=late_update_after(recipe.settings),
+    )
+
+
+def _early_units(settings: ZeroConfig, planned: Planned, runtime: Runtime, inner: Any) -> tuple[int, ...]:
+    """The units that may be stepped while backward goes on, the same on all ranks."""
+    safe = hasattr(inner, "step_flat") and why_at_once(inner) is None and isinstance(runtime.averaging, ByReduction)
+    if not safe or runtime.checks_overflow or not steps_during_backward(settings):
+        return ()
+    return tuple(
+        unit.index
+        for unit in runtime.trainable_units()
+        if is_stepped_by_host(planned.placed(unit.index))
+        and all(group.own_master is not None for group in unit.trainable)
+    )
+
+
+def _faces(model: nn.Module, runtime: Runtime) -> dict[int, torch.Tensor]:
+    """What the model holds between uses, for the `id` of each plain parameter that only takes its place meanwhile
+    (stage 3).
+    """
+    plain = {
+        name: p
+        for unit in runtime.units
+        for group in unit.groups
+        for name, p in zip(group.layout.names, group.parameters)
+    }
+    return {id(p): face for name, p in plain.items() if (face := model.get_parameter(name)) is not p}
+
+
+def _unused_check(runtime: Runtime, settings: ZeroConfig) -> UnusedParameters | IgnoreUnused:
+    if settings.ignore_unused_parameters:
+        return IgnoreUnused()
+    return UnusedParameters(runtime.trainable_units(), runtime.ranks)
+
+
+def plan_facts(plans: Sequence[UnitPlan]) -> dict[str, str]:
+    """The units, for `agree`: they depend on marks and on the hidden structure of modules too."""
+    return {
+        f"unit {plan.index}": (
+            f"{plan.module or 'root'}, {len(plan.names)} parameters, {hash_of(plan.names)}"
+            f" ({', '.join(str(group.key.ranks) for group in plan.groups)})"
+        )
+        for plan in plans
+    }
