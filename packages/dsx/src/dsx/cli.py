@@ -33,6 +33,7 @@ COMMANDS = {
     "autotune": Subcommand(
         "dsx.launcher.autotune_command", "search for a good configuration: launch --autotuning tune"
     ),
+    "plan": Subcommand("dsx.planning.command", "memory, messages and time of a job before it runs"),
     "report": Subcommand("dsx.cli_report", "write the HTML report of a training run"),
 }
 

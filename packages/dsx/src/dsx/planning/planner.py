@@ -128,6 +128,21 @@ def search(
     return sorted(found, key=lambda answer: (not answer.fits, -answer.tokens_per_second))
 
 
+def usual_space(config: Config, world_size: int) -> dict[str, list[Any]]:
+    """What `dsx plan --search` varies: stage, micro-batch with the same samples in a step, offload, recomputation."""
+    prepared = ready(config if isinstance(config, (str, os.PathLike)) else dict(config), world_size)
+    samples = prepared.micro * prepared.accumulation
+    sizes = [m for m in (1, 2, 4, 8, 16, 32) if samples % m == 0] or [prepared.micro]
+    return {
+        "zero_optimization.stage": [1, 2, 3] if world_size > 1 else [0, 3],
+        "train_micro_batch_size_per_gpu": sizes,
+        "train_batch_size": [samples * prepared.layout["data"]],
+        "gradient_accumulation_steps": [None],
+        "zero_optimization.offload_optimizer": [None, {"device": "cpu"}],
+        "recompute": [False, True],
+    }
+
+
 def ready_given(config: Config) -> dict[str, Any]:
     """The user's keys."""
     from ..config.source import read

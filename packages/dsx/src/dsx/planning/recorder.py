@@ -83,6 +83,8 @@ class Recorder(RehearsalObserver):
         self.phase = "build"
         self.unknown: Counter[str] = Counter()
         """Operators of which nobody has said what they cost, with how often they ran."""
+        self.late: list[Any] = []
+        """Tickets of what is to be over when the step ends."""
         self._ranks_per_host, self._streams = ranks_per_host, streams
         self._rules: dict[int, Any] = {}
         self._seen: list[Any] = []
@@ -130,7 +132,8 @@ class Recorder(RehearsalObserver):
         name, rule = known
         if name in _FREE:
             return
-        if self._streams and name in ("copy_", "_to_copy") and self._crosses(name, args, result):
+        if name == "copy_" and self.crosses(args[0], args[1]):
+            self.copied(0 if self.ledger.tier_of(args[0]) == HOST else 1, _nbytes(args[0]))
             return
         flops, products = self._arithmetic(rule, func, args, kwargs, result)
         nbytes = _nbytes(result)
@@ -140,8 +143,8 @@ class Recorder(RehearsalObserver):
             rate = _RATE["host"]
         elif products:
             rate = _DTYPES.get(_dtype(result) or _dtype(args) or torch.float32, 0)
-        if self.phase == "backward" and torch.is_grad_enabled():
-            rate += RECOMPUTED  # autograd itself records nothing
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            rate += RECOMPUTED  # inside a backward, where autograd itself records nothing
         self.trace.add(self._lane, OPERATOR, flops, nbytes, rate)
 
     def stepped(self, tensors: Sequence[torch.Tensor], flops: int) -> None:
@@ -160,14 +163,15 @@ class Recorder(RehearsalObserver):
             self.unknown[func._overloadpacket._qualified_op_name] += 1
         return 0, 0
 
-    def _crosses(self, name: str, args: Any, result: Any) -> bool:
-        """Is it a copy between host and device? Then it is noted as one."""
-        target, source = (args[0], args[1]) if name == "copy_" else (result, args[0])
-        to, of = self.ledger.tier_of(target), self.ledger.tier_of(source)
-        if to == of:
-            return False
-        self.copied(0 if to == HOST else 1, _nbytes(target))
-        return True
+    def crosses(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Would a copy of one to the other leave the device, or come to it?"""
+        return self._streams and self.ledger.tier_of(target) != self.ledger.tier_of(source)
+
+    def settle(self) -> None:
+        """Wait for what was begun for later."""
+        late, self.late = self.late, []
+        for ticket in late:
+            ticket.wait()
 
     def _on_host(self, args: Any, result: Any) -> bool:
         first = next(_tensors(args), None)
@@ -184,7 +188,7 @@ class Recorder(RehearsalObserver):
             asked, on_host = _who_asked()
             kind, tier = asked or kind, HOST if on_host else tier
         first = next(_tensors(args), None)
-        if tier == DEVICE and first is not None and func._overloadpacket.__name__ not in ("_to_copy", "empty_like"):
+        if tier == DEVICE and first is not None:
             tier = self.ledger.tier_of(first)
         self.ledger.add(storage, kind, tier)
         if tier == HOST and self._streams and not any(True for _ in _tensors(args)):

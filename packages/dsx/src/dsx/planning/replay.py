@@ -221,6 +221,7 @@ class _Run:
                 cuts.append(len(recorder.trace))
                 counts.append(_counted(traffic))
             engine.step()
+            recorder.settle()
         cuts.append(len(recorder.trace))
         counts.append(_counted(traffic))
         return cuts, counts, resident
@@ -336,13 +337,21 @@ def _kernels_recorded(recorder: Recorder) -> Iterator[None]:
     import dsx_ops
     from dsx_ops import update
 
-    original = update.apply
+    original, lane = update.apply, recorder.lane(torch.device("cpu"))
 
     def apply(batch: Any) -> None:
         for slot in batch.slots:
-            given = (slot.param, slot.grad, *slot.states, slot.low_bits, slot.copy)
-            written = (slot.param, *slot.states)
-            recorder.stepped([t for t in (*given, *written) if t is not None], 12 * slot.param.numel())
+            given = [t for t in (slot.param, slot.grad, *slot.states, slot.low_bits) if t is not None]
+            written = [slot.param, *slot.states]
+            copy = slot.copy
+            if copy is not None and recorder.crosses(copy, slot.param):
+                # Where masters lie elsewhere the engine sends the copies by itself, beside the next masters' step.
+                lane.follow()
+                nbytes = copy.numel() * copy.element_size()
+                recorder.late.append(lane.submit(lambda nbytes=nbytes: recorder.copied(1, nbytes)))
+            elif copy is not None:
+                written.append(copy)
+            recorder.stepped([*given, *written], 12 * slot.param.numel())
 
     update.apply = apply
     try:

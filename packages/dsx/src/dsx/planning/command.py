@@ -1,0 +1,138 @@
+"""``dsx plan``: what a job needs and how fast it is, on the command line.
+
+dsx plan MODEL --config dsx.json --gpus 64 --machine H100-SXM
+dsx plan MODEL --config dsx.json --gpus 64 --search
+dsx plan calibrate -o machine.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns 0 where the plan fits, 1 for a mistake, 3 where it does not fit."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["calibrate"]:
+        return _calibrate(words[1:])
+    if words[:1] == ["machines"]:
+        return _machines()
+    args = _parser().parse_args(words)
+    from ..errors import DsxError  # late: `--help` needs none of it
+
+    try:
+        return _plan(args)
+    except (DsxError, OSError, ValueError) as error:
+        sys.stderr.write(f"dsx plan: {error}\n")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dsx plan",
+        description="Memory, messages and time of a training job, before it runs. No device is needed.",
+        epilog="dsx plan calibrate measures this machine; dsx plan machines prints the table of devices.",
+    )
+    parser.add_argument("model", help="file.py:function, package.module:function, or a folder with a config.json")
+    parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration of dsx.initialize")
+    parser.add_argument("-n", "--gpus", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--per-host", type=int, metavar="N", help="ranks of a host (default: the machine's)")
+    parser.add_argument("-m", "--machine", metavar="NAME|FILE", help="a device of the table, or a calibration's file")
+    parser.add_argument("-s", "--sequence", type=int, metavar="TOKENS", help="tokens of a sample")
+    parser.add_argument("-b", "--batch", metavar="FILE.py:FUNCTION", help="a function that makes one micro-batch")
+    parser.add_argument("--recompute", action="store_true", help="the model recomputes its blocks in backward")
+    parser.add_argument("--search", action="store_true", help="try stages, micro-batches, offload and recomputation")
+    parser.add_argument(
+        "--vary", action="append", default=[], metavar="PATH=JSON", help="a list of values to search, as "
+        "zero_optimization.stage=[1,2,3]; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON (- for the terminal)")
+    parser.add_argument("--html", metavar="FILE", help="write a page with a timeline and memory over time")
+    return parser
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from .models import _named
+    from .planner import plan, search
+    from .text import describe_plan, describe_search
+
+    batch = _named(args.batch)() if args.batch else None
+    common: dict[str, Any] = {
+        "world_size": args.gpus, "ranks_per_host": args.per_host, "machine": args.machine, "batch": batch,
+        "sequence": args.sequence,
+    }  # fmt: skip
+    space = _space(args)
+    if space:
+        found = search(args.model, args.config, space, **common)
+        sys.stdout.write(describe_search(found[:20], list(space)))
+        best = found[0]
+    else:
+        best = plan(args.model, args.config, recompute=args.recompute, **common)
+        if args.json != "-":
+            sys.stdout.write(describe_plan(best))
+    if args.json == "-":
+        sys.stdout.write(best.to_json(indent=2) + "\n")
+    elif args.json:
+        Path(args.json).write_text(best.to_json(indent=2) + "\n", encoding="utf-8")
+    if args.html:
+        from .page import plan_page
+
+        Path(args.html).write_text(plan_page(best), encoding="utf-8")
+    return 0 if best.fits else 3
+
+
+def _space(args: argparse.Namespace) -> dict[str, list[Any]]:
+    from .errors import PlanError
+    from .planner import usual_space
+
+    space: dict[str, list[Any]] = usual_space(args.config, args.gpus) if args.search and not args.vary else {}
+    for given in args.vary:
+        path, sign, text = given.partition("=")
+        try:
+            values = json.loads(text)
+        except ValueError:
+            values = None
+        if not sign or not isinstance(values, list) or not values:
+            raise PlanError(f"--vary: got {given!r}, expected PATH=[value, ...] as zero_optimization.stage=[1,2,3]")
+        space[path] = values
+    return space
+
+
+def _calibrate(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="dsx plan calibrate", description="Measure this machine for plans.")
+    parser.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="where to (machine.json)")
+    parser.add_argument("--no-links", action="store_true", help="do not start two processes to measure messages")
+    args = parser.parse_args(words)
+    from ..errors import DsxError
+    from .calibrate import calibrate
+
+    try:
+        found = calibrate(links=not args.no_links, report=lambda text: sys.stdout.write(f"measuring {text}\n"))
+        found.save(args.output)
+    except (DsxError, OSError) as error:
+        sys.stderr.write(f"dsx plan calibrate: {error}\n")
+        return 1
+    constants = ", ".join(f"{name} {value:.3g}" for name, value in vars(found.constants).items())
+    sys.stdout.write(f"{found.name}: {constants}\nwritten to {args.output}; use it with --machine {args.output}\n")
+    return 0
+
+
+def _machines() -> int:
+    from .devices import DEVICES, NETWORKS
+
+    for name, device in sorted(DEVICES.items()):
+        rates = ", ".join(f"{dtype} {rate:g}" for dtype, rate in device.teraflops.items())
+        sys.stdout.write(
+            f"{name}: {device.memory_gib:g} GiB, {device.memory_gbs:g} GB/s, TFLOPS {rates}; links {device.link_gbs:g},"
+            f" host {device.host_link_gbs:g}, network {device.network_gbs:g} GB/s ({device.source})\n"
+        )
+    for name, network in sorted(NETWORKS.items()):
+        sys.stdout.write(f"+{name}: {network.gbs:g} GB/s for each device ({network.source})\n")
+    return 0

@@ -1,0 +1,147 @@
+"""Plans as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .plan import Plan
+
+__all__ = ["bytes_text", "describe_plan", "describe_search", "seconds_text"]
+
+_GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
+
+
+def bytes_text(nbytes: float) -> str:
+    """Bytes in the largest unit that leaves a number above one."""
+    for size, unit in ((_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds, milliseconds or microseconds."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def count_text(number: float) -> str:
+    """A count with k, M, G, T, P, E."""
+    for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"
+
+
+def layout_text(plan: Plan) -> str:
+    """Axes, stage and batch in a line."""
+    layout = plan.layout
+    axes = " x ".join(f"{name} {layout[name]}" for name in ("data", "pipe", "tensor") if layout.get(name, 1) > 1)
+    again = ", recomputation" if layout.get("recompute") else ""
+    return (
+        f"{axes or 'one rank'}, ZeRO stage {layout['stage']}, micro-batches of {layout['micro_batch']} x"
+        f" {layout['accumulation']}{again}"
+    )
+
+
+def verdict(plan: Plan) -> str:
+    """Does it fit?"""
+    if plan.short_of is None:
+        return "fits: yes"
+    tier, needed, room = plan.short_of
+    return f"fits: no, the {tier} needs {bytes_text(needed)} and has {bytes_text(room)}"
+
+
+def describe_plan(plan: Plan) -> str:
+    """A page of text."""
+    machine = plan.machine["name"]
+    lines = [
+        f"{plan.model}: {count_text(plan.parameters)} parameters on {plan.world_size} rank(s), {plan.ranks_per_host}"
+        f" per host, {machine}",
+        layout_text(plan),
+        verdict(plan),
+        "",
+        f"memory of a rank: at most {bytes_text(plan.peak_bytes)} on the device"
+        + (f", and {bytes_text(plan.fragmentation_bytes)} that its allocator holds" * (plan.fragmentation_bytes > 0)),
+        *_table([(name, bytes_text(size)) for name, size in _sorted(plan.peak_parts)]),
+    ]
+    lines += [f"  {tier}: {bytes_text(size)}" for tier, size in plan.peak.items() if tier != "device"]
+    rows = [
+        (f"{kind}, {tier}", bytes_text(size))
+        for kind, tiers in plan.bytes.items()
+        for tier, size in tiers.items()
+        if size
+    ]
+    lines += ["", "model state of a rank, gradients included", *_table(rows)]
+    rows = [(f"{kind}, {tier}", bytes_text(n)) for kind, tiers in plan.bytes.items() for tier, n in tiers.items() if n]
+    lines += ["", "model state of a rank, gradients included", *_table(rows)]
+    rows = [(name, bytes_text(size)) for name, size in plan.traffic.items() if size]
+    lines += ["", "sent by a rank in a step", *_table(rows or [("to nobody", "0 B")])]
+    rows = [(f"{op} x {calls}", bytes_text(sent)) for op, (calls, sent) in plan.messages.items()]
+    lines += _table(rows)
+    lines += ["", f"a step: {seconds_text(plan.step_seconds)}, {count_text(plan.flops)}flop a rank"]
+    lines += _table([(_PARTS.get(name, name), seconds_text(value)) for name, value in plan.parts.items() if value])
+    lines.append(f"  {count_text(plan.tokens_per_second)} tokens/s on all ranks, MFU {100 * plan.mfu:.1f} %")
+    if plan.changes:
+        lines += ["", "what makes it fit, fastest first"]
+        for change in plan.changes:
+            took = seconds_text(change.step_seconds)
+            lines.append(f"  {change.what}: {bytes_text(change.peak_bytes)}, {took} for the same samples")
+            lines += [f"      {path} = {value!r}" for path, value in change.config.items()]
+    elif not plan.fits:
+        lines += ["", "no change that was tried makes it fit: use more ranks or a device with more memory"]
+    if plan.notes:
+        lines += ["", "notes", *(f"  {note}" for note in plan.notes)]
+    return "\n".join(lines) + "\n"
+
+
+_PARTS = {
+    "products": "matrix products",
+    "operators": "other operators",
+    "overhead": "constant of operators",
+    "optimizer": "of these in the update",
+    "communication": "communication in all",
+    "exposed_communication": "communication that is waited for",
+    "copies": "copies in all",
+    "exposed_copies": "copies that are waited for",
+    "bubble": "pipeline bubble",
+}
+
+
+def describe_search(plans: Sequence[Plan], keys: Sequence[str]) -> str:
+    """A table of plans, best first; `keys` are the paths that were varied."""
+    head = ["", *keys, "peak", "step", "tokens/s", "MFU"]
+    rows = [head]
+    for plan in plans:
+        rows.append(
+            [
+                "" if plan.fits else "does not fit",
+                *(_shown(plan, key) for key in keys),
+                bytes_text(plan.peak_bytes + plan.fragmentation_bytes),
+                seconds_text(plan.step_seconds),
+                count_text(plan.tokens_per_second),
+                f"{100 * plan.mfu:.1f} %",
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows) + "\n"
+
+
+def _shown(plan: Plan, key: str) -> str:
+    if key == "recompute":
+        return str(bool(plan.layout.get("recompute")))
+    value: object = plan.config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return str(value)
+
+
+def _sorted(parts: dict[str, int]) -> list[tuple[str, int]]:
+    return sorted(parts.items(), key=lambda item: -item[1])
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"  {name:{width}}  {value:>12}" for name, value in rows]

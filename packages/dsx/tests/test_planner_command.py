@@ -1,0 +1,121 @@
+"""`dsx plan` on the command line: text, JSON, a page for any screen, a search, a calibration."""
+
+import json
+import re
+
+import dsx.planning.calibrate as calibrating
+import pytest
+import torch
+import torch.distributed as dist
+from dsx.cli import main
+from dsx.planning import Machine, Plan
+from dsx_testkit.browser import Browser, find_browser
+
+MODEL = """
+import torch
+from torch import nn
+
+
+def make():
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+
+
+def batch():
+    return torch.zeros(4, 512)
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    config = {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 1},
+    }
+    (tmp_path / "dsx.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def words(files, *more):
+    return ["plan", f"{files}/model.py:make", "-c", f"{files}/dsx.json", "-b", f"{files}/model.py:batch", *more]
+
+
+def test_text_json_and_page(files, capsys):
+    code = main(words(files, "-n", "4", "-m", "A100-80", "--json", f"{files}/p.json", "--html", f"{files}/p.html"))
+    text = capsys.readouterr().out
+    assert code == 0 and "fits: yes" in text and "reduce_scatter_tensor" in text and "tokens/s" in text
+    found = Plan.from_json((files / "p.json").read_text())
+    assert found.world_size == 4 and found.layout["accumulation"] == 2 and found.fits
+    page = (files / "p.html").read_text()
+    assert "<script" not in page and not re.search(r"(src|href)=|url\(|https?://", page)
+    assert "prefers-color-scheme:dark" in page and page.count("<svg") >= 2
+    assert main(words(files, "-n", "4", "-m", "A100-80", "--json", "-")) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == 4
+
+
+def test_the_page_on_a_narrow_screen(files):
+    program = find_browser()
+    if program is None:
+        pytest.skip("there is no browser")
+    main(words(files, "-n", "4", "-m", "A100-80", "--html", f"{files}/p.html"))
+    browser = Browser(program)
+    try:
+        for width, dark in ((390, False), (390, True), (1200, False)):
+            browser.open(f"file://{files}/p.html", width=width, dark=dark)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (ground == "rgb(18, 22, 28)") == dark
+        assert not browser.errors
+    finally:
+        browser.close()
+
+
+def test_what_does_not_fit_has_another_exit_code(files, capsys):
+    Machine.from_dict({**Machine.named("A100-80").to_dict(), "memory_bytes": 25 << 20}).save(files / "small.json")
+    assert main(words(files, "-n", "4", "-m", f"{files}/small.json")) == 3
+    text = capsys.readouterr().out
+    assert "fits: no, the device needs" in text and "what makes it fit" in text and "zero_optimization.stage" in text
+
+
+def test_search(files, capsys):
+    vary = ["--vary", "zero_optimization.stage=[0,3]", "--vary", "train_batch_size=[16,32]"]
+    assert main(words(files, "-n", "4", "-m", "A100-80", *vary)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 and "zero_optimization.stage" in lines[0]
+    assert main(words(files, "-n", "4", "-m", "A100-80", "--search")) == 0
+    assert "recompute" in capsys.readouterr().out.splitlines()[0]
+    assert main(words(files, "-n", "4", "-m", "A100-80", "--vary", "stage")) == 1
+    assert "PATH=[value" in capsys.readouterr().err
+
+
+def test_mistakes(files, capsys):
+    assert main(words(files, "-n", "3", "-m", "A100-80")) == 1
+    assert "train_batch_size" in capsys.readouterr().err
+    assert main(["plan", "nowhere", "-c", f"{files}/dsx.json", "-n", "2"]) == 1
+    assert "file.py:function" in capsys.readouterr().err
+    assert main(["plan", f"{files}/model.py:make", "-c", f"{files}/none.json", "-n", "2"]) == 1
+    assert "none.json" in capsys.readouterr().err
+    assert main(words(files, "-n", "2", "-m", "abacus")) == 1
+    assert "abacus" in capsys.readouterr().err
+    assert not dist.is_initialized()
+
+
+def test_calibration(files, capsys, monkeypatch):
+    monkeypatch.setattr(calibrating, "_SECONDS", 0.02)
+    assert main(["plan", "calibrate", "--no-links", "-o", f"{files}/machine.json"]) == 0
+    found = Machine.load(files / "machine.json")
+    assert found.stranger() == "" and found.calibrated_on in capsys.readouterr().out
+    assert 1e8 < found.flops["float32"] < 1e16 and 1e8 < found.memory_bandwidth < 1e14
+    assert 0 < found.constants.operator_seconds < 1e-2 and len(vars(found.constants)) == 5
+    assert main(words(files, "-n", "2", "-m", f"{files}/machine.json")) == 0
+    assert main(["plan", "calibrate", "--no-links", "-o", f"{files}/no/such/folder.json"]) == 1
+    assert main(["plan", "machines"]) == 0
+    assert "H100-SXM" in capsys.readouterr().out
+
+
+def test_two_processes_measure_messages(monkeypatch):
+    monkeypatch.setattr(calibrating, "_SECONDS", 0.02)
+    rate, latency = calibrating._links(torch.cuda.device_count() > 1)
+    assert 1e6 < rate < 1e13 and 0 < latency < 0.5
