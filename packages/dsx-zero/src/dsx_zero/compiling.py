@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpointing.blocks import RecomputedCall
+from .checkpointing.compiled import CompiledCall, is_compiled
 from .errors import ZeroModelError
 from .gather.registry import stage3_of
 from .plan.units import block_names
@@ -25,7 +25,7 @@ from .plan.units import block_names
 __all__ = ["compile_units", "is_compiled"]
 
 
-class CompiledForward:
+class CompiledForward(CompiledCall):
     """Takes the place of a module's `forward`."""
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
@@ -79,17 +79,3 @@ def compile_units(module: nn.Module, **options: Any) -> tuple[str, ...]:
             del found.forward
         found.forward = CompiledForward(found, options)  # type: ignore[method-assign]
     return chosen
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Was a part of a model compiled: by `compile_units`, `module.compile()` or `torch.compile(module)`?"""
-    return any(
-        isinstance(part.__dict__.get("forward"), CompiledForward)
-        or hasattr(part, "_orig_mod")
-        or _is_compiled_call(getattr(part, "_compiled_call_impl", None))
-        for part in module.modules()
-    )
-
-
-def _is_compiled_call(call: Any) -> bool:
-    return _is_compiled_call(call.inner) if isinstance(call, RecomputedCall) else call is not None

@@ -10,10 +10,9 @@ of what to recompute from a budget in bytes. It needs neither sharding nor an en
 
 Map: `call` the checkpoint function, `kept` what becomes of a kept input, `places` the memory it lies in, `divided` the
 slices of model-parallel ranks, `rng` tracked generators, `settings` what can be configured, `configured` the settings
-of this process. Budgets: `blocks` recomputes whole modules, `measured` what modules save and how long they take,
-`plan` the choice (plain arithmetic), `budget` puts the three together. `tiles` runs what treats tokens alone in pieces.
-
-It leaves out recomputation of single operators.
+of this process. Budgets: `blocks` recomputes modules, `operators` all of them but matrix products and attention,
+`measured` what modules save and how long they take, `plan` the choice (plain arithmetic), `budget` puts these together,
+`compiled` tells compiled modules. `tiles` and `sequence_tiles` run what treats tokens alone in pieces.
 """
 
 from .budget import MemoryBudget, apply_memory_budget
@@ -30,6 +29,7 @@ from .configured import (
     use_count,
 )
 from .rng import RngTracker
+from .sequence_tiles import SequenceTiledCompute, TiledFusedLogitsLoss, sequence_tiled_compute
 from .settings import CheckpointingSettings
 from .tiles import TiledMLP, chunked_cross_entropy, linear_cross_entropy, run_in_tiles
 
@@ -37,6 +37,8 @@ __all__ = [
     "CheckpointingSettings",
     "MemoryBudget",
     "RngTracker",
+    "SequenceTiledCompute",
+    "TiledFusedLogitsLoss",
     "TiledMLP",
     "apply_memory_budget",
     "checkpoint",
@@ -51,6 +53,7 @@ __all__ = [
     "partition_activations_in_checkpoint",
     "reset",
     "run_in_tiles",
+    "sequence_tiled_compute",
     "set_num_layers",
     "use_count",
 ]

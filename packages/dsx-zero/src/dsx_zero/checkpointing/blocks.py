@@ -7,13 +7,18 @@ leaves it out of copies and pickles, which are ordinary modules. A module that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from .call import checkpoint
+from ..module_hooks import ModuleHook
+from .call import run_checkpoint
+from .operators import keep_operators
+
+_log = logging.getLogger("dsx_zero.checkpointing")
 
 __all__ = ["SLOT", "recompute_modules", "recomputed_modules"]
 
@@ -27,38 +32,74 @@ class RecomputedCall:
     Args:
         module: the module.
         call: what is called; None: the module's ordinary call.
+        keeps_operators: results of expensive operators are kept (`operators.py`).
     """
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any] | None) -> None:
+    def __init__(self, module: nn.Module, call: Callable[..., Any] | None, *, keeps_operators: bool = False) -> None:
         self.module, self.inner = module, call
+        self._context_fn = keep_operators if keeps_operators else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.module._call_impl if self.inner is None else self.inner
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        return checkpoint(call, *args, **kwargs)
+        return run_checkpoint(call, args, kwargs, context_fn=self._context_fn)
 
 
-def recompute_modules(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
+class BetweenGraphs(ModuleHook):
+    """A forward pre-hook of recomputed modules. Where the model around them is compiled as a whole, PyTorch would trace
+    what the class of a module says and leave the recomputation out. So each of these modules ends the graph before it
+    and runs as it does without compilation, which a warning says once.
+    """
+
+    def __init__(self) -> None:
+        said: list[bool] = []
+
+        def tell() -> None:
+            if not said:
+                said.append(True)
+                _log.warning(
+                    "the model is compiled as a whole, and some of its blocks are recomputed: they run between the"
+                    " graphs, not compiled; compile the blocks instead (dsx_zero.compile_units, engine.compile)"
+                )
+
+        super().__init__(lambda *args: None)
+        self._tell = torch.compiler.assume_constant_result(tell)  # runs while the compiler traces
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._tell()
+            torch._dynamo.graph_break()
+
+
+def recompute_modules(
+    model: nn.Module, names: Iterable[str], *, keeping_operators: Collection[str] = ()
+) -> Callable[[], None]:
     """Recompute these modules in every backward from now on. Calling it for a module again does nothing.
 
     Args:
         model: where the names begin.
         names: full names of modules, none inside another.
+        keeping_operators: those of them whose matrix products and attention are kept (`operators.py`).
 
     Returns:
         What ends it for those modules.
     """
     made: list[RecomputedCall] = []
+    handles: list[Any] = []
+    hook = BetweenGraphs()
     for name in names:
         module = model.get_submodule(name)
         call = getattr(module, SLOT, None)
         if isinstance(call, RecomputedCall):
             continue
-        made.append(RecomputedCall(module, call))
+        made.append(RecomputedCall(module, call, keeps_operators=name in keeping_operators))
         setattr(module, SLOT, made[-1])
+        handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def end() -> None:
+        for handle in handles:
+            handle.remove()
         for call in made:
             if getattr(call.module, SLOT, None) is call:
                 setattr(call.module, SLOT, call.inner)

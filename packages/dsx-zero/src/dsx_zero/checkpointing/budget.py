@@ -26,7 +26,7 @@ from ..module_hooks import ModuleHook
 from ..plan.units import block_names
 from .blocks import recompute_modules
 from .measured import Measurement
-from .plan import BlockCost, Choice, choose
+from .plan import BlockCost, Choice, Selective, choose
 from .settings import PATH
 
 __all__ = ["MemoryBudget", "apply_memory_budget", "check_budget"]
@@ -65,9 +65,10 @@ class MemoryBudget:
         names: Sequence[str],
         group: Any,
         announce: Callable[[str], None],
+        operators: bool = True,
     ) -> None:
         self._model, self._names, self._group, self._announce = model, tuple(names), group, announce
-        self.budget = check_budget(budget)
+        self.budget, self._operators = check_budget(budget), operators
         self.choice: Choice | None = None
         self._measurement: Measurement | None = None
         self._end: Callable[[], None] = lambda: None
@@ -101,13 +102,14 @@ class MemoryBudget:
         found = state.get("choice")
         if found is None or state.get("budget") != self.budget or tuple(state.get("blocks", ())) != self._names:
             return
-        self._take(Choice(**{**found, "recomputed": tuple(found["recomputed"])}))
+        names = {key: tuple(found.get(key, ())) for key in ("recomputed", "selected")}
+        self._take(Choice(**{**found, **names}))
 
     # - One forward pass
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.choice is None and self._measurement is None and torch.is_grad_enabled() and module.training:
-            self._measurement = Measurement(self._model, self._names)
+            self._measurement = Measurement(self._model, self._names, operators=self._operators)
             self._measurement.begin()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -126,9 +128,8 @@ class MemoryBudget:
         which add up alike everywhere.
         """
         order = [*costs, *(name for name in self._names if name not in costs)]
-        rows = [costs.get(name, BlockCost(name, 0, 0, 0.0)) for name in order]
-        table = [[c.kept, c.inputs, round(c.seconds / _MICROSECOND), c.outside] for c in rows]
-        table.append([outside, int(len(costs) < len(order)), 0, 0])
+        table = [_row(costs.get(name, BlockCost(name, 0, 0, 0.0))) for name in order]
+        table.append([outside, int(len(costs) < len(order)), *[0] * (len(table[0]) - 2)])
         if dsx_comm.is_initialized() and dsx_comm.get_world_size(self._group) > 1:
             device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
             values = torch.tensor(table, dtype=torch.int64, device=device)
@@ -146,7 +147,7 @@ class MemoryBudget:
                     PATH, missing[0] if missing else "on another rank",
                 )  # fmt: skip
             return None
-        return [BlockCost(name, k, i, s * _MICROSECOND, o) for name, (k, i, s, o) in zip(order, found)], outside
+        return [_cost(name, row) for name, row in zip(order, found)], outside
 
     def _decide(self, costs: Sequence[BlockCost], outside: int) -> None:
         budget = self.budget
@@ -156,7 +157,7 @@ class MemoryBudget:
 
     def _take(self, choice: Choice) -> None:
         self.choice = choice
-        self._end = recompute_modules(self._model, choice.recomputed)
+        self._end = recompute_modules(self._model, choice.recomputed, keeping_operators=choice.selected)
         self._announce(str(choice))
         if not choice.fits:
             _log.warning(
@@ -166,6 +167,25 @@ class MemoryBudget:
             )  # fmt: skip
 
 
+def _row(cost: BlockCost) -> list[int]:
+    """A cost as whole numbers, of which the largest among the ranks counts."""
+    some = cost.selective or Selective(0, 0, 0.0)
+    return [
+        *(cost.kept, cost.inputs, _microseconds(cost.seconds), cost.outside),
+        *(int(cost.selective is None), some.kept, some.alive, _microseconds(some.seconds)),
+    ]
+
+
+def _cost(name: str, row: Sequence[int]) -> BlockCost:
+    kept, inputs, seconds, outside, without, some_kept, alive, some_seconds = row
+    some = None if without else Selective(some_kept, alive, some_seconds * _MICROSECOND)
+    return BlockCost(name, kept, inputs, seconds * _MICROSECOND, outside, some)
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds / _MICROSECOND)
+
+
 def apply_memory_budget(
     model: nn.Module,
     budget: int | float,
@@ -173,10 +193,13 @@ def apply_memory_budget(
     blocks: Sequence[str] | None = None,
     group: Any = None,
     announce: Callable[[str], None] | None = None,
+    operators: bool = True,
 ) -> MemoryBudget:
     """Hold the activations of a model within a budget, at the least time for recomputation.
 
-    The first forward pass in training is measured (every block runs twice in it, and is recomputed) and decides.
+    The first forward pass in training is measured (every block runs four times in it, and is recomputed) and decides,
+    for each block, whether everything is kept, the inputs, or the inputs and the results of matrix products,
+    convolutions and attention.
 
     Args:
         model: the model, before or after `shard`.
@@ -184,6 +207,7 @@ def apply_memory_budget(
         blocks: names of the modules that may be recomputed, none inside another; None: the units of ZeRO.
         group: process group whose ranks run the same blocks and decide alike; None: all ranks.
         announce: is told the decision; None: the logger `dsx_zero.checkpointing`.
+        operators: False: blocks are recomputed whole, or not at all.
 
     Raises:
         ZeroConfigError: the budget is neither bytes nor a fraction.
@@ -199,5 +223,10 @@ def apply_memory_budget(
             " apply_memory_budget(blocks=[...])"
         )
     return MemoryBudget(
-        model, budget, names=names, group=group, announce=announce or (lambda text: _log.info("%s", text))
+        model,
+        budget,
+        names=names,
+        group=group,
+        announce=announce or (lambda text: _log.info("%s", text)),
+        operators=operators,
     )

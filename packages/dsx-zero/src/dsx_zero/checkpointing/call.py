@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ from ..errors import ZeroStateError
 from .configured import State, current
 from .rng import RngSnapshot
 
-__all__ = ["checkpoint", "non_reentrant_checkpoint"]
+__all__ = ["checkpoint", "non_reentrant_checkpoint", "run_checkpoint"]
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 _log = logging.getLogger("dsx_zero.checkpointing")
 
@@ -41,6 +43,7 @@ def checkpoint(
     *args: Any,
     use_reentrant: bool = False,
     preserve_rng_state: bool = True,
+    context_fn: ContextFn | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run `function(*args, **kwargs)` and compute it again in the backward pass, as `configure` says.
@@ -50,20 +53,49 @@ def checkpoint(
         args, kwargs: its arguments.
         use_reentrant: see the module's text. Outputs are then tensors, or containers of them.
         preserve_rng_state: False saves the time for it where nothing random is drawn.
+        context_fn: gives two context managers, for the first run and for the recomputation, as of
+            `torch.utils.checkpoint.checkpoint`; not with `use_reentrant`.
 
     Returns:
         What the function returns.
 
     Raises:
-        ZeroStateError: from the backward, where an input was changed in place in the meantime.
+        ZeroStateError: `context_fn` with `use_reentrant`; from the backward, where an input was changed in place in the
+            meantime.
     """
+    return run_checkpoint(
+        function,
+        args,
+        kwargs,
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+    )
+
+
+def run_checkpoint(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    use_reentrant: bool = False,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn | None = None,
+) -> Any:
+    """`checkpoint` with the function's arguments apart, whose names are then free."""
     if not isinstance(use_reentrant, bool):
         raise ZeroStateError(f"checkpoint(use_reentrant=...): got {use_reentrant!r}, expected True or False")
-    if torch.compiler.is_compiling() and current().keeper.plain:
-        return torch_checkpoint.checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+    if context_fn is not None and use_reentrant:
+        raise ZeroStateError(
+            "checkpoint(context_fn=...): got use_reentrant=True, expected False: the form that re-enters autograd has"
+            " no contexts"
         )
-    return _OUTSIDE_GRAPHS(function, args, kwargs, use_reentrant, preserve_rng_state)
+    if torch.compiler.is_compiling() and current().keeper.plain:
+        contexts: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+        return torch_checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **contexts, **kwargs
+        )
+    return _OUTSIDE_GRAPHS(function, args, kwargs, use_reentrant, preserve_rng_state, context_fn)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +104,12 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _checkpoint(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reentrant: bool, preserve: bool
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    reentrant: bool,
+    preserve: bool,
+    context_fn: ContextFn | None,
 ) -> Any:
     state = current()
     state.uses += 1
@@ -93,8 +130,11 @@ def _checkpoint(
     hooks: Any = nullcontext()
     if not state.keeper.plain and not state.depth and torch.is_grad_enabled():
         hooks = state.keeper.keeping(tensors)
+    contexts: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
     with hooks:
-        out = torch_checkpoint.checkpoint(run, *tensors, use_reentrant=reentrant, preserve_rng_state=preserve)
+        out = torch_checkpoint.checkpoint(
+            run, *tensors, use_reentrant=reentrant, preserve_rng_state=preserve, **contexts
+        )
     return run.assembled(out) if reentrant else out
 
 

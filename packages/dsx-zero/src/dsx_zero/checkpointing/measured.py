@@ -1,8 +1,9 @@
 """What the blocks of a model save for the backward and how long their forwards take, from one forward pass.
 
-In that pass every block is run twice: once to count what it saves, with nothing of it kept, and once through
-`checkpoint`. So the measurement needs no more memory than recomputing everything. The first run leaves random state
-and buffers (running statistics) as they were.
+In that pass every block is run several times: once to count what it saves, twice to see what it costs to keep the
+results of its expensive operators (`operators.py`) and compute the rest again, and once through `checkpoint`. Nothing
+of the first three is kept, so that the measurement needs no more memory than recomputing everything. They leave random
+state and buffers (running statistics) as they were.
 
 Counted are the bytes of distinct storages that autograd saves, parameters and buffers left out. Temporaries inside
 operators are not seen.
@@ -10,9 +11,10 @@ operators are not seen.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,10 +24,14 @@ from torch.utils._pytree import tree_leaves
 
 from .blocks import SLOT
 from .call import checkpoint, restore_buffers
+from .compiled import is_compiled
 from .configured import current
-from .plan import BlockCost
+from .operators import KeepResults, keep_operators
+from .plan import BlockCost, Selective
 
 __all__ = ["Measurement"]
+
+_log = logging.getLogger("dsx_zero.checkpointing")
 
 
 class Measurement:
@@ -34,12 +40,16 @@ class Measurement:
     Args:
         model: whose forward is measured.
         names: its blocks.
+        operators: see what keeping the results of expensive operators costs.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], *, operators: bool = True) -> None:
         self._blocks = {name: model.get_submodule(name) for name in names}
         inside = {part for block in self._blocks.values() for part in block.modules()}
         self._around = [module for module in model.modules() if module not in inside]
+        self._opaque = frozenset() if operators else frozenset(names)
+        self._opaque |= {name for name, block in self._blocks.items() if is_compiled(block)}
+        """Blocks whose operators are not seen, or not asked for."""
         self._costs: dict[str, BlockCost] = {}
         self._between = 0
         self._inside = False
@@ -81,7 +91,7 @@ class Measurement:
             return call(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._held += inputs
-        probe = _Probe(module, self._seen, inputs)
+        probe = _Probe(module, self._seen, inputs, operators=name not in self._opaque)
         self._inside = True
         try:
             with probe:
@@ -95,9 +105,17 @@ class Measurement:
             before.inputs + _new_bytes(inputs, self._seen),
             before.seconds + probe.seconds,
             before.outside + self._between,
+            _together(before.selective, probe.selective) if name in self._costs else probe.selective,
         )
         self._between = 0
         return out
+
+
+def _together(first: Selective | None, second: Selective | None) -> Selective | None:
+    """Of two calls of one block, which are alive at a time."""
+    if first is None or second is None:
+        return None
+    return Selective(first.kept + second.kept, first.alive + second.alive, first.seconds + second.seconds)
 
 
 class _MeasuredCall:
@@ -110,12 +128,13 @@ class _MeasuredCall:
 
 
 class _Probe:
-    """Takes the place of a module's forward for one call, inside the module's hooks, and runs it twice."""
+    """Takes the place of a module's forward for one call, inside the module's hooks, and runs it several times."""
 
-    def __init__(self, module: nn.Module, seen: set[int], inputs: Sequence[torch.Tensor]) -> None:
-        self._module, self._seen, self._inputs = module, seen, inputs
+    def __init__(self, module: nn.Module, seen: set[int], inputs: Sequence[torch.Tensor], *, operators: bool) -> None:
+        self._module, self._seen, self._inputs, self._operators = module, seen, inputs, operators
         self._own = module.__dict__.get("forward")
         self.kept, self.seconds = 0, 0.0
+        self.selective: Selective | None = None
 
     def __enter__(self) -> None:
         self._forward = self._module.forward
@@ -127,26 +146,69 @@ class _Probe:
             self._module.forward = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.kept = self._count(args, kwargs)
+        outputs, alive = self._count(args, kwargs)
+        keeping = None if outputs is None else self._keeping(args, kwargs)
         _meet(self._inputs)
         began = time.perf_counter()
         out = self._forward(*args, **kwargs)
         _meet(self._inputs)
         self.seconds = time.perf_counter() - began
+        if keeping is not None and outputs is not None:
+            first, again = keeping
+            self.selective = Selective(outputs, alive, max(0.0, first - self.seconds) + again)
         return out
 
-    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Bytes that a call saves, with nothing of it kept and no effect on buffers and random state."""
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, int]:
+        """Count what a call saves. Returns bytes of the results of expensive operators (None where they cannot be
+        kept), and of these and all that is saved together.
+        """
         held: list[torch.Tensor] = []
+        results = KeepResults()
+        with self._undone(), saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+            with results if self._operators else nullcontext():
+                out = self._forward(*args, **kwargs)
+        known = self._seen | _storages(self._module.modules())
+        self.kept = _new_bytes(held, set(known))
+        handed_out = _of([leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)])
+        outputs = results.tensors()
+        if not outputs or handed_out & _of(outputs):
+            return None, 0  # who is handed a result may write it in place
+        kept = _new_bytes(outputs, known)
+        return kept, kept + _new_bytes(held, known)
+
+    def _keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
+        """Seconds of a forward that keeps the results of expensive operators, and of the recomputation from them; None
+        where a result is written in place.
+        """
+        times = []
+        try:
+            for context in keep_operators():
+                # With hooks of its own: those around it are of the checkpoint that this call is in.
+                with self._undone(), saved_tensors_hooks(lambda t: t, lambda t: t):
+                    _meet(self._inputs)
+                    began = time.perf_counter()
+                    with context:
+                        self._forward(*args, **kwargs)
+                    _meet(self._inputs)
+                    times.append(time.perf_counter() - began)
+        except RuntimeError as error:
+            _log.debug("%s: results of operators are not kept: %s", type(self._module).__name__, error)
+            return None
+        return times[0], times[1]
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Inside, a forward has no effect on buffers and random state."""
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         devices = sorted({tensor.device.index for tensor in self._inputs if tensor.is_cuda})
         rng = current().rng
         streams = rng.snapshot()
-        with torch.random.fork_rng(devices=devices), saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
-            self._forward(*args, **kwargs)
-        rng.restore(streams)
-        restore_buffers(buffers)
-        return _new_bytes(held, self._seen | _storages(self._module.modules()))
+        try:
+            with torch.random.fork_rng(devices=devices):
+                yield
+        finally:
+            rng.restore(streams)
+            restore_buffers(buffers)
 
 
 def _new_bytes(tensors: Sequence[torch.Tensor], seen: set[int]) -> int:

@@ -7,9 +7,10 @@ own backward runs. So with P(j) for the bytes that are kept up to block j the co
     P(n) + bytes outside of blocks behind it <= budget
     P(j - 1) + inputs(j) + kept(j) <= budget      for every block j that is recomputed
 
-and the time to be least is the sum of the forward times of the recomputed blocks. Choices are extended block by block;
-of two with the same time the one with fewer bytes wins, so that few are left (blocks are mostly alike). With many
-different sizes bytes are rounded up to a grid, which keeps the budget and may miss the best choice by little.
+and the time to be least is the sum of the forward times of the recomputed blocks. Between the two is a third choice,
+where it was measured: results of expensive operators are kept beside the inputs (`Selective`). Choices are extended
+block by block; of two with the same time the one with fewer bytes wins, so that few are left (blocks are mostly alike).
+With many different sizes bytes are rounded up to a grid, which keeps the budget and may miss the best choice by little.
 """
 
 from __future__ import annotations
@@ -17,10 +18,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["BlockCost", "Choice", "choose", "peak_bytes"]
+__all__ = ["BlockCost", "Choice", "Selective", "choose", "peak_bytes"]
 
 MOST_CHOICES = 4096
 """Beyond so many choices bytes are rounded up to a grid of this many steps."""
+
+
+@dataclass(frozen=True)
+class Selective:
+    """What a block costs that is recomputed but for its expensive operators, whose results are kept.
+
+    Attributes:
+        kept: bytes of these results, which are kept beside the inputs.
+        alive: bytes of them and of everything else that is saved for its backward, once it is computed again.
+        seconds: of the recomputation, and of what keeping costs the forward.
+    """
+
+    kept: int
+    alive: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,7 @@ class BlockCost:
         inputs: bytes of its inputs, which are kept where it is recomputed.
         seconds: of its forward.
         outside: bytes that are saved between the block before it and this one.
+        selective: the choice between keeping all and keeping the inputs; None where there is none.
     """
 
     name: str
@@ -40,11 +57,14 @@ class BlockCost:
     inputs: int
     seconds: float
     outside: int = 0
+    selective: Selective | None = None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A decision. `fits`: does the peak hold the budget?"""
+    """A decision. `fits`: does the peak hold the budget? `selected`: those of the `recomputed` blocks that keep the
+    results of expensive operators.
+    """
 
     budget: int
     recomputed: tuple[str, ...]
@@ -52,6 +72,7 @@ class Choice:
     seconds: float
     peak_of_all_kept: int
     peak_of_all_recomputed: int
+    selected: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -60,20 +81,30 @@ class Choice:
     def __str__(self) -> str:
         names = ", ".join(self.recomputed) or "none"
         return (
-            f"activation budget {self.budget} bytes: recomputed blocks: {names}; peak {self.peak} bytes"
+            f"activation budget {self.budget} bytes: recomputed blocks: {names}; of these keep matrix products and"
+            f" attention: {', '.join(self.selected) or 'none'}; peak {self.peak} bytes"
             f" (all kept {self.peak_of_all_kept}, all recomputed {self.peak_of_all_recomputed}), recomputation"
             f" {self.seconds * 1e3:.1f} ms per forward pass"
         )
 
 
-def peak_bytes(costs: Sequence[BlockCost], recomputed: Sequence[str], *, outside: int = 0) -> int:
-    """The most bytes of activations that are alive at a time. `outside`: saved behind the last block."""
-    chosen, sum_so_far, peak = frozenset(recomputed), 0, 0
+def peak_bytes(
+    costs: Sequence[BlockCost], recomputed: Sequence[str], *, outside: int = 0, selected: Sequence[str] = ()
+) -> int:
+    """The most bytes of activations that are alive at a time.
+
+    Args:
+        recomputed: names of the blocks that are recomputed.
+        outside: bytes that are saved behind the last block.
+        selected: those of the recomputed ones that keep the results of expensive operators.
+    """
+    chosen, keeping, sum_so_far, peak = frozenset(recomputed), frozenset(selected), 0, 0
     for cost in costs:
+        how = "all" if cost.name not in chosen else "operators" if cost.name in keeping else "inputs"
+        option = _options(cost)[how]
         sum_so_far += cost.outside
-        if cost.name in chosen:
-            peak = max(peak, sum_so_far + cost.inputs + cost.kept)
-        sum_so_far += cost.inputs if cost.name in chosen else cost.kept
+        peak = max(peak, sum_so_far + option.alive)
+        sum_so_far += option.kept
     return max(peak, sum_so_far + outside)
 
 
@@ -86,20 +117,42 @@ def choose(costs: Sequence[BlockCost], budget: int, *, outside: int = 0) -> Choi
         outside: bytes that are saved behind the last block.
     """
     names = tuple(cost.name for cost in costs)
-    found = _least_time(costs, budget - outside, budget)
-    recomputed = names if found is None else tuple(name for name, chosen in zip(names, found) if chosen)
+    found = _least_time(costs, budget - outside, budget) or ("inputs",) * len(costs)
+    recomputed = tuple(name for name, how in zip(names, found) if how != "all")
+    selected = tuple(name for name, how in zip(names, found) if how == "operators")
     return Choice(
         budget=budget,
         recomputed=recomputed,
-        peak=peak_bytes(costs, recomputed, outside=outside),
-        seconds=sum(cost.seconds for cost in costs if cost.name in recomputed),
+        peak=peak_bytes(costs, recomputed, outside=outside, selected=selected),
+        seconds=sum(_options(cost)[how].seconds for cost, how in zip(costs, found)),
         peak_of_all_kept=peak_bytes(costs, (), outside=outside),
         peak_of_all_recomputed=peak_bytes(costs, names, outside=outside),
+        selected=selected,
     )
 
 
-def _least_time(costs: Sequence[BlockCost], at_end: int, at_once: int) -> tuple[bool, ...] | None:
-    """Which blocks are recomputed; None where nothing fits.
+@dataclass(frozen=True)
+class _Option:
+    """What is kept of a block until its backward, what is alive during it, and the time that it costs."""
+
+    kept: int
+    alive: int
+    seconds: float
+
+
+def _options(cost: BlockCost) -> dict[str, _Option]:
+    """What can be kept of a block: everything, its inputs, or these and the results of expensive operators."""
+    found = {
+        "all": _Option(cost.kept, cost.kept, 0.0),
+        "inputs": _Option(cost.inputs, cost.inputs + cost.kept, cost.seconds),
+    }
+    if (some := cost.selective) is not None:
+        found["operators"] = _Option(cost.inputs + some.kept, cost.inputs + some.alive, some.seconds)
+    return found
+
+
+def _least_time(costs: Sequence[BlockCost], at_end: int, at_once: int) -> tuple[str, ...] | None:
+    """What is kept of each block; None where nothing fits.
 
     Args:
         at_end: bytes that may be kept by all blocks together.
@@ -109,22 +162,22 @@ def _least_time(costs: Sequence[BlockCost], at_end: int, at_once: int) -> tuple[
     front: dict[int, tuple[float, tuple]] = {0: (0.0, ())}
     for cost in costs:
         following: dict[int, tuple[float, tuple]] = {}
+        options = _options(cost)
         for kept, (seconds, decisions) in front.items():
             kept += cost.outside
-            if kept + cost.kept <= at_end:
-                _offer(following, kept + cost.kept, seconds, (False, decisions))
-            if kept + cost.inputs <= at_end and kept + cost.inputs + cost.kept <= at_once:
-                _offer(following, kept + cost.inputs, seconds + cost.seconds, (True, decisions))
+            for how, option in options.items():
+                if kept + option.kept <= at_end and kept + option.alive <= at_once:
+                    _offer(following, kept + option.kept, seconds + option.seconds, (how, decisions))
         front = _not_dominated(following)
         if len(front) > MOST_CHOICES:
             front = _on_grid(front, max(1, at_end // MOST_CHOICES))
     if not front:
         return None
     _, decisions = min(front.values(), key=lambda found: found[0])
-    found: list[bool] = []
+    found: list[str] = []
     while decisions:
-        chosen, decisions = decisions
-        found.append(chosen)
+        how, decisions = decisions
+        found.append(how)
     return tuple(reversed(found))
 
 

@@ -1,0 +1,128 @@
+"""Recomputation that keeps the results of expensive operators: matrix products, convolutions and attention.
+
+What lies between them (norms, activations, dropout, additions) is cheap to compute and large to keep. A block that is
+recomputed this way keeps its inputs and these results; the recomputation takes them, in the order in which they were
+computed, in the place of computing them.
+
+PyTorch has the same (`create_selective_checkpoint_contexts`), and is stricter: every operator of the region is counted,
+so that hooks which gather parameters or restore running statistics break it, and a second backward is refused. Here
+only the expensive operators have to be the same in both runs.
+
+A result that is kept must not be written in place: that is an error in the backward. Where it is seen while a block is
+measured, or the block hands such a result out, a budget does not choose this for the block.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["KeepResults", "ReuseResults", "keep_operators", "kept_operators"]
+
+_KEPT = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+
+@cache
+def kept_operators() -> frozenset[Any]:
+    """The operators, as far as this PyTorch has them."""
+    found = (getattr(torch.ops.aten, name, None) for name in _KEPT)
+    return frozenset(packet.default for packet in found if packet is not None)
+
+
+def keep_operators() -> tuple[KeepResults, ReuseResults]:
+    """What is around the first run and around each recomputation: a `context_fn` of `checkpoint`."""
+    first = KeepResults()
+    return first, ReuseResults(first)
+
+
+class KeepResults(TorchDispatchMode):
+    """Keeps the results of expensive operators that run inside.
+
+    Attributes:
+        results: of each operator, in order: the result and the versions of its tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: dict[Any, list[tuple[Any, list[int]]]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code is compiled as it is without this mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        out = func(*args, **(kwargs or {}))
+        if func in kept_operators():
+            kept = _detached(out)
+            self.results.setdefault(func, []).append((kept, _versions(kept)))
+        return out
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors that are kept."""
+        found = (leaf for results in self.results.values() for kept, _ in results for leaf in tree_leaves(kept))
+        return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+class ReuseResults(TorchDispatchMode):
+    """Gives the results that a first run has kept."""
+
+    def __init__(self, first: KeepResults) -> None:
+        super().__init__()
+        self._first = first
+        self._used: dict[Any, int] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """See `KeepResults`."""
+        return True
+
+    def __enter__(self) -> ReuseResults:
+        self._used.clear()  # every recomputation begins anew
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give what is kept, or run the operator."""
+        results = self._first.results.get(func, ())
+        number = self._used.get(func, 0)
+        if number >= len(results):
+            return func(*args, **(kwargs or {}))
+        self._used[func] = number + 1
+        kept, versions = results[number]
+        if _versions(kept) != versions:
+            raise RuntimeError(
+                f"the result of {func} is kept for the recomputation of a block, and was written in place since; write"
+                " it out of place (no inplace=True behind a matrix product), or give"
+                " apply_memory_budget(operators=False)"
+            )
+        return _detached(kept)
+
+
+def _detached(out: Any) -> Any:
+    """The same memory under tensors of their own, which see when it is written: below autograd an ordinary `detach`
+    would not.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), out)
+
+
+def _versions(kept: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]

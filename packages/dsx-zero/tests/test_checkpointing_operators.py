@@ -1,0 +1,339 @@
+"""Recomputation that keeps the results of matrix products and attention: gradients are the same bits, less is computed
+again, budgets choose it where it fits best and hold, and what it cannot serve is left alone.
+"""
+
+import itertools
+import random
+
+import pytest
+import torch
+from dsx_testkit import run_ranks
+from dsx_zero import ZeroStateError, checkpointing
+from dsx_zero.checkpointing import measured
+from dsx_zero.checkpointing.blocks import recompute_modules, recomputed_modules
+from dsx_zero.checkpointing.operators import keep_operators
+from dsx_zero.checkpointing.plan import BlockCost, Selective, choose, peak_bytes
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def simulated_peak(costs, how, outside):
+    """Forward and backward, event by event. `how`: what is kept of each block."""
+    alive, peak, kept = 0, 0, []
+    for cost, what in zip(costs, how):
+        alive += cost.outside
+        own = {"all": cost.kept, "inputs": cost.inputs}.get(what)
+        kept.append(cost.inputs + cost.selective.kept if own is None else own)
+        alive += kept[-1]
+        peak = max(peak, alive)
+    peak = max(peak, alive + outside)
+    for cost, what, own in reversed(list(zip(costs, how, kept))):
+        again = {"all": 0, "inputs": cost.kept}.get(what)
+        peak = max(peak, alive + (cost.selective.alive - cost.selective.kept if again is None else again))
+        alive -= own + cost.outside
+    return peak
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_of_three_is_the_best_of_all(seed):
+    rng = random.Random(seed)
+    costs = []
+    for n in range(5):
+        kept, seconds = rng.randint(40, 90), rng.random()
+        part = rng.randint(5, 30)
+        some = Selective(part, kept + rng.randint(0, 9), seconds * rng.random()) if rng.random() < 0.8 else None
+        costs.append(BlockCost(str(n), kept, 9, seconds, rng.choice((0, 7)), some))
+    outside = rng.choice((0, 30))
+    options = [("all", "inputs", *(("operators",) if c.selective else ())) for c in costs]
+    everything = peak_bytes(costs, (), outside=outside)
+    seconds_of = {"all": lambda c: 0.0, "inputs": lambda c: c.seconds, "operators": lambda c: c.selective.seconds}
+    for budget in (everything // 4, everything // 2, everything * 3 // 4, everything):
+        found = choose(costs, budget, outside=outside)
+        how = [
+            "operators" if c.name in found.selected else "inputs" if c.name in found.recomputed else "all"
+            for c in costs
+        ]
+        assert set(found.selected) <= set(found.recomputed)
+        assert found.peak == simulated_peak(costs, how, outside)
+        possible = [
+            sum(seconds_of[what](cost) for cost, what in zip(costs, some))
+            for some in itertools.product(*options)
+            if simulated_peak(costs, some, outside) <= budget
+        ]
+        assert found.fits == bool(possible)
+        if possible:
+            assert found.seconds == pytest.approx(min(possible))
+
+
+class Block(nn.Module):
+    """Attention, dropout, running statistics, and an activation that keeps much."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + F.dropout(self.out(y), 0.1)
+        h = F.gelu(torch.tanh(torch.sigmoid(self.up(x)) * 2))
+        return x + self.norm(self.down(h).transpose(1, 2)).transpose(1, 2)
+
+
+class Model(nn.Module):
+    def __init__(self, block=Block, layers=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 1)
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+def train(model, steps=3, twice=False):
+    torch.manual_seed(1)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for step in range(steps):
+        loss = model(torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(step)))
+        if twice:
+            loss.backward(retain_graph=True)
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(buffer.clone() for buffer in model.buffers())]
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "mm" in str(function) or "attention" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def products_of_a_step(model):
+    loss_input = torch.randn(4, 16, 32)
+    with Products() as products:
+        model(loss_input).backward()
+    return products.count
+
+
+def bytes_after_forward(model):
+    x = torch.randn(4, 16, 32)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss = model(x)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    loss.backward()
+    return sum(event.nbytes() for event in events)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_gradients_are_the_same_bits(twice):
+    expected = train(Model(), twice=twice)
+    model = Model()
+    names = [f"blocks.{n}" for n in range(4)]
+    recompute_modules(model, names, keeping_operators=names[1:])
+    assert recomputed_modules(model) == tuple(names)
+    got = train(model, twice=twice)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_nothing_expensive_is_computed_again():
+    plain, all_again, some_again = Model(), Model(), Model()
+    names = [f"blocks.{n}" for n in range(4)]
+    recompute_modules(all_again, names)
+    recompute_modules(some_again, names, keeping_operators=names)
+    counts = [products_of_a_step(model) for model in (plain, some_again, all_again)]
+    assert counts[0] == counts[1] < counts[2]
+    held = [bytes_after_forward(model) for model in (plain, some_again, all_again)]
+    assert held[0] > held[1] > held[2]
+
+
+@pytest.mark.parametrize("fraction", [0.4, 0.6, 0.8])
+def test_budgets_hold_and_training_is_the_same(fraction):
+    expected, everything = train(Model()), bytes_after_forward(Model())
+    model, said = Model(), []
+    budget = checkpointing.apply_memory_budget(model, fraction, announce=said.append)
+    assert all(torch.equal(a, b) for a, b in zip(train(model), expected, strict=True))
+    choice = budget.choice
+    assert choice.fits and choice.peak_of_all_kept == pytest.approx(everything, rel=0.02)
+    assert bytes_after_forward(model) <= choice.budget * 1.01 + 4096
+    assert "keep matrix products and attention" in said[0]
+    other = checkpointing.apply_memory_budget(Model(), fraction)
+    other.load_state_dict(budget.state_dict())
+    assert other.choice == choice
+
+
+class Clock(TorchDispatchMode):
+    """Time passes with operators: much with a matrix product, hardly any with others."""
+
+    now = 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.now += 1.0 if "mm" in str(function) or "attention" in str(function) else 0.001
+        return function(*args, **(kwargs or {}))
+
+    def perf_counter(self):
+        return self.now
+
+
+def test_a_budget_keeps_products_where_they_cost_all_of_the_time(monkeypatch):
+    chosen = {}
+    for operators in (True, False):
+        model, clock = Model(), Clock()
+        monkeypatch.setattr(measured, "time", clock)
+        budget = checkpointing.apply_memory_budget(model, 0.7, operators=operators)
+        with clock:
+            model(torch.randn(4, 16, 32)).backward()
+        chosen[operators] = budget.choice
+        assert budget.choice.fits
+    assert chosen[True].selected and chosen[True].seconds < 1.0 <= chosen[False].seconds
+    assert chosen[False].recomputed and not chosen[False].selected
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(32, 256), nn.ReLU(inplace=True), nn.Linear(256, 32)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+
+class HandsOut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.linear(torch.tanh(torch.sin(x)))
+
+
+class Writes(Model):
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y
+        return self.last(x).square().mean()
+
+
+def test_results_that_are_written_in_place_are_not_kept():
+    for model, plain in ((Model(InPlace), Model(InPlace)), (Writes(HandsOut), Writes(HandsOut))):
+        budget = checkpointing.apply_memory_budget(model, 0.6)
+        got = train(model)
+        assert all(torch.equal(a, b) for a, b in zip(got, train(plain), strict=True))
+        assert budget.choice.selected == ()
+    model = Model(InPlace)
+    recompute_modules(model, ["blocks.0"], keeping_operators=["blocks.0"])
+    with pytest.raises(RuntimeError, match=r"written in place.*operators=False"):
+        train(model)
+
+
+def test_context_fn_is_for_the_form_that_does_not_re_enter():
+    x = torch.randn(3, 3, requires_grad=True)
+    y = checkpointing.checkpoint(lambda x: (x @ x).tanh(), x, context_fn=keep_operators)
+    y.sum().backward()
+    with pytest.raises(ZeroStateError, match="context_fn"):
+        checkpointing.checkpoint(torch.tanh, x, use_reentrant=True, context_fn=keep_operators)
+
+
+def on_ranks(rank, world, stage):
+    import dsx_zero
+
+    def losses(fraction):
+        config = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        model, optimizer = dsx_zero.shard(Model(), lambda p: torch.optim.SGD(p, lr=0.01), config=config)
+        budget = None if fraction is None else checkpointing.apply_memory_budget(model, fraction)
+        torch.manual_seed(rank)
+        found = []
+        for step in range(3):
+            loss = model(torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(10 * step + rank)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        optimizer.release()
+        return torch.stack(found), None if budget is None else budget.choice
+
+    expected, _ = losses(None)
+    got, choice = losses(0.6)
+    assert torch.equal(got, expected), (got, expected)
+    return choice
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_decide_alike_with_operators(stage):
+    first, second = run_ranks(on_ranks, 2, stage)
+    assert first == second and first.fits and first.recomputed
+
+
+def kept_on_ranks(rank, world, stage):
+    import dsx_zero
+
+    found = []
+    for keeps in (False, True):
+        config = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        model, optimizer = dsx_zero.shard(Model(), lambda p: torch.optim.SGD(p, lr=0.01), config=config)
+        names = [f"blocks.{n}" for n in range(4)]
+        if keeps:
+            recompute_modules(model, names, keeping_operators=names)
+        torch.manual_seed(rank)
+        for step in range(3):
+            loss = model(torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(10 * step + rank)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(loss.detach())
+        optimizer.release()
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sharded_blocks_that_keep_results_train_alike(stage):
+    run_ranks(kept_on_ranks, 2, stage)
+
+
+@pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()", "forward"])
+def test_a_whole_model_that_is_compiled_after_the_decision_keeps_recomputing(how, caplog):
+    """PyTorch traces a module by its class, and would leave the recomputation out without a word."""
+    torch._dynamo.reset()
+    expected = train(Model(Plain), steps=2)
+    model = Model(Plain)
+    names = [f"blocks.{n}" for n in range(4)]
+    recompute_modules(model, names, keeping_operators=names[:2])
+    called = model
+    if how == "torch.compile(model)":
+        called = torch.compile(model, backend="aot_eager")
+    elif how == "model.compile()":
+        model.compile(backend="aot_eager")
+    else:
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+    x, counted = torch.randn(4, 16, 32), []
+    for block in (model.blocks[0], model.blocks[3]):
+        block.up.register_forward_hook(lambda *_: counted.append(1))
+    called(x).backward()
+    assert len(counted) == 4  # each runs again in the backward
+    model.zero_grad()
+    torch.testing.assert_close(train(called, steps=2), expected)
+    assert caplog.text.count("compiled as a whole") == 1
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(torch.sin(self.up(x))))
