@@ -40,6 +40,7 @@ def test_an_experiment_that_took_the_tuner_with_it_is_known(tmp_path):
 )
 def test_results_of_something_else_are_refused_and_kept(tmp_path, other):
     before = Journal.open(tmp_path, ABOUT, overwrite=False)
+    before.add({"event": "ended", "key": "k", "metrics": {"latency": 1.0}})
     text = (tmp_path / "journal.jsonl").read_text()
     (changed,) = [key for key in {**ABOUT, **other} if ABOUT.get(key) != other.get(key)]
     with pytest.raises(AutotuningError, match=f"another search .{changed}.*overwrite") as caught:
@@ -48,6 +49,13 @@ def test_results_of_something_else_are_refused_and_kept(tmp_path, other):
     anew = Journal.open(tmp_path, other, overwrite=True)
     assert anew.entries[0]["about"] == other and (tmp_path / "journal.1.jsonl").read_text() == text
     assert before.entries[0]["about"] == ABOUT
+
+
+def test_a_journal_without_a_measurement_makes_room(tmp_path):
+    failed = Journal.open(tmp_path, ABOUT, overwrite=False)
+    failed.add({"event": "ended", "key": "k", "metrics": None, "reason": "never called initialize"})
+    anew = Journal.open(tmp_path, {**ABOUT, "ranks": 4}, overwrite=False)
+    assert [one["event"] for one in anew.entries] == ["search"] and (tmp_path / "journal.1.jsonl").exists()
 
 
 def test_a_line_that_was_cut_off_is_dropped_and_a_broken_one_is_named(tmp_path):

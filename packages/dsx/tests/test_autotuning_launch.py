@@ -164,6 +164,32 @@ def test_a_dry_run_lists_what_would_be_tried(tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
 
 
+def test_hosts_and_devices_of_a_search(tmp_path, monkeypatch, capsys):
+    from dsx.launcher.main import main
+
+    (tmp_path / "hosts").write_text("worker-1 slots=4\nworker-2 slots=4\n")
+    monkeypatch.chdir(tmp_path)
+    command = [
+        "-H",
+        "hosts",
+        "--launcher",
+        "ssh",
+        "--dry_run",
+        "--autotuning",
+        "tune",
+        "train.py",
+        "--deepspeed_config",
+        "ds.json",
+    ]
+    for section, ranks in (({}, 8), ({"num_nodes": 1}, 4), ({"num_gpus": 2}, 4), ({"num_nodes": 1, "num_gpus": 3}, 3)):
+        write(tmp_path, "", {MICRO: [1], "autotuning": section})
+        assert main(command) == 0
+        assert f" configurations on {ranks} ranks" in capsys.readouterr().out
+    write(tmp_path, "", {MICRO: [1], "autotuning": {"num_gpus": 5}})
+    assert main(command) == 2
+    assert "between 1 and 4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -74,11 +74,13 @@ class Journal:
             overwrite: begin anew; an older journal is kept beside it.
 
         Raises:
-            AutotuningError: the folder holds results of something else, or its journal cannot be read.
+            AutotuningError: the folder holds measurements of something else, or its journal cannot be read.
         """
         path = folder / FILE
         entries = _read(path)
-        if entries and overwrite:
+        differing = _differing(entries, about)
+        measured = any(one.get("metrics") for one in entries)
+        if entries and (overwrite or (differing and not measured)):
             _put_aside(path)
             entries = []
         if not entries:
@@ -86,9 +88,8 @@ class Journal:
             write_whole(path, "")
             journal.add({"event": "search", "about": dict(about)})
             return journal
-        before = entries[0].get("about", {})
-        differing = [key for key in {**before, **about} if before.get(key) != about.get(key)]
         if differing:
+            before = entries[0].get("about", {})
             shown = "; ".join(
                 f"{key} {_short(before.get(key))} there, {_short(about.get(key))} now" for key in differing[:3]
             )
@@ -133,6 +134,12 @@ def _read(path: Path) -> list[dict[str, Any]]:
                 f"{path}, line {number} is not JSON; remove the file to begin anew, or choose another results_dir"
             ) from None
     return entries
+
+
+def _differing(entries: list[dict[str, Any]], about: Mapping[str, Any]) -> list[str]:
+    """The keys of which a journal says something else; none for an empty journal."""
+    before = entries[0].get("about", {}) if entries else about
+    return [key for key in {**before, **about} if before.get(key) != about.get(key)]
 
 
 def _cut(path: Path, lines: list[str]) -> None:

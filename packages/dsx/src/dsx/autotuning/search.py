@@ -131,7 +131,8 @@ class Autotuner:
 
     def _first(self, journal: Journal) -> tuple[Row, Facts, dict[Candidate, tuple[int, float]]]:
         """The first experiment, with the facts and plans it has left."""
-        reasons = []
+        reasons: list[str] = []
+        initialized = False
         for candidate in dict.fromkeys((self._space.start, self._space.safest())):
             name = f"first_{candidate.name}"
             folder = self._experiments / name
@@ -153,9 +154,10 @@ class Autotuner:
                 planned = {one: tuple(plans[one.key]) for one in (candidate, *self._candidates) if one.key in plans}
                 return Row(name, candidate, outcome, None, first=True), facts, planned
             reasons.append(f"{name}: {outcome.reason}; its output is in {folder}")
-            if not outcome.initialized:
+            initialized = outcome.initialized
+            if not initialized:
                 break
-        raise AutotuningError(_no_first("\n  ".join(reasons)))
+        raise AutotuningError(_no_first(reasons, initialized))
 
     def _try(self, journal: Journal, candidate: Candidate, prediction: Prediction, facts: Facts) -> Row:
         """One experiment, or what the journal says of it."""
@@ -362,12 +364,18 @@ def _timeout(prediction: Prediction, facts: Facts, updates: int) -> float:
     return max(LEAST_TIMEOUT_S, 60.0 + 3 * (facts.startup_seconds + updates * prediction.step_seconds))
 
 
-def _no_first(reasons: str) -> str:
-    return (
-        f"autotuning: the first experiment did not work, so nothing is known about the model:\n  {reasons}\nStart the"
-        " script by itself with the ds_config.json of that folder (without its autotuning section) to see what is"
-        " wrong. If it is memory: allow smaller micro-batches, a higher ZeRO stage or offload"
+def _no_first(reasons: Sequence[str], initialized: bool) -> str:
+    advice = (
+        "Start the script by itself with the ds_config.json of that folder (without its autotuning section) to see what"
+        " is wrong. If it is memory: allow smaller micro-batches, a higher ZeRO stage or offload"
     )
+    if not initialized:
+        advice = (
+            "The script must pass the configuration file of its command line to dsx.initialize, or deepspeed's; its"
+            " output says how far it came"
+        )
+    shown = "\n  ".join(reasons)
+    return f"autotuning: the first experiment did not work, so nothing is known about the model:\n  {shown}\n{advice}"
 
 
 def _read(path: Path) -> Any:

@@ -95,7 +95,7 @@ def _on_part(options: LaunchOptions, nodes: int | None, devices: int | None) -> 
 
 
 def _ranks(options: LaunchOptions) -> int:
-    plan = make_plan(options, os.environ)
+    plan = make_plan(dataclasses.replace(options, dry_run=True), os.environ)  # counting asks no host
     if isinstance(plan, HostJob):
         return plan.procs
     if not isinstance(plan, HostsPlan):
