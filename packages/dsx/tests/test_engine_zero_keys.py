@@ -14,22 +14,32 @@ import dsx
 import dsx_zero
 import pytest
 import torch
+from dsx.errors import DsxConfigError
 from dsx_testkit import run_ranks
 from dsx_zero.config import NO_EFFECT, NOT_YET, OffloadOptimizer, OffloadParam, ZeroConfig
 from torch import nn
+
+
+class Tower(nn.Module):
+    def __init__(self, width, layers):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
 
 
 class Net(nn.Module):
     def __init__(self, width=32, layers=4):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))
+        self.tower = Tower(width, layers)
         self.spare = nn.Linear(3, 3)
 
     def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x.float().square().mean()
+        return self.tower(x).float().square().mean()
 
 
 def started(stage, more=(), **top):
@@ -76,7 +86,7 @@ def bytes_of(kind, key, stage, **more):
 
 
 def sub_groups(value, folder):
-    engine = started(1, {"sub_group_size": value})
+    engine = started(3, {"sub_group_size": value})
     return ended(engine, len(engine.optimizer.step_plan.sub_groups))
 
 
@@ -99,7 +109,7 @@ def masters_of_a_load(value, folder):
     engine.destroy()
     engine = started(1, {"load_from_fp32_weights": value})
     engine.load_checkpoint(os.path.join(folder, "saved"))
-    weight = engine.module.blocks[0][0].weight
+    weight = engine.module.tower.blocks[0][0].weight
     master = dsx_zero.safe_get_full_fp32_param(weight)
     return ended(engine, bool(torch.equal(master, weight.float())))
 
@@ -108,19 +118,6 @@ def saved_weights(value, folder):
     engine = started(3, {"stage3_gather_16bit_weights_on_model_save": value})
     done = engine.save_16bit_model(os.path.join(folder, str(value)))
     return ended(engine, (bool(done), any(Path(folder, str(value)).glob("*"))))
-
-
-def messages(key, stage):
-    def work(rank, world, value):
-        import dsx_comm
-
-        engine = started(stage, {key: value})
-        step(engine)
-        with dsx_comm.count_traffic() as traffic:
-            step(engine)
-        return ended(engine, traffic.messages if hasattr(traffic, "messages") else len(traffic.records))
-
-    return lambda value, folder: run_ranks(work, 2, value)[0]
 
 
 def reductions(value, folder):
@@ -138,11 +135,29 @@ def reductions(value, folder):
     return run_ranks(work, 2, value)[0]
 
 
+def in_flight(value, folder):
+    """Reductions under way at once."""
+    from dsx_zero.grads.reductions import Reductions
+
+    most, start = [0], Reductions.run_reduce
+
+    def run_reduce(self, unit):
+        start(self, unit)
+        most.append(len(self._in_flight))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reductions, "run_reduce", run_reduce)
+        engine = started(3, {"overlap_comm": value})
+        step(engine)
+        return ended(engine, max(most))
+
+
 def offloaded(section, key, kind, device):
     def probe(value, folder):
         place = {"device": device, "nvme_path": os.path.join(folder, "swap"), key: value}
         if key == "device":
             place = {"device": value, "nvme_path": os.path.join(folder, "swap")}
+            place |= {"max_in_cpu": 0} if section == "offload_param" else {}
         if key == "nvme_path":
             place["nvme_path"] = os.path.join(folder, value)
         engine = started(3, {section: place})
@@ -179,20 +194,24 @@ KEYS = {
     **dict.fromkeys(NOT_YET, REFUSED),
     "legacy_stage1": REFUSED,
     # (two values, a probe that tells them apart)
-    "stage": ((1, 3), lambda value, folder: ended(e := started(value), type(e.module.blocks[0][0].weight).__name__)),
+    "stage": (
+        (1, 3),
+        lambda value, folder: ended(e := started(value), type(e.module.tower.blocks[0][0].weight).__name__),
+    ),
     "keep_full_gradients": ((False, True), reductions),
+    "overlap_comm": ((True, False), in_flight),
     "reduce_bucket_size": ((100_000, 1000), units("reduce_bucket_size", 2)),
     "load_from_fp32_weights": ((True, False), masters_of_a_load),
     "ignore_unused_parameters": ((True, False), unused),
     "sub_group_size": ((10**12, 512), sub_groups),
-    "stage3_param_persistence_threshold": ((0, 10**6), bytes_of("params", "stage3_param_persistence_threshold", 3)),
+    "stage3_param_persistence_threshold": ((0, 10**6), units("stage3_param_persistence_threshold", 3)),
     "stage3_model_persistence_threshold": (
         (0, 2000),
         units("stage3_model_persistence_threshold", 3, stage3_param_persistence_threshold=10**6),
     ),
     "stage3_gather_16bit_weights_on_model_save": ((False, True), saved_weights),
     "stage3_module_granularity_threshold": ((0, 10**6), units("stage3_module_granularity_threshold", 3)),
-    "leaf_module": ((None, {"names": ["spare"]}), units("leaf_module", 3)),
+    "leaf_module": ((None, {"names": ["tower"]}), units("leaf_module", 3)),
     "offload_optimizer.device": (("cpu", "nvme"), offloaded("offload_optimizer", "device", "master", "")),
     "offload_optimizer.nvme_path": (("a", "b"), offloaded("offload_optimizer", "nvme_path", "master", "nvme")),
     "offload_optimizer.ratio": ((1.0, 0.5), offloaded("offload_optimizer", "ratio", "master", "cpu")),
@@ -210,13 +229,18 @@ KEYS = {
     ),
     "data_types.grad_accum_dtype": (("bf16", "fp32"), accumulated),
     # Effects that one line cannot show: the file that does.
-    "allgather_bucket_size": "packages/dsx-zero/tests/test_zero_device_waits.py",
-    "overlap_comm": "packages/dsx-zero/tests/test_zero_shared_memory.py",
-    "stage3_max_live_parameters": "packages/dsx-zero/tests/test_order_decide.py",
-    "stage3_max_reuse_distance": "packages/dsx-zero/tests/test_order_decide.py",
-    "stage3_prefetch_bucket_size": "packages/dsx-zero/tests/test_stage3_mechanism.py",
-    "offload_optimizer.pin_memory": "packages/dsx-zero/tests/test_zero_homes.py",
-    "offload_param.pin_memory": "packages/dsx-zero/tests/test_zero_homes.py",
+    "allgather_bucket_size": "packages/dsx-zero/tests/test_zero_gradient_path.py",
+    "stage3_max_live_parameters": "packages/dsx-zero/tests/test_stage3_oracle.py",
+    "stage3_max_reuse_distance": "packages/dsx-zero/tests/test_stage3_oracle.py",
+    "stage3_prefetch_bucket_size": "packages/dsx-zero/tests/test_stage3_oracle.py",
+    **dict.fromkeys(
+        [f"offload_optimizer.{key}" for key in ("buffer_count", "fast_init", "pipeline_read", "pipeline_write")],
+        "packages/dsx-zero/tests/test_zero_offload_keys.py",
+    ),
+    "offload_optimizer.late_update_after": "packages/dsx-zero/tests/test_zero_late_update.py",
+    "offload_optimizer.step_during_backward": "packages/dsx-zero/tests/test_zero_step_during_backward.py",
+    "offload_optimizer.pin_memory": "packages/dsx/tests/test_engine_offload_faults.py",
+    "offload_param.pin_memory": "packages/dsx/tests/test_engine_offload_faults.py",
     "offload_param.buffer_count": "packages/dsx-zero/tests/test_zero_read_ahead.py",
     "offload_param.buffer_size": "packages/dsx-zero/tests/test_zero_read_ahead.py",
     **dict.fromkeys(
@@ -297,5 +321,5 @@ def test_a_key_that_is_refused(key):
         name
     ]
     more = {section: {"device": "cpu", name: value}} if section else {name: value}
-    with pytest.raises((dsx_zero.ZeroConfigError, dsx.ConfigError), match=name):
+    with pytest.raises((dsx_zero.ZeroConfigError, DsxConfigError), match=name):
         started(2, more)

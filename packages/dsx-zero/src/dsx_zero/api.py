@@ -100,7 +100,8 @@ def shard(
         process_group: the ranks to divide among; default: the data-parallel ranks that `dsx_comm.parallel_groups`
             speaks of, which are all ranks unless a topology or an `mpu` was given to it. Where there is no process
             group yet, the ranks that a launcher started make one; without a launcher this process is alone.
-        config: the `zero_optimization` section.
+        config: the `zero_optimization` section. Of a dict, keys without effect are warned of; those of a `ZeroConfig`
+            are its `notices()`.
         precision: dtypes of gradients, messages and masters.
         reduction: mean or sum, and where the division happens.
         mpu: in the place of `process_group`: a Megatron-style object that tells the data- and model-parallel groups.
@@ -188,8 +189,8 @@ def shard(
         _check_late_update(settings, inner, planned.placements)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     agree(_CALL, {**dict(optimizer_facts(inner, names)), **plan_facts(planned.plans)}, data.group)
-    for notice in settings.notices():
-        if data.rank == 0:
+    if data.rank == 0 and isinstance(config, dict):  # the owner of a `ZeroConfig` has its notices
+        for notice in settings.notices():
             _log.warning(notice)
     builder = Builder(recipe, planned.infos[0].device if planned.infos else torch.device("cpu"))
     parts = assemble(builder, planned, builder.build(planned, inner), inner)

@@ -408,7 +408,7 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
     early = _early_units(recipe.settings, planned, runtime, inner)
     masters = make_masters(runtime.units, whole=runtime.whole, most=most, known=kept.masters)
     faces = _faces(recipe.model, runtime)
-    shown = [[faces[id(p)] if id(p) in faces else p for p in group["params"]] for group in inner.param_groups]
+    shown: list[list[Any]] = [[faces.get(id(p), p) for p in group["params"]] for group in inner.param_groups]
     place_masters(inner, masters, keep=kept.held)
     stepped = [master for _, pieces in masters for master in pieces]
     unit_of = {id(group): unit.index for unit in runtime.units for group in unit.groups}
