@@ -101,11 +101,9 @@ def main() -> None:
     if args.config:
         # WarmupDecayLR as DeepSpeed's users know it: the first two updates have the rate 0, then it rises and decays.
         rate = lambda step: 0.01 * warmup_decay(step - 1, warmup=2, total=STEPS)  # noqa: E731
-        close(
-            train(*parts, first=0, last=STEPS, **more),
-            plain_curve(STEPS, micro=MICRO, lr=rate, clip=1.0, **more),
-            "by config",
-        )
+        curve = train(*parts, first=0, last=STEPS, **more)
+        close(curve, plain_curve(STEPS, micro=MICRO, lr=rate, clip=1.0, **more), "by config")
+        report(curve=curve)
         return
     expected = plain_curve(STEPS, micro=MICRO, lr=lambda step: 0.01 / (1 + step), **more)
     half = STEPS // 2
