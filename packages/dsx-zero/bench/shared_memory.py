@@ -23,7 +23,9 @@ import dsx_zero
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from dsx_zero import api, memory, stage3
+from dsx_zero import api
+from dsx_zero.gather import stage3
+from dsx_zero.params import memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "dsx-comm" / "bench"))
 

@@ -1,0 +1,290 @@
+"""ZeRO++ on 2 x 2 "nodes" of processes: bytes between nodes, loss against exact training, step time over a slow link.
+
+    python packages/dsx-zero/bench/zero_plus_plus.py bytes   # counted against the closed form
+    python packages/dsx-zero/bench/zero_plus_plus.py loss    # three seeds of a small GPT on Python's standard library
+    python packages/dsx-zero/bench/zero_plus_plus.py link    # sleeping compute, a paced link between the nodes
+
+`--small` runs everything at a size that shows that it works. Four ranks, of which each pair says that it is a node.
+
+Bytes between nodes are counted by dsx_comm per call and group. A collective over all ranks counts as crossing once for
+each value and node, (nodes - 1) / (N - 1) of what its ranks send, which is the least that any algorithm sends: for M
+bytes of bf16 parameters exact stage 3 crosses 3 M (two gathers and a reduce-scatter), ZeRO++ 0.75 M (8-bit gathers for
+the forward alone, 4-bit gradients), the mode with error feedback 0.375 M (4 and 2 bits), all times (nodes - 1) / nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import dsx_comm
+import dsx_zero
+import torch
+from dsx_comm.compressed.blocks import BlockFormat
+from dsx_testkit import Nodes, PacedLink, SleepingLinear, run_ranks, tiny
+from dsx_zero.groups import LentGroups
+from dsx_zero.params.flat import FlatGroup
+from dsx_zero.transports.chosen import PlainTransports, ZeroPlusPlus
+from dsx_zero.transports.gathers import PlainGather
+from dsx_zero.transports.levels import SecondaryGather
+from dsx_zero.transports.protocol import Then
+from dsx_zero.transports.quantized import BLOCK, QuantizedGather
+from torch import nn
+
+RANKS, DEVICES = 4, 2
+NODES = RANKS // DEVICES
+EXACT = {"stage": 3, "stage3_param_persistence_threshold": 0}
+OURS = {
+    **EXACT,
+    "zero_hpz_partition_size": DEVICES,
+    "zero_quantized_weights": True,
+    "zero_quantized_gradients": True,
+    "zeropp_gate": {"mode": "off"},
+}
+FEEDBACK = {
+    **OURS,
+    "zero_quantized_weights_bits": 4,
+    "zero_quantized_gradients_bits": 2,
+    "zero_quantized_error_feedback": True,
+}
+BITS = {"ZeRO++": (8, 4), "error feedback": (4, 2)}
+CONFIGS = {"exact": EXACT, "ZeRO++": OURS, "error feedback": FEEDBACK}
+
+
+class Crossing:
+    """Bytes that this rank sends to other nodes (an observer of dsx_comm)."""
+
+    def __init__(self) -> None:
+        self.between = 0.0
+
+    def begin(self, call: Any) -> None:
+        nodes: dict[int, int] = {}
+        for rank in dsx_comm.get_all_ranks_from_group(call.group):
+            nodes[rank // DEVICES] = nodes.get(rank // DEVICES, 0) + 1
+        self.between += call.sent / call.per * (len(nodes) - 1) / max(1, call.size - 1)
+
+    def end(self, token: Any, call: Any, result: Any, is_async: bool) -> None:
+        """Nothing to do."""
+
+
+def crossed(rank: int, world: int, name: str, small: bool) -> tuple[float, float]:
+    """Bytes between nodes of one step of bf16, per rank: counted, and by the closed form."""
+    with Nodes(world, DEVICES).environment(rank):
+        width = 64 if small else 256
+        model = tiny.TinyGPT(vocab=256, width=width, layers=2 if small else 4, heads=4, context=32).bfloat16()
+        config = {**CONFIGS[name], "stage3_prefetch_bucket_size": 0}
+        model, optimizer = dsx_zero.shard(model, lambda p: torch.optim.AdamW(p, lr=1e-3), config=config)
+        for step in range(3):
+            crossing = Crossing()
+            stop = dsx_comm.observe(crossing)
+            model.loss(*model.example(2, seed=10 * step + rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stop()
+        shards = [g.layout.shard_numel for u in optimizer.runtime.units for g in u.groups]
+    if name == "exact":
+        return crossing.between, sum(3 * 2 * shard for shard in shards) * (NODES - 1)
+    weights, gradients = (BlockFormat(bits, BLOCK) for bits in BITS[name])
+    return crossing.between, sum(weights.message_bytes(s) + gradients.message_bytes(s) for s in shards) * (NODES - 1)
+
+
+def count_bytes(small: bool) -> None:
+    """The table of bytes."""
+    exact = 0.0
+    print("| mode | MB between nodes per rank and step | closed form | counted / closed form | fewer than exact |")
+    print("|---|---|---|---|---|")
+    for name in CONFIGS:
+        found = run_ranks(crossed, RANKS, name, small, timeout=600)
+        counted, closed = (sum(values) / RANKS for values in zip(*found))
+        exact = exact or counted
+        ratio = f"{counted / 1e6:.4f} | {closed / 1e6:.4f} | {counted / closed:.4f} | {exact / counted:.2f}x"
+        print(f"| {name} | {ratio} |", flush=True)
+
+
+# - Loss
+
+
+@cache
+def text(nbytes: int) -> torch.Tensor:
+    """The first bytes of the modules of Python's standard library, in the order of their names."""
+    found = bytearray()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        found += path.read_bytes()
+        if len(found) >= nbytes:
+            break
+    return torch.tensor(list(found[:nbytes]))
+
+
+def batch(data: torch.Tensor, rows: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pieces of the text from random places, and the same one byte later."""
+    starts = torch.randint(len(data) - length - 1, (rows,), generator=torch.Generator().manual_seed(seed))
+    pieces = torch.stack([data[start : start + length + 1] for start in starts])
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def without_feedback(groups: LentGroups) -> ZeroPlusPlus:
+    """The control, which a configuration refuses: 4-bit parameters and 2-bit gradients whose errors are lost."""
+    plain = PlainTransports(lambda dtype: dtype, 500_000_000)
+    return ZeroPlusPlus(plain, groups, weight_bits=4, gradient_bits=2)
+
+
+def trained(rank: int, world: int, name: str, seed: int, small: bool) -> float:
+    """Validation loss after training, in nats per byte."""
+    steps, length, rows = (20, 32, 2) if small else (400, 64, 8)
+    data = text(200_000 if small else 1_500_000)
+    cut = len(data) * 9 // 10
+    with Nodes(world, DEVICES).environment(rank):
+        torch.set_num_threads(1)
+        model = tiny.TinyGPT(vocab=256, width=64 if small else 128, layers=2, heads=4, context=length, seed=seed)
+        config = CONFIGS.get(name, {**EXACT, "zero_hpz_partition_size": DEVICES})
+        own = without_feedback(LentGroups()) if name not in CONFIGS else None
+        model, optimizer = dsx_zero.shard(
+            model, lambda p: torch.optim.AdamW(p, lr=3e-3, betas=(0.9, 0.95)), config=config, transports=own
+        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+        for step in range(steps):
+            loss = model.loss(*batch(data[:cut], rows, length, (seed * steps + step) * world + rank))
+            loss.backward()
+            optimizer.step(max_norm=1.0)
+            optimizer.zero_grad()
+            schedule.step()
+        with torch.no_grad():
+            losses = [model.loss(*batch(data[cut:], 64, length, 10**9 + number)) for number in range(2 if small else 8)]
+        return torch.stack(losses).mean().item()
+
+
+def compare_loss(small: bool) -> None:
+    """The table of losses."""
+    seeds = (0,) if small else (0, 1, 2)
+    names = (*CONFIGS, "control: no feedback")
+    losses = {n: [run_ranks(trained, RANKS, n, s, small, timeout=3000)[0] for s in seeds] for n in names}
+    print("| mode | validation loss of each seed, nats per byte | mean gap to exact |")
+    print("|---|---|---|")
+    for name, found in losses.items():
+        gaps = [(ours - exact) / exact for ours, exact in zip(found, losses["exact"])]
+        each = ", ".join(f"{loss:.4f} ({gap:+.2%})" for loss, gap in zip(found, gaps))
+        print(f"| {name} | {each} | {statistics.mean(gaps):+.2%} |", flush=True)
+
+
+# - Time over a link
+
+
+class Paced:
+    """What another transport sends between nodes takes its time on a link. `nbytes`: of a group, per rank."""
+
+    def __init__(self, inner: Any, link: PacedLink, nbytes: Callable[[FlatGroup], float]) -> None:
+        self._inner, self._link, self._nbytes = inner, link, nbytes
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self._inner.tensors()
+
+    def result_dtype(self, source: torch.dtype, group: FlatGroup) -> torch.dtype:
+        return self._inner.result_dtype(source, group)
+
+    def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Then:
+        transfer = self._link.start(int(self._nbytes(group)))
+        return Then([self._inner.start(out, source, group, label), transfer])
+
+
+class OverLink:
+    """Transports of exact stage 3 or of ZeRO++ whose bytes between nodes go over a paced link."""
+
+    def __init__(self, link: PacedLink, quantised: bool) -> None:
+        self._link, self._quantised = link, quantised
+        plain = PlainTransports(lambda dtype: dtype, 500_000_000)
+        self._inner: Any = ZeroPlusPlus(plain, LentGroups(), gradient_bits=4) if quantised else plain
+
+    def _bytes(self, bits: int) -> Callable[[FlatGroup], float]:
+        form = BlockFormat(bits, BLOCK) if self._quantised else None
+
+        def crossing(group: FlatGroup) -> float:
+            shard = group.layout.shard_numel
+            message = shard * group.key.dtype.itemsize if form is None else form.message_bytes(shard)
+            return message * (NODES - 1)
+
+        return crossing
+
+    def gather(self, sets: Any) -> Any:
+        if not self._quantised:
+            return Paced(PlainGather(), self._link, self._bytes(8))
+        return SecondaryGather(Paced(QuantizedGather(PlainGather(), bits=8), self._link, self._bytes(8)))
+
+    def reduce(self, op: Any, ranks: Any, *, scatters: bool) -> Any:
+        return Paced(self._inner.reduce(op, ranks, scatters=scatters), self._link, self._bytes(4))
+
+
+class Sleeper(nn.Module):
+    """Blocks whose compute takes time and no core."""
+
+    def __init__(self, layers: int, width: int, forward_s: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(SleepingLinear(width, forward_s) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def stepped(rank: int, world: int, share: float, small: bool) -> dict[str, float]:
+    """Median seconds of a step of each. `share`: seconds of exact stage 3's bytes on the link, of those of compute."""
+    layers, width, forward_s, steps = (4, 64, 0.005, 3) if small else (8, 256, 0.05, 7)
+    crossing = 3 * 4 * width * (width + 1) * layers / world * (NODES - 1)
+    rate = crossing / (share * 3 * forward_s * layers)
+    with ExitStack() as stack:
+        stack.enter_context(Nodes(world, DEVICES).environment(rank))
+        torch.set_num_threads(1)
+        runs: dict[str, tuple[nn.Module, Any]] = {}
+        for name, quantised in (("exact", False), ("ZeRO++", True)):
+            config = {**EXACT, **({"zero_hpz_partition_size": DEVICES} if quantised else {})}
+            own = OverLink(PacedLink(rate), quantised)
+            model = Sleeper(layers, width, forward_s)
+            runs[name] = dsx_zero.shard(model, lambda p: torch.optim.SGD(p, lr=0.0), config=config, transports=own)
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        x = torch.randn(2, width)
+        for step in range(steps + 2):
+            for name, (model, optimizer) in runs.items():
+                dsx_comm.barrier()
+                began = time.perf_counter()
+                model(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                dsx_comm.barrier()
+                if step > 1:
+                    times[name].append(time.perf_counter() - began)
+        return {name: statistics.median(found) for name, found in times.items()}
+
+
+def over_link(small: bool) -> None:
+    """Step times where the link is the limit (exact stage 3 sends four times as long as it computes), and where not."""
+    print("| link | exact, ms | ZeRO++, ms | faster | goal |")
+    print("|---|---|---|---|---|")
+    for label, share, goal in (("the limit", 4.0, "at least 2x"), ("not the limit", 0.1, "at least 0.97x")):
+        found = run_ranks(stepped, RANKS, share, small, timeout=600)[0]
+        exact, ours = found["exact"], found["ZeRO++"]
+        print(f"| {label} | {exact * 1e3:.1f} | {ours * 1e3:.1f} | {exact / ours:.2f}x | {goal} |", flush=True)
+
+
+def main() -> None:
+    """Run one part, or all."""
+    parts = {"bytes": count_bytes, "loss": compare_loss, "link": over_link}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=[*parts, "all"], nargs="?", default="all")
+    parser.add_argument("--small", action="store_true")
+    chosen = parser.parse_args()
+    for name, part in parts.items():
+        if chosen.part in (name, "all"):
+            print(f"# {name}")
+            part(chosen.small)
+
+
+if __name__ == "__main__":
+    main()
