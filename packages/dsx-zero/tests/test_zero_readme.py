@@ -66,3 +66,14 @@ def fewer_bytes(rank, world, code):
 def test_example_of_fewer_bytes_between_nodes():
     (code,) = (found for found in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "zero_hpz" in found)
     assert run_ranks(fewer_bytes, 4, code) == [2] * 4
+
+
+def sparse(rank, world, code):
+    scope: dict = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    return scope["table"].weight.grad.is_sparse
+
+
+def test_example_of_sparse_embeddings():
+    (code,) = (found for found in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "sparse_gradients" in found)
+    assert run_ranks(sparse, 2, code) == [True] * 2

@@ -231,7 +231,6 @@ def test_importing_the_package_loads_neither_pydantic_nor_torch():
 
 
 LATER = {
-    "sparse_gradients": {"sparse_gradients": True},
     "checkpoint.use_node_local_storage": {"checkpoint": {"use_node_local_storage": True}},
     "zero_optimization.offload_optimizer.super_offload": {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}

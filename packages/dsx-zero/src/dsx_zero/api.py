@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,12 +35,15 @@ from .params.restored import current_parameter, restore_model
 from .plan.leaves import fine_modules, named_leaves
 from .plan.rank_sets import choose_rank_sets, ranks_of_mesh
 from .plan.secondary import SecondaryRanks
+from .plan.sparse import sparse_parameters
 from .plan.units import ParameterInfo, RanksOf, UnitPlan, find_parameters
 from .precision import Precision
 from .replanning import Replanner
 from .resharding import release_model
 from .step.masters import check_optimizer, replace_parameters
 from .step.parts import why_at_once
+from .step.sparse import check_dense_gradients
+from .transports.benefit import settings_that_pay
 from .transports.chosen import PlainTransports, Transports, transports_of
 
 if TYPE_CHECKING:
@@ -84,6 +88,7 @@ def shard(
     device: torch.device | None = None,
     transports: Transports | None = None,
     mesh: DeviceMesh | None = None,
+    sparse_gradients: bool = False,
 ) -> tuple[nn.Module, ZeroOptimizer]:
     """Divide a model's states among the ranks of a process group (collective).
 
@@ -118,6 +123,7 @@ def shard(
         transports: how parameters and gradients travel between the ranks. Default: what the configuration says.
         mesh: in the place of `process_group`: a device mesh of one dimension, or of two for hybrid sharding: states are
             divided along the second, and copied along the first.
+        sparse_gradients: stage 0: of embeddings with `sparse=True` only rows that have a gradient travel.
 
     Returns:
         The model and a `ZeroOptimizer`.
@@ -135,6 +141,7 @@ def shard(
         settings = _settings(stage, config)
         precision, reduction = precision or Precision(), reduction or Reduction()
         settings.check_combinations(mesh=mesh_shards > 0)
+        _check_sparse(sparse_gradients, settings.stage)
         _check_given(optimizer, stage=settings.stage)
         given = placement is not None
         placement = placement or placement_of(settings, store)
@@ -144,25 +151,29 @@ def shard(
     data = sets.data
     groups = LentGroups()
     plain = PlainTransports(precision.wire_dtype, settings.size("reduce_bucket_size"))
-    transports = transports or transports_of(settings, plain, groups)
+    own, transports = transports, transports or transports_of(settings, plain, groups)
     facts = {
         **_setting_facts(settings, precision, reduction),
         "placement": str(placement),
         "transports": type(transports).__name__,
+        "sparse_gradients": str(sparse_gradients),
     }
     agree(_CALL, {**facts, **dict(model_facts(model))}, data.group)
     release_model(model)
-    choose: RanksOf = sets if ranks_of is None else ranks_of
+    holders: RanksOf = sets if ranks_of is None else ranks_of
     with telling(data.group):
-        _check_marked_in_time(model, choose)
+        _check_marked_in_time(model, holders)
         _check_values(model)
-    choose = SecondaryRanks(
-        choose,
-        groups.take_part,
-        shard_size=mesh_shards or settings.shard_ranks,
-        near_size=settings.near_ranks,
-        setting="mesh" if mesh_shards else "zero_optimization.mics_shard_size",
-    )
+
+    def choose(settings: ZeroConfig) -> RanksOf:
+        return SecondaryRanks(
+            holders,
+            groups.take_part,
+            shard_size=mesh_shards or settings.shard_ranks,
+            near_size=settings.near_ranks,
+            setting="mesh" if mesh_shards else "zero_optimization.mics_shard_size",
+        )
+
     if settings.stage < 3:
         restore_model(model)
     with telling(data.group):
@@ -176,7 +187,7 @@ def shard(
             precision=precision,
             reduction=reduction,
             data=data,
-            ranks_of=choose,
+            ranks_of=choose(settings),
             placement=placement,
             ratio=1.0 if given else offload_ratio(settings),
             device=device,
@@ -184,8 +195,14 @@ def shard(
             bucket_size=_bucket_size(settings, infos, placement),
             transports=transports,
             groups=groups,
+            sparse=_sparse_names(model, inner, sparse_gradients, data.rank),
         )
         planned = recipe.plan(infos, inner)
+        paying = settings_that_pay(settings, planned.plans, data, groups, precision, own=own)
+        if paying is not settings:
+            given_up = transports_of(paying, plain, groups)
+            recipe = replace(recipe, settings=paying, ranks_of=choose(paying), transports=given_up)
+            planned = recipe.plan(infos, inner)
         _check_late_update(settings, inner, planned.placements)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     agree(_CALL, {**dict(optimizer_facts(inner, names)), **plan_facts(planned.plans)}, data.group)
@@ -235,6 +252,31 @@ def _bucket_size(settings: ZeroConfig, infos: Sequence[ParameterInfo], placement
     if is_stepped_by_host(placement) and steps_during_backward(settings):
         return min(size, max(_EARLY_UNIT, total // _RATIO_UNITS))
     return size
+
+
+def _check_sparse(sparse_gradients: Any, stage: int) -> None:
+    if not isinstance(sparse_gradients, bool):
+        raise ZeroConfigError("sparse_gradients", f"got {sparse_gradients!r}, expected True or False")
+    if sparse_gradients and stage > 0:
+        raise ZeroConfigError(
+            "sparse_gradients",
+            f"got True at stage {stage}, which divides dense buffers among the ranks: each rank would need rows that"
+            " others have. Use stage 0, or build embeddings with sparse=False",
+        )
+
+
+def _sparse_names(model: nn.Module, inner: Any, sparse_gradients: bool, rank: int) -> frozenset[str]:
+    """Names of the parameters whose gradients are to be rows. Raises ZeroOptimizerError for an optimizer of sparse
+    gradients where some are dense.
+    """
+    found = sparse_parameters(model) if sparse_gradients else frozenset[str]()
+    check_dense_gradients(inner, {id(p): name for name, p in model.named_parameters()}, found)
+    if sparse_gradients and not found and rank == 0:
+        _log.warning(
+            "sparse_gradients has no effect: no nn.Embedding or nn.EmbeddingBag of the model has sparse=True and a"
+            " weight that nothing else uses"
+        )
+    return found
 
 
 _PADDING = 1.25

@@ -55,6 +55,8 @@ from .step.plan import Pipeline, StepPlan
 from .step.runner import plan_step
 from .step.states import OptimizerStates
 from .transports.chosen import Transports
+from .transports.protocol import ReduceTransport
+from .transports.reductions import Cast, RowsAllReduce
 
 if TYPE_CHECKING:
     from .config import ZeroConfig
@@ -77,6 +79,7 @@ class Recipe:
         device: where the model computes; None: where its parameters are.
         leaves: names of modules that are units of their own.
         bucket_size: elements of a unit at stages 1 and 2, and of a reduction.
+        sparse: names of parameters whose gradients are rows.
     """
 
     model: nn.Module
@@ -92,6 +95,7 @@ class Recipe:
     bucket_size: int
     transports: Transports
     groups: LentGroups
+    sparse: frozenset[str] = frozenset()
 
     def plan(self, infos: tuple[ParameterInfo, ...], inner: Any) -> Planned:
         """Units, owners and places for these parameters. Nothing is changed.
@@ -103,6 +107,8 @@ class Recipe:
         settings = self.settings
         if self.device is not None:
             infos = tuple(replace(info, device=self.device) for info in infos)
+        if self.sparse:
+            infos = tuple(replace(info, sparse=info.name in self.sparse) for info in infos)
         plans = plan_units(
             self.model,
             infos,
@@ -240,6 +246,7 @@ class _Build:
         self.placement, self.transports = recipe.placement, recipe.transports
         self.infos, self.plans, self.averaging = planned.infos, planned.plans, planned.averaging
         self.placed, self.lane, self.device = planned.placed, builder.lane, builder._device
+        self._keepers = len(getattr(recipe.transports, "keepers", ()))  # of an earlier plan
 
     def resident(self) -> Runtime:
         """Stages 0-2: whole parameters stay in memory."""
@@ -326,6 +333,7 @@ class _Build:
             checks_overflow=self.precision.checks_overflow(dtypes),
             resident=self.settings.stage < 3,
             load_masters=self.settings.load_from_fp32_weights,
+            errors=tuple(getattr(self.transports, "keepers", ())[self._keepers :]),
         )
 
     def _norm_groups(self, units: tuple[Unit, ...], stage: int) -> tuple[Any, ...]:
@@ -336,7 +344,9 @@ class _Build:
         """Of stages 0-2."""
         precision = self.precision
         dtypes = {group.key.dtype for unit in units for group in unit.trainable}
-        if stage == 0 and self.data.size == 1 and all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes):
+        dense = not any(group.key.sparse for unit in units for group in unit.trainable)
+        same = all(precision.gradient_dtype(dtype) == dtype for dtype in dtypes)
+        if stage == 0 and self.data.size == 1 and dense and same:
             return LocalGradients(units)
         reductions = self._reductions(units, stage, lambda: gradients.complete())
         order = self._order(CollectiveExecutor(reductions.run_reduce), self._builder.channel())
@@ -350,7 +360,8 @@ class _Build:
         def reducer(ranks: dsx_comm.RankSet) -> ReductionEngine:
             if ranks.size == 1:
                 return LocalReducer.of(ranks, self.reduction)
-            return Reducer(ranks, self.reduction, partial(self.transports.reduce, scatters=stage > 0), lane)
+            rows = None if stage else self._rows_transport
+            return Reducer(ranks, self.reduction, partial(self.transports.reduce, scatters=stage > 0), lane, rows)
 
         differ = any(
             group.ranks.holders is not self.data.group or group.ranks.tensor_groups
@@ -372,6 +383,9 @@ class _Build:
             tier=lambda unit: self.placed(unit).gradients,
             lane=self.lane,
         )
+
+    def _rows_transport(self, op: Any) -> ReduceTransport:
+        return Cast(RowsAllReduce(op), self.precision.wire_dtype)
 
     def _order(self, executor: CollectiveExecutor, channel: Channel | None, limits: ReuseLimits | None = None) -> Order:
         """What the ranks agree on over the channel; None: every need is executed as it comes."""

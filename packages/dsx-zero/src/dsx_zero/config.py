@@ -22,6 +22,7 @@ __all__ = [
     "OffloadOptimizer",
     "OffloadParam",
     "ZeroConfig",
+    "ZeroPlusPlusGate",
 ]
 
 PATH = "zero_optimization"
@@ -105,6 +106,20 @@ class LoCo(_Section):
 
     err_beta: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.8, description="decay of the error")
     reset_T: Count = Field(1024, description="steps after which the error is forgotten")
+
+
+class ZeroPlusPlusGate(_Section):
+    """Whether quantised and hierarchical communication pays, said when the model is sharded."""
+
+    mode: Literal["report", "auto", "off"] = Field(
+        "report", description="report: one line says whether it pays; auto: what does not pay is left out; off: neither"
+    )
+    inside_nodes_gb_per_s: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="10^9 bytes per second that a rank sends inside its node; null: measured"
+    )
+    between_nodes_gb_per_s: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="the same between nodes, where all ranks of a node send; null: measured"
+    )
 
 
 class LeafModules(_Section):
@@ -228,6 +243,10 @@ class ZeroConfig(_Section):
         False, description="what quantised parameters and gradients leave out is added to the next ones"
     )
     zeropp_loco_param: LoCo | None = Field(None, description="a moving average of errors for quantised gradients")
+    zeropp_gate: ZeroPlusPlusGate = Field(
+        default_factory=lambda: ZeroPlusPlusGate.model_validate({}),
+        description="whether quantised and hierarchical communication pays on these links",
+    )
     mics_shard_size: Annotated[int, Field(ge=-1)] = Field(
         -1, description="stages 1-3: neighbouring ranks that divide a copy of the states; -1: all ranks divide one"
     )

@@ -17,6 +17,7 @@ from .grads.gradients import Gradients
 from .groups import LentGroups
 from .params.flat import FlatGroup, Unit
 from .plan.units import ParameterInfo
+from .transports.errors import KeepsErrors
 
 __all__ = ["Publisher", "Runtime", "UnusedCheck"]
 
@@ -82,6 +83,8 @@ class Runtime:
     checks_overflow: bool
     resident: bool
     load_masters: bool = True
+    errors: tuple[KeepsErrors, ...] = ()
+    """What keeps errors of quantised messages."""
 
     @property
     def whole(self) -> bool:

@@ -268,6 +268,7 @@ def _sharded(
             config=section,
             store=store,
             device=device,
+            sparse_gradients=config.use("sparse_gradients"),
             precision=zero.Precision(
                 gradients=precision.dtype("grad_accum"),
                 communication=precision.dtype("reduce"),

@@ -11,7 +11,7 @@ per element; what that rounds off is a hundredth of what they are.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 import torch
 
@@ -43,6 +43,7 @@ class QuantizationFeedback:
         self._decay, self._period, self._count = decay, period, 0
         self._errors: dict[Hashable, torch.Tensor] = {}
         self._next: dict[Hashable, torch.Tensor] = {}
+        self._shapes: dict[Hashable, torch.Size] = {}
 
     def advance(self) -> None:
         """The buffer has new values: messages from now on make up for what the latest ones left out. Until the next
@@ -61,11 +62,11 @@ class QuantizationFeedback:
         total = rows.to(torch.float32)
         if total.data_ptr() == rows.data_ptr():
             total = total.clone()
+        self._shapes[hop] = total.shape
         before = self._errors.get(hop)
         error = None
         if before is not None:
-            error = torch.empty_like(total)
-            dequantize_rows(before, _KEPT, error)
+            error = self._decoded(hop, before)
             total.add_(error)
         messages = quantize_rows(total, form)
         sent = torch.empty_like(total)
@@ -77,6 +78,29 @@ class QuantizationFeedback:
                 total.add_(error, alpha=self._decay)
         self._next[hop] = quantize_rows(total, _KEPT)
         return messages
+
+    def held(self, *, upcoming: bool = True) -> dict[Hashable, torch.Tensor]:
+        """The errors by hop, float32 rows as they were given to `encode`: those that count from the next `advance` on
+        (`upcoming`), or those that count until then.
+        """
+        kept = {**self._errors, **self._next} if upcoming else self._errors
+        return {hop: self._decoded(hop, error) for hop, error in kept.items()}
+
+    def put(self, errors: Mapping[Hashable, torch.Tensor]) -> None:
+        """Take errors as `held` gives them, which count from the next `advance` on; those that are there are
+        forgotten.
+        """
+        self.reset()
+        self._next = {hop: rows.to(torch.float32).clone() for hop, rows in errors.items()}
+        self._shapes = {hop: rows.shape for hop, rows in errors.items()}
+
+    def _decoded(self, hop: Hashable, kept: torch.Tensor) -> torch.Tensor:
+        """Errors as values; those that were `put` are values until the next message."""
+        if kept.is_floating_point():
+            return kept.clone()
+        error = torch.empty(self._shapes[hop], dtype=torch.float32, device=kept.device)
+        dequantize_rows(kept, _KEPT, error)
+        return error
 
     def reset(self) -> None:
         """Forget all errors."""

@@ -39,7 +39,10 @@ __all__ = ["GroupGradients", "refuse_sparse"]
 def refuse_sparse(grad: torch.Tensor, name: str) -> None:
     """Raises ZeroModelError for a gradient of indices and values: there is no place for it in a flat buffer."""
     if grad.is_sparse:
-        raise ZeroModelError(f"{name}: sparse gradients are not available yet; build the module with sparse=False")
+        raise ZeroModelError(
+            f"{name}: got a sparse gradient, expected a dense one; build the module with sparse=False, or at stage 0"
+            " set sparse_gradients to true (which weights that are tied to others take no part in)"
+        )
 
 
 class GroupGradients:

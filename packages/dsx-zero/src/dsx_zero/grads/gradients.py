@@ -36,6 +36,7 @@ from ..plan.layout import LocalSlice
 from .block_norm import block_norm
 from .buffers import GroupGradients, refuse_sparse
 from .reductions import Reductions, ReductionWatch
+from .rows import RowGradients
 
 __all__ = ["BackwardWatch", "Gradients", "LocalGradients", "ReduceOrder", "ReducedGradients"]
 
@@ -223,7 +224,7 @@ class ReducedGradients:
         self._expected = dict.fromkeys(self._by_unit, 0)
         self._arrived = dict.fromkeys(self._by_unit, 0)
         self._sync = True
-        self._arriving: tuple[GroupGradients, int] | None = None
+        self._arriving: tuple[GroupGradients | RowGradients, int] | None = None
         """The parameter whose gradient is there already, while its arrival announces a backward."""
         self._watch: BackwardWatch | None = None
         self._factor: float | None = None
@@ -295,8 +296,11 @@ class ReducedGradients:
         arriving = self._arriving
         for buffers in self._groups:
             buffers.notice(arriving[1] if arriving is not None and arriving[0] is buffers else None)
-            if not scaled:
+            if not scaled and buffers.group not in self._reductions.rows:
                 buffers.hide_views()
+        for rows in self._reductions.rows.values():
+            if arriving is None or arriving[0] is not rows:
+                rows.hide_views()  # autograd would add to what it shows
 
     @staticmethod
     def _hook(
@@ -329,7 +333,7 @@ class ReducedGradients:
 
         return arrived
 
-    def _first_arrival(self, buffers: GroupGradients, index: int) -> float:
+    def _first_arrival(self, buffers: GroupGradients | RowGradients, index: int) -> float:
         """The first gradient of the running backward has arrived; what all of them are multiplied with."""
         if not self._clock.running:
             self._arriving = (buffers, index)
@@ -338,7 +342,7 @@ class ReducedGradients:
         self._factor = self._chosen_factor(buffers, index)
         return self._factor
 
-    def _chosen_factor(self, buffers: GroupGradients, index: int) -> float:
+    def _chosen_factor(self, buffers: GroupGradients | RowGradients, index: int) -> float:
         if self._watch is None:
             return 1.0
         try:

@@ -100,6 +100,12 @@ class ReductionEngine(Protocol):
         """
         ...
 
+    def reduce_rows(self, rows: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
+        """Reduce `rows` (sparse COO, of the shape of the one parameter of `group`) on every rank into `out`, a sparse
+        tensor that has no entries yet. `rows` may be changed.
+        """
+        ...
+
     def tensors(self) -> list[torch.Tensor]:
         """What is kept between two reductions."""
         ...
@@ -113,6 +119,7 @@ class Reducer:
         reduction: what becomes of their gradients.
         transport: makes the transport for `dsx_comm.ReduceOp.SUM` or `AVG` and these ranks.
         lane: where reductions run.
+        rows: makes the one for gradients of rows; None: the ranks share no sparse embeddings.
     """
 
     def __init__(
@@ -121,10 +128,13 @@ class Reducer:
         reduction: Reduction,
         transport: Callable[[Any, dsx_comm.RankSet], ReduceTransport],
         lane: Lane,
+        rows: Callable[[Any], ReduceTransport] | None = None,
     ) -> None:
         self._ranks, self._lane = ranks, lane
         self._before, average, self._after = reduction.factors(ranks)
-        self._transport = transport(dsx_comm.ReduceOp.AVG if average else dsx_comm.ReduceOp.SUM, ranks)
+        op = dsx_comm.ReduceOp.AVG if average else dsx_comm.ReduceOp.SUM
+        self._transport = transport(op, ranks)
+        self._rows = self._transport if rows is None else rows(op)
         self._dtypes: dict[FlatGroup, torch.dtype] = {}  # in which results arrive
 
     def all_reduce(self, buffer: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
@@ -148,6 +158,20 @@ class Reducer:
         result = out if direct else torch.empty_like(out, dtype=dtype)
         ticket = self._submit(result, buffer, group, label)
         return PendingReduction(ticket, lambda: self._put(result, out, add))
+
+    def reduce_rows(self, rows: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
+        """See `ReductionEngine.reduce_rows`."""
+        if self._before != 1.0:
+            rows._values().mul_(self._before)
+        lane, start = self._lane, self._rows.start
+        lane.follow()
+        ticket = lane.submit(lambda: start(out, rows, group, label))
+
+        def complete() -> None:
+            if self._after != 1.0:
+                out._values().mul_(self._after)
+
+        return PendingReduction(ticket, complete)
 
     def tensors(self) -> list[torch.Tensor]:
         """See `ReductionEngine.tensors`."""
@@ -194,6 +218,16 @@ class LocalReducer:
     def all_reduce(self, buffer: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
         """It is there already."""
         return PendingReduction(None, lambda: self._scale(buffer))
+
+    def reduce_rows(self, rows: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
+        """Copy them."""
+
+        def complete() -> None:
+            out.copy_(rows)
+            if self._factor != 1.0:
+                out._values().mul_(self._factor)
+
+        return PendingReduction(None, complete)
 
     def tensors(self) -> list[torch.Tensor]:
         """Nothing is kept."""

@@ -20,8 +20,10 @@ from ..params.memory import Kind, Memory, OrdinaryMemory
 from ..plan.layout import LocalSlice
 from ..precision import Precision
 from .access import GradientAccess
+from .block_norm import block_norm
 from .buffers import GroupGradients
 from .reduction import LocalReducer, ReductionEngine
+from .rows import RowGradients
 
 __all__ = ["ReductionWatch", "Reductions", "cut_parts"]
 
@@ -84,6 +86,9 @@ class Reductions:
         kinds: dict[dsx_comm.RankSet, list[Kind]] = {}
         for unit in units:
             for group in unit.trainable:
+                if group.key.sparse:
+                    kinds.setdefault(group.ranks, [])
+                    continue
                 kind = (group.layout.numel, precision.gradient_dtype(group.key.dtype), group.key.device)
                 kinds.setdefault(group.ranks, []).append(kind)
         # Stages 0-1 keep their buffers for good, so there backward never waits for one.
@@ -95,10 +100,21 @@ class Reductions:
         self._access = GradientAccess(complete, divided=stage > 0, norm_groups=norm_groups, differ=differ)
         self._reducers = reducers = {ranks: reducer(ranks) for ranks in kinds}
         self._of: dict[FlatGroup, GroupGradients] = {}
-        self.by_unit: dict[int, list[GroupGradients]] = {}
+        self.rows: dict[FlatGroup, RowGradients] = {}
+        """The gradients of sparse embeddings."""
+        self.by_unit: dict[int, list[GroupGradients | RowGradients]] = {}
         """The gradients of each unit that trains, in the order of `Unit.trainable`."""
         for unit in units:
             for group in unit.trainable:
+                if group.key.sparse:
+                    rows = self.rows[group] = RowGradients(
+                        group,
+                        dtype=precision.gradient_dtype(group.key.dtype),
+                        reducer=reducers[group.ranks],
+                        label=f"{unit.plan}, rows of {group.key.sparse}",
+                    )
+                    self.by_unit.setdefault(unit.index, []).append(rows)
+                    continue
                 buffers = GroupGradients(
                     group,
                     dtype=precision.gradient_dtype(group.key.dtype),
@@ -115,16 +131,16 @@ class Reductions:
                 )
                 self._of[group] = buffers
                 self.by_unit.setdefault(unit.index, []).append(buffers)
-        self.groups = tuple(self._of.values())
+        self.groups: tuple[GroupGradients | RowGradients, ...] = (*self._of.values(), *self.rows.values())
         """All of them."""
         self._in_flight: list[int] = []
         self._leaving: list[int] = []
         self.watch: ReductionWatch | None = None
         """Is told of every reduction. No null object: a call per unit would count (test_python_calls.py)."""
 
-    def of(self, group: FlatGroup) -> GroupGradients:
+    def of(self, group: FlatGroup) -> GroupGradients | RowGradients:
         """The gradients of a group."""
-        return self._of[group]
+        return self.rows[group] if group in self.rows else self._of[group]
 
     def dirty(self) -> list[int]:
         """Units with gradients that no reduction has taken, in the order in which backward tends to complete them."""
@@ -138,7 +154,7 @@ class Reductions:
 
     def reduced(self, unit: int) -> list[tuple[FlatGroup, Home, Ticket | None]]:
         """See `Gradients.reduced`."""
-        return [(b.group, *b.reduced()) for b in self.by_unit[unit]]
+        return [(b.group, *b.reduced()) for b in self.by_unit[unit] if isinstance(b, GroupGradients)]
 
     # Under way --------------------------------------------------------------------------------------------------------
 
@@ -186,14 +202,19 @@ class Reductions:
 
     def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
         """See `Gradients.parts`."""
+        if group in self.rows:
+            return (self.rows[group].stepped(),) if parts else ()
         return cut_parts(self._of[group].values(), group, parts) if parts else ()
 
     def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
-        """See `Gradients.norms`: of the reduced buffers."""
-        return ((group.ranks, buffers.norm()) for group, buffers in self._of.items())
+        """See `Gradients.norms`: of the reduced buffers, and of the rows of sparse embeddings."""
+        yield from ((group.ranks, buffers.norm()) for group, buffers in self._of.items())
+        yield from ((group.ranks, block_norm(rows.rows().values())) for group, rows in self.rows.items())
 
     def read(self, group: FlatGroup, part: LocalSlice) -> torch.Tensor | None:
         """See `Gradients.read`."""
+        if group in self.rows:
+            return self.rows[group].read(part)
         buffers = self._of[group]
         buffers.notice()
         if buffers.result is None:
@@ -202,7 +223,9 @@ class Reductions:
 
     def write(self, group: FlatGroup, part: LocalSlice, values: torch.Tensor) -> None:
         """See `Gradients.write`."""
-        if self._of[group].result is not None:
+        if group in self.rows:
+            self.rows[group].write(part, values)
+        elif self._of[group].result is not None:
             self._of[group].forget_norm()
             write(self._of[group].values(), values, part.offset)
 

@@ -53,7 +53,7 @@ UNMARKED = ParameterMarks()
 @dataclass(frozen=True)
 class ParameterInfo:
     """One tensor of the model. `name` is its first name in definition order, `aliases` its other (tied) names, `marks`
-    what its owner says about the ranks that hold it.
+    what its owner says about the ranks that hold it, `sparse` whether its gradients are rows with indices.
     """
 
     name: str
@@ -66,6 +66,8 @@ class ParameterInfo:
     marks: ParameterMarks = UNMARKED
     requires_grad: bool = True
     """Whether its owner wants gradients; `trainable` too if an optimizer steps it."""
+    sparse: bool = False
+    """Whether its gradients are rows with indices."""
 
 
 RanksOf = Callable[[ParameterInfo], RankSet]
@@ -74,12 +76,15 @@ RanksOf = Callable[[ParameterInfo], RankSet]
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What the parameters of one flat buffer have in common. `ranks`: who shares the buffer."""
+    """What the parameters of one flat buffer have in common. `ranks`: who shares the buffer. `sparse`: the name of its
+    only parameter, where that has gradients of rows.
+    """
 
     dtype: torch.dtype
     device: torch.device
     trainable: bool
     ranks: RankSet
+    sparse: str = ""
 
 
 @dataclass(frozen=True)
@@ -277,7 +282,9 @@ def _buckets(infos: list[ParameterInfo], bucket_size: int) -> Iterator[tuple[tup
 def _groups(members: list[ParameterInfo], ranks_of: RanksOf, undivided: bool) -> tuple[GroupPlan, ...]:
     keys: dict[GroupKey, list[ParameterInfo]] = {}
     for info in members:
-        keys.setdefault(GroupKey(info.dtype, info.device, info.trainable, ranks_of(info)), []).append(info)
+        alone = info.name if info.sparse and info.trainable else ""
+        key = GroupKey(info.dtype, info.device, info.trainable, ranks_of(info), sparse=alone)
+        keys.setdefault(key, []).append(info)
     return tuple(
         GroupPlan(
             key,

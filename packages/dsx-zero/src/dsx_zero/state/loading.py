@@ -18,6 +18,7 @@ from ..homes.home import Home, write
 from ..plan.layout import LocalSlice
 from ..step.masters import Master, write_parameters
 from ..step.states import OptimizerStates
+from ..transports.errors import note_lost
 from .slices import Place, Reader, State, places_of
 from .templates import StateTemplates, is_single
 
@@ -94,6 +95,11 @@ def read_slices(
             continue
         for master in masters.get(info.name, ()):
             read_master(load, states, reader, master, templates, from_masters=from_masters)
+    groups = [group for unit in runtime.trainable_units() for group in unit.trainable]
+    for keeper in runtime.errors:
+        for group in groups:
+            load.add(keeper.read_errors(group, reader))
+    note_lost(reader, groups, runtime.errors)
     return load
 
 

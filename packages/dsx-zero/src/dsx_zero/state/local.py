@@ -38,7 +38,7 @@ def save_local(optimizer: SlicedOptimizer) -> dict[str, Any]:
             "param": part.param,
             "master": part.master,
             "states": dict(part.states),
-            "ranges": {key: (start, values) for key, start, values in part.ranges},
+            "ranges": _by_key(part.ranges),
         }
         for part in optimizer.held_slices()
     }
@@ -46,6 +46,13 @@ def save_local(optimizer: SlicedOptimizer) -> dict[str, Any]:
         {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
     ]
     return {"slices": slices, "param_groups": groups}
+
+
+def _by_key(ranges: Iterable[tuple[str, int, torch.Tensor]]) -> dict[str, list[tuple[int, torch.Tensor]]]:
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for key, start, values in ranges:
+        found.setdefault(key, []).append((start, values))
+    return found
 
 
 class _LocalReader:
@@ -76,8 +83,10 @@ class _LocalReader:
 
     def state(self, key: str, name: str, start: int, stop: int) -> State | None:
         if key in self._slices[name]["ranges"]:
-            first, values = self._slices[name]["ranges"][key]
-            return values[start - first : stop - first]
+            for first, values in self._slices[name]["ranges"][key]:
+                if first <= start and stop <= first + values.numel():
+                    return values[start - first : stop - first]
+            return None
         return self._cut(name, self._slices[name]["states"][key], start, stop)
 
 

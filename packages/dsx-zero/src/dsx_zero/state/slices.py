@@ -20,6 +20,7 @@ from ..params.flat import FlatGroup
 from ..plan.layout import LocalSlice, pieces
 from ..step.masters import Master
 from ..step.states import OptimizerStates
+from ..transports.errors import FlatError, errors_of
 from .templates import StateTemplates, is_single
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def iter_slices(
     memory is given as `StoredValues`.
     """
     places, inner = places_of(runtime), states.inner
-    templates = StateTemplates(inner)
+    templates, errors = StateTemplates(inner), _GroupErrors(runtime)
     for info in runtime.infos:
         group, index = places[info.name].group, places[info.name].index
         if held and (runtime.whole or (runtime.holds_whole_parameters and not info.trainable)):
@@ -153,8 +154,27 @@ def iter_slices(
             param=param,
             master=_own_master(group, pieces, part, param, lazily) if trainable else None,
             states=own_states(states, pieces, part, templates, lazily) if part.numel else {},
-            ranges=tuple(found for master in pieces for found in _own_ranges(inner, master)),
+            ranges=(
+                *(found for master in pieces for found in _own_ranges(inner, master)),
+                *errors_of(errors.of(group), group, info.name),
+            ),
         )
+
+
+class _GroupErrors:
+    """The errors of one flat group at a time, which its parameters have in common."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._keepers = runtime.errors
+        self._latest: tuple[FlatGroup | None, list[FlatError]] = (None, [])
+
+    def of(self, group: FlatGroup) -> list[FlatError]:
+        """All of them."""
+        if not self._keepers or not group.trainable:
+            return []
+        if self._latest[0] is not group:
+            self._latest = (group, [error for keeper in self._keepers for error in keeper.errors(group)])
+        return self._latest[1]
 
 
 def _own_ranges(inner: Any, master: Master) -> tuple[tuple[str, int, torch.Tensor], ...]:

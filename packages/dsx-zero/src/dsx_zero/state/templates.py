@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..step.masters import Master, needs_whole_tensors
+from ..step.sparse import needs_rows
 
 __all__ = ["StateTemplates", "is_single"]
 
@@ -48,11 +49,15 @@ class StateTemplates:
     def _learn(self, group: dict[str, Any], like: torch.Tensor, whole: tuple[int, ...] | None) -> dict[str, Any]:
         # What an optimizer of whole tensors keeps depends on their shape.
         shape = (_SAMPLE,) if whole is None else whole
+        if needs_rows(self._inner):
+            shape = (_SAMPLE, 1)
         sample = torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
         if hasattr(self._inner, "state_template"):  # a step of those would communicate
             return self._inner.state_template(sample)  # type: ignore[attr-defined]
         probe = _copy_without_groups(self._inner)
         sample.grad = torch.zeros_like(sample)
+        if needs_rows(self._inner):
+            sample.grad = torch.sparse_coo_tensor(torch.arange(_SAMPLE)[None], torch.zeros_like(sample), shape)
         options = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "param_names"}
         probe.param_groups = [{**options, "params": [sample]}]
         probe.state = defaultdict(dict)

@@ -21,6 +21,7 @@ import torch
 
 from .masters import Master
 from .param_groups import StepGroups
+from .sparse import takes_rows
 
 __all__ = ["InnerStep", "Settings", "has_reciprocal", "same_settings", "settings_of", "twin"]
 
@@ -76,6 +77,7 @@ class InnerStep:
         if by_flat:
             self._step_flat(masters, grads, factor)
             return
+        grads = [self._of_rows(g, m) if g is not None and g.is_sparse else g for g, m in zip(grads, masters)]
         for master, grad in zip(masters, grads):
             master.tensor.grad = grad
         try:
@@ -84,6 +86,11 @@ class InnerStep:
         finally:
             for master in masters:
                 master.tensor.grad = None
+
+    def _of_rows(self, grad: torch.Tensor, master: Master) -> torch.Tensor:
+        """A gradient of rows as the optimizer takes it."""
+        group = self.inner.param_groups[self._numbers[id(master.tensor)]]
+        return grad if takes_rows(self.inner, group) else grad.to_dense()
 
     def _entered(self, members: list[list[torch.Tensor]]) -> AbstractContextManager[None]:
         if self._groups is not None:
@@ -127,7 +134,8 @@ class InnerStep:
                 del inner.grad_scale
         else:
             if grads:  # a rank may own nothing
-                torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
+                values = [grad._values() if grad.is_sparse else grad for grad in grads]
+                torch._foreach_mul_(values, factor)  # pyright: ignore[reportPrivateImportUsage]
             inner.step(**keywords)
 
     def _torch_scales(self) -> bool:

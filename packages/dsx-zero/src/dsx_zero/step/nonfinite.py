@@ -118,5 +118,6 @@ def _found(run: Runtime) -> list[str]:
     for unit in run.trainable_units():
         for group in unit.trainable:
             pieces = run.gradients.parts(group, group.parts)
-            found += [p.name for p, piece in zip(group.parts, pieces) if not torch.isfinite(piece).all().item()]
+            values = [piece._values() if piece.is_sparse else piece for piece in pieces]
+            found += [p.name for p, piece in zip(group.parts, values) if not torch.isfinite(piece).all().item()]
     return found

@@ -234,7 +234,7 @@ def _gradients(masters: Sequence[Master], read: ReadGradients) -> list[torch.Ten
     for start, stop in _runs(masters):
         parts = [Part(master.name, master.slice) for master in masters[start:stop]]
         grads.extend(read(masters[start].group, parts))
-    return [grad.view(master.shape) for master, grad in zip(masters, grads, strict=True)]
+    return [g if g.is_sparse else g.view(master.shape) for master, g in zip(masters, grads, strict=True)]
 
 
 def _runs(masters: Sequence[Master]) -> list[tuple[int, int]]:

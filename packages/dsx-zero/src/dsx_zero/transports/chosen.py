@@ -7,7 +7,7 @@ other place.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from dsx_comm import RankSet
 
 from ..groups import LentGroups
+from .errors import KeepsErrors
 from .gathers import PlainGather
 from .levels import HierarchicalGather, SecondaryGather
 from .nodes import hierarchy_of
@@ -86,6 +87,7 @@ class ZeroPlusPlus:
         weight_feedback: what the codes of parameters leave out is added to the next step's.
         gradient_feedback: (decay, period) of `dsx_comm.QuantizationFeedback` for gradients; None: none.
         two_levels: gathers go between nodes first (`mics_hierarchical_params_gather`).
+        keepers: of what it has made, those with errors.
     """
 
     plain: PlainTransports
@@ -96,6 +98,7 @@ class ZeroPlusPlus:
     weight_feedback: bool = False
     gradient_feedback: tuple[float, int] | None = None
     two_levels: bool = False
+    keepers: list[KeepsErrors] = field(default_factory=list, compare=False, repr=False)
 
     def gather(self, sets: Collection[RankSet]) -> Transport:
         """See `Transports.gather`."""
@@ -105,9 +108,11 @@ class ZeroPlusPlus:
             several = {ranks: nodes for ranks, nodes in found.items() if nodes.nodes > 1 and nodes.devices > 1}
             primary = HierarchicalGather(primary, several)
         if self.weight_bits:
-            primary = QuantizedGather(
+            primary = quantized = QuantizedGather(
                 primary, bits=self.weight_bits, only_frozen=self.only_frozen, feedback=self.weight_feedback
             )
+            if self.weight_feedback:
+                self.keepers.append(quantized)
         return primary if all(ranks.near is None for ranks in sets) else SecondaryGather(primary)
 
     def reduce(self, op: Any, ranks: RankSet, *, scatters: bool) -> ReduceTransport:
@@ -119,7 +124,10 @@ class ZeroPlusPlus:
         if self.gradient_feedback is not None:
             feedback = partial(dsx_comm.QuantizationFeedback, *self.gradient_feedback)
         nodes = hierarchy_of(ranks, self.groups, "gradients")
-        return QuantizedReduceScatter(exact, op, nodes, bits=self.gradient_bits, feedback=feedback)
+        quantized = QuantizedReduceScatter(exact, op, nodes, bits=self.gradient_bits, feedback=feedback)
+        if feedback is not None:
+            self.keepers.append(quantized)
+        return quantized
 
 
 def transports_of(settings: ZeroConfig, plain: PlainTransports, groups: LentGroups) -> Transports:

@@ -6,7 +6,7 @@ or integers, travels as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import dsx_comm
@@ -14,6 +14,7 @@ import torch
 
 from ..lanes import Pending
 from ..params.flat import FlatGroup
+from .errors import BETWEEN, WEIGHTS, WORKER, FlatError, StoredErrors, read_range, stored_keys
 from .protocol import ReduceTransport, Transport
 
 __all__ = ["BLOCK", "QuantizedGather", "QuantizedReduceScatter"]
@@ -57,6 +58,32 @@ class QuantizedGather:
                 async_op=True,
                 feedback=self._memory(group) if self._feeds_back and group.trainable else None,
             )
+
+    def errors(self, group: FlatGroup) -> Sequence[FlatError]:
+        """See `KeepsErrors.errors`."""
+        memory = self._feedback.get(group)
+        if memory is None or not group.ranks.first_copy:
+            return []
+        # Where the present values were sent already, their own errors count from the next ones on only.
+        rows = memory.held(upcoming=self._generation.get(group) != group.generation)
+        return [FlatError(WEIGHTS, group.rank * group.layout.shard_numel, found.view(-1)) for found in rows.values()]
+
+    def read_errors(self, group: FlatGroup, stored: StoredErrors) -> Callable[[], None]:
+        """See `KeepsErrors.read_errors`. They belong to elements, so that any number of ranks can divide them."""
+        numel = group.layout.shard_numel
+        rows = None
+        if self._feeds_back and group.trainable and WEIGHTS in stored_keys(stored, group, WEIGHTS):
+            rows = torch.zeros(1, numel, device=group.key.device)
+            read_range(stored, WEIGHTS, group, rows.view(-1), group.rank * numel)
+
+        def install() -> None:
+            if rows is not None:
+                self._feedback.setdefault(group, dsx_comm.QuantizationFeedback()).put({0: rows})
+            elif group in self._feedback:
+                self._feedback[group].reset()
+            self._generation.pop(group, None)
+
+        return install
 
     def _memory(self, group: FlatGroup) -> dsx_comm.QuantizationFeedback:
         """The errors of a group. All gathers of one step send the same codes: forward and backward see equal values."""
@@ -114,3 +141,64 @@ class QuantizedReduceScatter:
             return dsx_comm.quantized_reduce_scatter(
                 out, source, self._hierarchy, self._bits, BLOCK, self._op, async_op=True, feedback=memory
             )
+
+    def errors(self, group: FlatGroup) -> Sequence[FlatError]:
+        """See `KeepsErrors.errors`."""
+        memory, places = self._feedback.get(group), self._hierarchy
+        found = {} if memory is None else memory.held()
+        errors = []
+        if 0 in found:
+            parts = found[0].view(places.devices, places.nodes, -1)  # in the order in which the first hop sends them
+            errors.append(FlatError(f"{WORKER}{group.rank}", 0, parts.transpose(0, 1).reshape(-1)))
+        if 1 in found:
+            key = f"{BETWEEN}{places.node}"
+            errors += [FlatError(key, start, row) for start, row in zip(self._between(group), found[1])]
+        return errors
+
+    def _between(self, group: FlatGroup) -> list[int]:
+        """Where the parts that this rank adds up for each node begin in the flat buffer."""
+        places, numel = self._hierarchy, group.layout.shard_numel
+        return [(node * places.devices + places.device) * numel for node in range(places.nodes)]
+
+    def read_errors(self, group: FlatGroup, stored: StoredErrors) -> Callable[[], None]:
+        """See `KeepsErrors.read_errors`."""
+        make = self._make_feedback
+        workers, between = stored_keys(stored, group, WORKER), stored_keys(stored, group, BETWEEN)
+        rows = None
+        if make is not None and (workers or between):
+            rows = self._read_rows(group, stored, workers, between)
+
+        def install() -> None:
+            if rows is not None and make is not None:
+                self._feedback.setdefault(group, make()).put(rows)
+            elif group in self._feedback:
+                self._feedback[group].reset()
+
+        return install
+
+    def _read_rows(
+        self, group: FlatGroup, stored: StoredErrors, workers: Sequence[str], between: Sequence[str]
+    ) -> dict[Hashable, torch.Tensor]:
+        places, layout, device = self._hierarchy, group.layout, group.key.device
+        two_hops = places.intra is not None and places.inter is not None
+        mine, node = f"{WORKER}{group.rank}", f"{BETWEEN}{places.node}"
+        of_all = len(workers) == layout.world_size and len(between) == (places.nodes if two_hops else 0)
+        own_alone = workers == (mine,) and between == ((node,) if two_hops else ())  # a `state_dict` of this rank
+        flat = torch.zeros(layout.numel, device=device)
+        rows: dict[Hashable, torch.Tensor] = {}
+        if of_all or own_alone:
+            read_range(stored, mine, group, flat, 0)
+            if two_hops:
+                second = rows[1] = torch.zeros(places.nodes, layout.shard_numel, device=device)
+                for start, row in zip(self._between(group), second):
+                    read_range(stored, node, group, row, start)
+        else:
+            one = torch.zeros_like(flat)
+            for key in (*workers, *between):
+                read_range(stored, key, group, one.zero_(), 0)
+                flat += one
+            # A mean is over the ranks that there are now: each makes up for the mean of then. A sum is not.
+            flat /= len(workers) if self._op == dsx_comm.ReduceOp.AVG else layout.world_size
+        first = flat.view(places.nodes, places.devices, -1).transpose(0, 1).reshape(-1)
+        rows[0] = first.view(places.nodes if places.intra is None else places.devices, -1)
+        return rows

@@ -16,7 +16,7 @@ from ..params.flat import FlatGroup
 from ..plan.layout import pieces
 from .protocol import ReduceTransport, Stateless, Then
 
-__all__ = ["AllReduce", "Cast", "HybridReduceScatter", "InPieces", "ReduceScatter"]
+__all__ = ["AllReduce", "Cast", "HybridReduceScatter", "InPieces", "ReduceScatter", "RowsAllReduce"]
 
 
 class AllReduce(Stateless):
@@ -33,6 +33,25 @@ class AllReduce(Stateless):
         """See `Transport.start`."""
         with dsx_comm.unit(label):
             return dsx_comm.all_reduce(source, op=self._op, group=group.ranks.group, async_op=True)
+
+
+class RowsAllReduce(Stateless):
+    """The sum or mean of sparse COO gradients: only rows that some rank has travel (`dsx_comm.sparse_allreduce`, which
+    has no asynchronous form). `out` is a sparse tensor too. `op`: `dsx_comm.ReduceOp.SUM` or `AVG`.
+    """
+
+    def __init__(self, op: Any) -> None:
+        self._op = op
+
+    def result_dtype(self, source: torch.dtype, group: FlatGroup) -> torch.dtype:
+        """See `ReduceTransport.result_dtype`."""
+        return source
+
+    def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
+        """See `Transport.start`."""
+        with dsx_comm.unit(label):
+            out.copy_(dsx_comm.sparse_allreduce(source, op=self._op, group=group.ranks.group))
+        return None
 
 
 class ReduceScatter(Stateless):

@@ -23,7 +23,6 @@ __all__ = ["MEANINGLESS", "NOT_YET", "REFUSED", "asks_for", "meaningless", "not_
 
 NOT_YET: dict[str, str] = {
     "checkpoint.use_node_local_storage": "checkpoints without a shared file system",
-    "sparse_gradients": "sparse reduction of embedding gradients (dsx-comm)",
     **{f"zero_optimization.{name}": brings for name, brings in zero_section.NOT_YET.items()},
 }
 

@@ -33,6 +33,7 @@ def conflicts(root: Any, world_size: int, where: Callable[[str], str]) -> Iterat
         _offload_stage,
         _legacy_stage,
         _reduction,
+        _sparse_gradients,
         _one_bit,
         _curvature,
         _data_efficiency,
@@ -141,6 +142,14 @@ def _reduction(root: Any, where: Any) -> Iterator[Problem]:
     if root.gradient_allreduce_op == "sum" and stage == 3:
         yield Problem("conflict", "gradient_allreduce_op", "stage 3 averages gradients", got='"sum"', expected='"mean"',
                       where=where("gradient_allreduce_op"), fix="use another stage or scale the loss")  # fmt: skip
+
+
+def _sparse_gradients(root: Any, where: Any) -> Iterator[Problem]:
+    stage = root.zero_optimization.stage
+    if root.sparse_gradients and stage:
+        yield Problem("conflict", "sparse_gradients", f"stage {stage} divides dense gradients among the ranks", got="true",
+                      expected="zero_optimization.stage 0, or false", where=where("sparse_gradients"),
+                      fix="use stage 0, or build embeddings with sparse=False and remove the key")  # fmt: skip
 
 
 def _curvature(root: Any, where: Any) -> Iterator[Problem]:

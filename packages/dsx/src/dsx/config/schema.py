@@ -83,7 +83,9 @@ class Root(Section):
     prescale_gradients: bool = Field(False, description="divide by the number of ranks before the sum")
     gradient_predivide_factor: Ratio = Field(1.0, description="divide by this before the sum, by the rest after it")
     gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="average gradients, or only sum them")
-    sparse_gradients: bool = Field(False, description="reduce embedding gradients as indices and values")
+    sparse_gradients: bool = Field(
+        False, description="stage 0: of embeddings with sparse=True only rows that have a gradient travel"
+    )
     disable_allgather: bool = Field(False, description="upstream parses it and never reads it")
 
     # - precision

@@ -1,0 +1,243 @@
+"""The gradient of one sparse embedding: rows with their indices, from autograd's arrivals to what the optimizer reads.
+
+A batch touches a few rows of a large embedding. With `sparse=True` autograd gives only these, and only these travel
+between the ranks (`sparse_gradients`, stage 0). The states are those of `GroupGradients`, which has the dense
+gradients; the values are sparse COO tensors, so there is no flat buffer.
+
+`.grad` of the parameter is the averaged gradient once it is reduced. Between backwards that are not reduced
+(`no_sync`) it is this rank's own sum, as in plain PyTorch. What users write into it, or put in its place, counts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..homes.home import Home
+from ..params.flat import FlatGroup
+from ..plan.layout import LocalSlice
+from .reduction import PendingReduction, ReductionEngine
+
+__all__ = ["RowGradients"]
+
+
+class RowGradients:
+    """The gradient of the one parameter of a flat group.
+
+    Args:
+        group: the parameter.
+        dtype: of accumulation.
+        reducer: moves the rows between the ranks.
+        label: what reductions are for, where a hang is explained.
+
+    Attributes:
+        dirty: there are rows that no reduction has taken.
+    """
+
+    is_leaving = False
+    """They live on the device."""
+
+    def __init__(self, group: FlatGroup, *, dtype: torch.dtype, reducer: ReductionEngine, label: str = "") -> None:
+        self.group, self.dtype = group, dtype
+        self._parameter, self._reducer, self._label = group.parameters[0], reducer, label
+        self._own: torch.Tensor | None = None
+        self._reduced: torch.Tensor | None = None
+        self._pending: tuple[PendingReduction, torch.Tensor] | None = None
+        self._face: torch.Tensor | None = None
+        self._shown: torch.Tensor | None = None
+        """What `_face` held when it was attached: autograd adds the next arrival to a `.grad` in place."""
+        self.dirty = False
+        self._parameter.grad = None
+
+    # What users see ---------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        values = self._own if self.dirty else self._reduced
+        if values is None:
+            return
+        same = values.dtype == self._parameter.dtype
+        self._face = values if same else values.to(self._parameter.dtype)
+        self._shown = _alias(self._face) if same else self._face.clone()
+        self._parameter.grad = self._face
+
+    def _detach(self) -> None:
+        self._parameter.grad = self._face = self._shown = None
+
+    def _undo_addition(self) -> None:
+        """Autograd has added to the face: what is kept is what it was before."""
+        if self._face is self._reduced:
+            self._reduced = self._shown
+        elif self._face is self._own:
+            self._own = self._shown
+
+    def _take_edits(self) -> None:
+        """A face in another dtype than the values is a copy, and may have been written."""
+        face, shown = self._face, self._shown
+        if face is None or shown is None or face is self._reduced or face is self._own:
+            return
+        now = face.coalesce()
+        if torch.equal(now.indices(), shown.indices()) and torch.equal(now.values(), shown.values()):
+            return
+        if self.dirty:
+            self._own = _rows(now, self.dtype)
+        else:
+            self._reduced = _rows(now, self.dtype)
+
+    def notice(self, arriving: int | None = None) -> None:
+        """See `GroupGradients.notice`."""
+        grad = self._parameter.grad
+        if arriving is not None:
+            return
+        if grad is self._face:
+            self._take_edits()
+            return
+        self.clear()
+        if grad is not None:
+            self._parameter.grad = grad
+            self.absorb(0)
+
+    def hide_views(self) -> None:
+        """Let the coming arrivals not be added to what `.grad` shows."""
+        if self._face is not None and self._parameter.grad is self._face:
+            self._detach()
+
+    def show_views(self) -> None:
+        """The end of `hide_views`."""
+        if self._parameter.grad is None and self._pending is None:
+            self._attach()
+
+    def hide_unreduced(self) -> None:
+        """`.grad` of a rank's own sum stays visible, see the module's text."""
+
+    # Arrivals ---------------------------------------------------------------------------------------------------------
+
+    def absorb(self, index: int, factor: float = 1.0) -> None:
+        """Take over the gradient that autograd has just put into the parameter, times `factor`. A dense one (the weight
+        is used by a function, too) counts with its rows that are not zero.
+        """
+        grad = self._parameter.grad
+        if grad is None:
+            return
+        arrived = grad.detach()
+        if grad is self._face and self._shown is not None:
+            arrived = arrived - self._shown
+            self._undo_addition()
+        elif self._face is not None:
+            self.clear()  # the user has cleared it, or put another one in its place
+        self.finish()
+        self._detach()
+        rows = _rows(arrived, self.dtype)
+        if factor != 1.0:
+            rows.values().mul_(factor)
+        self._own = rows if self._own is None else (self._own + rows).coalesce()
+        self.dirty = True
+
+    def refuse(self, index: int) -> None:
+        """Drop the gradient that autograd has just put into the parameter."""
+        if self._parameter.grad is self._face:
+            self._undo_addition()
+        self._detach()
+
+    # Reductions -------------------------------------------------------------------------------------------------------
+
+    def launch(self, reducer: ReductionEngine | None = None) -> None:
+        """Reduce what has arrived; a rank with nothing sends no rows. `reducer` takes the place of the usual one."""
+        self.finish()
+        self.notice()
+        rows = self._empty() if self._own is None else self._own
+        self._own, self.dirty = None, False
+        self._detach()
+        out = self._empty()
+        self._pending = ((reducer or self._reducer).reduce_rows(rows, out, self.group, self._label), out)
+
+    def is_done(self) -> bool:
+        """No reduction is under way, or it has ended."""
+        return self._pending is None or self._pending[0].is_done()
+
+    def finish(self) -> None:
+        """Wait for the reduction that is under way, if any."""
+        if self._pending is None:
+            return
+        (pending, out), self._pending = self._pending, None
+        pending.finish()
+        total = out.coalesce()
+        self._reduced = total if self._reduced is None else (self._reduced + total).coalesce()
+        if self._parameter.grad is None:
+            self._attach()
+
+    def arrive(self) -> None:
+        """Nothing is on its way to another tier."""
+
+    # Values -----------------------------------------------------------------------------------------------------------
+
+    def rows(self) -> torch.Tensor:
+        """The reduced gradient: sparse COO, coalesced, of the parameter's shape; without entries where no rank has
+        any.
+        """
+        self.finish()
+        if self._reduced is None:
+            self._reduced = self._empty()
+        return self._reduced if self._reduced.is_coalesced() else self._reduced.coalesce()
+
+    def stepped(self) -> torch.Tensor:
+        """`rows`, in the dtype and on the device of the master."""
+        rows, master = self.rows(), self.group.master
+        return rows if master is None else rows.to(device=master.device, dtype=master.dtype)
+
+    def read(self, part: LocalSlice) -> torch.Tensor | None:
+        """Elements of the reduced gradient, dense and 1-D, a new tensor; None where there is none."""
+        self.notice()
+        self.finish()
+        if self._reduced is None:
+            return None
+        return self._reduced.to_dense().view(-1)[part.start : part.stop]
+
+    def write(self, part: LocalSlice, values: torch.Tensor) -> None:
+        """Set what `read` gives, where there is something."""
+        if self._reduced is None:
+            return
+        whole = self._reduced.to_dense()
+        whole.view(-1)[part.start : part.stop].copy_(values)
+        self._reduced = _rows(whole, self.dtype)
+        self._detach()
+        self._attach()
+
+    def unreduced(self, index: int) -> torch.Tensor | None:
+        """This rank's own sum of what no reduction has taken, dense; None where there is nothing."""
+        return self._own.to_dense() if self.dirty and self._own is not None else None
+
+    def clear(self) -> None:
+        """Forget the gradient."""
+        if self._pending is not None:
+            self._pending[0].finish()
+        self._pending = self._own = self._reduced = None
+        self.dirty = False
+        self._detach()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Indices and values that are held."""
+        held = [rows for rows in (self._own, self._reduced) if rows is not None]
+        return [part for rows in held for part in (rows._indices(), rows._values())]
+
+    def homes(self) -> list[Home]:
+        """They are in no home."""
+        return []
+
+    def _empty(self) -> torch.Tensor:
+        shape, device = self._parameter.shape, self.group.key.device
+        indices = torch.empty(1, 0, dtype=torch.int64, device=device)
+        values = torch.empty(0, *shape[1:], dtype=self.dtype, device=device)
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+
+
+def _rows(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient as coalesced rows of `dtype`, in memory of their own."""
+    rows = grad if grad.is_sparse else grad.to_sparse(1)
+    coalesced = rows.to(dtype).coalesce()
+    return coalesced.clone() if rows.is_coalesced() else coalesced
+
+
+def _alias(rows: torch.Tensor) -> torch.Tensor:
+    """Another sparse tensor over the same indices and values: adding to the first one in place gives it new ones."""
+    return torch.sparse_coo_tensor(
+        rows._indices(), rows._values(), rows.shape, is_coalesced=rows.is_coalesced(), check_invariants=False
+    )

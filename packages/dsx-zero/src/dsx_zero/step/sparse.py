@@ -1,0 +1,60 @@
+"""Which optimizers step rows: they are given sparse gradients as they are, all others dense ones.
+
+An optimizer whose update of a row without a gradient is nothing (plain SGD, Adagrad) gives the same values either way,
+and rows cost less. With momentum or weight decay every row moves, so that the gradient is made dense for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from ..errors import ZeroOptimizerError
+
+__all__ = ["check_dense_gradients", "needs_rows", "takes_rows"]
+
+
+def needs_rows(optimizer: Any) -> bool:
+    """Does it refuse dense gradients?"""
+    return isinstance(optimizer, torch.optim.SparseAdam)
+
+
+def takes_rows(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Does it step sparse gradients of the parameters in this group? An optimizer of one's own says so with an
+    attribute `takes_sparse_gradients`.
+    """
+    said = getattr(optimizer, "takes_sparse_gradients", None)
+    if said is not None:
+        return bool(said)
+    if needs_rows(optimizer):
+        return True
+    if group.get("weight_decay") or group.get("fused") or group.get("differentiable"):
+        return False
+    if type(optimizer) is torch.optim.SGD:
+        return not group.get("momentum")
+    return type(optimizer) is torch.optim.Adagrad
+
+
+def check_dense_gradients(optimizer: Any, names: dict[int, str], sparse: Collection[str]) -> None:
+    """Refuse an optimizer of sparse gradients for parameters that have dense ones.
+
+    Args:
+        names: of the model's parameters, by `id`.
+        sparse: names of those whose gradients are rows.
+
+    Raises:
+        ZeroOptimizerError: names the first of them.
+    """
+    if not needs_rows(optimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter), "?")
+            if name not in sparse:
+                raise ZeroOptimizerError(
+                    f"{name}: its gradients are dense, and {type(optimizer).__name__} takes sparse ones only; give it"
+                    " the weights of nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True) alone, and set"
+                    " sparse_gradients to true"
+                )

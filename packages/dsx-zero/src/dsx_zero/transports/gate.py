@@ -1,0 +1,148 @@
+"""Does it pay to send less? An estimate of the time that parameters and gradients are on their way in one forward and
+backward pass, with and without each part of ZeRO++: plain arithmetic.
+
+For a buffer of S bytes among N ranks, D on each of the nodes, s = S / N, of what one rank sends
+
+    gather or reduce-scatter over all    (nodes - 1) s between nodes, the rest of (N - 1) s inside; N - 1 messages
+    gather in two levels                 the same bytes; nodes - 1 messages between, D - 1 inside
+    gather near (hpZ, k ranks)           (k - 1) / k S, as of a set of k ranks
+    quantised reduce-scatter             (D - 1) / D S inside, then (nodes - 1) s between, both in fewer bits
+
+where the bytes between nodes are the least that have to cross, divided evenly among the ranks of a node. Time is
+latency of the messages, bytes by rate, and the arithmetic of quantisation. What computation hides is not counted: where
+it hides everything, sending less saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from dsx_comm.compressed.rates import LinkRates, PathRate
+
+__all__ = ["Buffer", "Estimate", "Features", "Places", "estimate", "subsets"]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A flat buffer. `numel`: elements; `gathers`: how often its values are gathered in a pass (0: they stay whole);
+    `itemsize`, `gradient_itemsize`: bytes of a value and of a gradient on their way; `trained`: it has gradients.
+    """
+
+    numel: int
+    gathers: int
+    itemsize: int
+    gradient_itemsize: int
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Places:
+    """`devices` ranks on each of `nodes` nodes."""
+
+    nodes: int
+    devices: int
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.devices
+
+    def near(self, ranks: int) -> Places:
+        """The places of so many neighbours."""
+        return Places(1, ranks) if ranks <= self.devices else Places(ranks // self.devices, self.devices)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What is asked for. `near`: ranks with secondary shards (0: none); bits of 0: not quantised; `only_frozen`:
+    parameters that are not trained are quantised, and no others.
+    """
+
+    near: int = 0
+    weight_bits: int = 0
+    only_frozen: bool = False
+    gradient_bits: int = 0
+    two_levels: bool = False
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a pass, and bytes that one rank sends between nodes and inside them."""
+
+    seconds: float = 0.0
+    between: float = 0.0
+    inside: float = 0.0
+
+    def __add__(self, other: Estimate) -> Estimate:
+        return Estimate(self.seconds + other.seconds, self.between + other.between, self.inside + other.inside)
+
+    def __str__(self) -> str:
+        where = f"{self.between / 1e6:.3g} MB between nodes, {self.inside / 1e6:.3g} inside"
+        return f"{self.seconds * 1e3:.3g} ms ({where})"
+
+
+def estimate(buffers: Sequence[Buffer], features: Features, places: Places, rates: LinkRates) -> Estimate:
+    """What communication of one forward and backward pass takes, per rank."""
+    total = Estimate()
+    for buffer in buffers:
+        for number in range(buffer.gathers):
+            total += _gather(buffer, features, places, rates, later=number > 0)
+        if buffer.trained:
+            total += _reduction(buffer, features, places, rates)
+    return total
+
+
+def subsets(asked: Features) -> Iterator[Features]:
+    """What is asked for, and everything that is less."""
+    near, weights, gradients, levels = (
+        dict.fromkeys((value, type(value)())) for value in
+        (asked.near, asked.weight_bits, asked.gradient_bits, asked.two_levels)
+    )  # fmt: skip
+    for n, w, g, t in product(near, weights, gradients, levels):
+        yield replace(asked, near=n, weight_bits=w, gradient_bits=g, two_levels=t)
+
+
+def _gather(buffer: Buffer, features: Features, places: Places, rates: LinkRates, *, later: bool) -> Estimate:
+    whole = buffer.numel * buffer.itemsize
+    if later and features.near:
+        return _collective(whole, places.near(features.near), rates)
+    if features.weight_bits and not (features.only_frozen and buffer.trained):
+        codec = rates.encode * buffer.numel / places.size + rates.decode * buffer.numel
+        return _collective(_quantised(buffer.numel, features.weight_bits), places, rates) + Estimate(codec)
+    return _collective(whole, places, rates, two_levels=features.two_levels)
+
+
+def _reduction(buffer: Buffer, features: Features, places: Places, rates: LinkRates) -> Estimate:
+    if not features.gradient_bits:
+        return _collective(buffer.numel * buffer.gradient_itemsize, places, rates)
+    nbytes, numel = _quantised(buffer.numel, features.gradient_bits), float(buffer.numel)
+    inside = nbytes * (places.devices - 1) / places.devices
+    between = nbytes / places.size * (places.nodes - 1)
+    seconds = 0.0
+    for size in (places.devices, places.nodes):  # each hop encodes and adds up what the one before has left
+        if size > 1:
+            seconds += (rates.encode + rates.decode) * numel
+            numel /= size
+    seconds += _time(rates.inside, places.devices - 1, inside) + _time(rates.between, places.nodes - 1, between)
+    return Estimate(seconds, between, inside)
+
+
+def _collective(nbytes: float, places: Places, rates: LinkRates, *, two_levels: bool = False) -> Estimate:
+    """An all-gather or a reduce-scatter over all of these ranks."""
+    part = nbytes / places.size
+    between = (places.nodes - 1) * part
+    inside = (places.size - 1) * part - between
+    hops = places.nodes - 1 if two_levels or places.nodes == 1 else places.size - 1
+    others = places.devices - 1 if two_levels or places.nodes == 1 else 0
+    seconds = _time(rates.between, hops, between) + _time(rates.inside, others, inside)
+    return Estimate(seconds, between, inside)
+
+
+def _time(path: PathRate | None, messages: int, nbytes: float) -> float:
+    return 0.0 if path is None else messages * path.latency + nbytes / path.rate
+
+
+def _quantised(numel: int, bits: int) -> float:
+    """Bytes of codes and of a scale of 4 bytes for each 2048 elements."""
+    return numel * (bits / 8 + 4 / 2048)
