@@ -163,11 +163,12 @@ def test_all_problems_are_reported_together():
             "bf16": {"enabled": True},
             "optimizr": {},
             "gradient_clipping": "one",
-            "sparse_gradients": True,
+            "checkpoint": {"use_node_local_storage": True},
         }
     )
     assert {problem.path for problem in found} == {
-        "train_batch_size", "fp16.hystersis", "bf16.enabled", "optimizr", "gradient_clipping", "sparse_gradients",
+        "train_batch_size", "fp16.hystersis", "bf16.enabled", "optimizr", "gradient_clipping",
+        "checkpoint.use_node_local_storage",
     }  # fmt: skip
 
 

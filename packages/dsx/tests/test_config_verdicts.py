@@ -60,7 +60,7 @@ def test_every_value_of_a_hugging_face_file_has_a_verdict_and_none_is_refused():
     [
         ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer", "no effect", "may be used"),
         ({"disable_allgather": True}, "disable_allgather", "no effect", "upstream"),
-        ({"sparse_gradients": True}, "sparse_gradients", "refused", "not available yet"),
+        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage", "refused", "not available"),
         ({"elasticity": {"enabled": False, "min_time": 20}}, "elasticity.min_time", "no effect", "between runs"),
         ({"zero_optimization": {"stag": 3}}, "zero_optimization.stag", "refused", "stage"),
         ({"gradient_cliping": 1.0}, "gradient_cliping", "refused", "gradient_clipping"),
@@ -80,13 +80,15 @@ def test_what_is_wrong_with_the_whole_document_comes_last():
 
 def test_the_command_prints_the_table_and_fails_for_a_refused_key(tmp_path, capsys):
     file = tmp_path / "dsx.json"
-    file.write_text(json.dumps({"train_batch_size": 4, "zero_optimization": {"stage": 2}, "sparse_gradients": True}))
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}
+    file.write_text(json.dumps(config))
     assert main(["check", str(file)]) == 1
     shown = capsys.readouterr()
     rows = {line.split()[0]: line for line in shown.out.splitlines()}
     assert "as DeepSpeed" in rows["train_batch_size"]
     assert "better" in rows["zero_optimization.stage"]
-    assert "refused" in rows["sparse_gradients"] and "not available yet" in rows["sparse_gradients"]
+    refused = next(row for name, row in rows.items() if name.startswith("zero_optimization.zenflow"))
+    assert "refused" in refused and "not available yet" in refused
     assert "not available yet" in shown.err
 
 

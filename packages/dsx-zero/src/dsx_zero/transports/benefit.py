@@ -24,6 +24,7 @@ from .nodes import hierarchy_of
 
 if TYPE_CHECKING:
     from ..config import ZeroConfig
+    from .chosen import Transports
 
 __all__ = ["features_of", "settings_that_pay"]
 
@@ -51,14 +52,16 @@ def settings_that_pay(
     data: dsx_comm.RankSet,
     groups: LentGroups,
     precision: Precision,
+    *,
+    own: Transports | None = None,
 ) -> ZeroConfig:
     """The configuration, in the mode "auto" without what does not pay; says so on rank 0. Collective over the
-    data-parallel ranks `data`.
+    data-parallel ranks `data`. `own`: transports of the caller's, of which nothing is known.
     """
     asked, gate = features_of(settings), settings.zeropp_gate
     nothing = Features(only_frozen=asked.only_frozen)
     ranks = _largest_set(plans)
-    if gate.mode == "off" or asked == nothing or ranks is None or ranks.size == 1:
+    if own is not None or gate.mode == "off" or asked == nothing or ranks is None or ranks.size == 1:
         return settings
     buffers = tuple(_buffers(plans, ranks, settings.stage, precision))
     hierarchy = hierarchy_of(ranks, groups, "measuring links")
