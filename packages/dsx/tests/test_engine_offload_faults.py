@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ import dsx_nvme
 import dsx_zero
 import pytest
 import torch
-from dsx_testkit import MemoryStore, run_ranks
+from dsx_testkit import MemoryStore, RankError, run_ranks
 from torch import nn
 
 
@@ -164,6 +165,32 @@ def test_what_a_killed_job_left_is_taken_over_and_removed(tmp_path):
     engine = built(tmp_path)
     trained(engine, 1)
     engine.destroy()
+    assert files_in(tmp_path) == []
+
+
+def killed_while_building(rank, world, folder):
+    engine = built(folder)
+    settings = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": folder}}}
+    with dsx.zero.Init(remote_device="nvme", config_dict_or_path=settings):
+        model = Net()
+    assert len([name for name in files_in(folder) if name.endswith("tensors.dat")]) >= 2
+    assert engine is not None and model is not None
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_larger_job_left_that_was_killed_while_it_built_a_model_is_removed(tmp_path):
+    """By a smaller one, which builds none; a folder that another process uses stays."""
+    with pytest.raises(RankError):
+        run_ranks(killed_while_building, 2, str(tmp_path))
+    left = {os.path.basename(os.path.dirname(name)) for name in files_in(tmp_path)}
+    assert {"dsx-rank1", "dsx-init0-rank0"} <= left
+    with dsx_nvme.TensorStore(tmp_path / "dsx-rank7", keep=False) as used:
+        used.put("a", torch.ones(4)).wait()
+        engine = built(tmp_path)
+        trained(engine, 1)
+        engine.destroy()
+        assert torch.equal(used.get("a", torch.empty(4)).wait(), torch.ones(4))
+        assert {os.path.basename(os.path.dirname(name)) for name in files_in(tmp_path)} == {"dsx-rank7"}
     assert files_in(tmp_path) == []
 
 

@@ -6,9 +6,11 @@ taken over by the next start. Two jobs cannot share a folder (`NvmeError` names 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import os
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch
 
 from .utils.logging import logger
 
-__all__ = ["Init", "SwapSpace"]
+__all__ = ["Init", "SwapSpace", "remove_leftovers"]
 
 
 class SwapSpace:
@@ -123,6 +125,28 @@ class SwapSpace:
             self._store.close()
         finally:
             self._engine.close()
+
+
+_FOLDER = re.compile(r"dsx-(?:init\d+-)?rank(\d+)")
+
+
+def remove_leftovers(folder: str | os.PathLike, rank: int, world_size: int) -> None:
+    """Remove what killed jobs have left in `folder` and no rank of this one would take over: the folders of models that
+    `Init` built on this rank, and those of ranks that this job does not have. What a process uses stays.
+    """
+    nvme: Any = importlib.import_module("dsx_nvme")
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:  # not there yet, or not to be used: whoever makes the store says so
+        return
+    for name in names:
+        found = _FOLDER.fullmatch(name)
+        place = os.path.join(folder, name)
+        if found is None or not (int(found[1]) == rank or int(found[1]) >= world_size) or not os.path.isdir(place):
+            continue
+        with contextlib.suppress(nvme.NvmeError, nvme.FormatError, OSError):  # in use, or not ours to remove
+            if os.listdir(place):
+                nvme.TensorStore(place, keep=False).close()
 
 
 class Init(dsx_zero.Init):

@@ -51,7 +51,7 @@ from .optimizers import OptimizerChoice, choose_optimizer
 from .placement import place
 from .precision import Precision
 from .recomputing import apply_budget, apply_section, section_observers
-from .swap_space import SwapSpace
+from .swap_space import SwapSpace, remove_leftovers
 from .trials import NoTrial, Trial, begin_trial
 from .utils.logging import enable_console, logger, set_log_level_from_string
 from .watching import Watched, build_watch, mean_over_ranks, no_watch
@@ -307,9 +307,11 @@ def _store_on_disk(config: Config) -> Any:
             " offload_param and offload_optimizer the same nvme_path",
         )
     comm = part("dsx_comm")
-    rank = comm.get_rank() if comm.is_initialized() else 0
+    rank, world_size = (comm.get_rank(), comm.get_world_size()) if comm.is_initialized() else (0, 1)
     part("dsx_nvme")
-    return SwapSpace(paths.pop(), f"dsx-rank{rank}", config.use("aio"))
+    (folder,) = paths
+    remove_leftovers(folder, rank, world_size)
+    return SwapSpace(folder, f"dsx-rank{rank}", config.use("aio"))
 
 
 # - The parts
