@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 
+import dsx_compat
 import pytest
 from dsx_compat import commands
+
+dsx_compat.activate()
 
 
 def call(name, *words, **options):
@@ -28,6 +31,19 @@ def test_deepspeed_starts_a_script_on_two_ranks(tmp_path):
 
 def test_deepspeed_names_itself_in_its_help():
     assert "usage: deepspeed" in call("deepspeed", "--help").stdout
+
+
+def test_deepspeed_searches_for_a_configuration(tmp_path, monkeypatch, capsys):
+    from deepspeed.autotuning import Autotuner
+
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": [1, 2], "autotuning": {"enabled": true}}')
+    monkeypatch.chdir(tmp_path)
+    words = ["--num_gpus", "2", "--autotuning", "tune", "--dry_run", "train.py", "--deepspeed_config", "ds.json"]
+    assert commands.deepspeed(words) == 0
+    assert "8 configurations on 2 ranks" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="dsx launch --autotuning"):
+        Autotuner(object(), {})  # as DeepSpeed's launcher calls its own
 
 
 def test_ds_report_is_the_doctor(capsys):

@@ -71,6 +71,11 @@ def test_batch_sizes_of_the_command_line_stand_where_the_configuration_says_auto
     assert {steps for _, _, steps in triples(found)} == {2}
 
 
+def test_bounds_of_the_global_batch_belong_to_it():
+    found = space({}, min_train_batch_size=8, max_train_batch_size=16, max_train_micro_batch_size_per_gpu=64)
+    assert {micro for _, micro, _ in triples(found)} == {4, 8}
+
+
 @pytest.mark.parametrize("stage", ["auto", "all", ["all"], None])
 def test_words_for_every_stage(stage):
     assert {one[0] for one in triples(space({"zero_optimization": {"stage": stage}}))} == {0, 1, 2, 3}

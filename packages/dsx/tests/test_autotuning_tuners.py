@@ -78,11 +78,15 @@ def test_trials_since_the_best():
 def test_what_needs_more_than_something_that_ran_out_of_memory_is_not_tried(kind):
     candidates = grid()
     limit = lambda one: one.micro > 2 and one.stage < 2  # noqa: E731
-    tuner = make_tuner(kind, candidates, predicted(candidates, smooth), FREE)
-    history, _ = search(tuner, smooth, fails=limit)
+    rule = lambda one: 1.0 + 0.001 * one.micro  # noqa: E731
+    tuner = make_tuner(kind, candidates, predicted(candidates, rule), FREE)
+    history, _ = search(tuner, rule, fails=limit)
     for index, one in enumerate(history):
         earlier = [past.candidate for past in history[:index] if past.out_of_memory]
-        assert not any(one.candidate.harder_than(big) for big in earlier)
+        assert not any(one.candidate.stage == big.stage and one.candidate.micro >= big.micro for big in earlier)
+    tried = {one.candidate for one in history}
+    wanted = [one for one in candidates if one.micro <= 2 or one.stage >= 2]
+    assert kind == "model_based" or tried >= set(wanted), "and nothing else is shut out"
 
 
 def test_a_search_goes_on_where_it_was():

@@ -75,6 +75,8 @@ class Trial:
         self._skeleton: nn.Module | str = ""
         self._batch: Any = None
         if launched_as()[0] == 0:
+            first, last = self._section.start_profile_step, self._section.end_profile_step
+            logger.info("autotuning: updates %d to %d are measured, then the program ends", first, last)
             write_whole(self._folder / STARTED, json.dumps({"process": os.getpid(), "time": time.time()}))
             if self._section.profiles:
                 self._skeleton = _skeleton_of(model)
