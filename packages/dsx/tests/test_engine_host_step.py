@@ -139,3 +139,39 @@ def late(rank, world, stage, folder):
 @pytest.mark.parametrize(("stage", "world"), [(2, 2), (3, 1)])
 def test_a_run_with_late_updates_resumes_as_it_went_on(stage, world, tmp_path):
     run_ranks(late, world, stage, str(tmp_path))
+
+
+def traced(optimizer, folder):
+    """Spans of one step by lane, of an engine with its optimizer on the host."""
+    import json
+
+    import dsx
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 600, "offload_optimizer": {"device": "cpu"}},
+        "timeline": {"enabled": True, "start_step": 3, "steps": 1, "output_path": str(folder)},
+    }
+    engine, *_ = dsx.initialize(model=Net(), config=config)
+    for step in range(5):
+        engine.backward(engine(batch(step, 0)))
+        engine.step()
+    engine.destroy()
+    events = [e for e in json.loads((folder / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    lanes = {e["cat"] for e in events}
+    return {lane: [e for e in events if e["cat"] == lane] for lane in lanes}
+
+
+def test_a_timeline_has_the_host_s_step_and_copies_to_the_device(tmp_path):
+    numel = sum(p.numel() for p in Net().parameters())
+    by_lane = traced({"type": "AdamW", "params": {"lr": 1e-2}}, tmp_path / "dsx")
+    assert sum(e["args"]["elements"] for e in by_lane["host step"]) == numel
+    backward, step = (next(e for e in by_lane["compute"] if e["name"] == name) for name in ("backward", "step"))
+    begin, end = min(e["ts"] for e in by_lane["host step"]), max(e["ts"] + e["dur"] for e in by_lane["host step"])
+    assert backward["ts"] < begin < end < step["ts"] + step["dur"]
+    assert sum(e["args"]["bytes"] for e in by_lane["device-host"]) == 4 * numel  # masters of fp32 to parameters
+    by_lane = traced({"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}, tmp_path / "torch")
+    assert "host step" not in by_lane
+    assert sum(e["args"]["bytes"] for e in by_lane["device-host"]) == 4 * numel

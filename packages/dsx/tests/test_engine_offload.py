@@ -128,7 +128,7 @@ def test_a_timeline_has_the_transfers_to_and_from_disk(tmp_path):
     engine.destroy()
     trace = json.loads((tmp_path / "run" / "trace.json").read_text())
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    swaps = [event for event in spans if event["cat"] == "swap"]
+    swaps = [event for event in spans if event["cat"] == "host-disk"]
     read = sum(event["args"]["bytes"] for event in swaps if event["name"].startswith("read shard."))
     written = sum(event["args"]["bytes"] for event in swaps if event["name"].startswith("write state."))
     numel = sum(p.numel() for p in Net().parameters())

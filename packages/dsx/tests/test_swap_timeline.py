@@ -22,7 +22,7 @@ def test_reads_and_writes_of_swappers_are_in_the_swap_lane(tmp_path):
         moved = states.times.bytes_read + states.times.bytes_written + 2 * 12_000
     timeline.write(tmp_path)
     events = [e for e in json.loads(merge_traces(tmp_path).read_text())["traceEvents"] if e["ph"] == "X"]
-    swaps = [e for e in events if e["cat"] == "swap"]
+    swaps = [e for e in events if e["cat"] == "host-disk"]
     expected = ["write w", "read w", *(f"{op} {piece}" for piece in pieces for op in ("read", "write"))]
     assert sorted(e["name"] for e in swaps) == sorted(expected) and len(pieces) > 2
     assert sum(e["args"]["bytes"] for e in swaps) == moved and all(e["dur"] > 0 for e in swaps)

@@ -1,4 +1,4 @@
-"""What a rank did when: spans of computing, gathering, reducing, swapping and waiting, as a Chrome/Perfetto trace.
+"""What a rank did when: spans of computing, gathering, reducing, offloading and waiting, as a Chrome/Perfetto trace.
 
     timeline = Timeline(rank)
     stop = dsx_comm.observe(timeline)          # every communication, and every wait for one
@@ -32,7 +32,7 @@ from .processes import current_rank
 
 __all__ = ["LANES", "Timeline", "merge_traces"]
 
-LANES = ("compute", "wait", "gather", "reduce", "communication", "swap")
+LANES = ("compute", "host step", "wait", "gather", "reduce", "communication", "device-host", "host-disk")
 """Rows of a rank, from top to bottom."""
 
 _LANE_OF = (
@@ -75,13 +75,15 @@ class Timeline:
     # - Collecting
 
     @contextmanager
-    def range(self, name: str, lane: str = "compute", **arguments: Any) -> Iterator[None]:
-        """Note what runs inside as a span."""
-        start = self._mark()
+    def range(self, name: str, lane: str = "compute", *, device: Any = None, **arguments: Any) -> Iterator[None]:
+        """Note what runs inside as a span. `device`: a CPU device, where the host's clock is to be used beside a CUDA
+        device.
+        """
+        start = self._mark(device)
         try:
             yield
         finally:
-            self._add(lane, name, start, self._mark(), arguments)
+            self._add(lane, name, start, self._mark(device), arguments)
 
     def begin(self, call: Any) -> Any:
         """A communication call begins (the shape that `dsx_comm.observe` takes)."""
@@ -109,7 +111,7 @@ class Timeline:
         start = time.perf_counter_ns()
 
         def over() -> None:
-            self._add("swap", f"{op} {name}", start, time.perf_counter_ns(), {"bytes": nbytes})
+            self._add("host-disk", f"{op} {name}", start, time.perf_counter_ns(), {"bytes": nbytes})
 
         return over
 

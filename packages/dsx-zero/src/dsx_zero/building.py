@@ -160,6 +160,7 @@ class StepParts:
         groups: the optimizer's groups.
         faces: what the model holds between uses, for the `id` of each plain parameter that takes its place meanwhile.
         channel: carries the words of the order.
+        moving_lanes: those on which copies between tiers run.
         early_units: those that may be stepped while backward goes on.
         late_after: steps after which updates are applied late; None: never.
     """
@@ -175,6 +176,7 @@ class StepParts:
     lane: Lane
     faces: Mapping[int, torch.Tensor]
     channel: AskingChannel
+    moving_lanes: tuple[Lane, ...] = ()
     early_units: tuple[int, ...] = ()
     late_after: int | None = None
 
@@ -208,6 +210,8 @@ class Builder:
         self.recipe = recipe
         self.lane = make_lane(device)
         """For what comes and goes between tiers. Gathers and reductions have lanes of their own."""
+        self.moving_lanes = {"tiers": self.lane}
+        """Those on which copies between tiers run: that of gathers too, which fetch shards."""
         self._device = device
         self._with_gathers: dict[dsx_comm.RankSet, dsx_comm.RankSet] = {}
         self._channel: AskingChannel | None = None
@@ -288,10 +292,11 @@ class _Build:
         found = partition(self.model, self.infos, plans, tier=self.placement.parameters, kept=self._kept.groups)
         replace_parameters(inner, lambda old: found.plain_of.get(id(old), old))
         self._share_buffers()
+        lane = self._builder.moving_lanes["gathers"] = make_lane(self.device)
         gathers = GatherExecutor(
             found.partitioned,
             transport=self.transports.gather(tuple(with_gathers.values())),
-            lane=make_lane(self.device),
+            lane=lane,
             limits=GatherLimits(settings.size("stage3_prefetch_bucket_size"), settings.stage3_max_live_parameters),
             ahead=read_ahead_of(found.partitioned, self.placement.parameters),
         )
@@ -454,6 +459,7 @@ def assemble(builder: Builder, planned: Planned, runtime: Runtime, inner: Any, k
         lane=builder.lane,
         faces=faces,
         channel=builder.channel() or OneRank(),
+        moving_lanes=tuple(builder.moving_lanes.values()),
         early_units=early,
         late_after=late_update_after(recipe.settings),
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -58,6 +58,25 @@ class TensorBuffer:
 
 
 Job = Callable[[], "Pending | None"]
+
+
+OnTransfer = Callable[[str, int], AbstractContextManager[object]]
+"""Is told of a copy between tiers: what it is ("to host", "from host", "to device"), and its bytes. The copy is made,
+or enqueued, inside the context that is returned.
+"""
+
+
+def transfer(lane: Lane, job: Job, what: str, nbytes: int) -> Ticket:
+    """Submit a copy between tiers, of which the listener of the lane is told (`on_transfer`), if it has one."""
+    listener: OnTransfer | None = getattr(lane, "on_transfer", None)
+    if listener is None:
+        return lane.submit(job)
+
+    def told() -> Pending | None:
+        with listener(what, nbytes):
+            return job()
+
+    return lane.submit(told)
 
 
 def is_done(pending: Pending) -> bool:
@@ -114,6 +133,9 @@ class _HostTicket:
 class HostLane:
     """Jobs start at once in the calling thread."""
 
+    on_transfer: OnTransfer | None = None
+    """Is told of copies between tiers; see `transfer`."""
+
     def submit(self, job: Job) -> Ticket:
         """Run ``job`` now; the ticket waits for what it left pending."""
         return _HostTicket(job())
@@ -145,6 +167,9 @@ class _CudaTicket:
 
 class CudaLane:
     """Jobs are enqueued on a stream of this lane's own."""
+
+    on_transfer: OnTransfer | None = None
+    """Is told of copies between tiers; see `transfer`."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device=device, priority=-1)

@@ -48,7 +48,10 @@ from .step.param_groups import StateView, checked_state
 from .step.plan import StepPlan
 from .step.runner import StepRunner
 
-__all__ = ["StepOutcome", "ZeroOptimizer"]
+__all__ = ["OnSpan", "StepOutcome", "ZeroOptimizer"]
+
+OnSpan = Callable[[str, str, int], AbstractContextManager[object]]
+"""See `ZeroOptimizer.listen`."""
 
 
 class Owners(Protocol):
@@ -517,6 +520,37 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _publish_written(self) -> None:
         self._runtime.publisher.finish()
         self._parameters_written()
+
+    def listen(self, on_span: OnSpan) -> Callable[[], None]:
+        """Tell `on_span` of copies between tiers and of steps on the host's own thread, for a timeline.
+
+        Args:
+            on_span: gets the lane ("device-host" or "host step"), what is done, and bytes or elements; it is done
+                inside the context that is returned. Called from several threads.
+
+        Returns:
+            What ends it.
+        """
+        runner = self._runner
+        quiet = runner.on_host_step
+
+        def step(sub_group: int) -> AbstractContextManager[object]:
+            return on_span("host step", f"sub-group {sub_group}", runner.plan.sub_groups[sub_group].numel)
+
+        def copy(what: str, nbytes: int) -> AbstractContextManager[object]:
+            return on_span("device-host", what, nbytes)
+
+        lanes = [lane for lane in self._parts.moving_lanes if hasattr(lane, "on_transfer")]
+        runner.on_host_step = step
+        for lane in lanes:
+            lane.on_transfer = copy  # pyright: ignore[reportAttributeAccessIssue]
+
+        def end() -> None:
+            runner.on_host_step = quiet
+            for lane in lanes:
+                lane.on_transfer = None  # pyright: ignore[reportAttributeAccessIssue]
+
+        return end
 
     def check_model(self) -> None:
         """Compare the model with what was sharded. Everything that reads or writes the states for checkpoints does it.

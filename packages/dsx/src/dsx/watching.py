@@ -320,9 +320,19 @@ def _add_timeline(to: Watched, watch: Watch) -> None:
 
 
 def _observe_all(timeline: Any, comm: Any, optimizer: Any) -> Callable[[], None]:
-    """Let a timeline hear of communication, and of transfers to and from disk; returns what ends that."""
+    """Let a timeline hear of communication, of transfers between device, host and disk, and of what the host steps
+    beside backward; returns what ends that.
+    """
+    host = torch.device("cpu")
+
+    def on_span(lane: str, name: str, size: int) -> AbstractContextManager[None]:
+        if lane == "host step":
+            return timeline.range(name, lane, device=host, elements=size)
+        return timeline.range(name, lane, bytes=size)
+
     ending = ExitStack()
     ending.callback(comm.observe(timeline))
+    ending.callback(optimizer.listen(on_span))
     if hasattr(optimizer.store, "listen"):
         ending.callback(optimizer.store.listen(timeline.transfer))
     return ending.close

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from ..errors import ZeroStateError
-from ..lanes import HostLane, Lane, Ticket
+from ..lanes import HostLane, Lane, Ticket, transfer
 
 __all__ = [
     "Cuttable",
@@ -170,11 +170,13 @@ class _InMemory:
 
     def fetch(self, out: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
         lane.follow()
-        return lane.submit(lambda: _copy(out, self.view()[start : start + out.numel()]))
+        job = lambda: _copy(out, self.view()[start : start + out.numel()])  # noqa: E731
+        return transfer(lane, job, f"from {self.tier}", out.nbytes)
 
     def store(self, values: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
         lane.follow()
-        return lane.submit(lambda: _copy(self._tensor[start : start + values.numel()], values))
+        job = lambda: _copy(self._tensor[start : start + values.numel()], values)  # noqa: E731
+        return transfer(lane, job, f"to {self.tier}", values.nbytes)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -291,4 +293,4 @@ def accumulate(
             if seen is not None:
                 seen(total)
 
-    return lane.submit(add)
+    return transfer(lane, add, f"to {home.tier}", values.nbytes)

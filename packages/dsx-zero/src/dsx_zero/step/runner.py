@@ -9,12 +9,14 @@ Another thread may step sub-groups before (`step_apart`); `run` then only writes
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..homes.home import write
-from ..lanes import HostLane, Lane, Ticket
+from ..lanes import HostLane, Lane, Ticket, transfer
 from ..params.flat import FlatGroup, Part
 from ..runtime import Runtime
 from .frozen import Frozen
@@ -72,6 +74,8 @@ class StepRunner:
             self._whole_plan = make_plan(sizes, list(self._units), moves=plan.moves)
         self._members = {id(p): [groups.subset([m.tensor for m in self._masters[g.start : g.stop]])
                                  for g in p.sub_groups] for p in (self._whole_plan, plan)}  # fmt: skip
+        self.on_host_step: Callable[[int], AbstractContextManager[object]] = lambda sub_group: nullcontext()
+        """A sub-group is stepped inside the context that this gives, on another thread (`step_apart`)."""
         self._visits: dict[int, list[Visit]] = {}
         self._stored: list[list[Visit]] = []
         self._written: list[Ticket] = []
@@ -131,7 +135,8 @@ class StepRunner:
         masters = self.masters_in(number)
         grads = self._frozen.stepped(masters, _gradients(masters, gradients))
         members = self._members[id(self.plan)][number]
-        inner_step.step(masters, grads, factor, members, by_flat=self._has_flat_step)
+        with self.on_host_step(number):
+            inner_step.step(masters, grads, factor, members, by_flat=self._has_flat_step)
 
     # The actions ------------------------------------------------------------------------------------------------------
 
@@ -166,7 +171,12 @@ class StepRunner:
             target = group.stepped.view()
             source = home.view()
             if target is not None and source is not None and target.device == source.device:
-                write(group.stepped, source[first.offset : last.offset + last.numel], first.offset)
+                values = source[first.offset : last.offset + last.numel]
+                if home.tier == group.stepped.tier:
+                    write(group.stepped, values, first.offset)
+                    continue
+                job = partial(write, group.stepped, values, first.offset)
+                self._written.append(transfer(self._lane, job, f"to {group.stepped.tier}", values.nbytes))
                 continue
             for master in masters[start:stop]:
                 values = master.tensor.detach().view(-1).to(group.key.dtype)
