@@ -8,7 +8,7 @@ of the same pool stands still as soon as all its threads wait (test_nvme_gds.py)
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -109,8 +109,12 @@ class gds_handle(aio_handle):
         """Whether transfers of this tensor need no bounce copy."""
         return tensor.data_ptr() in self._pinned or super().is_pinned(tensor)
 
+    def goes_directly(self, tensor: torch.Tensor) -> bool:
+        """Whether the bytes of a tensor pass host memory by."""
+        return self._cufile is not None and staging.on_device(tensor) and tensor.is_contiguous()
+
     def _start(self, op: str, buffer: torch.Tensor, filename: PathOrFd, offset: int | None) -> Ticket:
-        if self._cufile is None or not staging.on_device(buffer) or not buffer.is_contiguous():
+        if not self.goes_directly(buffer):
             return super()._start(op, buffer, filename, offset)
         return self.engine.start(
             op, buffer, filename, 0 if offset is None and op == "read" else offset, begin=self._begin
@@ -137,6 +141,40 @@ class gds_handle(aio_handle):
         threads = self.get_intra_op_parallelism()
         part = max(PAGE, -(-nbytes // threads // PAGE) * PAGE)
         return ((start, min(part, nbytes - start)) for start in range(0, nbytes, part))
+
+
+class DirectEngine:
+    """What a `TensorStore` needs of an `Engine`, with the direct way of a `gds_handle` for tensors on a device. Tensors
+    in host memory go as the handle's own engine sends them. Closing it closes the handle.
+    """
+
+    def __init__(self, handle: gds_handle) -> None:
+        self._handle, self._engine = handle, handle.engine
+        self.open, self.close_file, self.close = handle.engine.open, handle.engine.close_file, handle.close
+
+    def goes_directly(self, tensor: torch.Tensor) -> bool:
+        """See `gds_handle.goes_directly`."""
+        return self._handle.goes_directly(tensor)
+
+    def write(
+        self, tensor: torch.Tensor, file: OpenFile, offset: int | None = None, *,
+        after: Callable[[], None] | None = None,
+    ) -> Ticket:  # fmt: skip
+        """See `Engine.write`."""
+        return self._start("write", tensor, file, offset, after)
+
+    def read(
+        self, tensor: torch.Tensor, file: OpenFile, offset: int | None = 0, *,
+        after: Callable[[], None] | None = None,
+    ) -> Ticket:  # fmt: skip
+        """See `Engine.read`."""
+        return self._start("read", tensor, file, offset, after)
+
+    def _start(
+        self, op: str, tensor: torch.Tensor, file: OpenFile, offset: int | None, after: Callable[[], None] | None
+    ) -> Ticket:
+        begin = self._handle._begin if self.goes_directly(tensor) else None
+        return self._engine.start(op, tensor, file, offset, begin=begin, after=after)
 
 
 def _move(library: cufile.CuFile, op: str, device: torch.device, ready: Any, place: tuple) -> int:

@@ -25,6 +25,7 @@ from .errors import BudgetError, ChecksumError, ForkError, TensorError
 from .extents import FreeRanges
 from .files import OpenFile
 from .folder_lock import OWNER, FolderLock
+from .gds import DirectEngine
 from .memory import empty
 from .store_index import Entry, read_index, write_index
 from .tensor_file import NAMES, NO_SUM, PAGE, Extent, Reading
@@ -39,11 +40,12 @@ class TensorStore:
     `budget`: bytes the data file may take (None: what the disk has); what the last flush wrote keeps its room until the
     next one. `checksum`: whether to write and check CRC-32s; `keep`: False removes the files at `close` (swap space);
     `engine`: an `Engine` to share. A folder in use by another process is refused (NvmeError); one whose process was
-    just killed is waited for. One thread at a time calls it; what it returns may be waited for anywhere.
+    just killed is waited for. One thread at a time calls it; what it returns may be waited for anywhere. Tensors that
+    pass host memory by (`DirectEngine`) have no checksums: their bytes would have to be copied for them.
     """
 
     def __init__(
-        self, folder: str | os.PathLike, *, engine: Engine | None = None, budget: int | None = None,
+        self, folder: str | os.PathLike, *, engine: Engine | DirectEngine | None = None, budget: int | None = None,
         checksum: bool = True, keep: bool = True,
     ) -> None:  # fmt: skip
         self.folder = os.fspath(folder)
@@ -104,7 +106,7 @@ class TensorStore:
         room = max(PAGE, -(-nbytes // PAGE) * PAGE)
         old = self._entries.get(name)
         in_place = old is not None and old.room == room and old.extent.offset not in self._flushed
-        checksum = f"{crc32(tensor):08x}" if self.checksum else NO_SUM
+        checksum = f"{crc32(tensor):08x}" if self.checksum and not self._goes_directly(tensor) else NO_SUM
         offset = old.extent.offset if old is not None and in_place else self._allocate(name, room, old)
         try:
             ticket = self.engine.write(tensor, self._file, offset)
@@ -137,7 +139,7 @@ class TensorStore:
         if any(ticket.what.op == "write" for ticket in self._moving.get(name, ())):
             self._finish(name)
         target = out
-        check = self.checksum and entry.checksum != NO_SUM
+        check = self.checksum and entry.checksum != NO_SUM and not self._goes_directly(target)
         after = (lambda: self._check(name, entry, target)) if check else None
         ticket = self.engine.read(out, self._file, extent.offset, after=after)
         self._moving[name] = [*(t for t in self._moving.get(name, ()) if not t.settled), ticket]
@@ -209,6 +211,9 @@ class TensorStore:
                 self._close_engine()
                 raise
             self.engine.close_file(file)  # a store with keep=False removed the file before its lock came free
+
+    def _goes_directly(self, tensor: torch.Tensor) -> bool:
+        return isinstance(self.engine, DirectEngine) and self.engine.goes_directly(tensor)
 
     def _shut(self) -> None:
         self._lock.release()

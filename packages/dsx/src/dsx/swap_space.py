@@ -36,18 +36,15 @@ class SwapSpace:
     def __init__(self, folder: str | os.PathLike, name: str, aio: Any = None) -> None:
         nvme: Any = importlib.import_module("dsx_nvme")
         settings = nvme.AioConfig() if aio is None else aio
-        if settings.use_gds:
-            logger.warning(
-                "aio.use_gds has no effect on offload: state on disk is fetched into host memory, where it is stepped"
-                " or sent on to the device"
-            )
-        self._engine = nvme.Engine(
+        self._engine = (_direct_engine(settings) if settings.use_gds else None) or nvme.Engine(
             block_size=settings.block_size,
             queue_depth=settings.queue_depth,
             threads=settings.intra_op_parallelism,
             single_submit=settings.single_submit,
             overlap_events=settings.overlap_events,
         )
+        self.reaches_device = hasattr(self._engine, "goes_directly")
+        """Whether tensors on a device are read and written without a copy in host memory (`aio.use_gds`)."""
         try:
             place = os.path.join(folder, name)
             os.makedirs(place, exist_ok=True)
@@ -149,6 +146,26 @@ def remove_leftovers(folder: str | os.PathLike, rank: int, world_size: int) -> N
                 nvme.TensorStore(place, keep=False).close()
 
 
+def _direct_engine(settings: Any) -> Any:
+    """What moves tensors between disk and device memory directly (`aio.use_gds`); None, with a warning that says why,
+    where that cannot be.
+    """
+    gds: Any = importlib.import_module("dsx_nvme.gds")
+    handle = gds.gds_handle(
+        settings.block_size,
+        settings.queue_depth,
+        settings.single_submit,
+        settings.overlap_events,
+        settings.intra_op_parallelism,
+    )
+    if handle.mode == "cufile":
+        return gds.DirectEngine(handle)
+    reason = handle.reason or "cuFile was not found"
+    handle.close()
+    logger.warning("aio.use_gds: state on disk goes through host memory, because cuFile cannot be used: %s", reason)
+    return None
+
+
 class Init(dsx_zero.Init):
     """`dsx_zero.Init`, which makes the store for `remote_device="nvme"` itself: in a folder of this rank inside
     `zero_optimization.offload_param.nvme_path`. It is removed when no parameter uses it any more.
@@ -183,6 +200,7 @@ class _Lent:
     def __init__(self, space: SwapSpace) -> None:
         self._space = space
         self.put, self.get, self.delete = space.put, space.get, space.delete
+        self.reaches_device = space.reaches_device
 
     def __contains__(self, name: str) -> bool:
         return name in self._space

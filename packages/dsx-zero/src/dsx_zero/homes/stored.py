@@ -76,6 +76,8 @@ class StoredHome:
         if piece < 1:
             raise ValueError(f"piece: got {piece}, expected at least one element")
         self._store, self._name, self._piece, self._pin = store, name, piece, pin
+        self._direct = bool(getattr(store, "reaches_device", False))
+        """The store reads into device memory and writes from it: nothing goes through host memory on the way."""
         self.numel, self.dtype = numel, dtype
         self._starts: list[int] = []
         self.cut_at(())
@@ -101,8 +103,10 @@ class StoredHome:
     # Reading ahead ----------------------------------------------------------------------------------------------------
 
     def read_ahead(self) -> None:
-        """Start reading everything into host memory, for a `take` soon; nothing if that is under way."""
-        if self._ahead is None:
+        """Start reading everything into host memory, for a `take` soon; nothing if that is under way, or if host
+        memory is passed by.
+        """
+        if self._ahead is None and not self._direct:
             out = torch.empty(self.numel, dtype=self.dtype, device="cpu", pin_memory=self._pin)
             self._ahead = out, self._read(out, 0)
 
@@ -113,8 +117,8 @@ class StoredHome:
 
     @property
     def has_arrived(self) -> bool:
-        """Is all of it known to lie in host memory, so that `take` does not wait?"""
-        return self._ahead is not None and self._ahead[1].is_completed()
+        """Is all of it known to lie in host memory, so that `take` does not wait? True where nothing goes there."""
+        return self._direct or (self._ahead is not None and self._ahead[1].is_completed())
 
     def take(self, device: torch.device, lane: Lane) -> tuple[torch.Tensor, Ticket] | None:
         """What was read ahead, on `device`, with the ticket to wait for; None where nothing was."""
@@ -193,4 +197,5 @@ class StoredHome:
 
     def _fits(self, tensor: torch.Tensor) -> bool:
         """Can the store read into it and write from it?"""
-        return tensor.device.type == "cpu" and tensor.dtype == self.dtype and tensor.is_contiguous()
+        reached = tensor.device.type == "cpu" or self._direct
+        return reached and tensor.dtype == self.dtype and tensor.is_contiguous()
