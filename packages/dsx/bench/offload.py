@@ -3,15 +3,18 @@
     python packages/dsx/bench/offload.py limit [--layers 24] [--width 512] [--folder DIR]
     python packages/dsx/bench/offload.py largest [--limit-mib 400] [--width 256]
     python packages/dsx/bench/offload.py disk-step [--parameters 100000000] [--pairs 5]
+    python packages/dsx/bench/offload.py disk-passes [--parameters 100000000] [--pairs 5]
     python packages/dsx/bench/offload.py overlap [--steps 5]
 
 `limit`: a process whose RLIMIT_DATA is its use after import plus a quarter of the states' bytes (18 per parameter)
 trains with everything on disk, with its PSS sampled; the same without offload has to fail. `largest`: the most
 parameters that DDP and ZeRO-Infinity train for two steps under one limit. `disk-step`: Adam states and masters on disk
 (24 bytes read and written per fp32 parameter) against the disk's time for the same bytes in the same pieces, reading
-and writing at once, in alternating pairs. `overlap`: sleeping layers and a paced link; the part of the transfers that
-is not hidden.
-The folder must be on a disk, not tmpfs. Run it alone on the machine.
+and writing at once, in alternating pairs. `disk-passes`: forward and backward with parameters on disk against the
+larger of the same with parameters in memory and of the disk's time for the bytes. `overlap`: sleeping layers and a
+paced link; the part of the transfers that is not hidden.
+The folder must be on a disk, not tmpfs. Run it alone on the machine. `--small` takes sizes that show in a minute that
+everything runs; its figures mean nothing, because beginnings and ends of short pipelines count.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 MIB = 1 << 20
+USUAL = {"layers": 24, "width": 512, "limit_mib": 400, "parameters": 100_000_000, "pairs": 5, "steps": 5}
+SMALL = {"layers": 8, "width": 384, "limit_mib": 120, "parameters": 8_500_000, "pairs": 1, "steps": 1}
+"""What is done where nothing is said. A smaller `limit` is below what the engine itself needs beside the states."""
 
 
 def status(key: str) -> int:
@@ -230,6 +236,80 @@ def disk_step(parameters: int, pairs: int, folder: str) -> None:
     raw.close()
 
 
+def disk_passes(parameters: int, pairs: int, folder: str) -> None:
+    """See the module's text."""
+    import dsx_nvme
+    import dsx_zero
+    import torch
+    from torch import nn
+
+    width, rows = 2048, 256
+    layers = max(2, parameters // width**2)
+    nbytes = 2 * layers * width**2
+    store = dsx_nvme.TensorStore(os.path.join(folder, "parameters"), keep=False, checksum=False)
+    raw = dsx_nvme.TensorStore(os.path.join(folder, "raw"), keep=False, checksum=False)
+    buffers = [torch.ones(width * width, dtype=torch.bfloat16) for _ in range(layers)]
+    for number, buffer in enumerate(buffers):
+        raw.put(str(number), buffer).wait()
+    passes: dict[str, Any] = {}
+    optimizers = []
+    for where in ("device", "disk"):
+        model = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers)).bfloat16()
+        config: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        if where == "disk":
+            config["offload_param"] = {"device": "nvme", "max_in_cpu": 0}
+        stack, optimizer = dsx_zero.shard(_chain(model), None, config=config, store=store)
+        optimizers.append(optimizer)
+        passes[where] = stack
+    x = torch.ones(rows, width, dtype=torch.bfloat16, requires_grad=True)
+
+    def timed(where: str) -> float:
+        begin = time.perf_counter()
+        passes[where](x).float().square().mean().backward()
+        return time.perf_counter() - begin
+
+    def bytes_alone() -> float:
+        begin = time.perf_counter()
+        for _ in range(2):  # forward and backward
+            for ticket in [raw.get(str(number), buffer).ticket for number, buffer in enumerate(buffers)]:
+                ticket.wait()
+        return time.perf_counter() - begin
+
+    for where in ("device", "disk") * 3:  # the order of gathers is frozen after two
+        timed(where)
+    rows_found = [(timed("disk"), timed("device"), bytes_alone()) for _ in range(pairs)]
+    for took, compute, alone in rows_found:
+        ratio = took / max(compute, alone)
+        print(
+            f"disk {took * 1e3:.0f} ms, compute {compute * 1e3:.0f} ms, bytes {alone * 1e3:.0f} ms, ratio {ratio:.2f}"
+        )
+    median = statistics.median(took / max(compute, alone) for took, compute, alone in rows_found)
+    print(f"{nbytes // 2:,} parameters, median ratio {median:.2f}")
+    for optimizer in optimizers:
+        optimizer.release()
+    store.close()
+    raw.close()
+
+
+def _chain(layers: Any) -> Any:
+    """A module that runs one layer after the other; made late, because `limit` counts what importing torch costs."""
+    from torch import nn
+
+    class Chain(nn.Module):
+        """One layer after the other."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    return Chain()
+
+
 def overlap(steps: int) -> None:
     """See the module's text."""
     import dsx_zero
@@ -296,16 +376,20 @@ def overlap(steps: int) -> None:
 def main() -> None:
     """Parse arguments and run one bench."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bench", nargs="?", choices=("limit", "largest", "disk-step", "overlap"))
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--limit-mib", type=int, default=400)
-    parser.add_argument("--parameters", type=int, default=100_000_000)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("bench", nargs="?", choices=("limit", "largest", "disk-step", "disk-passes", "overlap"))
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--limit-mib", type=int)
+    parser.add_argument("--parameters", type=int)
+    parser.add_argument("--pairs", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--small", action="store_true", help="short runs; their figures mean nothing")
     parser.add_argument("--folder")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    for name, value in (SMALL if args.small else USUAL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     if args.worker:
         print(json.dumps(train_limited(*json.loads(args.worker))), flush=True)
         return
@@ -316,6 +400,8 @@ def main() -> None:
             largest(args.limit_mib, args.width, folder)
         elif args.bench == "disk-step":
             disk_step(args.parameters, args.pairs, folder)
+        elif args.bench == "disk-passes":
+            disk_passes(args.parameters, args.pairs, folder)
         elif args.bench == "overlap":
             overlap(args.steps)
         else:
