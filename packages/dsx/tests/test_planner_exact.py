@@ -63,11 +63,11 @@ def train(rank, world, make, case):
     torch.manual_seed(0)
     engine, *_ = dsx.initialize(model=make(), config=config)
     accumulation = config["gradient_accumulation_steps"]
-    held, sent, dtype = {}, {}, next(engine.module.head.parameters()).dtype
+    held, sent, dtype = {}, {}, next(engine.module.parameters()).dtype
     for step in range(4):
         with dsx_comm.count_traffic() as traffic:
             for micro in range(accumulation):
-                engine.backward(engine(torch.randn(2, WIDTH, dtype=dtype)))
+                engine.backward(engine(torch.randn(config["train_micro_batch_size_per_gpu"], WIDTH, dtype=dtype)))
                 if step == 3 and micro == accumulation - 1:
                     held = engine.optimizer.state_bytes_by_tier()
                 engine.step()
@@ -98,6 +98,36 @@ def test_state_bytes_and_messages_are_those_of_real_ranks(world):
             assert found.messages[op] == (calls, pytest.approx(nbytes, rel=1e-12)), (name, op)
         by_link = found.traffic["inside host"] + found.traffic["between hosts"]
         assert by_link == pytest.approx(found.sent_bytes, rel=1e-9), name
+
+
+class Experts(nn.Module):
+    """Experts over both ranks between dense layers."""
+
+    def __init__(self):
+        from dsx.moe import MoE
+
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.moe = MoE(WIDTH, nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)), num_experts=4, ep_size=2)
+
+    def forward(self, x):
+        return self.moe(self.first(x))[0].float().square().mean()
+
+
+def test_experts_over_ranks():
+    from dsx.planning import Machine, plan
+
+    cases = {"stage 2": settings(2), "stage 0": settings(0, 2)}
+    for case in cases.values():
+        case["train_micro_batch_size_per_gpu"] = 8
+    real = run_ranks(train_all, 2, Experts, cases, timeout=300)[0]
+    for name, case in cases.items():
+        found = plan(Experts, case, world_size=2, machine=Machine.of_this_host(), batch=torch.zeros(8, WIDTH))
+        held, sent = real[name]
+        assert {kind: tiers for kind, tiers in found.bytes.items() if kind != "model buffers"} == held, name
+        for op in ("reduce_scatter_tensor", "all_reduce"):
+            assert found.messages.get(op) == (None if op not in sent else (sent[op][0], pytest.approx(sent[op][1])))
+        assert found.messages["all_to_all_single"][0] == sent["all_to_all_single"][0], name
 
 
 def test_a_rank_alone_and_a_thousand():

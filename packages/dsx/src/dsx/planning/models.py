@@ -144,7 +144,8 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+    """Zeros: of small buffers without values (on the meta device) at least nothing arbitrary is computed."""
+    return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
 
 
 def default_batch(model: nn.Module, micro: int, sequence: int | None) -> Batch:

@@ -244,13 +244,16 @@ class _Asked:
             mfu=(flops - again) / (seconds * machine.peak(prepared.dtype)),
             timeline=[(s.lane, s.name, s.start, s.end) for s in timing.spans],
             memory=_curve(found, timing),
-            notes=[*prepared.notes, *found.notes, *_machine_notes(machine)],
+            notes=[*prepared.notes, *found.notes, *_machine_notes(machine, prepared.dtype)],
         )
 
 
-def _machine_notes(machine: Machine) -> list[str]:
+def _machine_notes(machine: Machine, dtype: str) -> list[str]:
     stranger = machine.stranger()
-    return [f"{machine.name}: {stranger}"] if stranger else []
+    notes = [f"{machine.name}: {stranger}"] if stranger else []
+    if dtype not in machine.flops:
+        notes.append(f"{machine.name} has no rate for {dtype}; its slowest one is taken")
+    return notes
 
 
 def _short_of(peaks: Mapping[str, int], extra: int, machine: Machine, on_host: int) -> tuple[str, int, int] | None:

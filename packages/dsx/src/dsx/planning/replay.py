@@ -114,6 +114,7 @@ def replay(question: Question) -> Replay:
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
+        stack.enter_context(_address_space())
         stack.enter_context(
             dsx_comm.rehearse(
                 question.world_size, question.rank, ranks_per_host=question.ranks_per_host, observer=recorder
@@ -136,9 +137,9 @@ class _Run:
         self._notes: list[str] = []
 
     def run(self) -> Replay:
-        question, recorder = self._question, self._recorder
-        engine = self._build()
+        question, recorder, engine = self._question, self._recorder, None
         try:
+            engine = self._build()
             batch = self._batch(engine)
             micro_batches = min(question.accumulation, MOST_MICRO_BATCHES)
             with _kernels_recorded(recorder):
@@ -150,16 +151,13 @@ class _Run:
                 with dsx_comm.count_traffic() as traffic:
                     cuts, counts, resident = self._step(engine, batch, micro_batches, traffic)
             return self._result(engine, batch, cuts, counts, resident)
-        except DsxError:
-            raise
         except Exception as error:
-            raise PlanError(
-                f"the model cannot be replayed: {type(error).__name__}: {error}. A plan runs the model on CPU tensors"
-                " whose large ones have no values; leave values alone that decide what is computed, and give the batch"
-                " as the model takes it"
-            ) from error
+            if isinstance(error, DsxError) or type(error).__module__.startswith("dsx_"):
+                raise  # it says what is wrong with the model or its configuration
+            raise PlanError(f"the model cannot be replayed: {type(error).__name__}: {error}. {_hint(error)}") from error
         finally:
-            engine.destroy()
+            if engine is not None:
+                engine.destroy()
 
     def _build(self) -> Any:
         from ..wiring import build_engine  # late: it imports every sibling
@@ -298,6 +296,34 @@ class _Run:
             tokens=tokens_of(batch),
             notes=self._notes,
         )
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return (
+            "A plan takes address space for everything that a rank would hold, and touches none of it; the system"
+            " refuses so much: raise `ulimit -v`, or set vm.overcommit_memory to 1"
+        )
+    return (
+        "A plan runs the model on CPU tensors whose large ones have no values; leave values alone that decide what is"
+        " computed, and give the batch as the model takes it"
+    )
+
+
+@contextlib.contextmanager
+def _address_space() -> Iterator[None]:
+    """Inside the block a limit of address space that this process may lift does not hold."""
+    try:
+        import resource
+    except ImportError:  # there are no such limits on Windows
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _counted(traffic: Any) -> dict[str, tuple[int, float]]:
