@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,6 +67,13 @@ class HostJob:
     def host(self) -> str:
         return self.hosts[self.host_rank]
 
+    def attempt(self, number: int) -> HostJob:
+        """The same part of the job, started again for the n-th time. Hosts that restart by themselves meet at another
+        port each time, so that none of them takes part in a rendezvous that is over.
+        """
+        moves = self.master_port and len(self.hosts) > 1
+        return replace(self, master_port=self.master_port + number) if moves else self
+
 
 def check_program(program: Program) -> None:
     """Refuse a script that is not there before any process is started."""
@@ -90,7 +97,7 @@ def run_host(job: HostJob, restarts: int = 0) -> int:
     remove_leftovers()
     for left in range(restarts, -1, -1):
         with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}_") as folder:
-            code, stopped = _run_in(job, Path(folder))
+            code, stopped = _run_in(job.attempt(restarts - left), Path(folder))
         if code != RESUME_EXIT_CODE or stopped or not left:
             return code
         log.info("%s: the ranks have saved and ended; starting them again (%d restarts left)", job.host, left - 1)
@@ -121,7 +128,7 @@ def _run_in(job: HostJob, folder: Path) -> tuple[int, bool]:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from .agent import HostAgent
-    from .news import watch_for_failures
+    from .news import leave_together, watch_for_failures
     from .rendezvous import HostRendezvous
 
     _quiet_elastic()
@@ -148,6 +155,7 @@ def _run_in(job: HostJob, folder: Path) -> tuple[int, bool]:
     failures = _collect(job, agent.failed, failure_dir)
     if agent.can_resume and not failures:
         log.info("%s: the ranks have saved and ended, and can be resumed (exit code %d)", job.host, RESUME_EXIT_CODE)
+        leave_together(rendezvous)
         return RESUME_EXIT_CODE, stopped_by is not None
     if stopped_by is not None and not (failures and agent.hurry):
         return _conclude_stop(job, stopped_by, failed_elsewhere=agent.hurry), True

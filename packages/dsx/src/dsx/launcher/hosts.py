@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 
+from ..exit_codes import RESUME_EXIT_CODE
 from .failures import shell_code, signal_name
 from .plan import HostsPlan
 from .processes import adopt_orphans, dying_with_parent, kill_descendants
@@ -26,6 +27,7 @@ log = logging.getLogger("dsx.launcher")
 STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # how an agent ends that was told to, because another host failed
 OWN_END_S = 4.0  # for the other hosts to end by themselves after one has failed
 FORCED_END_S = 5.0  # from being told to being killed
+SAVED_END_S = 35.0  # for the other hosts to end after one has ended with RESUME_EXIT_CODE: they have saved too
 REQUESTED_END_S = 35.0  # the same after Ctrl-C: the ranks may be writing a checkpoint
 
 
@@ -48,11 +50,12 @@ class Clients:
     @property
     def code(self) -> int:
         """0, or the largest code of the hosts that failed by themselves: the host of the first failure ends with
-        that rank's code, the others with 1.
+        that rank's code, the others with 1. `RESUME_EXIT_CODE` only if no host failed: then all ranks have saved.
         """
         codes = [self._processes[index].returncode for index in self._ended]
         own = [code for code in codes if code not in (0, *STOPPED)]
-        return max((shell_code(code) for code in own or codes), default=0)
+        failed = [code for code in own if code != RESUME_EXIT_CODE]
+        return max((shell_code(code) for code in failed or own or codes), default=0)
 
     @property
     def all_ended(self) -> bool:
@@ -106,16 +109,14 @@ def _explain(command: Command, returncode: int) -> None:
         log.error("%s was killed by %s", command.host or command.argv[0], signal_name(-returncode))
 
 
-def run_hosts(plan: HostsPlan, environ: Mapping[str, str]) -> int:
-    """Start every host's agent, wait for the end, end all when one fails or a signal asks. Returns the exit code."""
+def run_hosts(plan: HostsPlan, environ: Mapping[str, str], restarts: int = 0) -> int:
+    """Start every host's agent, wait for the end, end all when one fails or a signal asks. Returns the exit code.
+
+    Args:
+        restarts: how often all hosts are started again when they end with `RESUME_EXIT_CODE`, unless this process was
+            asked to end.
+    """
     adopt_orphans()
-    log.info(
-        "%d hosts through %s, rendezvous at %s:%d",
-        len(plan.remote.hosts),
-        plan.launcher,
-        plan.master_addr,
-        plan.master_port,
-    )
     asked: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
@@ -124,6 +125,23 @@ def run_hosts(plan: HostsPlan, environ: Mapping[str, str]) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, remember)
+    for left in range(restarts, -1, -1):
+        code = _run_once(plan, environ, asked)
+        if code != RESUME_EXIT_CODE or asked or not left:
+            return code
+        log.info("the ranks of all hosts have saved and ended; starting them again (%d restarts left)", left - 1)
+    return code
+
+
+def _run_once(plan: HostsPlan, environ: Mapping[str, str], asked: list[int]) -> int:
+    """One start of all hosts; `asked`: signals that ask this process to end, as they come."""
+    log.info(
+        "%d hosts through %s, rendezvous at %s:%d",
+        len(plan.remote.hosts),
+        plan.launcher,
+        plan.master_addr,
+        plan.master_port,
+    )
     clients = Clients(plan.commands, environ)
     code = None
     while code is None and not asked:
@@ -133,8 +151,8 @@ def run_hosts(plan: HostsPlan, environ: Mapping[str, str]) -> int:
         return 0
     if code is None:
         _stop_on_request(plan, clients, asked)
-        return 128 + asked[0]
-    if not clients.wait_all(OWN_END_S):
+        return RESUME_EXIT_CODE if clients.code == RESUME_EXIT_CODE else 128 + asked[0]
+    if not clients.wait_all(SAVED_END_S if code == RESUME_EXIT_CODE else OWN_END_S):
         _end(plan, clients, signal.SIGTERM, FORCED_END_S)
     clients.kill()
     kill_descendants()

@@ -49,14 +49,9 @@ def launch(options: LaunchOptions) -> int:
             from .connections import check_connections
             from .hosts import run_hosts
 
-            if options.restarts:
-                raise ResourceError(
-                    f"--restarts {options.restarts}: got several hosts, expected one; start the job again by the same "
-                    "command when it ends with exit code 75"
-                )
             if not options.no_ssh_check:
                 check_connections(plan.remote.hosts, plan.launcher, options, os.environ)
-            return run_hosts(plan, os.environ)
+            return run_hosts(plan, os.environ, options.restarts)
         from .host import run_host
 
         return run_host(plan, options.restarts)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("dsx.launcher")
 
 LOOK_EVERY_S = 1.0
+LEAVE_S = 30.0  # how long the first host waits for the ranks of the others to end
 OWN_STORY_S = (
     0.5  # between hearing the news and stopping: a rank of this host may be the cause and is about to be noticed
 )
@@ -78,6 +79,23 @@ class FailureWatch:
 def watch_for_failures(rendezvous: HostRendezvous, agent: HostAgent) -> FailureWatch | NoWatch:
     """Start watching the other hosts; nothing to watch when there are none."""
     return FailureWatch(rendezvous, agent) if len(rendezvous.meeting.hosts) > 1 else NoWatch()
+
+
+def leave_together(rendezvous: HostRendezvous) -> None:
+    """Tell the other hosts that the ranks of this one have saved and ended. The first host waits for all of them,
+    because the store in which ranks meet lives in its agent: ranks that are still ending must not lose it.
+    """
+    meeting = rendezvous.meeting
+    if len(meeting.hosts) == 1:
+        return
+    deadline = time.monotonic() + LEAVE_S
+    try:
+        board = FailureBoard(meeting, rendezvous.port)
+        board.note_saved()
+        while meeting.host_rank == 0 and not board.all_saved() and time.monotonic() < deadline:
+            time.sleep(0.1)
+    except STORE_ERRORS:
+        log.debug("the first host is gone already")
 
 
 def cause_of_the_job(meeting: Meeting, port: int, own: RankFailure, *, wait_s: float) -> RankFailure:

@@ -177,6 +177,14 @@ class FailureBoard:
         self._store.set(_key(self._meeting, "cause", self._meeting.host_rank), to_json(cause))
         self.announce()
 
+    def note_saved(self) -> None:
+        """Tell that the ranks of this host have saved and ended."""
+        self._store.set(_key(self._meeting, "saved", self._meeting.host_rank), "1")
+
+    def all_saved(self) -> bool:
+        """Whether the ranks of every host have."""
+        return self._store.check([_key(self._meeting, "saved", rank) for rank in range(len(self._meeting.hosts))])
+
     def causes(self, host_ranks: Sequence[int]) -> list[RankFailure]:
         """What the given hosts have posted so far."""
         keys = [_key(self._meeting, "cause", rank) for rank in host_ranks]
