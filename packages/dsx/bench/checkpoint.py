@@ -12,7 +12,12 @@ What is measured:
     stall      until the call of an asynchronous save returns
     step       step time at an asynchronous save every 10 steps, over the step time without saves
     load       at the layout of the save, and re-sharded (saved by two ranks at stage 3, loaded by one at stage 0)
+    growth     the most resident memory of each of two ranks during a load at stage 3, over what it had before and the
+               bytes of its shard
     inspect    the index of a made-up checkpoint of 1 TB, in a process of its own
+
+Below the table stand the goals, each with what was found. A goal that compares two contenders uses medians of the same
+rounds.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import functools
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -90,11 +96,15 @@ def save_dsx(engine: Any) -> Contender:
     return lambda folder: timed(lambda: engine.save_checkpoint(folder))
 
 
-def stall_dsx(engine: Any) -> Contender:
+def dsx_async(engine: Any, *, stall: bool) -> Contender:
+    """Until the call returns, or until everything is on disk."""
+
     def run(folder: Path) -> float:
-        seconds = timed(lambda: engine.save_checkpoint(folder, asynchronous=True))
+        began = time.perf_counter()
+        engine.save_checkpoint(folder, asynchronous=True)
+        stalled = time.perf_counter() - began
         engine.wait_for_checkpoints()
-        return seconds
+        return stalled if stall else time.perf_counter() - began
 
     return run
 
@@ -121,16 +131,18 @@ def save_dcp(engine: Any) -> Contender:
     return run
 
 
-def stall_dcp(engine: Any) -> Contender:
+def dcp_async(engine: Any, *, stall: bool) -> Contender:
+    """torch's own asynchronous save: until the call returns, or until everything is on disk."""
     from torch.distributed import checkpoint
 
     def run(folder: Path) -> float:
         began = time.perf_counter()
         writer = checkpoint.FileSystemWriter(str(folder), sync_files=True)
         future = checkpoint.async_save(plain_state(engine), storage_writer=writer, no_dist=True)
-        seconds = time.perf_counter() - began
+        stalled = time.perf_counter() - began
         future.result()
-        return seconds
+        sync(folder)
+        return stalled if stall else time.perf_counter() - began
 
     return run
 
@@ -140,6 +152,13 @@ def save_deepspeed(width: int, layers: int) -> Contender | None:
         import deepspeed  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
+    if "dsx_compat" in str(deepspeed.__file__):  # dsx under DeepSpeed's names
+        return None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
     config = {
         "train_batch_size": 4,
@@ -219,13 +238,54 @@ def loads(engine: Any, folder: Path, width: int, layers: int) -> dict[str, float
     from dsx_testkit import run_ranks
 
     engine.save_checkpoint(folder / "loads", tag="plain")
-    run_ranks(save_sharded, 2, str(folder / "loads"), width, layers)
+    run_ranks(save_sharded, 2, str(folder / "loads"), width, layers, timeout=600)
     found: dict[str, list[float]] = {"plain": [], "sharded": []}
     for _ in range(3):
         for tag, seconds in found.items():
             load = functools.partial(engine.load_checkpoint, folder / "loads", tag=tag)
             seconds.append(timed(load))
     return {tag: statistics.median(seconds) for tag, seconds in found.items()}
+
+
+def shard_bytes(engine: Any) -> int:
+    """Bytes of parameters, masters and optimizer states that this rank holds."""
+    total = 0
+    for part in engine.optimizer.held_slices():
+        values = [part.param, part.master, *part.states.values()]
+        total += sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+    return total
+
+
+def resident(peak: bool) -> int:
+    """Bytes of resident memory of this process: the most since `forget_peak`, or now."""
+    key = "VmHWM:" if peak else "VmRSS:"
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def forget_peak() -> None:
+    """From now on the peak is counted anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def load_and_measure(rank: int, world: int, folder: str, width: int, layers: int) -> tuple[int, int]:
+    """Growth of resident memory during a load, and the bytes of this rank's shard."""
+    engine = engine_of(width, layers, stage=3)
+    before = resident(peak=False)
+    forget_peak()
+    engine.load_checkpoint(folder, tag="sharded")
+    return resident(peak=True) - before, shard_bytes(engine)
+
+
+def growth(folder: Path, width: int, layers: int) -> dict[str, int]:
+    """Of the rank that needs more beyond its shard; after `loads`."""
+    from dsx_testkit import run_ranks
+
+    found = run_ranks(load_and_measure, 2, str(folder / "loads"), width, layers, timeout=600)
+    grown, shard = max(found, key=lambda item: item[0] - item[1])
+    return {"grown": grown, "shard": shard}
 
 
 def inspect_large(folder: Path) -> float:
@@ -251,8 +311,28 @@ def inspect_large(folder: Path) -> float:
     return min(timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL)) for _ in range(3))
 
 
+def goals(figures: dict[str, Any]) -> list[tuple[str, bool]]:
+    """What the design asks for, with what was found, and whether it is met."""
+    seconds, load, memory = figures["seconds"], figures["load"], figures["growth"]
+    others = [seconds[name] for name in ("torch.save", "dcp", "dcp async", "deepspeed") if name in seconds]
+    rate, best = seconds["disk"] / seconds["dsx"], min(others) / seconds["dsx"]
+    stall = seconds["dsx stall"] / seconds["torch.save"]
+    over = memory["grown"] - memory["shard"]
+    reshard = load["sharded"] / load["plain"]
+    return [
+        (f"save at {rate:.2f} of the disk's rate (goal 0.80), {best:.2f}x the best other (goal 2), either is enough",
+         rate >= 0.8 or best >= 2),
+        (f"stall of an asynchronous save {100 * stall:.1f} % of torch.save (goal 5)", stall <= 0.05),
+        (f"step time with a save every 10 steps {figures['step ratio']:.3f} (goal 1.05)",
+         figures["step ratio"] <= 1.05),
+        (f"re-sharded load {reshard:.2f}x a plain one (goal 1.2)", reshard <= 1.2),
+        (f"resident growth of a load {over / 2**20:.0f} MiB beyond the shard (goal 64)", over <= 64 << 20),
+        (f"inspect of an index of 1 TB {figures['inspect 1 TB']:.2f} s (goal 1)", figures["inspect 1 TB"] <= 1),
+    ]  # fmt: skip
+
+
 def main() -> None:
-    """Print a table, and with --json the figures."""
+    """Print a table and the goals, and with --json the figures."""
     parser = argparse.ArgumentParser(description="saving and loading, against torch and DeepSpeed")
     parser.add_argument("--folder", help="on the disk to be measured; default: the temporary folder")
     parser.add_argument("--rounds", type=int, default=5)
@@ -266,22 +346,24 @@ def main() -> None:
         nbytes = 12 * sum(p.numel() for p in engine.module.parameters())
         contenders: dict[str, Contender | None] = {
             "disk": disk(nbytes), "dsx": save_dsx(engine), "torch.save": save_torch(engine), "dcp": save_dcp(engine),
-            "dsx stall": stall_dsx(engine), "deepspeed": save_deepspeed(width, layers),
+            "deepspeed": save_deepspeed(width, layers), "dsx stall": dsx_async(engine, stall=True),
+            "dsx async": dsx_async(engine, stall=False), "dcp stall": dcp_async(engine, stall=True),
+            "dcp async": dcp_async(engine, stall=False),
         }  # fmt: skip
-        if torch.distributed.is_available() and not given.small:
-            contenders["dcp stall"] = stall_dcp(engine)
         found = rounds(
             {n: c for n, c in contenders.items() if c is not None}, folder, 1 if given.small else given.rounds
         )
         figures: dict[str, Any] = {"GB": nbytes / 1e9, "seconds": found}
         figures["step ratio"] = step_ratio(engine, folder, 10 if given.small else 40)
         figures["load"] = loads(engine, folder, width, layers)
+        figures["growth"] = growth(folder, width, layers)
         figures["inspect 1 TB"] = inspect_large(folder)
     for name, seconds in found.items():
-        print(f"{name:12} {seconds:8.3f} s  {nbytes / 1e9 / seconds:7.2f} GB/s")
-    print(f"step time with a save every 10 steps: {figures['step ratio']:.3f} of that without")
+        rate = "" if "stall" in name else f"  {nbytes / 1e9 / seconds:7.2f} GB/s"
+        print(f"{name:12} {seconds:8.3f} s{rate}")
     print(f"load: plain {figures['load']['plain']:.3f} s, re-sharded {figures['load']['sharded']:.3f} s")
-    print(f"inspect of an index of 1 TB: {figures['inspect 1 TB']:.2f} s")
+    for text, met in goals(figures):
+        print(f"{'met    ' if met else 'not met'} {text}")
     if given.json:
         Path(given.json).write_text(json.dumps(figures, indent=1))
 

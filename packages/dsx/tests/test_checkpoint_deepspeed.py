@@ -2,7 +2,7 @@
 
 The files are written here in DeepSpeed's layout, from an engine of dsx that trained: what comes out of the import must be
 what that engine has, and training must go on as it does. Real checkpoints of DeepSpeed 0.19.8 (stages 1 to 3, fp32 and
-bf16, two ranks) went on with DeepSpeed's own losses to 2e-7 when this was written.
+bf16, two ranks) went on with DeepSpeed's own losses to 2e-7 when this was written; so did its stage 0, to the last bit in fp32.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ import pytest
 import torch
 from dsx.checkpoint.command import main
 from dsx.checkpoint.foreign.deepspeed import read_deepspeed
+from dsx.checkpoint.foreign.deepspeed_stage0 import read_unnamed
+from dsx.checkpoint.foreign.source import Tensor
 
 RANKS = 2
 
@@ -197,23 +199,29 @@ def write_universal(engine, root):
     return root
 
 
-def write_plain(engine, root):
-    """Stage 0: the state dict of torch's optimizer."""
+def write_plain(engine, root, fused=False):
+    """Stage 0: the state dict of torch's optimizer; in 16 bits with masters beside it, one by one or in one row."""
     folder = root / "global_step3"
     folder.mkdir(parents=True)
     parts, head = head_of(engine, 0, {})
     head |= {"module": engine.module.state_dict(), "shared_params": None}
     trained = [p for p in parts.values() if p.trainable]
-    head["optimizer"] = {
-        "state": {
-            i: {
-                **{k: p.states[k].reshape(p.shape).clone() for k in ("exp_avg", "exp_avg_sq")},
-                "step": torch.tensor(3.0),
-            }
-            for i, p in enumerate(trained)
-        },
-        "param_groups": [{**group_of(engine)[0], "params": list(range(len(trained)))}],
-    }
+    states = [
+        {**{k: p.states[k].reshape(p.shape).clone() for k in ("exp_avg", "exp_avg_sq")}, "step": torch.tensor(3.0)}
+        for p in trained
+    ]
+    group = {**group_of(engine)[0], "params": list(range(len(trained)))}
+    head["optimizer"] = {"state": dict(enumerate(states)), "param_groups": [group]}
+    if trained[0].param.dtype == torch.bfloat16:
+        masters = [p.master.reshape(p.shape).clone() for p in trained]
+        scale = {"dynamic_loss_scale": False, "cur_scale": 1, "cur_iter": 3}
+        if fused:
+            row = {k: torch.cat([s[k].reshape(-1) for s in states]) for k in ("exp_avg", "exp_avg_sq")} | {"step": 3}
+            inner = {"state": {0: row}, "param_groups": [{**group, "params": [0]}]}
+            flat = torch.cat([m.reshape(-1) for m in masters])
+            head["optimizer"] = {**scale, "optimizer_state_dict": inner, "fp32_groups_flat": [flat], "clip_grad": 0.0}
+        else:
+            head["optimizer"] = {**scale, "optimizer_state_dict": head["optimizer"], "fp32_groups": [masters]}
     torch.save(head, folder / "mp_rank_00_model_states.pt")
     (root / "latest").write_text("global_step3")
     return root
@@ -221,6 +229,7 @@ def write_plain(engine, root):
 
 WRITERS = {
     "stage 0": write_plain,
+    "stage 0 fused": lambda e, root: write_plain(e, root, fused=True),
     "stage 1": lambda e, root: write_stage12(e, root, 1),
     "stage 2 without mappings": lambda e, root: write_stage12(e, root, 2, mapping=False),
     "stage 3": write_stage3,
@@ -234,8 +243,6 @@ WRITERS = {
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("kind", WRITERS)
 def test_training_goes_on_as_it_would_have(tmp_path, kind, low):
-    if low and kind == "stage 0":
-        pytest.skip("stage 0 in bf16 has flat masters of another form, which are not read")
     changes = {"bf16": {"enabled": True}} if low else {}
     engine = build(**changes)
     train(engine, 0, 3)
@@ -356,6 +363,150 @@ def test_layers_of_a_pipeline_and_experts_are_read(tmp_path):
     assert torch.equal(found.parameters["moe.deepspeed_experts.1.weight"].fetch(), torch.ones(3))
 
 
+# - Which state belongs to which parameter, where nothing says so
+
+
+def unnamed(shapes, groups, masters=False):
+    """Parameters, and an optimizer's state dict whose groups have them as `groups` lists their numbers."""
+    values = [torch.full(shape, float(n + 1)) for n, shape in enumerate(shapes)]
+    numbers, order = [], [n for group in groups for n in group]
+    for group in groups:
+        numbers.append([order.index(n) for n in group])
+    states = {order.index(n): {"exp_avg": values[n] * 10, "step": torch.tensor(2.0)} for n in order}
+    saved = {"state": states, "param_groups": [{"lr": 0.1, "params": each} for each in numbers]}
+    if masters:
+        saved = {"optimizer_state_dict": saved, "fp32_groups": [[values[n] for n in group] for group in groups]}
+    return {f"p{n}": Tensor.of(v.bfloat16() if masters else v) for n, v in enumerate(values)}, saved
+
+
+def test_groups_are_told_apart_where_there_is_one_way_only():
+    shapes = [(3, 4), (4,), (4,), (2, 4), (2,)]
+    for groups, masters, known in (
+        ([[0, 1, 2, 3, 4]], False, True),
+        ([[0, 3], [1, 2, 4]], False, True),  # matrices decay, vectors do not
+        ([[0, 1, 3], [2, 4]], False, False),  # which of the vectors of four elements decays?
+        ([[0, 1, 3], [2, 4]], True, True),  # their masters say it
+        ([[3, 0, 1, 2, 4]], False, False),  # not the model's order
+    ):
+        parameters, saved = unnamed(shapes, groups, masters)
+        found = read_unnamed(saved, list(parameters), parameters)
+        assert (found is not None) == known, groups
+        for number, name in enumerate(parameters if found else ()):
+            assert torch.equal(found.states[name]["exp_avg"].fetch(), torch.full(shapes[number], 10.0 * (number + 1)))
+
+
+# - Experts
+
+LAYER = "moe.deepspeed_moe."
+
+
+class Experts(torch.nn.Module):
+    """Names as DeepSpeed's; four experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.moe = torch.nn.Linear(3, 2), torch.nn.Module()
+        self.moe.deepspeed_moe = torch.nn.Module()
+        inner = self.moe.deepspeed_moe
+        inner.gate, inner.experts = torch.nn.Linear(2, 4, bias=False), torch.nn.Module()
+        inner.experts.deepspeed_experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
+        self.b = torch.nn.Linear(2, 2)
+
+
+def write_experts(root, stage, world, neighbours=False):
+    """Files of `world` ranks, two of which share the experts out; every number in them is another one."""
+    torch.manual_seed(0)
+    net = Experts()
+    low = {n: p.detach().bfloat16() for n, p in net.named_parameters()}
+    masters = {n: v.float() for n, v in low.items()}
+    moments = {n: torch.randn(v.shape) for n, v in low.items()}
+    torch.save(
+        {
+            "module": {n: v for n, v in low.items() if "deepspeed_experts" not in n}, "buffer_names": [],
+            "optimizer": None, "ds_version": "0.19.8", "param_shapes": None, "shared_params": {},
+        },
+        root / "mp_rank_00_model_states.pt",
+    )  # fmt: skip
+    for expert in range(4):
+        mine = {n: v for n, v in low.items() if f"deepspeed_experts.{expert}." in n}
+        torch.save(mine, root / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt")
+    dense = [n for n in low if "deepspeed_experts" not in n]
+
+    def local(number):
+        """A rank's names of its experts -> the names in the whole model."""
+        return {
+            n: n.replace(f"experts.{e}.", f"experts.{e + 2 * number}.")
+            for e in range(2)
+            for n in low
+            if f"deepspeed_experts.{e}." in n
+        }
+
+    if stage == 0:
+        for number in range(2):
+            named = {**{n: n for n in dense}, **local(number)}
+            states = {i: {"exp_avg": moments[n], "step": torch.tensor(2.0)} for i, n in enumerate(named.values())}
+            groups = [list(range(len(dense))), list(range(len(dense), len(named)))]
+            inner = {"state": states, "param_groups": [{"params": g, "moe": bool(i)} for i, g in enumerate(groups)]}
+            rows = [[masters[n] for n in dense], [masters[n] for n in local(number).values()]]
+            saved = {"optimizer": {"optimizer_state_dict": inner, "fp32_groups": rows, "dynamic_loss_scale": False}}
+            torch.save(saved, root / f"expp_rank_{number}_mp_rank_00_optim_states.pt")
+        return low, moments
+    number_of = (lambda rank: rank // (world // 2)) if neighbours else (lambda rank: rank % 2)
+    for rank in range(world):
+        number = number_of(rank)
+        same = [other for other in range(world) if number_of(other) == number]
+        fp32, states, mappings = [], {}, []
+        for group, (names, sharing, me) in enumerate(
+            (({n: n for n in dense}, world, rank), (local(number), len(same), same.index(rank)))
+        ):
+            rows = [torch.cat([source[n].reshape(-1) for n in names.values()]) for source in (masters, moments)]
+            each = -(-rows[0].numel() // sharing)
+            cut = [pieces(row, sharing)[me].clone() for row in rows]
+            at, where = 0, OrderedDict()
+            for name, whole in names.items():
+                first, last = max(at, me * each), min(at + low[whole].numel(), (me + 1) * each)
+                if first < last:
+                    where[name] = fragment_address(last - first, first - me * each)
+                at += low[whole].numel()
+            fp32.append(cut[0])
+            states[group] = {"exp_avg": cut[1], "step": torch.tensor(2.0)}
+            mappings.append(where)
+        saved = {
+            "base_optimizer_state": {"state": states, "param_groups": [{"params": [0]}, {"params": [1]}]},
+            "single_partition_of_fp32_groups": fp32, "zero_stage": ZeroStageEnum(stage), "param_slice_mappings": mappings,
+        }  # fmt: skip
+        torch.save({"optimizer_state_dict": saved}, root / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return low, moments
+
+
+@pytest.mark.parametrize(
+    "stage, world, neighbours", [(0, 2, False), (1, 2, False), (2, 4, False), (2, 4, True), (1, 2, True)]
+)
+def test_optimizer_states_of_experts_find_their_expert(tmp_path, stage, world, neighbours):
+    low, moments = write_experts(tmp_path, stage, world, neighbours)
+    head = torch.load(tmp_path / "mp_rank_00_model_states.pt")
+    head["param_shapes"] = [OrderedDict((n, v.shape) for n, v in low.items())] if stage else None
+    torch.save(head, tmp_path / "mp_rank_00_model_states.pt")
+    found = read_deepspeed(tmp_path)
+    assert found.parameters.keys() == low.keys()
+    for name, moment in moments.items():
+        assert torch.equal(found.states[name]["exp_avg"].fetch().reshape(moment.shape), moment), name
+        assert found.states[name]["step"] == 2.0
+        assert torch.equal(found.masters[name].fetch().reshape(moment.shape), low[name].float())
+
+
+def test_experts_that_cannot_be_told_apart_begin_anew(tmp_path, caplog):
+    write_experts(tmp_path, 1, 2)
+    for rank in range(2):
+        path = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        saved = torch.load(path, weights_only=False)
+        saved["optimizer_state_dict"]["single_partition_of_fp32_groups"][1] += 1  # other masters than the weights'
+        torch.save(saved, path)
+    found = read_deepspeed(tmp_path)
+    assert not any("deepspeed_experts" in name for name in found.states) and "a.weight" in found.states
+    assert any("states of experts cannot be told apart" in message for message in caplog.messages)
+
+
 # - The names that scripts call
 
 
@@ -389,6 +540,27 @@ def test_the_functions_of_zero_to_fp32(tmp_path):
     )
     with pytest.raises(CheckpointError, match="such files are DeepSpeed's"):
         scripts.get_optim_files(tmp_path / "dsx" / "global_step2")
+
+
+def test_the_command_and_the_function_that_round_to_16_bits(tmp_path, capsys):
+    from dsx.checkpoint import CheckpointArgumentError, convert_zero_checkpoint_to_state_dict
+    from dsx.checkpoint.zero_to_torch import main as zero_to_torch
+
+    engine = build(bf16={"enabled": True})
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path / "dsx")
+    masters = {p.name: p.master.reshape(p.shape).float() for p in engine.optimizer.held_slices() if p.trainable}
+    assert zero_to_torch([str(tmp_path / "dsx"), str(tmp_path / "out"), "--dtype", "float16"]) == 0
+    found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(found[name], value.half()) for name, value in masters.items())
+    assert found["table"].dtype == torch.int64
+    convert_zero_checkpoint_to_state_dict(tmp_path / "dsx", tmp_path / "safe", torch.bfloat16, safe_serialization=True)
+    assert (tmp_path / "safe" / "model.safetensors").is_file()
+    with pytest.raises(CheckpointArgumentError, match=r"got torch\.int8, expected one of bf16"):
+        convert_zero_checkpoint_to_state_dict(tmp_path / "dsx", tmp_path / "none", torch.int8)
+    with pytest.raises(SystemExit):
+        zero_to_torch([str(tmp_path / "dsx"), str(tmp_path / "none")])
+    assert "--dtype" in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
 def test_the_command_for_universal_checkpoints(tmp_path):

@@ -163,12 +163,12 @@ def test_all_problems_are_reported_together():
             "bf16": {"enabled": True},
             "optimizr": {},
             "gradient_clipping": "one",
-            "checkpoint": {"use_node_local_storage": True},
+            "graph_harvesting": True,
         }
     )
     assert {problem.path for problem in found} == {
         "train_batch_size", "fp16.hystersis", "bf16.enabled", "optimizr", "gradient_clipping",
-        "checkpoint.use_node_local_storage",
+        "graph_harvesting",
     }  # fmt: skip
 
 
@@ -232,7 +232,6 @@ def test_importing_the_package_loads_neither_pydantic_nor_torch():
 
 
 LATER = {
-    "checkpoint.use_node_local_storage": {"checkpoint": {"use_node_local_storage": True}},
     "zero_optimization.offload_optimizer.super_offload": {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}
     },

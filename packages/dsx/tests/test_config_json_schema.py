@@ -93,8 +93,8 @@ def test_every_key_has_a_text_and_every_limit_its_name():
 
 def test_what_is_not_there_yet_says_so_in_the_editor():
     properties = json_schema()["properties"]
-    checkpoint = json_schema()["$defs"]["Checkpoint"]["properties"]
-    assert "not available yet" in checkpoint["use_node_local_storage"]["description"]
+    zero = json_schema()["$defs"]["ZeroConfig"]["properties"]
+    assert "not available yet" in zero["zenflow"]["description"]
     assert "accepted without effect" in properties["vocabulary_size"]["description"]
 
 

@@ -126,7 +126,8 @@ _ESTIMATE_3 = _of(
 _ZERO_TO_FP32 = _of(
     "dsx.checkpoint.zero_to_fp32",
     "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict"
-    " load_state_dict_from_zero_checkpoint get_model_state_file get_optim_files main",
+    " convert_zero_checkpoint_to_state_dict load_state_dict_from_zero_checkpoint get_model_state_file"
+    " get_optim_files main",
 )
 _GRADIENTS = _of("dsx_ops", "clip_grad_norm_ get_global_norm get_grad_zeros get_weight_norm CheckOverflow")
 _LR = {
@@ -320,6 +321,7 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.utils.timer": _of("dsx_monitor", "ThroughputTimer"),
     "deepspeed.utils.z3_leaf_module": _Z3_LEAF,
     "deepspeed.utils.zero_to_fp32": _ZERO_TO_FP32,
+    "deepspeed.utils.zero_to_torch": {"main": "dsx.checkpoint.zero_to_torch:main"},
 }
 MODULES["deepspeed.zero"] = _ZERO
 
@@ -328,6 +330,7 @@ COMMANDS = {
     "deepspeed.env_report": "dsx_compat.commands:ds_report",
     "deepspeed.checkpoint.ds_to_universal": "dsx.checkpoint.ds_to_universal:main",
     "deepspeed.utils.zero_to_fp32": "dsx.checkpoint.zero_to_fp32:main",
+    "deepspeed.utils.zero_to_torch": "dsx.checkpoint.zero_to_torch:main",
 }
 
 _SERVING = "dsx trains; serve the saved weights with an inference engine such as vLLM"

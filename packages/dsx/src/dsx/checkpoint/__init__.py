@@ -13,14 +13,19 @@ Modules, from data to doing:
     format.py, parsing.py, checks.py            the index as data, and from text to data; version1.py: of version 1
     encode.py                                   Python state as data
     files.py, folder.py, ranks.py               bytes; tags, locks and leftovers; agreement between ranks
-    regions.py                                  tensors to and from files
+    direct.py, regions.py                       bytes past the page cache; tensors to and from files
     snapshot.py, plan.py, writing.py            a save
     linking.py, keeping.py, behind.py           files that have not changed; old checkpoints; saves behind training
-    verifying.py, selecting.py, reading.py      a load
+    failures.py                                 errors of saves behind training, and the exit code of the process
+    verifying.py, selecting.py, reading.py      regions by name, verified
+    loading.py                                  a load
+    spans.py, node_part.py                      which bytes of a checkpoint one node has
+    nodes/                                      where each node has a disk of its own
     whole.py                                    weights as a mapping
     looking.py, exporting.py, command.py        `dsx checkpoint`
     foreign/                                    checkpoints of other programs
-    zero_to_fp32.py, ds_to_universal.py         under the names that scripts call
+    zero_to_fp32.py, zero_to_torch.py,
+    ds_to_universal.py                          under the names that scripts call
 
 Names are loaded on first use: what reads an index alone does not load torch.
 """
@@ -39,13 +44,15 @@ if TYPE_CHECKING:
     from .foreign.source import write_source
     from .format import Index, Placed, TensorSpec
     from .keeping import Keeping
+    from .loading import Loaded, Prepared, load, prepare_load
     from .ranks import Ranks
-    from .reading import Loaded, Prepared, Reader, load, open_checkpoint, prepare_load
+    from .reading import Reader, open_checkpoint
     from .selecting import Selection
     from .snapshot import Place
     from .writing import save
     from .zero_to_fp32 import (
         convert_zero_checkpoint_to_fp32_state_dict,
+        convert_zero_checkpoint_to_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
         get_model_state_file,
         get_optim_files,
@@ -56,24 +63,25 @@ _MODULES = {
     "Box": "boxes",
     "Index": "format",
     "Keeping": "keeping",
-    "Loaded": "reading",
+    "Loaded": "loading",
     "Place": "snapshot",
     "Placed": "format",
-    "Prepared": "reading",
+    "Prepared": "loading",
     "Ranks": "ranks",
     "Reader": "reading",
     "Region": "boxes",
     "Selection": "selecting",
     "TensorSpec": "format",
     "convert_zero_checkpoint_to_fp32_state_dict": "zero_to_fp32",
+    "convert_zero_checkpoint_to_state_dict": "zero_to_fp32",
     "export": "exporting",
     "get_fp32_state_dict_from_zero_checkpoint": "zero_to_fp32",
     "get_model_state_file": "zero_to_fp32",
     "get_optim_files": "zero_to_fp32",
-    "load": "reading",
+    "load": "loading",
     "load_state_dict_from_zero_checkpoint": "zero_to_fp32",
     "open_checkpoint": "reading",
-    "prepare_load": "reading",
+    "prepare_load": "loading",
     "read_foreign": "foreign.recognising",
     "resolve_tag": "folder",
     "save": "writing",
@@ -97,6 +105,7 @@ __all__ = [
     "Selection",
     "TensorSpec",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
     "export",
     "get_fp32_state_dict_from_zero_checkpoint",
     "get_model_state_file",

@@ -12,7 +12,8 @@ while it is copied, and one piece while it is written. On CUDA the copies run on
 stream waits for them on the device, so that what follows cannot overwrite what is being copied; the host goes on.
 
 The thread's words with other ranks go over a process group of their own, so that they cannot get between the
-collectives of training. An error is the same on all ranks; who submits next, or waits, gets it.
+collectives of training. An error is the same on all ranks; who submits next, or waits, gets it. An error that no call
+has raised when the program ends makes the process end with exit code 1 (`failures.py`).
 
 Left out: copying while training goes on. What is saved is what the tensors held when `submit` was called, also where
 somebody writes to them right after it (`test_checkpoint_behind.py`), and on a CPU that takes a copy first.
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +32,7 @@ import torch
 
 from ..utils.logging import logger
 from .errors import CheckpointError
+from .failures import Failures
 from .files import write_all
 from .ranks import Ranks
 from .regions import raw_bytes
@@ -60,7 +61,7 @@ class DiskCopy:
             write_all(self._file.fileno(), data, self._end)
             self._end += len(data)
         nbytes = self._end - start
-        return Piece(piece.family, piece.spec, piece.region, lambda: self._read(start, nbytes, dtype))
+        return Piece(piece.family, piece.spec, piece.region, lambda: self._read(start, nbytes, dtype), in_memory=False)
 
     def _read(self, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         data = torch.empty(nbytes, dtype=torch.uint8)
@@ -176,8 +177,7 @@ class WriteBehind:
         self._ranks: Ranks | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._running: list[Future[Path]] = []
-        self._lock = threading.Lock()
-        self._failures: list[Exception] = []
+        self._failures = Failures()
 
     @property
     def in_flight(self) -> int:
@@ -222,8 +222,7 @@ class WriteBehind:
             return planned.run(ranks)
         except Exception as error:
             logger.error("saving %s behind training: %s", planned.target, error)
-            with self._lock:
-                self._failures.append(error)
+            self._failures.add(error, planned.target)
             self._report(error, ranks)
             raise
         finally:
@@ -232,10 +231,7 @@ class WriteBehind:
 
     def raise_failures(self) -> None:
         """Raise the first error that was not raised yet; later ones are forgotten, they have been logged."""
-        with self._lock:
-            failures, self._failures = self._failures, []
-        if failures:
-            raise failures[0]
+        self._failures.raise_first()
 
     def wait(self) -> None:
         """Until everything that was submitted is on disk. Raises `CheckpointError` where something is not."""

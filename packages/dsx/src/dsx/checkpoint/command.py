@@ -6,10 +6,12 @@ dsx checkpoint diff ckpt other --tag1 a --tag2 b     in what two differ
 dsx checkpoint export ckpt weights --dtype bf16      safetensors, one file of torch, or torch.distributed.checkpoint
 dsx checkpoint import deepspeed_run ckpt             DeepSpeed, torch.distributed.checkpoint, FSDP, state dicts
 dsx checkpoint convert ckpt newer                    an older format version in today's
+dsx checkpoint join node0/ckpt node1/ckpt ckpt       one checkpoint from the folders of several nodes
 dsx checkpoint prune ckpt --keep-last 3              remove older checkpoints
 
 A folder may be what `save_checkpoint` was given, or that of one tag. Exit codes: 0; 1 if a checkpoint is damaged, is
-none, or two differ; 2 for a mistake in the command. `inspect`, `verify`, `diff` and `prune` do not load torch.
+none, or two differ; 2 for a mistake in the command. `inspect`, `verify`, `diff`, `join` and `prune` do not
+load torch.
 """
 
 from __future__ import annotations
@@ -62,16 +64,21 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "as-saved"), default="fp32")
     export.add_argument("--only", action="append", default=[], metavar="PATTERN", help="leave out what does not match")
     export.add_argument("--max-shard-size", default="5GB", help="size at which safetensors are split")
+    export.add_argument("--optimizer-states", action="store_true", help="with --to dcp: the optimizer states too")
     imports = command("import", _import, "read another program's checkpoint and write one of dsx")
     convert = command("convert", _import, "write a checkpoint of an older format version in today's")
     for made in (imports, convert):
         made.add_argument("target", help="the folder that will hold the new checkpoint")
         made.add_argument("--new-tag", default=None, help="its tag; without it that of the source, or 'imported'")
+    join = command("join", _join, "make one checkpoint from the folders of several nodes")
+    join.add_argument(
+        "others", nargs="+", help="the folders of the other nodes, and last the folder of the new checkpoint"
+    )
     prune = command("prune", _prune, "remove older checkpoints; those saved with save_latest=False stay")
     prune.add_argument("--keep-last", type=int, required=True, metavar="N", help="the newest ones that stay")
     prune.add_argument("--keep-every", type=int, metavar="N", help="also those of every so many updates")
     prune.add_argument("--dry-run", action="store_true", help="say what would be removed")
-    for made in (inspect, verify, export, imports, convert):
+    for made in (inspect, verify, export, imports, convert, join):
         made.add_argument("--tag", help="which checkpoint; without it the one that 'latest' names")
     return parser
 
@@ -123,9 +130,11 @@ def _text_of(found: dict[str, Any]) -> str:
 
 def _verify(given: Any) -> int:
     from .looking import open_index
+    from .node_part import refuse_part
     from .verifying import verify_all
 
     folder, index = open_index(Path(given.folder), given.tag)
+    refuse_part(folder, index)
     with Bar("verify") as bar:
         verified = verify_all(folder, index, bar.show)
     size = f"{verified.nbytes / 1e6:,.1f} MB"
@@ -160,7 +169,7 @@ def _export(given: Any) -> int:
     with Bar("export") as bar:
         written = export(
             source_of(*_root_and_tag(given)), given.target, to=given.to, dtype=given.dtype, only=given.only,
-            max_shard_size=given.max_shard_size, progress=bar.show,
+            max_shard_size=given.max_shard_size, optimizer=given.optimizer_states, progress=bar.show,
         )  # fmt: skip
     sys.stdout.write(f"{written}: written\n")
     return 0
@@ -184,6 +193,16 @@ def _import(given: Any) -> int:
     sys.stdout.write(f"{written}: {source.kind}, {len(source.parameters)} parameters, {states}\n")
     if source.engine is None:
         sys.stdout.write("it has no training state: load it with load_module_only=True\n")
+    return 0
+
+
+def _join(given: Any) -> int:
+    from .nodes.joining import join
+
+    *folders, target = map(Path, (given.folder, *given.others))
+    with Bar("join") as bar:
+        written = join(folders, target, given.tag, bar.show)
+    sys.stdout.write(f"{written}: written and verified\n")
     return 0
 
 

@@ -3,8 +3,11 @@
     export(source, "weights", to="safetensors", dtype="bf16", max_shard_size="5GB")
 
 Safetensors are written tensor by tensor, so that memory holds one at a time, with the index that Hugging Face reads
-where there are several files. A file of torch and a folder of torch.distributed.checkpoint are written by torch, from
-all weights in host memory.
+where there are several files. A folder of torch.distributed.checkpoint is written by torch, tensor by tensor as well. A
+file of torch is written by torch from all weights in host memory.
+
+With `optimizer=True` a folder of torch.distributed.checkpoint has `model` and `optim` in the layout of
+`torch.distributed.checkpoint.state_dict`: what a program with FSDP2 loads.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 
 from .boxes import Region
 from .crc import Chunks, Sums
+from .direct import writing
 from .errors import CheckpointArgumentError, CheckpointError, shown
 from .files import create, opened, sync_folder
 from .foreign.source import Progress, Source, Tensor
@@ -52,6 +56,7 @@ def export(
     only: Sequence[str] = (),
     exclude_frozen: bool = False,
     max_shard_size: str | int = "5GB",
+    optimizer: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Path:
     """Write the weights and return where: a folder, or with `to="torch"` a file.
@@ -62,15 +67,24 @@ def export(
         only: regular expressions; other tensors are left out.
         exclude_frozen: leave out parameters that are not trained.
         max_shard_size: size at which safetensors are split.
+        optimizer: the optimizer states too; with `to="dcp"` only.
 
     Raises:
-        CheckpointArgumentError: an argument is none of these.
+        CheckpointArgumentError: an argument is none of these, or there are no optimizer states.
         CheckpointError: the target exists, or cannot be written.
     """
     if to not in _FORMATS or dtype not in DTYPES_OF_EXPORTS:
         raise CheckpointArgumentError(
             f"export: got to={to!r} and dtype={dtype!r}, expected one of {', '.join(_FORMATS)}, and one of"
             f" {', '.join(DTYPES_OF_EXPORTS)}"
+        )
+    if optimizer and (to != "dcp" or not source.states):
+        why = f"to={to!r}, expected 'dcp'" if to != "dcp" else "a checkpoint without optimizer states"
+        raise CheckpointArgumentError(f"export with optimizer states: got {why}")
+    if optimizer and (groups := (source.engine or {}).get("param_groups") or []) and groups != groups[:1] * len(groups):
+        raise CheckpointArgumentError(
+            f"export with optimizer states: got a checkpoint with {len(groups)} parameter groups of different numbers, "
+            "which does not say which parameters are in which; load it with dsx, or export the weights alone"
         )
     path, limit = Path(target), bytes_of(max_shard_size)
     if path.exists() and (to == "torch" or not path.is_dir() or any(path.iterdir())):
@@ -81,8 +95,12 @@ def export(
     try:
         if to == "safetensors":
             _write_safetensors(temporary, tensors, limit, progress)
+        elif to == "dcp":
+            from .foreign.dcp_writing import write_dcp  # late: only this branch needs torch.distributed.checkpoint
+
+            write_dcp(temporary, tensors, source if optimizer else None, progress)
         else:
-            _write_with_torch(temporary, state_dict_of(tensors, progress), to)
+            _write_with_torch(temporary, state_dict_of(tensors, progress))
         if path.is_dir():
             path.rmdir()
         os.rename(temporary, path)
@@ -159,23 +177,16 @@ class _Counted:
 
 def _write_file(folder: Path, file: FilePlan, tensors: Mapping[str, Tensor], count: Callable[[int], None]) -> None:
     create(folder / file.name, file.header, file.size)
-    with opened(folder / file.name, os.O_WRONLY) as fd:
+    with writing(folder / file.name) as target:
         for placed in file.tensors:
             spec, sums = placed.spec, Sums(Chunks.grid(placed.spec.nbytes, CHUNK_BYTES, ()))
             value = tensors[spec.name].fetch().detach().contiguous().reshape(-1)
-            write_region(fd, placed, Region.whole(spec.shape), value, sums)
+            write_region(target, placed, Region.whole(spec.shape), value, sums)
+            target.wait()  # memory holds one tensor at a time
             count(spec.nbytes)
+
+
+def _write_with_torch(temporary: Path, state: dict[str, torch.Tensor]) -> None:
+    torch.save(state, temporary)
+    with opened(temporary, os.O_RDWR) as fd:
         os.fsync(fd)
-
-
-def _write_with_torch(temporary: Path, state: dict[str, torch.Tensor], to: str) -> None:
-    if to == "torch":
-        torch.save(state, temporary)
-        with opened(temporary, os.O_RDWR) as fd:
-            os.fsync(fd)
-        return
-    # Late: only this branch needs it.
-    from torch.distributed.checkpoint import filesystem, state_dict_saver
-
-    writer = filesystem.FileSystemWriter(str(temporary))
-    state_dict_saver.save({"model": state}, storage_writer=writer, no_dist=True)

@@ -32,7 +32,7 @@ from .parsing import parse_index
 _LOCK_NAME = ".saving"
 _BEING_WRITTEN, _BEING_REPLACED = ".tmp-", ".old-"
 _LEFTOVER = re.compile(r"(?P<mark>\.tmp-|\.old-)(?P<tag>.+)-[0-9a-f]{12}", re.DOTALL)
-_LEFT_LATEST = re.compile(rf"\.{LATEST_NAME}\.[0-9]+")
+_LEFT_FILES = re.compile(rf"\.{LATEST_NAME}\.[0-9]+|\.probe-[0-9a-f]+")
 _SHOWN_TAGS = 20
 
 
@@ -260,7 +260,7 @@ def clear_leftovers(root: Path, only_tag: str | None = None) -> None:
                 os.rename(path, root / found["tag"])
             else:
                 _remove(path)
-        elif only_tag is None and _LEFT_LATEST.fullmatch(path.name):
+        elif only_tag is None and _LEFT_FILES.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
@@ -271,13 +271,23 @@ def _remove(path: Path) -> None:
         logger.warning("save_checkpoint: %s was left by a killed save and cannot be removed: %s", path, error)
 
 
+def unfinished(root: Path) -> list[tuple[str, Path]]:
+    """Tag and folder of what killed saves left: being written, or being replaced."""
+    matches = ((path, _LEFTOVER.fullmatch(path.name)) for path in root.iterdir()) if root.is_dir() else ()
+    return sorted((found["tag"], path) for path, found in matches if found is not None)
+
+
 def _replaced(root: Path, tag: str) -> list[Path]:
     matches = ((path, _LEFTOVER.fullmatch(path.name)) for path in root.iterdir()) if root.is_dir() else ()
     return sorted(p for p, m in matches if m is not None and m["mark"] == _BEING_REPLACED and m["tag"] == tag)
 
 
-def publish(temporary: Path, target: Path, *, latest: bool) -> None:
-    """Give a finished checkpoint its name: from here on it exists. Then let `latest` name it, if so wished."""
+def publish(temporary: Path, target: Path, *, latest: bool) -> Path | None:
+    """Give a finished checkpoint its name: from here on it exists. Then let `latest` name it, if so wished.
+
+    Returns:
+        Where the checkpoint is that had this name before, for `remove_replaced`; None if there was none.
+    """
     sync_folder(temporary)
     replaced = None
     if target.exists():
@@ -289,8 +299,13 @@ def publish(temporary: Path, target: Path, *, latest: bool) -> None:
     sync_folder(target.parent)
     if latest:
         replace_text(target.parent / LATEST_NAME, target.name)
-    if replaced is not None:
-        _remove(replaced)
+    return replaced
+
+
+def remove_replaced(folder: Path | None) -> None:
+    """Remove the checkpoint that a new one of its name has replaced."""
+    if folder is not None:
+        _remove(folder)
 
 
 def foreign_files(folder: Path, own: set[str]) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ FORMAT = "dsx-checkpoint"
 VERSION = 3
 INDEX_NAME = "dsx.json"
 LATEST_NAME = "latest"
+NODE_NAME = "node.json"  # where each node has a disk of its own: which bytes are there (`node_part.py`)
 WEIGHT_MAP_NAME = "model.safetensors.index.json"
 HASH = "crc32"
 CHUNK_BYTES = 4 << 20  # of a tensor; small enough that damage is located, large enough that 1 TB has 250 000

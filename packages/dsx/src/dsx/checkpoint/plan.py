@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,9 @@ def weight_map(files: Iterable[FilePlan]) -> bytes:
 
 
 # - Ranks
+
+PieceKey = tuple[str, str, Region]
+"""Family, name, and region of the tensor."""
 
 
 @dataclass
@@ -176,6 +179,10 @@ class WritePlan:
             ),
             steady=frozenset(plan.name for plan in files if {p.spec.name for p in plan.tensors} <= frozen),
         )
+
+    def writes(self, rank: int) -> Callable[[PieceKey], bool]:
+        """Whether a rank writes a piece; of replicas the lowest rank does."""
+        return lambda key: self.writers[key[0]][key[1]][key[2]] == rank
 
     def chunks(self, family: str, name: str, crcs: Sequence[int] = ()) -> Chunks:
         """The chunks in which a tensor is hashed."""

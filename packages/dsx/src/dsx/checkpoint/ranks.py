@@ -1,15 +1,18 @@
 """The few words that ranks exchange while they save or load.
 
-Bytes of tensors never travel between ranks here: each rank moves its own ranges to and from the disk. What travels is
-the catalogue, the hashes, and whether a rank failed.
+Each rank moves its own ranges to and from the disk. What travels between ranks is the catalogue, the hashes, and
+whether a rank failed. Bytes of tensors travel only where the nodes share no file system (`nodes/transfers.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -22,6 +25,14 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
+        raise NotImplementedError
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        """Send host memory, of dtype uint8, to one rank, which calls `receive` with as many bytes."""
+        raise NotImplementedError
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        """Fill host memory, of dtype uint8, with what a rank sends."""
         raise NotImplementedError
 
     def together(self, doing: str, action: Callable[[], T]) -> list[T]:
@@ -80,6 +91,14 @@ class GroupRanks(Ranks):
         values: list[Any] = [None] * self.world_size
         self._comm.all_gather_object(values, value, group=self._group)
         return values
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        """`dsx_comm.send` over the group, which must carry host memory."""
+        self._comm.send(data, group=self._group, group_dst=to)
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        """`dsx_comm.recv` over the group."""
+        self._comm.recv(data, group=self._group, group_src=source)
 
 
 def default_ranks(group: Any = None) -> Ranks:

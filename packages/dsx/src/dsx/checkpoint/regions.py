@@ -11,8 +11,9 @@ import torch
 
 from .boxes import Region
 from .crc import Chunks, Sums
+from .direct import FileWriter
 from .errors import CheckpointCorruptError, shown
-from .files import PIECE_BYTES, opened, read_into, write_all
+from .files import PIECE_BYTES, opened, read_into
 from .format import CHUNK_BYTES, DTYPES, Placed, TensorSpec
 
 
@@ -23,11 +24,14 @@ def raw_bytes(flat: torch.Tensor) -> memoryview:
     return memoryview(cast(Any, flat.view(torch.uint8).numpy())).cast("B")
 
 
-def write_region(fd: int, placed: Placed, region: Region, values: torch.Tensor, sums: Sums) -> None:
-    """Write 1-D `values` (any device) as a region of the tensor at `placed`, and add their bytes to `sums`."""
+def write_region(file: FileWriter, placed: Placed, region: Region, values: torch.Tensor, sums: Sums) -> None:
+    """Write 1-D `values` (any device) as a region of the tensor at `placed`, and add their bytes to `sums`.
+
+    The values must stay as they are until `file.wait()`.
+    """
     for at, data in _pieces(placed.spec, region, values):
+        file.write(data, placed.offset + at)  # first, so that it may go on while the bytes are hashed
         sums.add(at, data)
-        write_all(fd, data, placed.offset + at)
 
 
 def hash_region(spec: TensorSpec, region: Region, values: torch.Tensor, sums: Sums) -> None:

@@ -53,9 +53,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """A region of a tensor that this rank holds. `fetch` gives its values, 1-D, on any device.
+    """A region of a tensor that this rank holds.
 
-    `parts`: of values that are not in memory, gives them in order, at most so many elements at a time.
+    Attributes:
+        fetch: gives the values, 1-D, on any device.
+        in_memory: whether the values are there before and after `fetch`. Where they are not, `fetch` reads them, and
+            they are let go before the next piece is fetched.
+        parts: of values that are not in memory, gives them in order, at most so many elements at a time.
     """
 
     family: str
@@ -63,6 +67,7 @@ class Piece:
     region: Region
     fetch: Callable[[], torch.Tensor]
     parts: Callable[[int], Iterator[torch.Tensor]] | None = None
+    in_memory: bool = True
 
 
 @dataclass
@@ -146,7 +151,7 @@ class Snapshot:
             if isinstance(values, torch.Tensor):
                 self.pieces.append(Piece(family, spec, region, lambda: values))
             else:
-                self.pieces.append(Piece(family, spec, region, values.fetch, values.parts))
+                self.pieces.append(Piece(family, spec, region, values.fetch, values.parts, in_memory=False))
 
 
 def _checked_key(key: str) -> str:

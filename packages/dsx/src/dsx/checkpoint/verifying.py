@@ -20,7 +20,7 @@ from .crc import Sums
 from .errors import CheckpointCorruptError, shown
 from .files import opened, register_of_chunk
 from .folder import foreign_files
-from .format import FAMILIES, INDEX_NAME, Entry, Index
+from .format import FAMILIES, INDEX_NAME, NODE_NAME, Entry, Index
 from .ranks import Ranks
 from .version1 import own_files
 
@@ -81,7 +81,7 @@ def verify_all(folder: Path, index: Index, progress: Callable[[int, int], None] 
             verify_chunks(folder, entry, range(len(entry.chunks)))
             done += entry.spec.nbytes
             progress(done, total)
-    own = {INDEX_NAME, *index.files, *(own_files(index) if index.version == 1 else ())}
+    own = {INDEX_NAME, NODE_NAME, *index.files, *(own_files(index) if index.version == 1 else ())}
     return Verified(
         folder=folder,
         tensors=sum(len(index.tensors[family]) for family in FAMILIES),

@@ -21,28 +21,54 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from .._version import __version__
 from .boxes import Region
 from .crc import Sums, crc_of
+from .direct import FileWriter, writing
 from .errors import CheckpointCorruptError, CheckpointError, shown
-from .files import create, opened, replace_text
-from .folder import check_folder, check_one_folder, check_tag, publish, saving, temporary_name
+from .files import create, replace_text
+from .folder import check_folder, check_one_folder, check_tag, publish, remove_replaced, saving, temporary_name
 from .format import CHUNK_BYTES, FAMILIES, INDEX_NAME, WEIGHT_MAP_NAME, Entry, FileEntry, Index
 from .keeping import Keeping
 from .linking import Candidates, Known, find_candidates, hash_pieces, link, unchanged_files
 from .parsing import parse_index
-from .plan import MAX_FILE_BYTES, Announcement, WritePlan
+from .plan import MAX_FILE_BYTES, Announcement, PieceKey, WritePlan
 from .ranks import Ranks, default_ranks
 from .regions import hash_region, write_region
 from .snapshot import Piece, Place, Snapshot
+
+
+class Disks(Protocol):
+    """How ranks reach the folder: one that all see (`SharedDisk`), or one on each node (`nodes.disks.NodeDisks`)."""
+
+    def check_folders(self, call: str, paths: Sequence[str]) -> None:
+        """Raise `CheckpointArgumentError` unless ranks that see the same disk name the same folder."""
+        ...
+
+    def planned(self, planned: PlannedSave, announcements: Sequence[Announcement], ranks: Ranks) -> PlannedSave:
+        """The save as it is carried out. Collective."""
+        ...
+
+
+class SharedDisk:
+    """All ranks see one folder."""
+
+    def check_folders(self, call: str, paths: Sequence[str]) -> None:
+        """See `Disks`."""
+        check_one_folder(call, paths)
+
+    def planned(self, planned: PlannedSave, announcements: Sequence[Announcement], ranks: Ranks) -> PlannedSave:
+        """See `Disks`."""
+        return planned
+
 
 Written = dict[tuple[str, str], list[tuple[Region, dict[int, int]]]]
 """(family, name) -> the regions of one rank with the registers of the chunks they lie in (see `crc.py`)."""
@@ -82,7 +108,8 @@ class PlannedSave:
                 candidates = ranks.together(f"making {temporary}", only_zero.prepare if only_zero else dict)[0]
                 known = self._link(ranks, only_zero, candidates) if candidates else {}
                 written = ranks.together(
-                    f"writing {target}", lambda: write_pieces(plan, self.pieces, ranks.rank, temporary, known)
+                    f"writing {target}",
+                    lambda: write_pieces(plan, self.pieces, plan.writes(ranks.rank), temporary, known),
                 )
                 commit = (lambda: only_zero.commit(written, self.state, self.latest)) if only_zero else _nothing
                 ranks.all_or_none(f"committing {target}", commit)
@@ -120,9 +147,10 @@ def plan_save(
     keeping: Keeping | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     chunk_bytes: int = CHUNK_BYTES,
+    disks: Disks | None = None,
 ) -> PlannedSave:
     """Phases 1 and 2 of `save`, which has the same arguments and errors. Collective; nothing is written."""
-    ranks = ranks or default_ranks()
+    ranks, disks = ranks or default_ranks(), disks or SharedDisk()
 
     def take() -> tuple[Path, Snapshot]:
         target = check_folder(directory, "directory") / check_tag(tag)
@@ -140,10 +168,12 @@ def plan_save(
     everyone: list[tuple[Announcement, str, str]] = ranks.gather(
         (snapshot.announcement, uuid.uuid4().hex[:12], os.path.realpath(target))
     )
-    check_one_folder("save", [path for *_, path in everyone])
-    plan = WritePlan.make([a for a, *_ in everyone], max_file_bytes=max_file_bytes, chunk_bytes=chunk_bytes)
+    disks.check_folders("save", [path for *_, path in everyone])
+    announcements = [a for a, *_ in everyone]
+    plan = WritePlan.make(announcements, max_file_bytes=max_file_bytes, chunk_bytes=chunk_bytes)
     temporary = target.with_name(temporary_name(target.name, everyone[0][1]))
-    return PlannedSave(plan, snapshot.pieces, snapshot.state, temporary, target, save_latest, keeping or Keeping())
+    planned = PlannedSave(plan, snapshot.pieces, snapshot.state, temporary, target, save_latest, keeping or Keeping())
+    return disks.planned(planned, announcements, ranks)
 
 
 def save(directory: str | os.PathLike[str], tag: str, *, ranks: Ranks | None = None, **options: Any) -> Path:
@@ -162,6 +192,7 @@ def save(directory: str | os.PathLike[str], tag: str, *, ranks: Ranks | None = N
         save_latest: let `latest` name it.
         keeping: which older checkpoints are removed when the new one is there; None: none.
         max_file_bytes, chunk_bytes: size at which files are split, and bytes of a tensor that are hashed together.
+        disks: how the ranks reach the folder; None: all see the same one.
 
     Raises:
         CheckpointArgumentError: folder, tag or state cannot be used, or ranks name different folders.
@@ -179,9 +210,13 @@ def _nothing() -> None:
 
 
 def write_pieces(
-    plan: WritePlan, pieces: Iterable[Piece], rank: int, folder: Path, known: Known | None = None
+    plan: WritePlan,
+    pieces: Iterable[Piece],
+    writes: Callable[[PieceKey], bool],
+    folder: Path,
+    known: Known | None = None,
 ) -> Written:
-    """Write those of this rank's pieces that the plan gives to it, hash all of them, and flush.
+    """Write those of this rank's pieces that `writes` says, hash all of them, and flush.
 
     Args:
         known: registers of pieces that need not be written, because they lie in linked files.
@@ -195,21 +230,22 @@ def write_pieces(
             continue
         by_file.setdefault(plan.placed[piece.family][piece.spec.name].file, []).append(piece)
     for file, members in by_file.items():
-        with opened(folder / file, os.O_WRONLY) as fd:
+        with writing(folder / file) as target:
             for piece in members:
-                registers = _write_piece(fd, plan, piece, rank)
+                registers = _write_piece(target, plan, piece, writes)
                 written.setdefault((piece.family, piece.spec.name), []).append((piece.region, registers))
-            os.fsync(fd)
     return written
 
 
-def _write_piece(fd: int, plan: WritePlan, piece: Piece, rank: int) -> dict[int, int]:
+def _write_piece(file: FileWriter, plan: WritePlan, piece: Piece, writes: Callable[[PieceKey], bool]) -> dict[int, int]:
     family, name = piece.family, piece.spec.name
     values, sums = piece.fetch().detach().reshape(-1), Sums(plan.chunks(family, name))
     if values.numel() != piece.region.numel:
         raise CheckpointError(f"{shown(name)}: got {values.numel()} values for {piece.region.numel} elements")
-    if plan.writers[family][name][piece.region] == rank:
-        write_region(fd, plan.placed[family][name], piece.region, values, sums)
+    if writes((family, name, piece.region)):
+        write_region(file, plan.placed[family][name], piece.region, values, sums)
+        if not piece.in_memory:
+            file.wait()
     else:  # another rank writes its replica: this one only says what it has
         hash_region(piece.spec, piece.region, values, sums)
     return sums.registers()
@@ -252,7 +288,7 @@ class Rank0:
         text = build_index(self.plan, written, state, latest).to_json()
         parse_index(text, str(self.target / INDEX_NAME))  # a checkpoint that could not be read is not committed
         replace_text(self.temporary / INDEX_NAME, text)
-        publish(self.temporary, self.target, latest=latest)
+        remove_replaced(publish(self.temporary, self.target, latest=latest))
 
 
 def build_index(plan: WritePlan, written: list[Written], state: Any, latest: bool) -> Index:

@@ -1,7 +1,7 @@
-"""Whole fp32 weights from a checkpoint folder, under the names that scripts call: of dsx's checkpoints and of
-DeepSpeed's.
+"""Whole weights from a checkpoint folder, under the names that scripts call: of dsx's checkpoints and of DeepSpeed's.
 
     python -m dsx.checkpoint.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--safe_serialization] [--max_shard_size 5GB]
+    python -m dsx.checkpoint.zero_to_torch CHECKPOINT_DIR OUTPUT_DIR --dtype bf16
 
 No file is executed, and tensors are read one by one. With `lazy_mode`, what is returned reads each tensor when it is
 asked for.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import CheckpointError
+from .errors import CheckpointArgumentError, CheckpointError
 from .exporting import export
 from .folder import check_folder
 from .foreign.deepspeed import deepspeed_folder, read_deepspeed
@@ -29,6 +29,7 @@ from .reading import open_checkpoint
 __all__ = [
     "LazyWeights",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "get_model_state_file",
     "get_optim_files",
@@ -37,6 +38,11 @@ __all__ = [
 ]
 
 Folder = str | os.PathLike[str]
+
+DTYPE_NAMES = {
+    "float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16"
+}  # fmt: skip
+"""What scripts call a dtype -> what `export` calls it."""
 
 
 class LazyWeights(Mapping[str, torch.Tensor]):
@@ -77,6 +83,37 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return weights if lazy_mode else dict(weights)
 
 
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: Folder,
+    output_dir: Folder,
+    dtype: str | torch.dtype = torch.float32,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write whole weights into a folder: safetensors, or `pytorch_model.bin` of torch.
+
+    Args:
+        dtype: of the floating-point weights and buffers, as torch's dtype or by name: float32, float16, bfloat16, or
+            fp32, fp16, bf16. Others keep theirs.
+        max_shard_size: size at which safetensors are split; None: one file. A file of torch is never split.
+        safe_serialization: safetensors.
+
+    Raises:
+        CheckpointArgumentError: another dtype. Nothing is read or written then.
+    """
+    name = DTYPE_NAMES.get(str(dtype).removeprefix("torch.").lower())
+    if name is None:
+        raise CheckpointArgumentError(f"dtype: got {dtype!r}, expected one of {', '.join(sorted(DTYPE_NAMES))}")
+    source, folder = source_of(checkpoint_dir, tag), Path(output_dir)
+    options: dict[str, Any] = {"dtype": name, "exclude_frozen": exclude_frozen_parameters}
+    if safe_serialization:
+        export(source, folder, max_shard_size=max_shard_size or sys.maxsize, **options)
+    else:
+        export(source, folder / "pytorch_model.bin", to="torch", **options)
+
+
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: Folder,
     output_dir: Folder,
@@ -85,18 +122,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write whole fp32 weights into a folder: safetensors, or `pytorch_model.bin` of torch.
-
-    Args:
-        max_shard_size: size at which safetensors are split; None: one file. A file of torch is never split.
-        safe_serialization: safetensors.
-    """
-    source, folder = source_of(checkpoint_dir, tag), Path(output_dir)
-    options: dict[str, Any] = {"dtype": "fp32", "exclude_frozen": exclude_frozen_parameters}
-    if safe_serialization:
-        export(source, folder, max_shard_size=max_shard_size or sys.maxsize, **options)
-    else:
-        export(source, folder / "pytorch_model.bin", to="torch", **options)
+    """`convert_zero_checkpoint_to_state_dict` in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folder, tag: str | None = None) -> nn.Module:
@@ -150,9 +179,16 @@ def _files(checkpoint_dir: Folder, pattern: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line of `zero_to_fp32.py`. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="whole fp32 weights of a checkpoint")
+    return run_command("zero_to_fp32", argv, dtype="fp32")
+
+
+def run_command(name: str, argv: Sequence[str] | None, dtype: str | None) -> int:
+    """The command line of `zero_to_fp32.py`; with `dtype=None` that of `zero_to_torch.py`, which asks for a dtype."""
+    parser = argparse.ArgumentParser(prog=name, description=f"whole {dtype or ''} weights of a checkpoint")
     parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint was given")
     parser.add_argument("output_dir", help="a folder that is made")
+    if dtype is None:
+        parser.add_argument("--dtype", required=True, choices=sorted(DTYPE_NAMES), help="of the weights")
     parser.add_argument("--max_shard_size", default="5GB", help="size at which safetensors are split")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("-t", "--tag", help="which checkpoint; without it the one that 'latest' names")
@@ -160,14 +196,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
     given = parser.parse_args(argv)
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(
-            given.checkpoint_dir, given.output_dir, given.max_shard_size, given.safe_serialization, given.tag,
-            given.exclude_frozen_parameters,
+        convert_zero_checkpoint_to_state_dict(
+            given.checkpoint_dir, given.output_dir, dtype or given.dtype, given.max_shard_size,
+            given.safe_serialization, given.tag, given.exclude_frozen_parameters,
         )  # fmt: skip
     except (CheckpointError, OSError) as error:
         if given.debug:
             raise
-        sys.stderr.write(f"zero_to_fp32: {error}\n")
+        sys.stderr.write(f"{name}: {error}\n")
         return 1
     sys.stdout.write(f"{given.output_dir}: written\n")
     return 0

@@ -22,7 +22,6 @@ from ..errors import Problem
 __all__ = ["MEANINGLESS", "NOT_YET", "REFUSED", "asks_for", "meaningless", "not_yet"]
 
 NOT_YET: dict[str, str] = {
-    "checkpoint.use_node_local_storage": "checkpoints without a shared file system",
     **{f"zero_optimization.{name}": brings for name, brings in zero_section.NOT_YET.items()},
 }
 

@@ -125,7 +125,9 @@ class Checkpoint(Section):
         "Warn", description="what happens when ranks save under different tags; case does not matter"
     )
     load_universal: bool = Field(False, description="read a converted checkpoint at another world size")
-    use_node_local_storage: bool = Field(False, description="no file system is shared between the nodes")
+    use_node_local_storage: bool = Field(
+        False, description="each node saves to its own disk, and a copy of what no other has to the next node's"
+    )
     checkpoint_serialization: bool = Field(True, description="upstream's serialisation switch")
     asynchronous: bool = Field(False, description="save_checkpoint copies to host memory and writes behind training")
     max_in_flight: Count = Field(1, description="asynchronous saves that are not on disk yet; the next one waits")

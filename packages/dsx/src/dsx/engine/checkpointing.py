@@ -140,7 +140,23 @@ class Checkpointer:
         # Late: training without checkpoints does not need the format.
         from ..checkpoint.ranks import default_ranks
 
-        return default_ranks()
+        return default_ranks() if self._disks is None else self._ranks_of_own
+
+    @functools.cached_property
+    def _ranks_of_own(self) -> Any:
+        """Ranks that can send host memory to each other. Made by all ranks together, when the first of them saves."""
+        from ..checkpoint.ranks import ranks_of_own
+
+        return ranks_of_own()
+
+    @functools.cached_property
+    def _disks(self) -> Any:
+        """How the ranks reach the folder: None where all see the same one, else the disks of the nodes."""
+        if not self.settings.use_node_local_storage:
+            return None
+        from ..checkpoint.nodes.disks import NodeDisks
+
+        return NodeDisks.find(self._ranks_of_own)
 
     @functools.cached_property
     def behind(self) -> Any:
@@ -215,6 +231,7 @@ class Checkpointer:
             exclude_frozen=exclude_frozen,
             save_latest=latest,
             keeping=Keeping(self.settings.keep_last, self.settings.keep_every),
+            disks=self._disks,
         )  # fmt: skip
         if behind is None:
             return str(planned.run(ranks))
@@ -276,6 +293,7 @@ class Checkpointer:
             strict=wanted.strict,
             optimizer_states=wanted.optimizer_states,
             selection=Selection(wanted.only, wanted.key_mapping, wanted.padded_vocabulary, wanted.custom is None),
+            disks=self._disks,
         )
         if prepared is None:
             logger.warning("load_checkpoint: %s has no checkpoint", load_dir)

@@ -14,15 +14,15 @@ Stages 1 and 2 lay the parameters of a group in one row and cut it into equal pi
 `param_slice_mappings` says which part of which parameter a piece has. Stage 3 cuts every parameter into equal pieces,
 the last one padded. Masters are the parameters in fp32.
 
-Left out: optimizer states of experts (the files do not say which expert of all a rank's n-th one is), FP16_Optimizer of
-stage 0, and 1-bit optimizers' error states.
+Optimizer states of stage 0, which have no names, are in `deepspeed_stage0.py`. Left out: error states of 1-bit
+optimizers.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,21 @@ from ...utils.logging import logger
 from ..encode import encode
 from ..errors import CheckpointArgumentError, CheckpointCorruptError, CheckpointError, shown
 from ..files import read_text
+from .deepspeed_experts import ExpertNames, add_expert_states
+from .deepspeed_pieces import (
+    cast,
+    concatenated,
+    fragments_by_mapping,
+    fragments_by_order,
+    joined,
+    plain_item,
+    states_by_name,
+    states_of,
+    tensors_under,
+)
+from .deepspeed_stage0 import read_unnamed
 from .slices import SliceRules
-from .source import Source, Tensor
+from .source import Source, Tensor, numbers_of_group
 from .unpickling import Opaque, read_file
 
 __all__ = ["deepspeed_folder", "read_deepspeed"]
@@ -43,7 +56,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_model_state
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)(?:_\d+)?_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _EXPERT = re.compile(r"layer_(-?\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_EXPERT_NAME = ".deepspeed_experts."
+_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _RESERVED = frozenset(
     [
         "module",
@@ -99,28 +112,32 @@ class _Files:
     optim: dict[int, list[Path]]
     layers: list[tuple[int, int, Path]]
     experts: list[Path]
+    expert_optim: list[Path]
 
     @staticmethod
     def find(folder: Path) -> _Files:
         model: dict[int, dict[int, Path]] = {}
         optim: dict[int, dict[int, Path]] = {}
         layers, experts = [], []
+        expert_optim: dict[int, Path] = {}
         for path in sorted(folder.iterdir()):
             if found := _OPTIM.fullmatch(path.name):
                 optim.setdefault(int(found[2]), {})[int(found[1])] = path
             elif _EXPERT.fullmatch(path.name):
                 experts.append(path)
+            elif found := _EXPERT_OPTIM.fullmatch(path.name):
+                expert_optim[int(found[1])] = path
             elif found := _LAYER.fullmatch(path.name):
                 layers.append((int(found[1]), int(found[2]), path))
             elif found := _MODEL.fullmatch(path.name):
                 model.setdefault(int(found[2]), {})[int(found[1] or 0)] = path
-        for ranks in (*optim.values(), *model.values()):
+        for ranks in (*optim.values(), *model.values(), expert_optim):
             if sorted(ranks) != list(range(len(ranks))):
                 raise CheckpointCorruptError(
                     f"{folder}: files of ranks are missing; there are those of {sorted(ranks)}"
                 )
         ordered = [{mp: [r[k] for k in sorted(r)] for mp, r in by.items()} for by in (model, optim)]
-        return _Files(ordered[0], ordered[1], layers, experts)
+        return _Files(ordered[0], ordered[1], layers, experts, [expert_optim[k] for k in sorted(expert_optim)])
 
 
 def read_deepspeed(folder: Path) -> Source:
@@ -152,6 +169,7 @@ def read_deepspeed(folder: Path) -> Source:
     _add_layers(source, files.layers, rules)
     for path in files.experts:
         source.parameters.update({name: Tensor.of(value) for name, value in _tensors(read_file(path)).items()})
+    add_expert_states(source, parts, files.expert_optim)
     _tie(source, [pair for part in parts for pair in part.shared])
     source.frozen = frozenset(n for part in parts for n in (part.head.get("frozen_param_shapes") or {}))
     source.frozen &= source.parameters.keys()
@@ -187,7 +205,7 @@ class _Part:
     @property
     def stage(self) -> int:
         """Of ZeRO."""
-        saved = _item(self.optim[0].get("zero_stage", 0)) if self.optim else 0
+        saved = plain_item(self.optim[0].get("zero_stage", 0)) if self.optim else 0
         if isinstance(saved, Opaque):  # an enumeration's member, made from its value
             saved = next(iter(saved.made_from[0]), None)
         if type(saved) is not int or not 0 <= saved <= 3:
@@ -210,180 +228,71 @@ class _Part:
     def _open_stage12(self) -> None:
         """Flat groups, cut into a piece per rank."""
         shapes = _shapes(self.head)
-        flats = [_list(sd, "single_partition_of_fp32_groups") for sd in self.optim]
-        states = [_states_of(sd.get("base_optimizer_state")) for sd in self.optim]
+        flats = [tensors_under(sd, "single_partition_of_fp32_groups") for sd in self.optim]
+        states = [states_of(sd.get("base_optimizer_state")) for sd in self.optim]
         mappings = [sd.get("param_slice_mappings") for sd in self.optim]
         groups = min(len(flat) for flat in flats)
         for group in range(groups):
             if all(mappings):
-                fragments = _by_mapping([m[group] for m in mappings])
+                fragments = fragments_by_mapping([m[group] for m in mappings])
             else:
-                fragments = _by_order(_group_shapes(self.head, group), [flat[group].numel() for flat in flats])
+                fragments = fragments_by_order(_group_shapes(self.head, group), [flat[group].numel() for flat in flats])
             for name, where in fragments.items():
-                if _EXPERT_NAME in name:
-                    continue
+                if ExpertNames.is_one(name):
+                    continue  # another rank's expert of this name is another one: `_add_expert_states`
                 shape = shapes.get(name) or (self.parameters[name].shape if name in self.parameters else None)
                 if shape is None:
                     raise CheckpointCorruptError(f"{shown(name)}: nothing says of which shape it is")
-                self.masters[name] = _joined(name, shape, [flat[group] for flat in flats], where)
-                found = _keyed([s.get(group, {}) for s in states], [flat[group].numel() for flat in flats])
+                self.masters[name] = joined(name, shape, [flat[group] for flat in flats], where)
+                found = states_by_name([s.get(group, {}) for s in states], [flat[group].numel() for flat in flats])
                 for key, values in found.items():
                     self.states.setdefault(name, {})[key] = (
-                        _joined(name, shape, values, where) if isinstance(values, list) else values
+                        joined(name, shape, values, where) if isinstance(values, list) else values
                     )
 
     def _open_stage3(self) -> None:
         """Every parameter cut into a piece per rank."""
         ranks, shapes = len(self.optim), _shapes(self.head)
-        rows = [_list(sd, "fp32_flat_groups") for sd in self.optim]
+        rows = [tensors_under(sd, "fp32_flat_groups") for sd in self.optim]
         flats = [row[0].reshape(-1) if len(row) == 1 else torch.cat([f.reshape(-1) for f in row]) for row in rows]
-        states = [_states_of(sd.get("optimizer_state_dict")) for sd in self.optim]
-        joined = [_concatenated(state, [f.numel() for f in row]) for state, row in zip(states, rows)]
-        keyed = _keyed(joined, [flat.numel() for flat in flats])
+        states = [states_of(sd.get("optimizer_state_dict")) for sd in self.optim]
+        rowed = [concatenated(state, [f.numel() for f in row]) for state, row in zip(states, rows)]
+        keyed = states_by_name(rowed, [flat.numel() for flat in flats])
         dtype, start = _dtype_of(self.head), 0
         for name, shape in shapes.items():
             each = -(-math.prod(shape) // ranks)
             where = [(rank, start, each) for rank in range(ranks)]
             start += each
-            self.masters[name] = master = _joined(name, shape, flats, where)
-            self.parameters[name] = _cast(master, dtype)
+            self.masters[name] = master = joined(name, shape, flats, where)
+            self.parameters[name] = cast(master, dtype)
             for key, values in keyed.items():
                 self.states.setdefault(name, {})[key] = (
-                    _joined(name, shape, values, where) if isinstance(values, list) else values
+                    joined(name, shape, values, where) if isinstance(values, list) else values
                 )
         fragments = [head.get("frozen_param_fragments") or {} for head in self.heads]
         for name, shape in (self.head.get("frozen_param_shapes") or {}).items():
             pieces = [part[name].reshape(-1) for part in fragments if name in part]
             where = [(rank, 0, piece.numel()) for rank, piece in enumerate(pieces)]
-            self.parameters[name] = _joined(name, tuple(shape), pieces, where)
+            self.parameters[name] = joined(name, tuple(shape), pieces, where)
 
     def _open_plain(self) -> None:
-        """Stage 0: the state dict of torch's optimizer."""
+        """Stage 0: states without names."""
         saved = self.head.get("optimizer")
-        if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict) or "param_groups" not in saved:
-            if saved:
-                logger.warning("import: the optimizer states of this kind are not read; the optimizer begins anew")
+        if not saved:
             return
-        order = [number for group in saved["param_groups"] for number in group.get("params", ())]
         shared = {name for name, _ in self.shared}
         frozen = self.head.get("frozen_param_shapes") or {}
-        names = [n for n in self.parameters if n not in shared and n not in frozen]
-        if len(order) != len(names):
+        names = [n for n in self.parameters if n not in shared]
+        trained = [n for n in names if n not in frozen]
+        found = read_unnamed(saved, trained, self.parameters) or read_unnamed(saved, names, self.parameters)
+        if found is None:
             logger.warning(
-                "import: the optimizer has %d parameters and the model %d that may be trained; which is which is not"
-                " said, so the optimizer begins anew", len(order), len(names),
+                "import: the optimizer's states do not say to which of the %d parameters each belongs, so the optimizer"
+                " begins anew", len(trained),
             )  # fmt: skip
             return
-        for name, number in zip(names, order):
-            for key, value in saved["state"].get(number, {}).items():
-                whole = isinstance(value, torch.Tensor) and value.shape == self.parameters[name].shape and value.dim()
-                number_only = not isinstance(value, torch.Tensor) or value.numel() == 1
-                if not whole and not number_only:
-                    raise CheckpointError(
-                        f"{shown(name)}: its optimizer state {shown(key)} has shape {tuple(value.shape)}"
-                    )
-                self.states.setdefault(name, {})[key] = Tensor.of(value) if whole else _item(value)
-
-
-# - Pieces
-
-_Where = list[tuple[int, int, int]]
-"""Of a parameter, in order: rank, first element in the rank's row, number of elements."""
-
-
-def _by_mapping(mappings: list[Any]) -> dict[str, _Where]:
-    found: dict[str, _Where] = {}
-    for rank, mapping in enumerate(mappings):
-        for name, address in mapping.items():
-            found.setdefault(name, []).append((rank, *_address(address)))
-    return found
-
-
-def _address(address: Any) -> tuple[int, int]:
-    """First element and number of elements of a fragment."""
-    if isinstance(address, Opaque):
-        numel, start = address.value("numel"), address.value("start")
-        if numel is None and len(address.made_from[0]) == 2:
-            numel, start = address.made_from[0]
-    else:
-        numel, start = address
-    if type(numel) is not int or type(start) is not int or numel < 0 or start < 0:
-        raise CheckpointCorruptError(f"param_slice_mappings: got {shown(numel)} elements from {shown(start)}")
-    return start, numel
-
-
-def _by_order(shapes: Mapping[str, tuple[int, ...]], lengths: list[int]) -> dict[str, _Where]:
-    """Parameters in a row over all ranks' pieces of these lengths."""
-    begins = [sum(lengths[:rank]) for rank in range(len(lengths))]
-    found: dict[str, _Where] = {}
-    at = 0
-    for name, shape in shapes.items():
-        stop = at + math.prod(shape)
-        found[name] = [
-            (rank, max(at, begin) - begin, min(stop, begin + length) - max(at, begin))
-            for rank, (begin, length) in enumerate(zip(begins, lengths))
-            if max(at, begin) < min(stop, begin + length)
-        ]
-        at = stop
-    return found
-
-
-def _joined(name: str, shape: tuple[int, ...], rows: list[torch.Tensor], where: _Where) -> Tensor:
-    """A parameter from pieces of the ranks' rows; what is too much at the end is padding."""
-    numel = math.prod(shape)
-    for rank, start, count in where:
-        if start + count > rows[rank].numel() and (start >= rows[rank].numel() or rank != where[-1][0]):
-            raise CheckpointCorruptError(
-                f"{shown(name)}: rank {rank} has {rows[rank].numel()} elements, expected {start + count}"
-            )
-    if sum(count for *_, count in where) < numel:
-        raise CheckpointCorruptError(f"{shown(name)}: the ranks hold fewer elements than shape {shape} has")
-
-    def fetch() -> torch.Tensor:
-        pieces = [rows[rank].reshape(-1)[start : start + count] for rank, start, count in where]
-        return torch.cat(pieces)[:numel].reshape(shape)
-
-    return Tensor(shape, rows[0].dtype, fetch)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return Tensor(tensor.shape, dtype, lambda: tensor.fetch().to(dtype))
-
-
-def _states_of(saved: Any) -> dict[int, dict[str, Any]]:
-    """Group -> states of its row."""
-    if isinstance(saved, dict) and isinstance(saved.get("state"), dict):
-        return saved["state"]
-    return dict(enumerate(saved)) if isinstance(saved, list) else {}
-
-
-def _concatenated(states: dict[int, dict[str, Any]], lengths: list[int]) -> dict[str, Any]:
-    """States of sub-groups as those of one row."""
-    if len(states) <= 1:
-        return next(iter(states.values()), {})
-    keys = next(iter(states.values()))
-    ordered = [states[number] for number in sorted(states)]
-    found: dict[str, Any] = {}
-    for key in keys:
-        values = [state[key] for state in ordered]
-        rows = all(isinstance(v, torch.Tensor) and v.numel() == n and v.dim() for v, n in zip(values, lengths))
-        found[key] = torch.cat([v.reshape(-1) for v in values]) if rows else values[0]
-    return found
-
-
-def _keyed(states: list[dict[str, Any]], lengths: list[int]) -> dict[str, Any]:
-    """State -> all ranks' rows of it, or the number it is."""
-    found: dict[str, Any] = {}
-    for key in states[0]:
-        values = [state[key] for state in states if key in state]
-        if len(values) < len(states):
-            raise CheckpointCorruptError(f"the optimizer state {shown(key)} is missing on a rank")
-        rows = [isinstance(v, torch.Tensor) and v.dim() > 0 and v.numel() >= min(n, 2) for v, n in zip(values, lengths)]
-        if all(rows):
-            found[key] = values
-        elif isinstance(values[0], (int, float)) or (isinstance(values[0], torch.Tensor) and values[0].numel() == 1):
-            found[key] = _item(values[0])
-    return found
+        self.masters.update(found.masters)
+        self.states.update(found.states)
 
 
 # - The rest
@@ -391,13 +300,6 @@ def _keyed(states: list[dict[str, Any]], lengths: list[int]) -> dict[str, Any]:
 
 def _tensors(mapping: Any) -> dict[str, torch.Tensor]:
     return {n: v for n, v in mapping.items() if isinstance(n, str) and isinstance(v, torch.Tensor)}
-
-
-def _list(state: Any, key: str) -> list[torch.Tensor]:
-    found = state.get(key)
-    if not isinstance(found, (list, tuple)) or not all(isinstance(item, torch.Tensor) for item in found) or not found:
-        raise CheckpointCorruptError(f"the optimizer states have no tensors under {key!r}")
-    return list(found)
 
 
 def _shapes(head: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -462,11 +364,11 @@ def _add_universal(source: Source, folder: Path) -> None:
                     raise CheckpointCorruptError(f"{file}: got {type(value).__name__}, expected a tensor")
                 source.masters[name] = Tensor.of(value)
                 dtype = source.parameters[name].dtype if name in source.parameters else value.dtype
-                source.parameters[name] = _cast(source.masters[name], dtype)
+                source.parameters[name] = cast(source.masters[name], dtype)
             elif isinstance(value, torch.Tensor) and value.dim() and value.numel() > 1:
                 source.states.setdefault(name, {})[file.stem] = Tensor.of(value)
             elif value is not None:
-                source.states.setdefault(name, {})[file.stem] = _item(value)
+                source.states.setdefault(name, {})[file.stem] = plain_item(value)
 
 
 def _add_layers(source: Source, layers: list[tuple[int, int, Path]], rules: SliceRules) -> None:
@@ -491,6 +393,8 @@ def _training_state(part: _Part, common: Any) -> dict[str, Any]:
     accumulation = config.get("gradient_accumulation_steps", 1) if isinstance(config, dict) else 1
     optim = part.optim[0] if part.optim else common if isinstance(common, dict) else {}
     base = optim.get("base_optimizer_state") or optim.get("optimizer_state_dict") or head.get("optimizer") or optim
+    if isinstance(base, dict):  # of stage 0 in 16 bits
+        base = {**base, **(inner if isinstance(inner := base.get("optimizer_state_dict"), dict) else {})}
     groups = base.get("param_groups", []) if isinstance(base, dict) else []
     schedule = head.get("lr_scheduler")
     return {
@@ -499,10 +403,10 @@ def _training_state(part: _Part, common: Any) -> dict[str, Any]:
             "skipped_steps": _count(head, "skipped_steps"),
             "micro_steps": steps * (accumulation if isinstance(accumulation, int) else 1),
         },
-        "param_groups": [_numbers(group) for group in groups if isinstance(group, dict)],
+        "param_groups": [numbers_of_group(group) for group in groups if isinstance(group, dict)],
         "precision": {},
         "lr_scheduler": schedule if isinstance(schedule, dict) and _encodable(schedule) else {},
-        "loss_scaler": _loss_scale(optim.get("loss_scaler")),
+        "loss_scaler": _loss_scale(optim.get("loss_scaler", base)),
         "data": {},
         "config": config if isinstance(config, dict) and _encodable(config) else {},
         "versions": {"deepspeed": str(head.get("ds_version", ""))},
@@ -514,19 +418,10 @@ def _count(head: dict[str, Any], key: str) -> int:
     return value if type(value) is int and value >= 0 else 0
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in group.items():
-        plain = tuple(value) if isinstance(value, (list, tuple)) else value
-        items = plain if isinstance(plain, tuple) else (plain,)
-        if name != "params" and items and all(type(item) in (int, float) for item in items):
-            found[str(name)] = plain
-    return found
-
-
 def _loss_scale(saved: Any) -> dict[str, Any]:
     """The scale of fp16; other precisions have one of 1 that never changes."""
-    value: Callable[..., Any] = saved.value if isinstance(saved, Opaque) else lambda name, default=None: default
+    found = saved if isinstance(saved, dict) and saved.get("dynamic_loss_scale") else {}
+    value: Callable[..., Any] = saved.value if isinstance(saved, Opaque) else found.get
     scale, iteration = value("cur_scale"), value("cur_iter")
     if not isinstance(scale, (int, float)) or not isinstance(iteration, int):
         return {"kind": "none"}
@@ -551,7 +446,3 @@ def _encodable(value: Any) -> bool:
     except CheckpointArgumentError:
         return False
     return True
-
-
-def _item(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value

@@ -5,7 +5,7 @@ dsx.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..reading import Reader
 from ..snapshot import Piece
 from ..writing import PlannedSave
 
-__all__ = ["Source", "Tensor", "of_reader", "write_source"]
+__all__ = ["Source", "Tensor", "numbers_of_group", "of_reader", "write_source"]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done, and all there are."""
@@ -88,6 +88,17 @@ class Source:
         yield from self.buffers.items()
 
 
+def numbers_of_group(group: Mapping[Any, Any]) -> dict[str, Any]:
+    """The numbers of an optimizer's parameter group, as `TrainingState` has them: rates, betas, ..."""
+    found: dict[str, Any] = {}
+    for name, value in group.items():
+        plain = tuple(value) if isinstance(value, (list, tuple)) else value
+        items = plain if isinstance(plain, tuple) else (plain,)
+        if name != "params" and items and all(type(item) in (int, float) for item in items):
+            found[str(name)] = plain
+    return found
+
+
 def write_source(
     source: Source,
     directory: str | os.PathLike[str],
@@ -112,7 +123,7 @@ def write_source(
         region = Region.whole(tensor.shape)
         announced.tensors[family][name] = (spec, [region] if region.numel else [])
         if region.numel:
-            pieces.append(Piece(family, spec, region, lambda: _checked(name, tensor)))
+            pieces.append(Piece(family, spec, region, lambda: _checked(name, tensor), in_memory=False))
 
     for name, tensor in {**source.parameters, **source.buffers}.items():
         add(MODEL, name, tensor)
@@ -160,7 +171,7 @@ def _counting(pieces: list[Piece], progress: Progress) -> list[Piece]:
             progress(done, total)
             return value
 
-        return Piece(piece.family, piece.spec, piece.region, fetch)
+        return Piece(piece.family, piece.spec, piece.region, fetch, in_memory=piece.in_memory)
 
     return [counted(piece) for piece in pieces]
 

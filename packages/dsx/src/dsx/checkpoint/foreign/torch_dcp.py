@@ -5,14 +5,14 @@ which tensors there are, in which chunks, and where each chunk lies. A chunk is 
 safetensors.
 
 Names: a state under `model` (also `module`, `state_dict`) gives the weights, one under `optim` or `optimizer` with the
-layout of `torch.distributed.checkpoint.state_dict` the optimizer states. Without such a top level, all tensors are
-weights.
+layout of `torch.distributed.checkpoint.state_dict`, nested or flattened, the optimizer states and the numbers of the
+parameter groups. Both may lie in one more dictionary (`app`). Without such a top level, all tensors are weights.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ import torch
 
 from ..errors import CheckpointCorruptError, CheckpointError, shown
 from ..files import opened
-from .source import Source, Tensor
+from .source import Source, Tensor, numbers_of_group
 from .unpickling import Opaque, read_bytes, unpickle
 
 __all__ = ["METADATA", "read_dcp"]
 
 METADATA = ".metadata"
-_MODEL, _OPTIMIZER = ("model", "module", "state_dict", "app.model"), ("optim", "optimizer", "optimizers")
+_MODEL, _OPTIMIZER = ("model", "module", "state_dict"), ("optim", "optimizer", "optimizers")
 
 
 class _Record(Opaque):
@@ -77,35 +77,79 @@ def read_dcp(folder: Path) -> Source:
     for index, info in places.items():
         offset = index.value("offset")
         where.setdefault(index.value("fqn"), []).append((None if offset is None else tuple(offset), info))
-    source = Source(kind="torch.distributed.checkpoint")
+    source, groups = Source(kind="torch.distributed.checkpoint"), _Groups()
     for name, entry in entries.items():
-        path = tuple(map(str, paths[name])) if name in paths else tuple(name.split("."))
+        path = _without_wrapper(tuple(map(str, paths[name])) if name in paths else tuple(name.split(".")))
         chunks = entry.value("chunks")
-        if chunks is None:
-            _add(source, path, _number(folder, name, where))
-        else:
-            _add(source, path, _tensor(folder, name, entry, chunks, dict(where.get(name, ()))))
+        if chunks is not None:
+            _add(source, groups, path, _tensor(folder, name, entry, chunks, dict(where.get(name, ()))))
+        elif path[0] in _OPTIMIZER:  # other programs' objects are of no use, and none is read that is not needed
+            _add(source, groups, path, _plain(folder, name, where))
     if not source.parameters:
         raise CheckpointError(f"{folder}: has no weights; expected a state under one of {', '.join(_MODEL)}")
     source.states = {name: states for name, states in source.states.items() if name in source.parameters}
+    if source.states:
+        source.engine = _training_state(source, groups)
     return source
 
 
-def _add(source: Source, path: tuple[str, ...], value: Tensor | int | float | None) -> None:
+@dataclass
+class _Groups:
+    """What is said of the optimizer's parameter groups: by number, or flattened by parameter."""
+
+    by_number: dict[int, dict[str, Any]] = field(default_factory=dict)
+    by_parameter: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """The numbers of each group. Flattened groups cannot be told apart: one group, if all parameters have the same
+        numbers.
+        """
+        if self.by_number:
+            return [numbers_of_group(self.by_number[number]) for number in sorted(self.by_number)]
+        found = [numbers_of_group(group) for group in self.by_parameter.values()]
+        return found[:1] if found and all(one == found[0] for one in found) else []
+
+
+def _without_wrapper(path: tuple[str, ...]) -> tuple[str, ...]:
+    """A program may keep model and optimizer in one object that it calls as it likes: `app.model.weight`."""
+    known = (*_MODEL, *_OPTIMIZER)
+    return path[1:] if len(path) > 2 and path[0] not in known and path[1] in known else path
+
+
+def _add(source: Source, groups: _Groups, path: tuple[str, ...], value: Any) -> None:
     """Sort a value in by its path."""
-    if value is None:
-        return
     top, rest = path[0], path[1:]
+    if len(rest) == 1 and top in _OPTIMIZER and rest[0].startswith(("state.", "param_groups.")):
+        kind, _, tail = rest[0].partition(".")
+        name, _, key = tail.rpartition(".")
+        rest = (kind, name, key)  # the flattened layout
     if top in _OPTIMIZER and rest[:1] == ("state",) and len(rest) >= 3:
-        name, key = ".".join(rest[1:-1]), rest[-1]
         plain = value.fetch().item() if isinstance(value, Tensor) and not value.shape else value
-        source.states.setdefault(name, {})[key] = plain
+        if isinstance(plain, (Tensor, int, float)):
+            source.states.setdefault(".".join(rest[1:-1]), {})[rest[-1]] = plain
+    elif top in _OPTIMIZER and rest[:1] == ("param_groups",) and len(rest) >= 3:
+        name = ".".join(rest[1:-1])
+        if name.isdecimal():
+            groups.by_number.setdefault(int(name), {})[rest[-1]] = value
+        else:
+            groups.by_parameter.setdefault(name, {})[rest[-1]] = value
     elif top in _OPTIMIZER or not isinstance(value, Tensor):
         return
     elif top in _MODEL and rest:
         source.parameters[".".join(rest)] = value
     else:
         source.parameters[".".join(path)] = value
+
+
+def _training_state(source: Source, groups: _Groups) -> dict[str, Any]:
+    """What an engine goes on with: the number of updates, as the optimizer has counted them, and rates."""
+    counted = (states.get("step") for states in source.states.values())
+    steps = max((int(step) for step in counted if isinstance(step, (int, float))), default=0)
+    return {
+        "counters": {"global_steps": steps, "global_samples": 0, "skipped_steps": 0, "micro_steps": steps},
+        "param_groups": groups.numbers(), "precision": {}, "lr_scheduler": {}, "loss_scaler": {"kind": "none"},
+        "data": {}, "config": {}, "versions": {},
+    }  # fmt: skip
 
 
 def _tensor(folder: Path, name: str, entry: Any, chunks: Any, where: dict[Any, Any]) -> Tensor:
@@ -164,10 +208,10 @@ def _read(chunk: _Chunk, name: str) -> torch.Tensor:
     return value
 
 
-def _number(folder: Path, name: str, where: dict[str, list[tuple[Any, Any]]]) -> int | float | None:
-    """A value that is no tensor, if it is a number."""
+def _plain(folder: Path, name: str, where: dict[str, list[tuple[Any, Any]]]) -> Any:
+    """A value that is no tensor, if it is plain: a number, or a tuple of numbers; else None."""
     for _, info in where.get(name, ()):
         value = read_bytes(_bytes(*_place(folder, info)), f"{folder}: {shown(name)}")
-        if type(value) in (int, float):
+        if type(value) in (int, float, tuple, list):
             return value
     return None

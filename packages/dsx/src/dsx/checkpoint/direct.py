@@ -1,0 +1,134 @@
+"""Writing bytes at an offset of a file that has its full size already: past the page cache where dsx-nvme can do that.
+
+    with writing(path) as file:
+        file.write(data, offset)      # may return before the bytes are written; `data` stays unchanged until the end
+    # everything is on the disk here (fsync)
+
+Whole pages of large pieces go to `dsx_nvme.Engine`, which writes them with direct I/O while the caller prepares the
+next piece. At most `IN_FLIGHT` pieces are on their way: the next one waits. The bytes of the first and the last page,
+small pieces, and everything where dsx-nvme is absent, not compiled or has no direct I/O for this file system, go
+through the page cache with `pwrite`. The file is the same, byte for byte.
+
+Only whole pages go past the page cache, because several ranks write side by side into one file. The page in which one
+rank's bytes end and another's begin is then written through the page cache by both. If one of them wrote its part of
+the page directly, the other one's write of the page could bring the old bytes back.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .files import opened, write_all
+
+__all__ = ["IN_FLIGHT", "FileWriter", "writing"]
+
+DIRECT_FROM = 1 << 20  # bytes; smaller pieces are not worth a submission
+IN_FLIGHT = 4  # pieces of at most `files.PIECE_BYTES`
+_PAGE = max(4096, mmap.PAGESIZE)
+
+
+class _DirectFile:
+    """Whole pages of one file, past the page cache."""
+
+    def __init__(self, nvme: Any, engine: Any, file: Any) -> None:
+        self._nvme, self._engine, self._file = nvme, engine, file
+        self._tickets: deque[Any] = deque()
+
+    @staticmethod
+    def open(path: Path) -> _DirectFile | None:
+        """None where direct I/O is not to be had."""
+        try:
+            import dsx_nvme
+        except ImportError:
+            return None
+        if not dsx_nvme.access(path).direct:
+            return None
+        engine = dsx_nvme.Engine()
+        try:
+            return _DirectFile(dsx_nvme, engine, engine.open(path, write=True))
+        except BaseException:
+            engine.close()
+            raise
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Start writing; waits while `IN_FLIGHT` pieces are on their way. Raises `OSError` of an earlier piece."""
+        import torch
+
+        while len(self._tickets) >= IN_FLIGHT:
+            self._tickets.popleft().wait()
+        self._tickets.append(self._engine.write(torch.frombuffer(data, dtype=torch.uint8), self._file, offset))
+
+    def wait(self) -> None:
+        """Until all pieces are written. Raises `OSError`."""
+        while self._tickets:
+            self._tickets.popleft().wait()
+
+    def close(self) -> None:
+        """Wait for what is on its way, whatever becomes of it, and give the file and the engine back."""
+        for ticket in self._tickets:
+            ticket.exception()
+        self._engine.close_file(self._file)
+        self._engine.close()
+
+
+class FileWriter:
+    """Writes pieces of one file; see `writing`."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd, self._path = fd, path
+        self._direct: _DirectFile | None = None
+        self._asked = False
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write `data` at byte `offset`. The memory must stay as it is until `wait`.
+
+        Raises:
+            OSError: this piece, or an earlier one, cannot be written.
+        """
+        head = -offset % _PAGE
+        body = max(0, len(data) - head) // _PAGE * _PAGE
+        direct = self._direct_file() if body >= DIRECT_FROM else None
+        if direct is None:
+            write_all(self._fd, data, offset)
+            return
+        write_all(self._fd, data[:head], offset)
+        direct.write(data[head : head + body], offset + head)
+        write_all(self._fd, data[head + body :], offset + head + body)
+
+    def _direct_file(self) -> _DirectFile | None:
+        if not self._asked:
+            self._asked, self._direct = True, _DirectFile.open(self._path)
+        return self._direct
+
+    def wait(self) -> None:
+        """Until everything is written. Raises `OSError`."""
+        if self._direct is not None:
+            self._direct.wait()
+
+    def close(self) -> None:
+        """Give back what direct I/O has needed."""
+        if self._direct is not None:
+            self._direct.close()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[FileWriter]:
+    """A writer of an existing file; at the end everything is on the disk (fsync).
+
+    Raises:
+        OSError: something cannot be written.
+    """
+    with opened(path, os.O_WRONLY) as fd:
+        writer = FileWriter(fd, path)
+        try:
+            yield writer
+            writer.wait()
+            os.fsync(fd)
+        finally:
+            writer.close()

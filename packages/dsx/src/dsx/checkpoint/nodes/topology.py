@@ -1,0 +1,84 @@
+"""Which ranks share a disk."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..folder import check_one_folder
+from ..ranks import Ranks
+
+__all__ = ["Nodes"]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Which ranks share a disk.
+
+    Attributes:
+        of_rank: the node of each rank; nodes are numbered by their lowest ranks.
+    """
+
+    of_rank: tuple[int, ...]
+
+    @staticmethod
+    def find(ranks: Ranks) -> Nodes:
+        """Ask all ranks where they run. Collective. Ranks that one launcher's agent has started on one host share a
+        disk.
+        """
+        return Nodes.labelled(ranks.gather(f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"))
+
+    @staticmethod
+    def labelled(labels: Sequence[str]) -> Nodes:
+        """Ranks of one label share a disk."""
+        numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        return Nodes(tuple(numbers[label] for label in labels))
+
+    @property
+    def count(self) -> int:
+        """Number of nodes."""
+        return max(self.of_rank) + 1
+
+    def ranks_of(self, node: int) -> list[int]:
+        """The ranks of a node, the lowest first."""
+        return [rank for rank, other in enumerate(self.of_rank) if other == node]
+
+    def leads(self, rank: int) -> bool:
+        """Whether this is the lowest rank of its node, which makes folders and files there."""
+        return self.of_rank.index(self.of_rank[rank]) == rank
+
+    def check_folders(self, call: str, paths: Sequence[str]) -> None:
+        """Raise `CheckpointArgumentError` unless the ranks of each node name one folder."""
+        for node in range(self.count):
+            check_one_folder(call, [paths[rank] for rank in self.ranks_of(node)])
+
+    def check_disks(self, ranks: Ranks, folder: Path) -> None:
+        """Raise `CheckpointError` where two nodes see one folder. Collective."""
+        leads, name = self.leads(ranks.rank), f".probe-{uuid.uuid4().hex}"
+
+        def leave() -> str:
+            if leads:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).touch()
+            return name if leads else ""
+
+        def look() -> None:
+            me = self.of_rank[ranks.rank]
+            for rank, other in enumerate(names):
+                if leads and other and self.of_rank[rank] != me and (folder / other).exists():
+                    raise CheckpointError(
+                        f"checkpoint.use_node_local_storage: nodes {me} and {self.of_rank[rank]} see one folder, "
+                        f"{folder}; save to a folder on each node's own disk, or set it to false: a folder that all "
+                        "nodes see needs no copies"
+                    )
+
+        try:
+            names = ranks.together("looking at the nodes' folders", leave)
+            ranks.all_or_none("save_checkpoint", look)
+        finally:
+            (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,117 @@
+"""Which bytes of which files: for each file, sorted ranges `(begin, end)` that neither touch nor overlap.
+
+    have = Spans.of([("model.safetensors", 0, 100), ("model.safetensors", 100, 150)])
+    have == Spans({"model.safetensors": ((0, 150),)})
+
+Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from .boxes import Region
+from .format import Placed
+
+__all__ = ["Range", "Spans", "spans_of_region"]
+
+Range = tuple[str, int, int]
+"""File, first byte, and the byte behind the last."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """A set of bytes of named files. Supports `|`, `-`, `&` and iteration over `Range`s."""
+
+    by_file: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(ranges: Iterable[Range]) -> Spans:
+        """The union of any ranges; empty ones count for nothing."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for file, begin, end in ranges:
+            if begin < end:
+                found.setdefault(file, []).append((begin, end))
+        return Spans({file: tuple(_merged(sorted(items))) for file, items in sorted(found.items())})
+
+    def __iter__(self) -> Iterator[Range]:
+        for file, items in self.by_file.items():
+            for begin, end in items:
+                yield file, begin, end
+
+    def __bool__(self) -> bool:
+        return any(self.by_file.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return sum(end - begin for _, begin, end in self)
+
+    def __or__(self, other: Spans) -> Spans:
+        return Spans.of([*self, *other])
+
+    def __and__(self, other: Spans) -> Spans:
+        return Spans.of(
+            (file, begin, end)
+            for file, items in self.by_file.items()
+            for begin, end in _common(items, other.by_file.get(file, ()))
+        )
+
+    def __sub__(self, other: Spans) -> Spans:
+        return Spans.of(
+            (file, begin, end)
+            for file, items in self.by_file.items()
+            for begin, end in _without(items, other.by_file.get(file, ()))
+        )
+
+    def pieces(self, most: int) -> Iterator[Range]:
+        """The ranges, cut into pieces of at most so many bytes."""
+        for file, begin, end in self:
+            for at in range(begin, end, most):
+                yield file, at, min(end, at + most)
+
+
+def spans_of_region(placed: Placed, region: Region) -> Iterator[Range]:
+    """Where a region of a tensor lies in its file."""
+    size = placed.spec.itemsize
+    for run in region.runs(placed.spec.shape):
+        begin = placed.offset + run.at * size
+        yield placed.file, begin, begin + run.numel * size
+
+
+def _merged(items: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for begin, end in items:
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _common(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int]]:
+    left = right = 0
+    while left < len(one) and right < len(other):
+        begin, end = max(one[left][0], other[right][0]), min(one[left][1], other[right][1])
+        if begin < end:
+            yield begin, end
+        if one[left][1] < other[right][1]:
+            left += 1
+        else:
+            right += 1
+
+
+def _without(items: tuple[tuple[int, int], ...], holes: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int]]:
+    first = 0
+    for begin, end in items:
+        while first < len(holes) and holes[first][1] <= begin:
+            first += 1
+        number = first
+        while number < len(holes) and holes[number][0] < end:
+            if begin < holes[number][0]:
+                yield begin, holes[number][0]
+            begin = holes[number][1]
+            number += 1
+        if begin < end:
+            yield begin, end
