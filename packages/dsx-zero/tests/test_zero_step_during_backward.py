@@ -31,7 +31,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         if self.uses_aside:
-            x = x + self.aside(x)
+            x = x + nn.functional.linear(x, self.aside.weight, self.aside.bias if self.uses_aside > 1 else None)
         return x.float().square().mean()
 
 
@@ -175,13 +175,12 @@ def unused(rank, world):
     reference = adam(plain.parameters())
     said = []
     for step in range(8):
-        uses = [step % 3 == 0 and r == 0 for r in range(world)]
+        uses = [2 if step in (5, 7) and r == 0 else 1 for r in range(world)]  # late: what came before has been reduced
         for r in range(world):
             plain.uses_aside = uses[r]
             (plain(batch(r, step)) / world).backward()
-        if plain.aside.weight.grad is None:
-            for p in plain.aside.parameters():
-                p.grad = torch.zeros_like(p)
+        if plain.aside.bias.grad is None:
+            plain.aside.bias.grad = torch.zeros_like(plain.aside.bias)
         reference.step()
         reference.zero_grad()
         model.uses_aside = uses[rank]
