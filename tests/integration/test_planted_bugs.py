@@ -138,7 +138,7 @@ def no_gather_after_step() -> Any:
 
 
 def stale_low_precision_copy() -> Any:
-    return patch("dsx_zero.step.runner.StepRunner._write", lambda self, masters: None)
+    return patch("dsx_zero.step.runner.StepRunner._write", lambda self, masters, **options: None)
 
 
 def no_broadcast_at_start() -> Any:
@@ -268,14 +268,14 @@ def unused_parameters_keep_old_gradients() -> Any:
 
 
 def optimizer_forgets() -> Any:
-    optimizer = module("dsx_zero.optimizer").ZeroOptimizer
-    right = optimizer._step_inner
+    runner = module("dsx_zero.step.runner").StepRunner
+    right = runner.run
 
-    def step_inner(self, factor):
-        right(self, factor)
-        self.inner.state.clear()
+    def run(self, factor, stepped=()):
+        right(self, factor, stepped)
+        self.inner_step.inner.state.clear()
 
-    return patch.object(optimizer, "_step_inner", step_inner)
+    return patch.object(runner, "run", run)
 
 
 def last_micro_batch_only() -> Any:
@@ -292,17 +292,17 @@ def last_micro_batch_only() -> Any:
 
 
 def frozen_parameters_decay() -> Any:
-    optimizer = module("dsx_zero.optimizer").ZeroOptimizer
-    right = optimizer._step_inner
+    runner = module("dsx_zero.step.runner").StepRunner
+    right = runner.run
 
-    def step_inner(self, factor):
-        right(self, factor)
+    def run(self, factor, stepped=()):
+        right(self, factor, stepped)
         for unit in self._runtime.units:
             for group in unit.groups:
                 if not group.trainable:
                     group.visible.mul_(0.9)
 
-    return patch.object(optimizer, "_step_inner", step_inner)
+    return patch.object(runner, "run", run)
 
 
 def freed_memory_not_refilled() -> Any:
@@ -353,18 +353,18 @@ def replaced_parameters_are_not_noticed() -> Any:
 
 def ranks_with_different_rates() -> Any:
     """Rank 1's configuration has another rate, and nobody compares."""
-    optimizer = module("dsx_zero.optimizer").ZeroOptimizer
-    right = optimizer._step_inner
+    runner = module("dsx_zero.step.runner").StepRunner
+    right = runner.run
 
-    def step_inner(self, factor):
+    def run(self, factor, stepped=()):
         other = torch.distributed.get_rank() == 1
-        for group in self.inner.param_groups:
+        for group in self.inner_step.inner.param_groups:
             group["lr"] *= 1.5 if other else 1.0
-        right(self, factor)
-        for group in self.inner.param_groups:
+        right(self, factor, stepped)
+        for group in self.inner_step.inner.param_groups:
             group["lr"] /= 1.5 if other else 1.0
 
-    return patch.object(optimizer, "_step_inner", step_inner)
+    return patch.object(runner, "run", run)
 
 
 def direct_backward_is_not_divided() -> Any:
