@@ -169,7 +169,7 @@ def loader_rule(config: Config, data: ModuleType) -> LoaderRule:
     section = config.data_efficiency
     sampling = section.data_sampling
     if not (section.enabled and sampling.enabled):
-        return lambda dataset, options: options
+        return _whole_updates(config)
 
     def rule(dataset: Any, options: LoaderOptions) -> LoaderOptions:
         options = dataclasses.replace(
@@ -186,6 +186,18 @@ def loader_rule(config: Config, data: ModuleType) -> LoaderRule:
         if sampling.dynamic_batching.enabled:
             return dataclasses.replace(options, budget=_budget(sampling.dynamic_batching, data))
         return options
+
+    return rule
+
+
+def _whole_updates(config: Config) -> LoaderRule:
+    """Under elasticity, epochs of whole updates: each update then has the same samples at any number of ranks."""
+
+    def rule(dataset: Any, options: LoaderOptions) -> LoaderOptions:
+        ordered = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset) > 0
+        fits = config.batch.train % (options.micro_batch_size * options.world_size) == 0
+        whole = config.elasticity.enabled and ordered and fits and options.sampler is None and options.budget is None
+        return dataclasses.replace(options, global_batch=config.batch.train) if whole else options
 
     return rule
 

@@ -151,9 +151,9 @@ class PositionTrack(_Epochs):
         return {"seed": sampler.seed, "epoch": self.epoch, "position": self._used, "length": sampler.length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _expect_position(state)
+        expect_position(state)
         self._sampler.seed = int(state["seed"])
-        _warn_of_other_length(state, self._sampler.length)
+        warn_of_other_length(state, self._sampler.length)
         position = int(state["position"])
         if position >= self._sampler.length:
             self.set_epoch(int(state["epoch"]) + 1)
@@ -348,7 +348,7 @@ class SharedStreamTrack(_Epochs):
         return {"seed": self._reader.seed, "epoch": self.epoch, "position": self._used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _expect_position(state)
+        expect_position(state)
         self._reader.seed = int(state["seed"])
         self.set_epoch(int(state["epoch"]))
         self._reader.position = self._used = int(state["position"])
@@ -451,7 +451,8 @@ class ForeignTrack(_Epochs):
         self.empty_means_next = used > 0
 
 
-def _expect_position(state: dict[str, Any]) -> None:
+def expect_position(state: dict[str, Any]) -> None:
+    """Raise `DataStateError` unless `state` counts samples of an epoch's order."""
     if "position" not in state:
         raise DataStateError(
             f"loader state: got one with {sorted(state)}, expected a position in samples; it was saved by a loader with"
@@ -459,7 +460,8 @@ def _expect_position(state: dict[str, Any]) -> None:
         )
 
 
-def _warn_of_other_length(state: dict[str, Any], length: int) -> None:
+def warn_of_other_length(state: dict[str, Any], length: int) -> None:
+    """Say where the dataset is not as long as the one that the state was taken with."""
     saved = int(state.get("length", length))
     if saved != length:
         logger.warning(

@@ -19,6 +19,7 @@ from ..batching.plan import TokenBudget
 from ..curriculum import CurriculumSampler
 from ..errors import DataArgumentError
 from ..randomness import generator
+from .continuous import ContinuousSampler, ContinuousTrack
 from .order import ShardedSampler
 from .seeding import NumberedDraws, SeededCollate, SeededSamples
 from .stream import SharedStream, StreamReader, StreamShare
@@ -56,6 +57,10 @@ class LoaderOptions:
         budget: batches by number of tokens instead of samples; `micro_batch_size` is not used then.
         seed_samples: random augmentations are a function of the seed and the sample's place in the run, so that they
             resume exactly (see `seeding`); False: they draw from the state that each process happens to have.
+        global_batch: samples of all ranks in one update. An epoch then ends with a whole update, and what is left over
+            of its samples opens the next epoch (see `continuous`), so that each update has the same samples at any
+            number of ranks. None: the last batches of an epoch are smaller, or dropped. For map-style datasets in the
+            loader's own order.
     """
 
     micro_batch_size: int
@@ -71,6 +76,7 @@ class LoaderOptions:
     sampler: Sampler | CurriculumSampler | Iterable[int] | None = None
     budget: TokenBudget | None = None
     seed_samples: bool = True
+    global_batch: int | None = None
 
 
 class TrainingLoader:
@@ -141,6 +147,14 @@ class TrainingLoader:
             self.sampler = options.sampler
             self._track = foreign = ForeignTrack(options.sampler, options.micro_batch_size, **place, seed=options.seed)
             return {"dataset": dataset, "sampler": foreign, **batches}
+        elif options.global_batch is not None:
+            _check_global_batch(options.global_batch, options.micro_batch_size * options.world_size, len(dataset))
+            self.sampler = ContinuousSampler(
+                len(dataset), **place, micro_batch_size=options.micro_batch_size, global_batch=options.global_batch,
+                shuffle=options.shuffle, seed=options.seed,
+            )  # fmt: skip
+            self._track = ContinuousTrack(self.sampler)
+            return {"dataset": dataset, "sampler": self.sampler, **batches}
         else:
             self.sampler = ShardedSampler(
                 len(dataset), **place, shuffle=options.shuffle, seed=options.seed, drop_last=options.drop_last
@@ -281,6 +295,15 @@ def _check_options(options: LoaderOptions) -> None:
         raise DataArgumentError("got both a token budget and a sampler, expected one of them: each decides the batches")
     if options.prefetch is not None and not options.num_workers:
         raise DataArgumentError(f"prefetch: got {options.prefetch} without workers; set num_workers to 1 or more")
+
+
+def _check_global_batch(size: int, together: int, samples: int) -> None:
+    if size <= 0 or size % together:
+        raise DataArgumentError(
+            f"global_batch: got {size}, expected a multiple of {together}, which is a micro-batch of all ranks"
+        )
+    if not samples:
+        raise DataArgumentError("global_batch: got a dataset without samples, expected at least one")
 
 
 def _readable(dataset: Any) -> Any:
