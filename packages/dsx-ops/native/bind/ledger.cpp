@@ -62,7 +62,7 @@ class Ledger {
     Ledger(const py::capsule& exchange, const std::vector<std::tuple<size_t, py::object, int, int>>& columns,
            const py::buffer& sizes_buffer)
         : api_(exchange_of(exchange)) {
-        const Table sizes(sizes_buffer, STEP_COLUMNS);
+        const Int64Table sizes(sizes_buffer, STEP_COLUMNS);
         if (columns.size() < 2) throw std::invalid_argument("expected columns of parameters and gradients");
         for (const auto& [index, key, code, bits] : columns) {
             if (index >= STEP_COLUMNS) throw std::invalid_argument("no such column");
@@ -75,7 +75,7 @@ class Ledger {
     // The table gets the addresses of today's tensors. False, and the table is of no use, when one of them is not as it
     // should be: the caller finds out which, and names it.
     bool read(const py::list& params, const py::list& states, long long step, const py::buffer& table_buffer) {
-        const Table table(table_buffer, STEP_COLUMNS);
+        const Int64Table table(table_buffer, STEP_COLUMNS);
         const size_t rows = sizes_.size() / STEP_COLUMNS;
         if (table.info.readonly || table.rows != rows || params.size() != rows || states.size() != rows)
             throw std::invalid_argument("expected one row per parameter");

@@ -12,10 +12,9 @@
 #include "dsx_native/isa.h"
 #include "dsx_native/parallel.h"
 #include "dsx_ops/kernels.h"
+#include "dsx_ops/tables.h"
 
 namespace dsx {
-namespace py = pybind11;
-
 using dsx_native::on_threads;
 
 struct Chosen {
@@ -32,7 +31,6 @@ void bind_rows(py::module_& m);
 void bind_sign_runs(py::module_& m);
 void bind_tokens(py::module_& m);
 
-constexpr size_t STEP_COLUMNS = 10;  // of the table of a step
 constexpr int64_t SERIAL_BELOW = 32768;
 constexpr int64_t STREAM_ABOVE = 8 << 20;  // bytes of a buffer that is only written: past the caches
 
@@ -65,24 +63,5 @@ struct Plan {
         on_threads(threads, chosen().own_threads, [&](int part, int parts) { run(sizes, part, parts, f); });
     }
 };
-
-// A table of int64 numbers, `columns` per row, as array('q') or anything with that buffer.
-struct Table {
-    py::buffer_info info;
-    const int64_t* data;
-    size_t rows;
-
-    Table(const py::buffer& buffer, size_t columns) : info(buffer.request()) {
-        if (info.itemsize != 8 || info.ndim != 1)
-            throw std::invalid_argument("expected a one-dimensional table of int64");
-        if (info.size % static_cast<py::ssize_t>(columns) != 0)
-            throw std::invalid_argument("expected " + std::to_string(columns) + " numbers per row, got " +
-                                        std::to_string(info.size) + " in all");
-        data = static_cast<const int64_t*>(info.ptr);
-        rows = static_cast<size_t>(info.size) / columns;
-    }
-};
-
-template <class T> T* pointer(int64_t address) { return reinterpret_cast<T*>(static_cast<intptr_t>(address)); }
 
 }  // namespace dsx

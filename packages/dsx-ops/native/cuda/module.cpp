@@ -2,75 +2,23 @@
 // headers.
 //
 // Compiled a second time, with the kernels, for the emulator of the tests (DSX_CUDA_EMULATED).
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "context.h"
 #include "dsx_ops/cuda.h"
+#include "dsx_ops/tables.h"
 #ifdef DSX_CUDA_EMULATED
 #include "memory.cuh"
 #endif
-
-namespace py = pybind11;
 
 namespace dsx {
 namespace cuda {
 namespace {
 
-template <class T> T* pointer(int64_t address) { return reinterpret_cast<T*>(static_cast<intptr_t>(address)); }
-
 using Place = std::pair<int, uint64_t>;  // device, stream
 Where where_of(const Place& place) { return {place.first, static_cast<uintptr_t>(place.second)}; }
-
-// A table of int64 numbers, `columns` per row, as array('q').
-struct Int64Table {
-    py::buffer_info info;
-    const int64_t* data;
-    size_t rows;
-
-    Int64Table(const py::buffer& buffer, size_t columns) : info(buffer.request()) {
-        if (info.itemsize != 8 || info.ndim != 1 || info.size % static_cast<py::ssize_t>(columns) != 0)
-            throw std::invalid_argument("expected a table of int64 with " + std::to_string(columns) +
-                                        " numbers per row");
-        data = static_cast<const int64_t*>(info.ptr);
-        rows = static_cast<size_t>(info.size) / columns;
-    }
-};
-
-// As in native/bind/module.cpp: param, grad, state0, state1, low_bits, copy, scale0, scale1, numel, offset.
-constexpr size_t STEP_COLUMNS = 10;
-std::vector<Row> step_rows(const py::buffer& buffer) {
-    const Int64Table table(buffer, STEP_COLUMNS);
-    std::vector<Row> rows(table.rows);
-    for (size_t i = 0; i < table.rows; ++i) {
-        const int64_t* c = table.data + i * STEP_COLUMNS;
-        if (c[8] < 0) throw std::invalid_argument("negative size in row " + std::to_string(i));
-        rows[i] = Row{pointer<char>(c[0]),
-                      pointer<const char>(c[1]),
-                      pointer<char>(c[2]),
-                      pointer<char>(c[3]),
-                      pointer<char>(c[4]),
-                      pointer<char>(c[5]),
-                      pointer<float>(c[6]),
-                      pointer<float>(c[7]),
-                      c[8],
-                      c[9]};
-    }
-    return rows;
-}
-
-std::vector<Flat> flat_rows(const py::buffer& buffer) {
-    const Int64Table table(buffer, 3);
-    std::vector<Flat> rows(table.rows);
-    for (size_t i = 0; i < table.rows; ++i)
-        rows[i] =
-            Flat{pointer<char>(table.data[3 * i]), table.data[3 * i + 1], static_cast<DType>(table.data[3 * i + 2])};
-    return rows;
-}
 
 // (value, address or 0, type)
 using ScalarArgument = std::tuple<double, int64_t, int>;
@@ -78,32 +26,12 @@ Scalar scalar_of(const ScalarArgument& a) {
     return {std::get<0>(a), pointer<const void>(std::get<1>(a)), std::get<2>(a)};
 }
 
-void check_count(size_t got, size_t expected, const char* what) {
-    if (got != expected)
-        throw std::invalid_argument(std::string("expected ") + std::to_string(expected) + " " + what + ", got " +
-                                    std::to_string(got));
-}
-
-Hyper hyper_of(const std::vector<double>& numbers, int flags, uint32_t seed) {
-    check_count(numbers.size(), 11, "hyperparameters");
-    float f[11];
-    for (size_t i = 0; i < 11; ++i) f[i] = static_cast<float>(numbers[i]);
-    return {f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], flags, seed};
-}
-
 // extra: hyper on the device, squares, partials, coefficients; addresses or 0.
 void run_step(const Place& place, int algorithm, const py::buffer& table, const std::vector<int>& dtypes,
               const std::vector<double>& hyper, int flags, uint32_t seed, const std::vector<int64_t>& extra) {
-    check_count(dtypes.size(), 4, "dtypes");
     check_count(extra.size(), 4, "addresses");
     const std::vector<Row> rows = step_rows(table);
-    Step s{};
-    s.algorithm = algorithm;
-    s.param = static_cast<DType>(dtypes[0]);
-    s.grad = static_cast<DType>(dtypes[1]);
-    s.state = static_cast<DType>(dtypes[2]);
-    s.copy = static_cast<DType>(dtypes[3]);
-    s.hyper = hyper_of(hyper, flags, seed);
+    const Step s = step_of(algorithm, dtypes, hyper, flags, seed);
     step(where_of(place), s, rows.data(), rows.size(), pointer<const Hyper>(extra[0]), pointer<double>(extra[1]),
          pointer<double>(extra[2]), pointer<const float>(extra[3]));
 }

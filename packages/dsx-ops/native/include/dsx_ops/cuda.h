@@ -51,11 +51,6 @@ void prepare(const Where& where, const Recipe& recipe, Hyper* out);
 void step(const Where& where, const Step& step, const Row* rows, size_t count, const Hyper* hyper_at, double* squares,
           double* partials, const float* coefficients);
 
-struct Flat {
-    char* data;
-    int64_t numel;
-    DType dtype;
-};
 int64_t chunks_of(int64_t numel);
 // Sum of squares per row in fp64 at out[i]; `partials` fp64 [chunks of all rows].
 void squares(const Where& where, const Flat* rows, size_t count, double* out, double* partials);

@@ -34,6 +34,13 @@ struct Row {
     int64_t offset;  // index of the first element in the whole buffer: keys the stochastic rounding
 };
 
+// One flat buffer.
+struct Flat {
+    char* data;
+    int64_t numel;
+    DType dtype;
+};
+
 struct Hyper {
     float beta1, one_minus_beta1, beta2, one_minus_beta2;
     float eps;
