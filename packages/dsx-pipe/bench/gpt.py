@@ -18,25 +18,11 @@ import sys
 import time
 
 import torch
+from dsx_testkit.benches import Block
 from torch import nn
 
 WIDTH, HEADS, LAYERS, VOCAB, SEQUENCE, MICRO = 448, 7, 8, 256, 256, 8
 PEERS = ("one", "dsx-1f1b", "dsx-zb-h1", "dsx-zbv", "torch-1f1b", "torch-zbv", "deepspeed")
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x):
-        b, t, _ = x.shape
-        q, k, v = (y.view(b, t, HEADS, -1).transpose(1, 2) for y in self.qkv(self.ln1(x)).chunk(3, -1))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, t, WIDTH))
-        return x + self.mlp(self.ln2(x))
 
 
 class Embed(nn.Module):
@@ -54,7 +40,7 @@ def head():
 
 def layers():
     torch.manual_seed(0)
-    return [Embed(), *(Block() for _ in range(LAYERS)), head()]
+    return [Embed(), *(Block(WIDTH, HEADS) for _ in range(LAYERS)), head()]
 
 
 def loss_fn(logits, labels):

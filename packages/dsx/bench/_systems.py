@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _gpt import GPT
+from dsx_testkit.benches import GPT
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpt import GPT, batch
+from dsx_testkit.benches import GPT, batch
 
 Contender = Callable[[Path], float]
 

@@ -96,7 +96,7 @@ def train_limited(where: str, layers: int, width: int, folder: str, limit: int, 
     """In a process of its own: set the limit (0: a quarter of the states), build, train."""
     import dsx
     import torch
-    from _gpt import GPT, batch
+    from dsx_testkit.benches import GPT, batch
 
     torch.set_num_threads(1)
     with torch.device("meta"):

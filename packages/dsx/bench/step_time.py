@@ -31,7 +31,7 @@ def worker(name: str, steps: int, out: str) -> None:
     """One rank of one system: builds it, warms up, times `steps` steps, rank 0 writes the result."""
     import torch
     import torch.distributed as dist
-    from _gpt import batch
+    from dsx_testkit.benches import batch
     from _systems import SYSTEMS
 
     torch.set_num_threads(1)

@@ -1,0 +1,123 @@
+"""What benches of whole training steps share: one GPT with its data, and steps that take turns.
+
+Steps that are compared run in the same processes, one of each in turn, so that a disturbance of the machine meets all
+of them; their medians and paired ratios are what a machine that drifts still tells.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+
+__all__ = ["GPT", "Block", "Turns", "batch", "spawn_ranks", "take_turns"]
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [batch, length, width]."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.out(a)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Returns the loss of next-byte prediction. By default 19 M parameters."""
+
+    def __init__(
+        self, width: int = 512, layers: int = 6, heads: int = 8, vocabulary: int = 256, length: int = 128
+    ) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """ids, targets [batch, length] int64 -> scalar loss."""
+        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def batch(step: int, rank: int, size: int = 4, length: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes and the bytes that follow them, [size, length] int64. Drawn from (step, rank), alike for every system."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    ids = torch.randint(0, 256, (size, length + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+@dataclass
+class Turns:
+    """What was measured, by name: `ms` of each step, and what each step returned."""
+
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+
+    def median(self, name: str) -> float:
+        """Milliseconds of a step."""
+        return statistics.median(self.ms[name])
+
+    def ratio(self, name: str, other: str) -> float:
+        """How many times as long the step `other` took: the median over pairs of steps of one turn."""
+        return statistics.median(theirs / ours for ours, theirs in zip(self.ms[name], self.ms[other]))
+
+    def apart(self, name: str, other: str) -> float:
+        """The greatest difference of their losses."""
+        return max(abs(a - b) for a, b in zip(self.losses[name], self.losses[other]))
+
+
+def take_turns(steps: Mapping[str, Callable[[int], float]], count: int, *, warmup: int = 3) -> Turns:
+    """Run `warmup + count` turns of one step of each, and time the last `count`. The order alternates.
+
+    Args:
+        steps: each is called with the number of the turn, on every rank, and returns its loss.
+    """
+    found = Turns({name: [] for name in steps}, {name: [] for name in steps})
+    for turn in range(warmup + count):
+        for name in sorted(steps, reverse=bool(turn % 2)):
+            dist.barrier()
+            began = time.perf_counter()
+            loss = steps[name](turn)
+            dist.barrier()
+            found.losses[name].append(loss)
+            if turn >= warmup:
+                found.ms[name].append((time.perf_counter() - began) * 1e3)
+    return found
+
+
+def spawn_ranks(worker: Callable[..., Any], ranks: int, *arguments: Any) -> None:
+    """Run `worker(rank, store, *arguments)` in `ranks` processes of one thread; `store` is the name of a file for
+    `init_method="file://..."`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_one_thread, (worker, os.path.join(folder, "store"), arguments), ranks)
+
+
+def _one_thread(rank: int, worker: Callable[..., Any], store: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    worker(rank, store, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
