@@ -113,13 +113,14 @@ def skip_one_unit() -> Any:
 
 def reduce_twice() -> Any:
     reducer = module("dsx_zero.grads.reduction").Reducer
-    right = reducer._put
+    right = reducer.reduce_scatter
 
-    def put(self, result, out, add):
-        right(self, result, out, add)
-        right(self, result, out, True)
+    def reduce_scatter(self, buffer, out, group, label, *, add):
+        first = torch.zeros_like(out)
+        pending = right(self, buffer, first, group, label, add=False)
+        return pending.then(lambda: out.copy_(2 * first + out if add else 2 * first))
 
-    return patch.object(reducer, "_put", put)
+    return patch.object(reducer, "reduce_scatter", reduce_scatter)
 
 
 def sum_instead_of_mean() -> Any:
@@ -307,39 +308,34 @@ def frozen_parameters_decay() -> Any:
 
 def freed_memory_not_refilled() -> Any:
     executor = module("dsx_zero.gather.lifetime").GatherExecutor
-    right, seen = executor._job, set()
+    right, seen = executor._fill, set()
 
-    def job(self, name, store, shard):
-        first = id(store) not in seen
-        seen.add(id(store))
+    def fill(self, store, *arguments):
+        if id(store) not in seen:
+            seen.add(id(store))
+            return right(self, store, *arguments)
+        store.allocate()
+        store.fill.zero_()
+        return None
 
-        def refill():
-            store.allocate()
-            store.fill.zero_()
-
-        return right(self, name, store, shard) if first else refill
-
-    return patch.object(executor, "_job", job)
+    return patch.object(executor, "_fill", fill)
 
 
 def old_values_after_step() -> Any:
     executor = module("dsx_zero.gather.lifetime").GatherExecutor
-    right, kept = executor._job, {}
+    right, kept = executor._fill, {}
 
-    def job(self, name, store, shard):
-        def gather():
+    def fill(self, store, *arguments):
+        if id(store) in kept:
             store.allocate()
             store.fill.copy_(kept[id(store)])
+            return
+        work = right(self, store, *arguments)
+        if work is not None:
+            work.wait()
+        kept[id(store)] = store.fill.clone()
 
-        def first():
-            work = right(self, name, store, shard)()
-            if work is not None:
-                work.wait()
-            kept[id(store)] = store.fill.clone()
-
-        return gather if id(store) in kept else first
-
-    return patch.object(executor, "_job", job)
+    return patch.object(executor, "_fill", fill)
 
 
 def graphs_of_before_a_step_stay_valid() -> Any:

@@ -10,8 +10,9 @@ import random
 import threading
 
 import pytest
-from dsx_zero.order.agreed import AgreedOrder, NullOrder, ReuseLimits, ScheduleDivergence
-from dsx_zero.order.schedule import Kind, Pass
+from dsx_zero.order.agreed import AgreedOrder, ScheduleDivergence
+from dsx_zero.order.protocol import NullOrder
+from dsx_zero.order.schedule import Kind, Pass, ReuseLimits
 
 PATIENCE = 4.0
 
@@ -57,26 +58,39 @@ class Rank:
         self.fabric, self.rank = fabric, rank
         self.order = AgreedOrder(self, self, **options)
         self.held, self.arrived, self.outstanding, self.gradients = {}, set(), [], {}
-        self.produced = 0
+        self.produced, self.unread = 0, False
         self.ahead = dict.fromkeys(Pass, 0)
         self.evaluation_rounds = []
 
     def exchange(self, words):
+        return self.post(words)()
+
+    def post(self, words):
         with self.fabric.changed:
             mine = self.fabric.rounds[self.rank]
+            assert not self.unread, "words are sent before those of the round before are read"
+            self.unread = True
             mine.append(words)
             turn = len(mine)
             self.fabric.changed.notify_all()
-        self.fabric.wait(
-            lambda: all(len(r) >= turn for r in self.fabric.rounds), f"rank {self.rank} round {turn} {words}"
-        )
-        return [r[turn - 1] for r in self.fabric.rounds]
+
+        def read():
+            self.unread = False
+            self.fabric.wait(
+                lambda: all(len(r) >= turn for r in self.fabric.rounds), f"rank {self.rank} round {turn} {words}"
+            )
+            return [r[turn - 1] for r in self.fabric.rounds]
+
+        return read
 
     def run_gather(self, unit):
         self.held[unit] = self.fabric.issue("gather", self.rank, unit)
 
     def holds(self, unit):
         return unit in self.held
+
+    def may_run_ahead(self, unit):
+        return len(self.held) < 2 and unit not in self.held
 
     def discard(self, unit):
         self.held.pop(unit, None)
@@ -95,9 +109,8 @@ class Rank:
         if unit in self.arrived:
             self.order.use(unit)
         else:
+            before = len(self.held) + (unit not in self.held)
             self.order.gather(unit, during=during)
-            before = len(self.held)
-            self.order.run_ahead(lambda other: len(self.held) < 2 and other not in self.held)
             self.ahead[during] += len(self.held) - before
         assert unit in self.held
         self.arrived.add(unit)

@@ -31,7 +31,8 @@ def posts(*operations):
         ([END], [], {0}),
         ([LOOK, END, JOIN], [LOOK], {0}),
         ([LOOK, LOOK, FWD], [LOOK], {0, 1}),
-        ([G(1), LOOK], [G(1)], {0}),
+        ([G(1), LOOK], [LOOK], {1}),
+        ([R(1), LOOK, END, LOOK], [LOOK], {1, 3}),
         ([FWD, TRAIN], [], {0}),
         ([TRAIN, TRAIN, END], [], {0, 1}),
     ],
@@ -62,6 +63,8 @@ def test_ranks_that_can_never_go_on_are_named(asked):
 
 def test_all_align_to_the_one_who_is_farthest():
     assert decide([Post(G(0), position=3), Post(END, position=7)]).align == 7
+    # The ranks that begin a forward without gradients have gone on already.
+    assert decide([Post(LOOK, position=3), Post(END, position=7)]).align == 0
 
 
 def test_words_survive_the_wire():
@@ -76,11 +79,11 @@ def test_words_survive_the_wire():
 
 
 def test_the_checksum_tells_orders_apart():
-    one = checksum(G(1), checksum(G(0)))
-    other = checksum(G(0), checksum(G(1)))
+    one = checksum([G(1)], checksum([G(0)]))
+    other = checksum([G(0)], checksum([G(1)]))
     assert one != other
-    assert one == checksum(G(1), checksum(G(0)))
-    assert checksum(G(1)) != checksum(R(1))
+    assert one == checksum([G(0), G(1)])
+    assert checksum([G(1)]) != checksum([R(1)])
 
 
 STEP = Schedule((G(0), G(1), G(0), FWD, G(1), R(1), G(0), R(0), BWD))

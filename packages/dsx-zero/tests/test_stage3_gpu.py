@@ -8,9 +8,9 @@ from dsx_comm import RankSet
 from dsx_zero.gather.hooks import UnitHooks
 from dsx_zero.gather.lifetime import GatherExecutor, GatherLifetime, GatherLimits
 from dsx_zero.lanes import CudaLane, make_lane
-from dsx_zero.order.agreed import NullOrder
 from dsx_zero.order.backward import BackwardClock
 from dsx_zero.order.executor import CollectiveExecutor
+from dsx_zero.order.protocol import NullOrder
 from dsx_zero.params.partitioned_unit import PartitionedUnit
 from dsx_zero.plan.units import find_parameters, plan_units
 from torch import nn

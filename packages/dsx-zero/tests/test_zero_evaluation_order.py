@@ -40,17 +40,17 @@ class Watch:
         self.words, self.events = 0, []
         order = self.stage.order
         channel, executor = order._channel, order._executor
-        exchange, run_gather = channel.exchange, executor.run_gather
+        post, run_gather = channel.post, executor.run_gather
 
         def counted(words):
             self.words += 1
-            return exchange(words)
+            return post(words)
 
         def noted(unit):
             self.events.append(f"gather {unit}")
             run_gather(unit)
 
-        channel.exchange, executor.run_gather = counted, noted
+        channel.post, executor.run_gather = counted, noted
         for index, block in enumerate(model.blocks):
             block.register_forward_pre_hook(lambda *_, index=index: self.events.append(f"forward {index}"))
 

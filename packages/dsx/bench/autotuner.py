@@ -53,7 +53,7 @@ def document(space: dict[str, list[Any]], last: int) -> dict[str, Any]:
 def build(size: str) -> Any:
     """The model."""
     import torch
-    from _gpt import GPT
+    from dsx_testkit.benches import GPT
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def build(size: str) -> Any:
 
 def train(engine: Any, size: str) -> list[float]:
     """Train until the engine ends it; the times at which updates ended, by this script's own clock."""
-    from _gpt import batch
+    from dsx_testkit.benches import batch
 
     ends, micro = [], engine.train_micro_batch_size_per_gpu()
     length = SIZES[size].get("length", 128)

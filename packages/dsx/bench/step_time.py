@@ -31,8 +31,8 @@ def worker(name: str, steps: int, out: str) -> None:
     """One rank of one system: builds it, warms up, times `steps` steps, rank 0 writes the result."""
     import torch
     import torch.distributed as dist
-    from dsx_testkit.benches import batch
     from _systems import SYSTEMS
+    from dsx_testkit.benches import batch
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

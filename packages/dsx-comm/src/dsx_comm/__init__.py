@@ -112,6 +112,7 @@ from .topology import (
     expert_groups,
 )
 from .traffic import Traffic, count_traffic
+from .works import Handle
 
 register()
 
@@ -160,6 +161,7 @@ __all__ = [
     "Traffic",
     "ZeroOneAdam",
     "__version__",
+    "Handle",
     "PreparedCollective",
     "all_gather",
     "prepare_all_gather",

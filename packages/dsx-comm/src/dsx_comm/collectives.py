@@ -31,7 +31,7 @@ from .groups import Membership, member
 from .hang import WATCH
 from .ordered import reduce_in_order
 from .shm.tensors import without_overlap
-from .works import Done, Handle, limit_of_wait
+from .works import Done, Handle
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -51,7 +51,8 @@ def settle(handle: Any, async_op: bool) -> Any:
     if isinstance(handle, Handle):
         handle.wait()
     elif handle is not None:
-        limit = limit_of_wait(None, WATCH.current(), (handle,))
+        note = WATCH.current()
+        limit = None if note is None else WATCH.resume(note, (handle,))
         handle.wait() if limit is None else handle.wait(limit)
     return None
 

@@ -15,6 +15,7 @@ Not here: algorithms for many ranks (beyond `DIRECT_RANKS` small messages are le
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -99,16 +100,18 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, op: Any, to: Memb
     `output` may be a part of `source`.
     """
     if output.numel() * output.element_size() <= SMALL_BYTES:
-        return _small_reduce_scatter(output, source, op, to)
+        return small_reduce_scatter(output, source, op, to)
     parts = list(source.view(to.size, -1).unbind(0))
     return reduce_scatter_parts(output, parts, op, to)
 
 
-def _small_reduce_scatter(output: torch.Tensor, source: torch.Tensor, op: Any, to: Membership) -> Handle:
-    staging = torch.empty_like(source).view(-1)
-    work = dist.all_to_all_single(as_bytes(staging), as_bytes(source), group=to.group, async_op=True)
-    parts = list(staging.view(to.size, -1).unbind(0))
-    return Handle([work], lambda: reduce_in_order(parts, op, output.view(-1)))
+def small_reduce_scatter(output: torch.Tensor, source: torch.Tensor, op: Any, to: Membership) -> Handle:
+    """`reduce_scatter` in one call of gloo, for parts of at most `SMALL_BYTES`."""
+    sent = source.view(-1).view(torch.uint8)
+    received = torch.empty_like(sent)
+    work = dist.all_to_all_single(received, sent, group=to.group, async_op=True)
+    parts = received.view(source.dtype).view(to.size, -1).unbind(0)
+    return Handle([work], partial(reduce_in_order, parts, op, output.view(-1)))
 
 
 def reduce_scatter_parts(output: torch.Tensor, parts: Sequence[torch.Tensor], op: Any, to: Membership) -> Handle:

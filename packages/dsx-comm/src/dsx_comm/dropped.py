@@ -45,17 +45,18 @@ class Dropped:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        """What waits; None before `start`."""
         self._lock = threading.Lock()
 
     def start(self) -> None:
         """Have the thread run. Called when a handle is handed out: a finaliser must not start threads."""
-        if self._thread is None:
+        if self.thread is None:
             with self._lock:
-                if self._thread is None:
+                if self.thread is None:
                     arguments = (self._queue,)
-                    self._thread = threading.Thread(target=_run, args=arguments, daemon=True, name="dsx-comm-dropped")
-                    self._thread.start()
+                    self.thread = threading.Thread(target=_run, args=arguments, daemon=True, name="dsx-comm-dropped")
+                    self.thread.start()
 
     def take(self, handle: Droppable) -> None:
         """See to `handle` (called by its finaliser: it lives on in the queue)."""
@@ -63,7 +64,7 @@ class Dropped:
 
     def finish(self) -> None:
         """End the thread once its calls are done, or let it be after a moment: a peer that never answers keeps it."""
-        thread, self._thread = self._thread, None
+        thread, self.thread = self.thread, None
         if thread is not None and thread is not threading.current_thread():
             self._queue.put(None)
             self._queue = SimpleQueue()

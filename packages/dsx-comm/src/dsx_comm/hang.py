@@ -147,7 +147,7 @@ class Watch:
         """This thread issues a call and may wait. `timeout`: the call's time limit in seconds; None: its group's."""
         if self._thread is None:
             self.arm()
-        log = self.log_of(group)
+        log = self._state.groups.get(group) or self.log_of(group)
         log.issued += 1
         log.op, log.message = op, message
         limit = self.settings.limit
@@ -159,11 +159,29 @@ class Watch:
         self._state.waiting[thread] = note
         return note
 
-    def resume(self, note: Waiting) -> None:
-        """The thread waits for a call that was issued before."""
-        note.thread = threading.get_ident()
-        note.since = time.monotonic()
-        self._state.waiting[note.thread] = note
+    def resume(self, note: Waiting, works: Sequence[Any] = (), timeout: timedelta | None = None) -> timedelta | None:
+        """The thread waits for the works of a call that was issued before, or goes on to wait for the one it is in.
+
+        Args:
+            note: of the call.
+            works: the backend's.
+            timeout: what the caller allows; None: no limit of its own.
+
+        Returns:
+            The limit that the wait has to be given. On a device it is the caller's: ProcessGroupNCCL blocks the host
+            until the work is done if it is given a timeout, so the explainer's thread looks at the works instead. On
+            the host a wait without a limit ends when the explanation of a hang is there.
+        """
+        thread = threading.get_ident()
+        if self._state.waiting.get(thread) is not note:
+            note.thread, note.since = thread, time.monotonic()
+            self._state.waiting[thread] = note
+        if note.on_device:
+            if works:
+                self.follow(note, works)
+        elif timeout is None and note.limit:
+            return timedelta(seconds=note.limit + GRACE)
+        return timeout
 
     def leave(self, note: Waiting) -> None:
         """The thread is through; others may still wait for the same call."""
@@ -193,11 +211,6 @@ class Watch:
             yield
         finally:
             self._labels.value = before
-
-    @staticmethod
-    def patience(note: Waiting) -> timedelta | None:
-        """After what time the host's wait for the call has to end; None: when the backend ends it."""
-        return timedelta(seconds=note.limit + GRACE) if note.limit else None
 
     def verdict(self, note: Waiting, error: BaseException) -> BaseException:
         """The error to raise for `error`: the explanation of a hang, or who has left the job, if that is known."""

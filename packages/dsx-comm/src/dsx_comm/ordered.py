@@ -32,6 +32,9 @@ def reduce_in_order(parts: Sequence[torch.Tensor], op: Any, out: torch.Tensor) -
     `out` may be one of the parts; if it is one beyond the first two, parts[0] is overwritten.
     """
     if out.is_floating_point() and out.element_size() <= 2:
+        if out.numel() <= BLOCK:
+            _reduce_wide(parts, op, out)
+            return
         for start in range(0, out.numel(), BLOCK):
             _reduce_wide([part[start : start + BLOCK] for part in parts], op, out[start : start + BLOCK])
         return

@@ -62,26 +62,23 @@ class PreparedCollective:
         graph = torch.is_grad_enabled()
         if graph:  # as in `calls.run`
             torch._C._set_grad_enabled(False)
-        note = None
+        call, note = self._call, None
+        if self._explained:
+            note = WATCH.enter(call.group, call.op, call.message, self._label, on_device=self._on_device)
         try:
-            if not self._explained:
-                result = self._issue(output, source)
-            else:
-                call = self._call
-                note = WATCH.enter(call.group, call.op, call.message, self._label, on_device=self._on_device)
-                try:
-                    result = self._issue(output, source)
-                except RuntimeError as error:
-                    explained = WATCH.verdict(note, error)
-                    raise explained from (None if explained is error else error)
-                finally:
-                    WATCH.leave(note)
+            result = self._issue(output, source)
+        except RuntimeError as error:
+            explained = error if note is None else WATCH.verdict(note, error)
+            raise explained from (None if explained is error else error)
         finally:
+            if note is not None:
+                WATCH.leave(note)
             if graph:
                 torch._C._set_grad_enabled(True)
-        handle = result if isinstance(result, Handle) else Handle((result,))
-        handle.hand_out(note)
-        return handle
+        if not isinstance(result, Handle):
+            return Handle((result,), note=note)
+        result.hand_out(note)
+        return result
 
     def _start_observed(self, output: torch.Tensor, source: torch.Tensor) -> Handle:
         def issue() -> Handle:
@@ -162,8 +159,13 @@ def prepare_reduce_scatter(
     size = _bytes(numel, dtype)
     call = Call(name, to.group, to.size, size, share_volume(size, to.size), device, {}, 1, described(dtype, kind))
     issue: _Issue = lambda output, source: start_reduce_scatter(output, source, kind, to)  # noqa: E731
+    on_gloo = device.type == "cpu" and to.backends.get("cpu") == "gloo"
     native = kind is not dist.ReduceOp.AVG or device.type in to.averages_on
-    if numel and to.size > 1 and native and not (device.type == "cpu" and to.backends.get("cpu") == "gloo"):
+    if not numel or to.size == 1:
+        pass  # nothing to send
+    elif on_gloo and size <= composed.SMALL_BYTES and composed.direct(to.size, size):
+        issue = partial(composed.small_reduce_scatter, op=kind, to=to)
+    elif native and not on_gloo:
         issue = partial(getattr(dist, REDUCE_SCATTER), op=kind, group=to.group, async_op=True)
     return PreparedCollective(call, issue, to, (numel, numel * to.size), label, dtype)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from .calls import waiting
+from .calls import WAITS, waiting
 from .dropped import DROPPED
 from .errors import CollectiveTimeoutError
 from .hang import WATCH, Waiting
@@ -41,13 +41,20 @@ class Handle:
     """
 
     def __init__(
-        self, transfers: Sequence[Any] = (), finish: Callable[[], Any] | None = None, *, pollable: bool = True
+        self,
+        transfers: Sequence[Any] = (),
+        finish: Callable[[], Any] | None = None,
+        *,
+        pollable: bool = True,
+        note: Waiting | None = None,
     ) -> None:
         self.transfers = transfers
-        self.note: Waiting | None = None
+        self.note = note
         self.compare: Callable[[], None] | None = None
         self._finish = finish
         self.pollable = pollable
+        self.needs_a_thread = finish is not None or not pollable
+        """Whether the operation ends only if it is waited for. Handles among the transfers have their own answer."""
         self._lock = threading.RLock()
         self._done = False
         self._error: BaseException | None = None
@@ -58,12 +65,8 @@ class Handle:
         self._has_arrived = False
 
     def __del__(self) -> None:
-        if not self._done and self._needs_a_thread() and not sys.is_finalizing():
+        if not self._done and self.needs_a_thread and not sys.is_finalizing():
             DROPPED.take(self)
-
-    def _needs_a_thread(self) -> bool:
-        """Whether the operation ends only if it is waited for. Handles among the transfers answer for themselves."""
-        return self._finish is not None or not self.pollable
 
     def hand_out(self, note: Waiting | None = None, compare: Callable[[], None] | None = None) -> None:
         """A caller gets this handle and may drop it: have a thread ready that waits for it then.
@@ -71,7 +74,7 @@ class Handle:
         `note` is the hang explainer's of the call, `compare` asks whether the other ranks call the same.
         """
         self.note, self.compare = note, compare
-        if self._needs_a_thread():
+        if self.needs_a_thread and DROPPED.thread is None:
             DROPPED.start()
         for transfer in self.transfers:
             if isinstance(transfer, Handle):
@@ -95,9 +98,25 @@ class Handle:
                 raise self._error
         return True
 
+    def synchronize(self) -> None:
+        """As `wait`; on the host there is nothing more to wait for."""
+        self.wait()
+
     def _complete(self, timeout: timedelta | None) -> None:
+        """Receive, so that a hang in it is explained and a rank that called something else is named; then finish."""
+        note = self.note
+        watched = WATCH.current() if note is None else note  # without a note: part of a call that is watched, if any is
+        limit = timeout if watched is None else WATCH.resume(watched, self.transfers, timeout)
+        receive = self._receive if self.compare is None else self._compare_and_receive
         try:
-            waiting(self._receive_explained, timeout)
+            try:
+                waiting(receive, limit) if WAITS.active else receive(limit)
+            except RuntimeError as error:
+                explained = error if note is None else WATCH.verdict(note, error)
+                raise explained from (None if explained is error else error)
+            finally:
+                if note is not None:
+                    WATCH.leave(note)
             self._arrive()
             if self._finish is not None:
                 with torch.no_grad():
@@ -114,7 +133,11 @@ class Handle:
         if self._done:
             return True
         if self.pollable:
-            ready = all(work.is_completed() for work in self.transfers)
+            ready = True
+            for work in self.transfers:  # a loop: a generator's every step is a call
+                if not work.is_completed():
+                    ready = False
+                    break
         else:
             self._start_poller()
             ready = self._done or (self._arrived is not None and self._arrived.is_set())
@@ -175,24 +198,12 @@ class Handle:
             arrived.set()
         self._arrive()
 
-    def _receive_explained(self, timeout: timedelta | None) -> None:
-        """Receive, so that a hang in it is explained and a rank that called something else is named."""
-        note = self.note
-        if note is None:  # part of a call that is being watched, if any is
-            return self._receive(timeout, WATCH.current())
-        WATCH.resume(note)
-        try:
-            if self.compare is not None:
-                self.compare()
-            self._receive(timeout, note)
-        except RuntimeError as error:
-            explained = WATCH.verdict(note, error)
-            raise explained from (None if explained is error else error)
-        finally:
-            WATCH.leave(note)
+    def _compare_and_receive(self, timeout: timedelta | None) -> None:
+        if self.compare is not None:
+            self.compare()
+        self._receive(timeout)
 
-    def _receive(self, timeout: timedelta | None, note: Waiting | None) -> None:
-        timeout = limit_of_wait(timeout, note, self.transfers)
+    def _receive(self, timeout: timedelta | None) -> None:
         if self._arrived is not None:
             if not self._arrived.wait(None if timeout is None else timeout.total_seconds()):
                 raise CollectiveTimeoutError(f"the operation did not complete within {timeout}")
@@ -217,21 +228,6 @@ class Handle:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
-
-
-def limit_of_wait(timeout: timedelta | None, note: Waiting | None, works: Sequence[Any]) -> timedelta | None:
-    """What a wait for a backend's works has to be given, in the call that `note` is of.
-
-    Nothing on a device: ProcessGroupNCCL blocks the host until the work is done if it is given a timeout. The hang
-    explainer's thread looks at the works instead.
-    """
-    if note is None:
-        return timeout
-    if note.on_device:
-        WATCH.follow(note, works)
-    elif timeout is None:
-        return WATCH.patience(note)
-    return timeout
 
 
 def notify(works: Sequence[Any], callback: Callable[[], None]) -> None:
@@ -275,13 +271,11 @@ class TwoPhase(Handle):
 
     def __init__(self, first: Handle, second: Callable[[], Handle]) -> None:
         super().__init__()
+        self.needs_a_thread = True
         self._phases = _Phases(first, second)
         QUEUE.append(self._phases)
 
-    def _needs_a_thread(self) -> bool:
-        return True
-
-    def _receive(self, timeout: timedelta | None, note: Waiting | None) -> None:
+    def _receive(self, timeout: timedelta | None) -> None:
         """Wait for both phases; those issued earlier are advanced first. A limit holds for the second phase."""
         QUEUE.advance_until(self._phases)
         if self._phases.rest is None:

@@ -36,10 +36,12 @@ from .homes.chosen import (
 )
 from .homes.tiers import Placement, UnitPlacement
 from .lanes import Lane, make_lane
-from .order.agreed import AgreedOrder, Channel, NullOrder, Order, ReuseLimits
+from .order.agreed import AgreedOrder
 from .order.backward import BackwardClock
 from .order.channel import AskingChannel, ControlChannel, OneRank
 from .order.executor import CollectiveExecutor
+from .order.protocol import Channel, NullOrder, Order
+from .order.schedule import ReuseLimits
 from .params.flat import FlatGroup, Unit
 from .params.kept import KeptGroups
 from .params.memory import Memory, OrdinaryMemory, memory_of

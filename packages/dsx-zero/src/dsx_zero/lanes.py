@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
+import dsx_comm
 import torch
 
 
@@ -90,7 +91,11 @@ def is_done(pending: Pending) -> bool:
 class Ticket(Protocol):
     """One submitted job."""
 
-    def wait(self) -> None:
+    def is_completed(self) -> bool:
+        """Would `wait` return at once? Never waits."""
+        ...
+
+    def wait(self) -> object:
         """Let the caller's side go on only with the job's results in place. Waiting twice is harmless."""
         ...
 
@@ -104,7 +109,9 @@ class Ticket(Protocol):
 class Lane(Protocol):
     """See the module's text."""
 
-    def submit(self, job: Job) -> Ticket: ...
+    def submit(self, job: Job, *, follow: bool = False) -> Ticket:
+        """Start or queue `job`; with `follow`, behind what the caller's side has written so far."""
+        ...
 
     def follow(self) -> None:
         """Let jobs submitted from now on see what the caller's side has written so far (updated shards)."""
@@ -136,9 +143,10 @@ class HostLane:
     on_transfer: OnTransfer | None = None
     """Is told of copies between tiers; see `transfer`."""
 
-    def submit(self, job: Job) -> Ticket:
-        """Run ``job`` now; the ticket waits for what it left pending."""
-        return _HostTicket(job())
+    def submit(self, job: Job, *, follow: bool = False) -> Ticket:
+        """Run ``job`` now; the ticket waits for what it left pending. A handle of dsx-comm is a ticket itself."""
+        pending = job()
+        return pending if isinstance(pending, dsx_comm.Handle) else _HostTicket(pending)
 
     def follow(self) -> None:
         """Nothing to do: one thread."""
@@ -175,8 +183,10 @@ class CudaLane:
         self._stream = torch.cuda.Stream(device=device, priority=-1)
         self._retired: torch.cuda.Event | None = None
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: Job, *, follow: bool = False) -> Ticket:
         """Enqueue ``job`` behind the last retirement (its memory may be what that one gave back)."""
+        if follow:
+            self.follow()
         if self._retired is not None:
             self._stream.wait_event(self._retired)
             self._retired = None
@@ -222,7 +232,7 @@ class DeferringLane:
     def __init__(self) -> None:
         self._queue: deque[_DeferredTicket] = deque()
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: Job, *, follow: bool = False) -> Ticket:
         """Queue ``job``."""
         ticket = _DeferredTicket(self, job)
         self._queue.append(ticket)

@@ -12,10 +12,23 @@ from typing import Any
 
 import torch
 
-__all__ = ["ModuleHook"]
+__all__ = ["CallingHook", "ModuleHook"]
 
 
 class ModuleHook:
+    """Base of hooks on modules. What a hook does is its class's `__call__`, under `torch.compiler.disable`."""
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _do_nothing
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _hook_of_a_copy, ()
+
+
+class CallingHook(ModuleHook):
     """A forward hook or a forward pre-hook that calls `function`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -23,12 +36,6 @@ class ModuleHook:
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _do_nothing
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _hook_of_a_copy, ()
 
 
 def _hook_of_a_copy() -> Callable[..., None]:

@@ -26,7 +26,7 @@ from .errors import ZeroOptimizerError, ZeroStateError
 from .grads.gradients import BackwardWatch
 from .homes.home import Home
 from .homes.stored import TensorStore
-from .module_hooks import ModuleHook
+from .module_hooks import CallingHook
 from .params.flat import FlatGroup
 from .params.partitioned_unit import is_partitioned
 from .plan.layout import LocalSlice
@@ -311,7 +311,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._before_forward.remove()
             self._before_forward = None
         if self._frozen.may_grow:
-            hook = ModuleHook(partial(_find_unfrozen, weakref.ref(self)))
+            hook = CallingHook(partial(_find_unfrozen, weakref.ref(self)))
             # Before the hooks that gather: the forward that is about to begin uses the new layout.
             self._before_forward = self._runtime.model.register_forward_pre_hook(hook, prepend=True)
 

@@ -112,7 +112,8 @@ def spawn_ranks(worker: Callable[..., Any], ranks: int, *arguments: Any) -> None
     `init_method="file://..."`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_one_thread, (worker, os.path.join(folder, "store"), arguments), ranks)
+        arguments = (worker, os.path.join(folder, "store"), arguments)
+        mp.spawn(_one_thread, arguments, ranks)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _one_thread(rank: int, worker: Callable[..., Any], store: str, arguments: tuple[Any, ...]) -> None:

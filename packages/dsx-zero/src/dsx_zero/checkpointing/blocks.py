@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..module_hooks import ModuleHook
+from ..module_hooks import CallingHook
 from .call import run_checkpoint
 from .operators import keep_operators
 
@@ -46,7 +46,7 @@ class RecomputedCall:
         return run_checkpoint(call, args, kwargs, context_fn=self._context_fn)
 
 
-class BetweenGraphs(ModuleHook):
+class BetweenGraphs(CallingHook):
     """A forward pre-hook of recomputed modules. Where the model around them is compiled as a whole, PyTorch would trace
     what the class of a module says and leave the recomputation out. So each of these modules ends the graph before it
     and runs as it does without compilation, which a warning says once.

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..errors import ZeroConfigError, ZeroModelError
-from ..module_hooks import ModuleHook
+from ..module_hooks import CallingHook
 from ..plan.units import block_names
 from .blocks import recompute_modules
 from .measured import Measurement
@@ -73,7 +73,7 @@ class MemoryBudget:
         self._measurement: Measurement | None = None
         self._end: Callable[[], None] = lambda: None
         self._warned = False
-        before, after = ModuleHook(self._before), ModuleHook(self._after)
+        before, after = CallingHook(self._before), CallingHook(self._after)
         self._handles = [
             model.register_forward_pre_hook(before, with_kwargs=True),
             model.register_forward_hook(after, always_call=True),

@@ -1,11 +1,10 @@
-"""Issues the gathers of units on a lane, counts who holds them, and frees them: the half of stage 3 that the order
-of collectives calls.
-"""
+"""Issues the gathers of units on a lane and frees them: the half of stage 3 that the order of collectives calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ..homes.home import fetched
 from ..lanes import Lane, Ticket
 from ..params.flat import FlatGroup
 from ..params.partitioned_unit import PartitionedUnit, UnitState
+from ..params.storage import GatheredStorage
 from ..transports.protocol import Transport
 from .read_ahead import ReadAhead
 
@@ -35,7 +35,7 @@ class GatherLimits:
 class GatherExecutor:
     """Issues gathers of units on a lane and frees them.
 
-    How they travel is the ``transport``'s affair.
+    How they travel is the ``transport``'s affair; who uses a unit is counted in ``PartitionedUnit.uses``.
     """
 
     def __init__(
@@ -51,11 +51,10 @@ class GatherExecutor:
         self._units = {unit.index: unit for unit in units}
         self._transport, self._lane, self._limits = transport, lane, limits
         self._tickets: dict[int, list[Ticket]] = {}
-        self._holds: dict[int, int] = dict.fromkeys(self._units, 0)
         self._passing: list[tuple[Ticket, torch.Tensor]] = []
         self.live = 0
         """Elements of all gathered units."""
-        self._under_way = 0  # elements of units that are gathered and that nobody has waited for
+        self._under_way = 0  # elements of units whose gather has not been waited for
 
     def run_gather(self, unit: int) -> None:
         """See ``Executor``. A unit that is there already is gathered past its users, into memory of its own."""
@@ -70,24 +69,26 @@ class GatherExecutor:
         target.state = UnitState.GATHERING
         jobs = []
         for store, group in zip(target.storages, target.groups):
-            if store.numel:
-                jobs.append(self._job(target.name, store, group))
+            if not store.numel:
+                continue
+            shard, arrival = group.shard.view(), None
+            if shard is None or shard.device != group.key.device:
+                shard, arrival = fetched(group.shard, group.key.device, self._lane)
+            jobs.append(partial(self._fill, store, shard, arrival, group, target.name))
         if self._ahead is not None:
             self._ahead.taken()  # before the jobs, which may wait for their shards
         tickets = self._tickets[unit] = []
         for job in jobs:
             tickets.append(self._lane.submit(job))
 
-    def _job(self, name: str, store: Any, group: FlatGroup) -> Callable[[], Any]:
-        shard, arrival = fetched(group.shard, group.key.device, self._lane)
-
-        def gather() -> Any:
-            store.allocate()
-            if arrival is not None:
-                arrival.wait()
-            return self._transport.start(store.fill, shard, group, name)
-
-        return gather
+    def _fill(
+        self, store: GatheredStorage, shard: torch.Tensor, arrival: Ticket | None, group: FlatGroup, name: str
+    ) -> Any:
+        """What the lane does for a flat group of a unit."""
+        store.allocate()
+        if arrival is not None:
+            arrival.wait()
+        return self._transport.start(store.fill, shard, group, name)
 
     def _gather_past(self, target: PartitionedUnit) -> None:
         self.settle()
@@ -110,7 +111,7 @@ class GatherExecutor:
             self._passing.append((self._lane.submit(gather), scratch))
 
     def settle(self) -> None:
-        """Wait for gathers that nobody here uses."""
+        """Wait for gathers that this rank does not use."""
         passing, self._passing = self._passing, []
         for ticket, _ in passing:
             ticket.wait()
@@ -120,57 +121,41 @@ class GatherExecutor:
         return self._units[unit].state is not UnitState.PARTITIONED
 
     def discard(self, unit: int) -> None:
-        """See ``Executor``. Nothing while somebody holds the unit."""
-        if self._holds[unit] == 0:
+        """See ``Executor``. Nothing while the unit is in use."""
+        if self._units[unit].uses == 0:
             self.free(unit)
 
     def arrive(self, unit: int) -> None:
         """Wait for the unit's gather and let its modules see the parameters."""
         target = self._units[unit]
         if target.state is UnitState.GATHERING:
-            self._land(target)
+            for ticket in self._tickets.pop(unit):
+                ticket.wait()
+            self._under_way -= target.numel
             target.state = UnitState.GATHERED
         target.swap_in()
 
-    def _land(self, target: PartitionedUnit) -> None:
-        for ticket in self._tickets.pop(target.index):
-            ticket.wait()
-        self._under_way -= target.numel
-
-    def hold(self, unit: int) -> None:
-        """Somebody uses the unit from now on."""
-        self._holds[unit] += 1
-
-    def let_go(self, unit: int) -> int:
-        """One user fewer; returns how many are left."""
-        self._holds[unit] = max(0, self._holds[unit] - 1)
-        return self._holds[unit]
-
-    def held(self, unit: int) -> bool:
-        """Whether somebody uses the unit."""
-        return self._holds[unit] > 0
-
     def sweep(self) -> None:
-        """Free what is there and nobody holds; gathers under way for later stay."""
+        """Free what is there and is not in use; gathers under way for later stay."""
         for index, unit in self._units.items():
             if unit.state is UnitState.GATHERED:
                 self.discard(index)
 
     def free_all(self) -> None:
-        """Free everything and forget who held it."""
+        """Free everything and forget who uses it."""
         if self._ahead is not None:
             self._ahead.drop()
-        for index in self._units:
-            self._holds[index] = 0
+        for index, unit in self._units.items():
+            unit.uses = 0
             self.free(index)
 
     def free(self, unit: int) -> None:
-        """Give the memory back, whoever holds the unit."""
+        """Give the memory back, whether the unit is in use or not."""
         target = self._units[unit]
         if target.state is UnitState.PARTITIONED:
             return
         if target.state is UnitState.GATHERING:
-            self._land(target)
+            self.arrive(unit)  # what is under way writes into the memory
         target.swap_out()
         for store in target.storages:
             self._lane.retire(store)
@@ -178,7 +163,7 @@ class GatherExecutor:
         self.live -= target.numel
 
     def may_run_ahead(self, unit: int) -> bool:
-        """Whether the limits allow this gather before its use."""
+        """See ``Executor``: whether the limits allow this gather before its use."""
         target = self._units[unit]
         ahead, limits = self._under_way, self._limits
         if target.state is not UnitState.PARTITIONED or self.live + target.numel > limits.max_live_parameters:

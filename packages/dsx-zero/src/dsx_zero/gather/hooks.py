@@ -33,6 +33,68 @@ class _Running:
     side_outputs: list[torch.Tensor] = field(default_factory=list)
 
 
+@dataclass
+class _Forwards:
+    """What the hooks of one model share.
+
+    Attributes:
+        model: its root.
+        lifetime: hears of forwards.
+        keeps: what has to live as long as the model uses the hooks.
+        by_module: the units that each hooked module uses.
+        running: hooked forwards that have not returned, the innermost last.
+        pauses: `UnitHooks.paused` contexts that are open.
+    """
+
+    model: nn.Module
+    lifetime: GatherLifetime
+    keeps: Any
+    by_module: dict[nn.Module, list[int]]
+    running: list[_Running] = field(default_factory=list)
+    pauses: int = 0
+
+
+class _BeforeForward(ModuleHook):
+    def __init__(self, forwards: _Forwards) -> None:
+        self._forwards = forwards
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        forwards = self._forwards
+        units = forwards.by_module.get(module)
+        if forwards.pauses or units is None:  # a shallow copy of a module has its hooks
+            return
+        forwards.running.append(_Running(sys.exc_info()[1]))
+        forwards.lifetime.before_forward(units, (args, kwargs), root=module is forwards.model)
+
+
+class _AfterForward(ModuleHook):
+    def __init__(self, forwards: _Forwards) -> None:
+        self._forwards = forwards
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        forwards = self._forwards
+        units = forwards.by_module.get(module)
+        if forwards.pauses or units is None:
+            return None
+        # With ``always_call`` this also runs while an exception passes through; then it is one that was not there
+        # before.
+        running = forwards.running.pop() if forwards.running else _Running(None)
+        failed = sys.exc_info()[1] is not running.error
+        traced = torch.is_grad_enabled()
+        left: list[torch.Tensor] = []
+        if traced:
+            left = running.side_outputs + attribute_tensors(module, forwards.by_module)
+            if forwards.running:
+                forwards.running[-1].side_outputs += left
+        uses = forwards.lifetime.after_forward(units[::-1], (output, left), failed=failed)
+        if not uses or not traced or isinstance(output, torch.Tensor):
+            return None
+        watched = watch_iterators(output, partial(forwards.lifetime.watch_item, uses))
+        return None if watched is output else watched
+
+
 class UnitHooks:
     """The hooks of a sharded model: on each unit's module, and on the root to know where a forward ends.
 
@@ -42,39 +104,29 @@ class UnitHooks:
     def __init__(
         self, model: nn.Module, units: Sequence[PartitionedUnit], lifetime: GatherLifetime, keeps: Any = None
     ) -> None:
-        self._model, self._lifetime, self._keeps = model, lifetime, keeps
         self._handles: list[Any] = []
         self._names = {unit.index: unit.plan.names for unit in units}
-        self._by_module = self._users(units)
-        self._running: list[_Running] = []
-        self._pauses = 0
-        self._hooks = (ModuleHook(self._before), ModuleHook(self._after))
-        for module in self._by_module:
+        self._forwards = _Forwards(model, lifetime, keeps, _users(model, units))
+        self._hooks: tuple[Any, Any] = (_BeforeForward(self._forwards), _AfterForward(self._forwards))
+        for module in self._forwards.by_module:
             self._register(module)
-
-    def _users(self, units: Sequence[PartitionedUnit]) -> dict[nn.Module, list[int]]:
-        """The modules that have hooks, with the units that they use."""
-        found: dict[nn.Module, list[int]] = {self._model: []}
-        for unit in units:
-            for name in unit.plan.users:
-                found.setdefault(self._model.get_submodule(name), []).append(unit.index)
-        return found
 
     def serve(self, units: Sequence[PartitionedUnit], lifetime: GatherLifetime, keeps: Any) -> None:
         """The model is laid out anew: do the same for these units. Hooks stay where they are, because torch has listed
         those of a forward that is about to begin.
         """
-        before, names = self._by_module, self._names
-        self._lifetime, self._keeps = lifetime, keeps
+        forwards, names = self._forwards, self._names
+        before = forwards.by_module
+        forwards.lifetime, forwards.keeps = lifetime, keeps
+        forwards.by_module = _users(forwards.model, units)
         self._names = {unit.index: unit.plan.names for unit in units}
-        self._by_module = self._users(units)
         number_of = {name: index for index, found in self._names.items() for name in found}
         for module, used in before.items():
             for index in used:
                 for name in names[index]:  # those of external parameters too
                     if name in number_of:
                         self.add(module, number_of[name], hooked=True)
-        for module in self._by_module:
+        for module in forwards.by_module:
             if module not in before:
                 self._register(module)
 
@@ -85,17 +137,18 @@ class UnitHooks:
 
     def add(self, module: nn.Module, unit: int, *, hooked: bool = False) -> None:
         """Let ``module``'s forward use a unit besides its own (an external parameter). ``hooked``: it has hooks."""
-        if module not in self._by_module:
-            self._by_module[module] = []
+        by_module = self._forwards.by_module
+        if module not in by_module:
+            by_module[module] = []
             if not hooked:
                 self._register(module)
-        if unit not in self._by_module[module]:
-            self._by_module[module].append(unit)
+        if unit not in by_module[module]:
+            by_module[module].append(unit)
 
     def drop(self, module: nn.Module, unit: int) -> None:
         """Undo ``add``."""
-        if unit in self._by_module.get(module, ()):
-            self._by_module[module].remove(unit)
+        if unit in self._forwards.by_module.get(module, ()):
+            self._forwards.by_module[module].remove(unit)
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -105,43 +158,18 @@ class UnitHooks:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Forwards inside neither gather nor free: whoever pauses holds every unit."""
-        self._pauses += 1
+        """Forwards inside neither gather nor free: the caller holds every unit."""
+        self._forwards.pauses += 1
         try:
             yield
         finally:
-            self._pauses -= 1
+            self._forwards.pauses -= 1
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._pauses or module not in self._by_module:  # a shallow copy of a module has its hooks
-            return
-        self._lifetime.enter_forward(root=module is self._model)
-        self._running.append(_Running(sys.exc_info()[1]))
-        for unit in self._by_module[module]:
-            self._lifetime.before_forward(unit, (args, kwargs))
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._pauses or module not in self._by_module:
-            return None
-        # With ``always_call`` this also runs while an exception passes through; then it is one that was not there
-        # before.
-        running = self._running.pop() if self._running else _Running(None)
-        failed = sys.exc_info()[1] is not running.error
-        units = tuple(reversed(self._by_module[module]))
-        left = self._side_outputs(module, running)
-        uses = [(unit, self._lifetime.after_forward(unit, (output, left))) for unit in units]
-        self._lifetime.leave_forward(failed=failed)
-        if not uses or not torch.is_grad_enabled():
-            return None
-        if isinstance(output, torch.Tensor):
-            return None
-        watched = watch_iterators(output, partial(self._lifetime.watch_item, uses))
-        return None if watched is output else watched
-
-    def _side_outputs(self, module: nn.Module, running: _Running) -> list[torch.Tensor]:
-        if not torch.is_grad_enabled():
-            return []
-        found = running.side_outputs + attribute_tensors(module, self._by_module)
-        if self._running:
-            self._running[-1].side_outputs += found
-        return found
+def _users(model: nn.Module, units: Sequence[PartitionedUnit]) -> dict[nn.Module, list[int]]:
+    """The modules that have hooks, with the units that they use."""
+    found: dict[nn.Module, list[int]] = {model: []}
+    for unit in units:
+        for name in unit.plan.users:
+            found.setdefault(model.get_submodule(name), []).append(unit.index)
+    return found

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from ..errors import ZeroStateError
-from ..order.agreed import Order
 from ..order.backward import BackwardClock
+from ..order.protocol import Order
 from ..order.schedule import Pass
 from ..params.partitioned_unit import Lender, PartitionedUnit, UnitState
 from ..params.tensors import tensors_in
@@ -70,58 +70,70 @@ class GatherLifetime(Lender):
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, *, root: bool) -> None:
-        """A hooked module starts its forward; ``root``: the whole model, which is never inside another."""
-        if torch._C._current_graph_task_id() != -1:
-            return
-        if root and self._depth:  # a forward that an error ended without the hooks hearing of it
+    def before_forward(self, units: Sequence[int], inputs: Any, *, root: bool) -> None:
+        """A module is about to run on ``inputs`` (arguments and keyword arguments), and uses ``units``.
+
+        ``root``: it is the whole model, which is never inside another module.
+        """
+        recomputes = torch._C._current_graph_task_id() != -1
+        if recomputes:
+            if not self._in_backward:
+                self._clock.enter()
+        else:
+            if root or self._depth == 0:
+                self._begin_forward()
+            self._depth += 1
+        for unit in units:
+            target = self._units[unit]
+            self._take(target, Pass.TRAINING if recomputes else self._pass)
+            if recomputes:
+                self._hold_in_backward(target, "recomputation")
+            else:
+                target.uses += 1
+            use = Use()
+            self._open[unit].append(use)
+            if torch.is_grad_enabled() and target.plan.users != ("",):
+                self._watch_inputs(unit, use, inputs)
+
+    def _begin_forward(self) -> None:
+        """The outermost forward begins."""
+        if self._depth:  # a forward that an error ended without the hooks hearing of it
             self._depth = 0
             self._abandon_forward()
-        if self._depth == 0:
-            self._pass = Pass.TRAINING if torch.is_grad_enabled() else Pass.EVALUATION
-            if self._in_backward:  # a backward that an error ended
-                self._clock.forget()
-                self._release_all()
-        self._depth += 1
+        self._pass = Pass.TRAINING if torch.is_grad_enabled() else Pass.EVALUATION
+        if self._in_backward:  # a backward that an error ended
+            self._clock.forget()
+            self._release_all()
 
-    def leave_forward(self, *, failed: bool) -> None:
-        """A hooked module's forward has returned or failed."""
-        if torch._C._current_graph_task_id() != -1 or not self._depth:
-            return  # (another hook's error came before this forward was entered)
-        self._depth -= 1
-        if self._depth > 0:
-            return
+    def after_forward(self, units: Sequence[int], output: Any, *, failed: bool) -> list[tuple[int, Use]]:
+        """The module that uses ``units`` has returned ``output`` (None if it failed).
+
+        Returns:
+            The forwards of the units that end here.
+        """
+        inside_backward, uses = torch._C._current_graph_task_id() != -1, []
+        for unit in units:
+            use = self._open[unit].pop() if self._open[unit] else Use()
+            uses.append((unit, use))
+            if torch.is_grad_enabled():
+                self._watch_outputs(unit, use, output)
+            if not inside_backward:
+                self._let_go(self._units[unit])
+        if not inside_backward and self._depth:  # (0 where another hook failed before this forward was entered)
+            self._depth -= 1
+            if self._depth == 0:
+                self._end_forward(failed=failed)
+        return uses
+
+    def _end_forward(self, *, failed: bool) -> None:
+        """The outermost forward has returned or failed."""
         for unit in self._borrowed:
-            self._executor.let_go(unit)
+            self._units[unit].uses -= 1
         self._borrowed.clear()
         if not failed:
             self._order.end_forward(during=self._pass)
             self._executor.settle()
         self._executor.sweep()
-
-    def before_forward(self, unit: int, inputs: Any) -> None:
-        """The unit's module is about to run on ``inputs`` (arguments and keyword arguments)."""
-        if torch._C._current_graph_task_id() != -1:
-            if not self._in_backward:
-                self._clock.enter()
-            self._take(unit, Pass.TRAINING)
-            self._add_backward_hold(unit, "recomputation")
-        else:
-            self._take(unit, self._pass)
-            self._executor.hold(unit)
-        use = Use()
-        self._open[unit].append(use)
-        if torch.is_grad_enabled() and self._units[unit].plan.users != ("",):
-            self._watch_inputs(unit, use, inputs)
-
-    def after_forward(self, unit: int, output: Any) -> Use:
-        """The unit's module has returned ``output`` (None if it failed)."""
-        use = self._open[unit].pop() if self._open[unit] else Use()
-        if torch.is_grad_enabled():
-            self._watch_outputs(unit, use, output)
-        if torch._C._current_graph_task_id() == -1:
-            self._done(unit)
-        return use
 
     def watch_item(self, uses: Sequence[tuple[int, Use]], item: Any) -> None:
         """An iterator that the module of these uses returned gives ``item`` to its caller."""
@@ -129,21 +141,21 @@ class GatherLifetime(Lender):
             for unit, use in uses:
                 self._watch_outputs(unit, use, item)
 
-    def _done(self, unit: int) -> None:
-        if self._executor.let_go(unit) == 0 and not self._order.keeps(unit):
-            self._executor.free(unit)
+    def _let_go(self, target: PartitionedUnit) -> None:
+        """One use has ended. After the last one the unit is freed, unless its next use is meant to find it."""
+        target.uses = max(0, target.uses - 1)
+        if target.uses == 0 and not self._order.keeps(target.index):
+            self._executor.free(target.index)
 
-    def _take(self, unit: int, during: Pass) -> None:
-        executor, target = self._executor, self._units[unit]
+    def _take(self, target: PartitionedUnit, during: Pass) -> None:
+        """Have the unit's parameters in its modules."""
         if target.state is UnitState.GATHERED:
-            if not executor.held(unit):
-                self._order.use(unit)
+            if not target.uses:
+                self._order.use(target.index)
             target.swap_in()
             return
-        self._order.gather(unit, during=during)
-        if during is not Pass.OUTSIDE:
-            self._order.run_ahead(executor.may_run_ahead)
-        executor.arrive(unit)
+        self._order.gather(target.index, during=during)
+        self._executor.arrive(target.index)
 
     def _abandon_forward(self) -> None:
         for uses in self._open.values():
@@ -157,40 +169,39 @@ class GatherLifetime(Lender):
         """See `BackwardWatcher`."""
         self._in_backward = True
 
-    def before_backward(self, unit: int, use: Use) -> None:
+    def before_backward(self, unit: int, use: Use, gradient: torch.Tensor) -> None:
         """The gradient of an output of ``use`` is there."""
         if not self._in_backward:
             self._clock.enter()
         if use not in self._backward[unit]:
-            self._take(unit, Pass.TRAINING)
-            self._add_backward_hold(unit, use)
+            target = self._units[unit]
+            self._take(target, Pass.TRAINING)
+            self._hold_in_backward(target, use)
 
-    def after_backward(self, unit: int, use: Use) -> None:
+    def after_backward(self, unit: int, use: Use, gradient: torch.Tensor) -> None:
         """Every autograd node of ``use`` has run."""
         holds = self._backward[unit]
         if use in holds:
             holds.discard(use)
             holds.discard("recomputation")
             if not holds:
-                self._done(unit)
+                self._let_go(self._units[unit])
 
     def gradients_complete(self, unit: int) -> None:
         """The unit's parameters have all their gradients: a use without inputs to watch ends here."""
-        if unit not in self._units:
-            return
-        holds = self._backward[unit]
+        holds = self._backward.get(unit)
         if not holds or unit not in self._ends_with_gradients:
             return
         for use in holds:
             if not isinstance(use, Use) or use.first_input_hooked:
                 return
         holds.clear()
-        self._done(unit)
+        self._let_go(self._units[unit])
 
-    def _add_backward_hold(self, unit: int, token: Any) -> None:
-        holds = self._backward[unit]
+    def _hold_in_backward(self, target: PartitionedUnit, token: Any) -> None:
+        holds = self._backward[target.index]
         if not holds:
-            self._executor.hold(unit)
+            target.uses += 1
         holds.add(token)
 
     def end_backward(self) -> None:
@@ -201,18 +212,20 @@ class GatherLifetime(Lender):
 
     def _release_all(self) -> None:
         self._in_backward = False
-        for unit, holds in self._backward.items():
+        for index, target in self._units.items():
+            holds = self._backward[index]
             if holds:
                 holds.clear()
-                self._executor.let_go(unit)
-            self._executor.discard(unit)
+                target.uses = max(0, target.uses - 1)
+            if target.state is not UnitState.PARTITIONED:
+                self._executor.discard(index)
 
     # Watching tensors -------------------------------------------------------------------------------------------------
 
     def _watch_outputs(self, unit: int, use: Use, output: Any) -> None:
         for tensor in tensors_in(output, objects=True):
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: self.before_backward(unit, use))
+                tensor.register_hook(partial(self.before_backward, unit, use))
 
     def _watch_inputs(self, unit: int, use: Use, inputs: Any) -> None:
         leaves: list[torch.Tensor] = []
@@ -220,7 +233,7 @@ class GatherLifetime(Lender):
         for tensor in tensors_in(inputs):
             if tensor.grad_fn is not None:
                 inner = True
-                tensor.register_hook(lambda grad: self.after_backward(unit, use))
+                tensor.register_hook(partial(self.after_backward, unit, use))
             elif tensor.requires_grad:
                 leaves.append(tensor)
         use.first_input_hooked = inner or bool(leaves)
@@ -234,7 +247,7 @@ class GatherLifetime(Lender):
     def _leaf_done(self, unit: int, use: Use, left: set[int], key: int, grad: torch.Tensor) -> None:
         left.discard(key)
         if not left:
-            self.after_backward(unit, use)
+            self.after_backward(unit, use, grad)
 
     # Uses from outside ------------------------------------------------------------------------------------------------
 
@@ -243,14 +256,14 @@ class GatherLifetime(Lender):
         backward = torch._C._current_graph_task_id() != -1
         if self._depth == 0 and not backward:
             return False
-        self._take(unit.index, Pass.TRAINING if backward else self._pass)
+        self._take(unit, Pass.TRAINING if backward else self._pass)
         if backward:
             if not self._in_backward:
                 self._clock.enter()
-            self._add_backward_hold(unit.index, "recomputation")
+            self._hold_in_backward(unit, "recomputation")
         elif unit.index not in self._borrowed:
             self._borrowed.add(unit.index)
-            self._executor.hold(unit.index)
+            unit.uses += 1
         return True
 
     def watch(self, unit: PartitionedUnit, output: Any) -> Any:
@@ -262,15 +275,15 @@ class GatherLifetime(Lender):
     @contextmanager
     def gathered(self, units: Sequence[int]) -> Iterator[None]:
         """The units' whole parameters are in their modules for the length of the context. Collective."""
-        taken = list(dict.fromkeys(units))
-        for unit in taken:
-            self._take(unit, Pass.OUTSIDE)
-            self._executor.hold(unit)
+        taken = [self._units[unit] for unit in dict.fromkeys(units)]
+        for target in taken:
+            self._take(target, Pass.OUTSIDE)
+            target.uses += 1
         try:
             yield
         finally:
-            for unit in taken:
-                self._done(unit)
+            for target in taken:
+                self._let_go(target)
 
     def join(self) -> None:
         """This rank has run the last of its forwards outside training; serves the others until all have. Collective."""
@@ -289,8 +302,11 @@ class GatherLifetime(Lender):
 
     def parameters_changed(self) -> None:
         """The shards have new values (an optimizer step, a load): what is still gathered is stale."""
+        changed = []
         for index, unit in self._units.items():
-            self._executor.free(index)
+            if unit.state is not UnitState.PARTITIONED:
+                self._executor.free(index)
             for store in unit.storages:
-                store.mark_changed()
+                changed.append(store.base)
+        torch.autograd.graph.increment_version(changed)
         self._executor.follow()

@@ -19,7 +19,8 @@ from torch import nn
 
 from ..homes.home import ReadsAhead, write
 from ..homes.tiers import Tier
-from ..order.agreed import Order, ReuseLimits
+from ..order.protocol import Order
+from ..order.schedule import ReuseLimits
 from ..params.flat import FlatGroup, Unit
 from ..params.kept import KeptGroups
 from ..params.memory import memory_of

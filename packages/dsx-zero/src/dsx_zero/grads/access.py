@@ -92,14 +92,12 @@ class GradientAccess:
         self._differ = differ
         self._groups: list[ReducedGroup] = []
         self._norms: dict[float, dict[tuple[int, int], torch.Tensor]] = {}
+        self.changed: Callable[[], None] = self._norms.clear
+        """Tells that the gradients have other values now. The dictionary's own method: each reduction calls it."""
 
     def add(self, group: ReducedGroup) -> None:
         """Serve the gradients of this group too."""
         self._groups.append(group)
-
-    def changed(self) -> None:
-        """The gradients have other values now."""
-        self._norms.clear()
 
     def norm(self, group: ReducedGroup, index: int, order: float) -> torch.Tensor:
         """The norm of the whole averaged gradient of parameter `index` of `group` (collective).

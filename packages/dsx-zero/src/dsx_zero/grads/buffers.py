@@ -76,7 +76,8 @@ class GroupGradients:
         self.group = group
         self.dtype, self.stage, self._label = dtype, stage, label
         self._reducer, self._pool, self._access = reducer, pool, access
-        self._expose = expose and stage == 0 and dtype == group.key.dtype
+        self.exposes = expose and stage == 0 and dtype == group.key.dtype
+        """Whether `.grad` shows the reduced values."""
         self.buffer: torch.Tensor | None = None
         self._views: tuple[torch.Tensor, ...] = ()
         self._filled = bytearray(len(group.parameters))
@@ -85,7 +86,8 @@ class GroupGradients:
         self._tier, self._lane = tier or DeviceTier(), lane or HostLane()
         self._shard: Home | None = None
         self.result: Home | None = None
-        self._pending: PendingReduction | None = None
+        self.pending: PendingReduction | None = None
+        """The reduction that is under way."""
         self._staged: tuple[Home, torch.Tensor, bool] | None = None
         self._leaving: tuple[Ticket, torch.Tensor] | None = None
         self._stored_norm: torch.Tensor | None = None
@@ -106,7 +108,7 @@ class GroupGradients:
 
     def _face(self, index: int) -> torch.Tensor:
         """What `.grad` of a parameter with a gradient holds, once the gradient is averaged."""
-        return self._views[index] if self._expose else self._stand_in(index)
+        return self._views[index] if self.exposes else self._stand_in(index)
 
     def _stand_in(self, index: int) -> ShardedGradient:
         made = self._stand_ins[index]
@@ -192,7 +194,7 @@ class GroupGradients:
 
     def show_views(self) -> None:
         """The end of `hide_views`: gradients of before are visible again where none has arrived."""
-        if self._expose and self._views:
+        if self.exposes and self._views:
             for index, (face, filled) in enumerate(zip(self._faces, self._filled)):
                 if face is None and filled:
                     self._attach(index, self._views[index])
@@ -201,7 +203,7 @@ class GroupGradients:
         """Backward has ended and the ranks have averaged; what travels with a later reduction must not be taken for
         an average.
         """
-        if self._expose and self.dirty:
+        if self.exposes and self.dirty:
             for index, filled in enumerate(self._filled):
                 if filled:
                     self._attach(index, self._stand_in(index))
@@ -219,7 +221,7 @@ class GroupGradients:
             self.zero(index)  # the user has cleared it inside of this backward
         if grad is None:
             return
-        if self._pending is not None:
+        if self.pending is not None:
             self.finish()
         if not self.dirty or self.buffer is None:
             self._open()
@@ -240,7 +242,7 @@ class GroupGradients:
                 f"{self.group.layout.names[index]}: the gradient of an unscaled loss was added to what was there"
                 " before; use engine.backward(loss), or a loss that comes from the model's own outputs"
             )
-        face = view if self._expose else self._stand_ins[index]
+        face = view if self.exposes else self._stand_ins[index]
         try:
             parameter.grad = self._faces[index] = self._stand_in(index) if face is None else face
         except RuntimeError:  # the user has converted the model: `_attach` says so
@@ -256,13 +258,14 @@ class GroupGradients:
         else:
             self._detach(index)
 
-    def _open(self) -> None:
-        """Make the place for gradients; sets reduced values aside that later arrivals must not touch."""
-        self._set_aside_if_reduced()
-        self._whole()
+    def _open(self) -> torch.Tensor:
+        """Make the place for gradients, which is returned; sets reduced values aside that they must not touch."""
+        if self.result is not None:
+            self._set_aside_if_reduced()
+        return self._whole() if self.buffer is None else self.buffer
 
     def _set_aside_if_reduced(self) -> None:
-        if self.result is None or self.buffer is None or self._expose or self.dirty:
+        if self.result is None or self.buffer is None or self.exposes or self.dirty:
             return
         self._filled = bytearray(len(self._filled))
         if self.stage == 0:
@@ -288,24 +291,23 @@ class GroupGradients:
         `reducer` takes the place of the usual one this time.
         """
         reducer = reducer or self._reducer
-        if self._pending is not None:
+        if self.pending is not None:
             self.finish()
         self.notice()  # of a hook that clears `.grad` as soon as it is there
-        self._set_aside_if_reduced()
-        buffer = self._whole()
+        buffer = self._open() if self.buffer is None or self.result is not None else self.buffer
         for index, view in enumerate(self._views):
             if not self._filled[index]:
                 view.zero_()
-            if self._expose:  # a late gradient must not be added to a buffer in flight
+            if self.exposes:  # a late gradient must not be added to a buffer in flight
                 self._detach(index)
         self.dirty = False
-        add = self.result is not None and not self._expose
+        add = self.result is not None and not self.exposes
         self.forget_norm()
         if self.stage == 0:
-            self._pending = self._launch_whole(buffer, reducer)
+            self.pending = self._launch_whole(buffer, reducer)
         else:
-            home = self._target(buffer) if self.result is None else self.result
-            self._pending = self._launch_shard(buffer, home, reducer, add=add)
+            home = self.result or self._shard or self._target(buffer)
+            self.pending = self._launch_shard(buffer, home, reducer, add=add)
             self.result = home
         self._access.changed()
 
@@ -335,18 +337,16 @@ class GroupGradients:
         self._staged = (home, staging, add)
         return reducer.reduce_scatter(buffer, staging, self.group, self._label, add=False)
 
-    def _send_off(self) -> None:
+    def _send_off(self, home: Home, staging: torch.Tensor, *, add: bool) -> None:
         """The staged values are reduced: start their way to their home."""
-        if self._staged is not None:
-            (home, staging, add), self._staged = self._staged, None
-            if home.view() is not None:
-                ticket = accumulate(home, staging, self._lane) if add else home.store(staging, self._lane)
-            elif add:
-                ticket = accumulate(home, staging, self._lane, seen=self._keep_norm)
-            else:
-                self._keep_norm(staging)
-                ticket = home.store(staging, self._lane)
-            self._leaving = (ticket, staging)
+        if home.view() is not None:
+            ticket = accumulate(home, staging, self._lane) if add else home.store(staging, self._lane)
+        elif add:
+            ticket = accumulate(home, staging, self._lane, seen=self._keep_norm)
+        else:
+            self._keep_norm(staging)
+            ticket = home.store(staging, self._lane)
+        self._leaving = (ticket, staging)
 
     def _keep_norm(self, values: torch.Tensor) -> None:
         """These are all values, on their way to a home without a view: the norm must not cost another reading."""
@@ -360,11 +360,6 @@ class GroupGradients:
         """L2 norm of the reduced values, see `block_norm`."""
         home = self.values()
         return block_norm(read(home)) if self._stored_norm is None else self._stored_norm
-
-    @property
-    def is_leaving(self) -> bool:
-        """Are reduced values on their way to their home?"""
-        return self._leaving is not None
 
     def reduced(self) -> tuple[Home, Ticket | None]:
         """The home of the reduced values, and what to wait for until they are in it, so that another thread can
@@ -397,18 +392,20 @@ class GroupGradients:
         """Are the reduced values all of the buffer (stage 0)?"""
         return self.stage == 0 and self.result is not None and read(self.result).data_ptr() == _address(self.buffer)
 
-    def is_done(self) -> bool:
-        """No reduction is under way, or it has ended."""
-        return self._pending is None or self._pending.is_done()
+    def finish(self) -> bool:
+        """Wait for the reduction that is under way, if any.
 
-    def finish(self) -> None:
-        """Wait for the reduction that is under way, if any."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
+        Returns:
+            Whether reduced values are on their way to their home (`arrive`).
+        """
+        if self.pending is None:
+            return self._leaving is not None
+        pending, self.pending = self.pending, None
         pending.finish()
-        self._send_off()
-        if self._expose:
+        if self._staged is not None:
+            (home, staging, add), self._staged = self._staged, None
+            self._send_off(home, staging, add=add)
+        if self.exposes:
             self._filled = bytearray(b"\x01") * len(self._filled)
         elif self.stage >= 2:
             if self.buffer is not None:
@@ -418,10 +415,12 @@ class GroupGradients:
         for index, (parameter, face) in enumerate(zip(self.group.parameters, self._faces)):
             if face is None and parameter.grad is None:
                 self._attach(index, self._face(index))
+        return self._leaving is not None
 
     def values(self) -> Home:
         """The reduced values; zeros where no rank had any."""
-        self.arrive()
+        if self._leaving is not None:
+            self.arrive()
         if self.result is None:
             self.result = self._target(self._whole())
             write(self.result, torch.zeros(self.result.numel, dtype=self.dtype))

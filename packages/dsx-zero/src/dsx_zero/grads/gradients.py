@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves
 from ..errors import ZeroStateError
 from ..homes.home import Home
 from ..lanes import Ticket
-from ..module_hooks import ModuleHook
-from ..order.agreed import EditWatch
+from ..module_hooks import CallingHook
 from ..order.backward import BackwardClock
+from ..order.protocol import EditWatch
 from ..params.flat import FlatGroup, Part, Unit
 from ..plan.layout import LocalSlice
 from .block_norm import block_norm
@@ -218,12 +218,17 @@ class ReducedGradients:
         keeps_local: Callable[[], bool] = lambda: False,
     ) -> None:
         self._reductions, self._order, self._clock = reductions, order, clock
+        self.parts = reductions.parts
+        """See `Gradients.parts`. The very method: it is called for every group in every step."""
         self._on_complete, self._keeps_local = on_complete, keeps_local
         self._groups = reductions.groups
         self._by_unit = reductions.by_unit
         self._expected = dict.fromkeys(self._by_unit, 0)
         self._arrived = dict.fromkeys(self._by_unit, 0)
-        self._sync = True
+        self._sync = self._reducing = True
+        """Whether backwards reduce (not under `no_sync`), and whether the running one does: not in a step whose
+        optimizer wants this rank's own gradients.
+        """
         self._arriving: tuple[GroupGradients | RowGradients, int] | None = None
         """The parameter whose gradient is there already, while its arrival announces a backward."""
         self._watch: BackwardWatch | None = None
@@ -244,7 +249,7 @@ class ReducedGradients:
             for place, buffers in enumerate(groups):
                 for index, parameter in enumerate(buffers.group.parameters):
                     yield parameter.register_post_accumulate_grad_hook(self._hook(me, unit, place, index))
-        yield model.register_forward_hook(ModuleHook(partial(_returned, me)))
+        yield model.register_forward_hook(CallingHook(partial(_returned, me)))
 
     def remove_hooks(self) -> None:
         """Take all hooks off the model, and all gradients off its parameters."""
@@ -291,13 +296,16 @@ class ReducedGradients:
         if self._reductions.watch is not None:
             self._reductions.watch.begin_backward()
         self._factor, self._completed, self._due, self._new = None, False, False, True
+        self._reducing = self._sync and not self._keeps_local()
         self._arrived = dict.fromkeys(self._arrived, 0)
         scaled = self._watch is None or self._watch.factor() == 1.0
         arriving = self._arriving
         for buffers in self._groups:
             buffers.notice(arriving[1] if arriving is not None and arriving[0] is buffers else None)
-            if not scaled and buffers.group not in self._reductions.rows:
-                buffers.hide_views()
+        if not scaled:
+            for buffers in self._reductions.exposed:
+                if buffers.group not in self._reductions.rows:
+                    buffers.hide_views()
         for rows in self._reductions.rows.values():
             if arriving is None or arriving[0] is not rows:
                 rows.hide_views()  # autograd would add to what it shows
@@ -328,7 +336,7 @@ class ReducedGradients:
             if count == self._expected[unit]:
                 if self._on_complete is not None:
                     self._on_complete(unit)
-                if self._reduces():
+                if self._reducing:
                     self._order.reduce(unit)
 
         return arrived
@@ -349,7 +357,7 @@ class ReducedGradients:
             return self._watch.begin()
         except BaseException:
             buffers.refuse(index)
-            for hidden in self._groups:
+            for hidden in self._reductions.exposed:
                 hidden.show_views()
             raise
 
@@ -357,22 +365,18 @@ class ReducedGradients:
         """See `BackwardWatcher`: reduce what has arrived and was not complete."""
         for unit, arrived in self._arrived.items():
             self._expected[unit] = max(self._expected[unit], arrived)
-        for buffers in self._groups:
+        for buffers in self._reductions.exposed:
             buffers.show_views()
-        if not self._reduces():
+        if not self._reducing:
             return
         self._due = True
         for unit in self._reductions.dirty():
             self._order.reduce(unit)
         self._clock.end_pass()
         self._reductions.wait()
-        for buffers in self._groups:
+        for buffers in self._reductions.exposed:
             buffers.hide_unreduced()
         self._reductions.drop_idle()
-
-    def _reduces(self) -> bool:
-        """Not under `no_sync`, and not in a step whose optimizer wants this rank's own gradients."""
-        return self._sync and not self._keeps_local()
 
     # Between backwards -----------------------------------------------------------------------------------------------
 
@@ -423,10 +427,6 @@ class ReducedGradients:
             self.complete()
 
     # What the optimizer reads -----------------------------------------------------------------------------------------
-
-    def parts(self, group: FlatGroup, parts: Sequence[Part]) -> tuple[torch.Tensor, ...]:
-        """See `Gradients.parts`."""
-        return self._reductions.parts(group, parts)
 
     def norms(self) -> Iterator[tuple[dsx_comm.RankSet, torch.Tensor]]:
         """See `Gradients.norms`: of the reduced buffers."""

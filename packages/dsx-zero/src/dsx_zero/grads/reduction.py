@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
 
 import dsx_comm
 import torch
 
 from ..errors import ZeroConfigError
-from ..lanes import Lane, Ticket, is_done
+from ..lanes import Lane, Pending, Ticket
 from ..params.flat import FlatGroup
-from ..transports.protocol import ReduceTransport
+from ..transports.protocol import ReduceTransport, carrier_of
 
 __all__ = ["LocalReducer", "PendingReduction", "Reducer", "Reduction", "ReductionEngine"]
 
@@ -57,11 +58,16 @@ class Reduction:
 
 
 class PendingReduction:
-    """A reduction under way: `finish()` waits for it and puts the result in its place."""
+    """A reduction under way: `finish()` waits for it and puts the result in its place.
+
+    Args:
+        ticket: what to wait for; None: nothing.
+        complete: puts the result in its place; None: it arrives there.
+    """
 
     __slots__ = ("_complete", "_ticket")
 
-    def __init__(self, ticket: Ticket | None, complete: Callable[[], None]) -> None:
+    def __init__(self, ticket: Ticket | None, complete: Callable[[], None] | None) -> None:
         self._ticket, self._complete = ticket, complete
 
     def then(self, more: Callable[[], None]) -> PendingReduction:
@@ -69,20 +75,22 @@ class PendingReduction:
         complete = self._complete
 
         def both() -> None:
-            complete()
+            if complete is not None:
+                complete()
             more()
 
         return PendingReduction(self._ticket, both)
 
     def is_done(self) -> bool:
         """Would `finish` return without waiting?"""
-        return self._ticket is None or is_done(self._ticket)
+        return self._ticket is None or self._ticket.is_completed()
 
     def finish(self) -> None:
         """Wait, and put the result in its place."""
         if self._ticket is not None:
             self._ticket.wait()
-        self._complete()
+        if self._complete is not None:
+            self._complete()
 
 
 class ReductionEngine(Protocol):
@@ -111,6 +119,18 @@ class ReductionEngine(Protocol):
         ...
 
 
+class _Route(NamedTuple):
+    """How the gradients of one flat group travel.
+
+    Attributes:
+        start: `Transport.start` of what carries them.
+        dtype: in which results arrive.
+    """
+
+    start: Callable[[torch.Tensor, torch.Tensor, FlatGroup, str], Pending | None]
+    dtype: torch.dtype
+
+
 class Reducer:
     """All-reduce and reduce-scatter over one set of ranks.
 
@@ -135,29 +155,28 @@ class Reducer:
         op = dsx_comm.ReduceOp.AVG if average else dsx_comm.ReduceOp.SUM
         self._transport = transport(op, ranks)
         self._rows = self._transport if rows is None else rows(op)
-        self._dtypes: dict[FlatGroup, torch.dtype] = {}  # in which results arrive
+        self._routes: dict[FlatGroup, _Route] = {}
 
     def all_reduce(self, buffer: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
         """See `ReductionEngine.all_reduce`."""
-        ticket = self._submit(buffer, buffer, group, label)
-
-        def complete() -> None:
-            if self._after != 1.0:
-                buffer.mul_(self._after)
-
+        route = self._routes.get(group) or self._route(buffer, group)
+        ticket = self._submit(buffer, buffer, group, label, route)
+        complete = None if self._after == 1.0 else partial(self._put, buffer, buffer, False)
         return PendingReduction(ticket, complete)
 
     def reduce_scatter(
         self, buffer: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str, *, add: bool
     ) -> PendingReduction:
         """See `ReductionEngine.reduce_scatter`."""
-        dtype = self._dtypes.get(group)
-        if dtype is None:
-            dtype = self._dtypes[group] = self._transport.result_dtype(buffer.dtype, group)
-        direct = not add and out.dtype == dtype and self._may_write(out, buffer)
-        result = out if direct else torch.empty_like(out, dtype=dtype)
-        ticket = self._submit(result, buffer, group, label)
-        return PendingReduction(ticket, lambda: self._put(result, out, add))
+        route = self._routes.get(group) or self._route(buffer, group)
+        # While `buffer` is sent the result may arrive in a part of it only over shared memory: there each rank writes
+        # where no other reads.
+        apart = out.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
+        direct = out.dtype == route.dtype and (apart or dsx_comm.is_symmetric(buffer, self._ranks.group)) and not add
+        result = out if direct else torch.empty_like(out, dtype=route.dtype)
+        ticket = self._submit(result, buffer, group, label, route)
+        complete = None if direct and self._after == 1.0 else partial(self._put, result, out, add)
+        return PendingReduction(ticket, complete)
 
     def reduce_rows(self, rows: torch.Tensor, out: torch.Tensor, group: FlatGroup, label: str) -> PendingReduction:
         """See `ReductionEngine.reduce_rows`."""
@@ -177,20 +196,17 @@ class Reducer:
         """See `ReductionEngine.tensors`."""
         return self._transport.tensors()
 
-    def _may_write(self, out: torch.Tensor, buffer: torch.Tensor) -> bool:
-        """May the result arrive in `out` while `buffer` is sent? Not where it is a part of it, except over shared
-        memory: there each rank writes only where nobody else reads.
-        """
-        if out.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
-            return True
-        return dsx_comm.is_symmetric(buffer, self._ranks.group)
+    def _route(self, buffer: torch.Tensor, group: FlatGroup) -> _Route:
+        """How the gradients of a group travel. Its buffers are alike, so this is found out once."""
+        carrier = carrier_of(self._transport, buffer.numel(), buffer.dtype, group)
+        route = self._routes[group] = _Route(carrier.start, self._transport.result_dtype(buffer.dtype, group))
+        return route
 
-    def _submit(self, out: torch.Tensor, buffer: torch.Tensor, group: FlatGroup, label: str) -> Ticket:
+    def _submit(self, out: torch.Tensor, buffer: torch.Tensor, group: FlatGroup, label: str, route: _Route) -> Ticket:
         if self._before != 1.0:
             buffer.mul_(self._before)
-        lane, start = self._lane, self._transport.start
-        lane.follow()  # backward has written the buffer
-        return lane.submit(lambda: start(out, buffer, group, label))
+        job = partial(route.start, out, buffer, group, label)
+        return self._lane.submit(job, follow=True)  # backward has written the buffer
 
     def _put(self, result: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         if self._after != 1.0:

@@ -133,6 +133,8 @@ class Reductions:
                 self.by_unit.setdefault(unit.index, []).append(buffers)
         self.groups: tuple[GroupGradients | RowGradients, ...] = (*self._of.values(), *self.rows.values())
         """All of them."""
+        self.exposed = tuple(buffers for buffers in self.groups if buffers.exposes)
+        """Those whose `.grad` show the reduced values."""
         self._in_flight: list[int] = []
         self._leaving: list[int] = []
         self.watch: ReductionWatch | None = None
@@ -160,7 +162,7 @@ class Reductions:
 
     def run_reduce(self, unit: int) -> None:
         """See `Executor`: start the reduction of a unit with what has arrived, in the same order on every rank."""
-        while len(self._in_flight) >= self._limit or (self._in_flight and self._is_done(self._in_flight[0])):
+        while self._in_flight and (len(self._in_flight) >= self._limit or self._is_done(self._in_flight[0])):
             self._finish_unit(self._in_flight.pop(0))
         for buffers in self.by_unit[unit]:
             buffers.launch()
@@ -171,14 +173,16 @@ class Reductions:
             self.wait()
 
     def _is_done(self, unit: int) -> bool:
-        return all([buffers.is_done() for buffers in self.by_unit[unit]])
+        for buffers in self.by_unit[unit]:  # a loop: a generator's every step is a call
+            if buffers.pending is not None and not buffers.pending.is_done():
+                return False
+        return True
 
     def _finish_unit(self, unit: int) -> None:
         """The reduction is complete; where its result goes to another tier, that copy begins."""
         leaves = False
         for buffers in self.by_unit[unit]:
-            buffers.finish()
-            leaves = leaves or buffers.is_leaving
+            leaves = buffers.finish() or leaves
         if leaves:
             self._leaving.append(unit)
         if self.watch is not None:

@@ -33,8 +33,8 @@ class RowGradients:
         dirty: there are rows that no reduction has taken.
     """
 
-    is_leaving = False
-    """They live on the device."""
+    exposes = True
+    """`.grad` shows the reduced rows."""
 
     def __init__(self, group: FlatGroup, *, dtype: torch.dtype, reducer: ReductionEngine, label: str = "") -> None:
         self.group, self.dtype = group, dtype
@@ -149,20 +149,22 @@ class RowGradients:
         out = self._empty()
         self._pending = ((reducer or self._reducer).reduce_rows(rows, out, self.group, self._label), out)
 
-    def is_done(self) -> bool:
-        """No reduction is under way, or it has ended."""
-        return self._pending is None or self._pending[0].is_done()
+    @property
+    def pending(self) -> PendingReduction | None:
+        """The reduction that is under way."""
+        return None if self._pending is None else self._pending[0]
 
-    def finish(self) -> None:
-        """Wait for the reduction that is under way, if any."""
+    def finish(self) -> bool:
+        """Wait for the reduction that is under way, if any. False: nothing goes to another tier."""
         if self._pending is None:
-            return
+            return False
         (pending, out), self._pending = self._pending, None
         pending.finish()
         total = out.coalesce()
         self._reduced = total if self._reduced is None else (self._reduced + total).coalesce()
         if self._parameter.grad is None:
             self._attach()
+        return False
 
     def arrive(self) -> None:
         """Nothing is on its way to another tier."""

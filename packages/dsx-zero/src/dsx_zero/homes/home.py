@@ -236,12 +236,12 @@ def read(home: Home, start: int = 0, stop: int | None = None, *, device: torch.d
     """Elements [start, stop) for reading, on `device` (default: where they are): a view where they are there, else a
     copy.
     """
-    stop = home.numel if stop is None else stop
     view = home.view()
     if view is not None:
         found = view[start:stop]
     else:
-        found = torch.empty(stop - start, dtype=home.dtype, device=home.device)
+        numel = (home.numel if stop is None else stop) - start
+        found = torch.empty(numel, dtype=home.dtype, device=home.device)
         home.fetch(found, _HERE, start=start).synchronize()
     return found if device is None else found.to(device)
 

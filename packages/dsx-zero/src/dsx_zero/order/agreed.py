@@ -25,16 +25,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import dsx_comm
 
 from ..errors import ZeroStateError
 from .evaluation import EvaluationOrder
+from .executor import Executor
+from .protocol import Channel, EditWatch
 from .replay import Replay
-from .schedule import Decision, Kind, Operation, Pass, Post, Schedule, checksum, decide, elide_gathers
+from .schedule import Decision, Kind, Operation, Pass, Post, ReuseLimits, Schedule, checksum, decide
 
-__all__ = ["AgreedOrder", "Channel", "Executor", "NullOrder", "Order", "ReuseLimits", "ScheduleDivergence"]
+__all__ = ["AgreedOrder", "ScheduleDivergence"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,169 +49,6 @@ expect).
 
 class ScheduleDivergence(ZeroStateError):
     """The ranks executed different collectives in one step, or wait for each other at different places."""
-
-
-class Executor(Protocol):
-    """Does the operations. Calls come in the same order on every rank; none of them may ask the order for something."""
-
-    def run_gather(self, unit: int) -> None:
-        """Issue the gather of a unit and keep its result until it is used or discarded."""
-        ...
-
-    def discard(self, unit: int) -> None:
-        """This rank passes by: the gathered unit is not needed here."""
-        ...
-
-    def holds(self, unit: int) -> bool:
-        """Whether the unit is gathered here (or its gather is under way)."""
-        ...
-
-    def run_reduce(self, unit: int) -> None:
-        """Issue the reduction of a unit with the gradients this rank has for it now (zeros where there are none)."""
-        ...
-
-
-class Order(Protocol):
-    """What a rank tells while it computes."""
-
-    def gather(self, unit: int, *, during: Pass = Pass.TRAINING) -> None:
-        """This rank needs the unit now. On return its gather has been issued (or it is a use of a kept unit)."""
-        ...
-
-    def use(self, unit: int) -> None:
-        """This rank uses the unit, which it holds already."""
-        ...
-
-    def reduce(self, unit: int) -> None:
-        """This rank has complete gradients for the unit. They may be left pending, for ``boundary`` to ask for."""
-        ...
-
-    def end_forward(self, *, during: Pass = Pass.TRAINING) -> None:
-        """The outermost forward ended."""
-        ...
-
-    def end_backward(self) -> None:
-        """A backward ended."""
-        ...
-
-    def boundary(
-        self, pending: Callable[[], Sequence[int]], squares: Callable[[], float] | None = None
-    ) -> float | None:
-        """The rank comes to its optimizer step. ``pending()`` gives the units whose gradients have not been reduced
-        yet.
-
-        Returns:
-            The sum over the ranks of ``squares()``, which is asked for when this rank's gradients have been reduced;
-            None without ``squares``, or where there is no other rank.
-        """
-        ...
-
-    def complete(self, pending: Callable[[], Sequence[int]]) -> None:
-        """Between a backward and the step: all ranks reduce what is pending on any of them (``pending()`` as for
-        ``boundary``).
-        """
-        ...
-
-    def watch_edits(self, watch: EditWatch) -> None:
-        """At every boundary compare over the ranks what users wrote into parameters."""
-        ...
-
-    def join(self) -> None:
-        """The rank has run its last forward without gradients; serve the others until all have."""
-        ...
-
-    def keeps(self, unit: int) -> bool:
-        """Whether the unit's next use in this pass is meant to find it still gathered."""
-        ...
-
-    def run_ahead(self, accept: Callable[[int], bool]) -> None:
-        """Issue the next gathers of the schedule early, as long as ``accept(unit)`` says yes."""
-        ...
-
-
-class Channel(Protocol):
-    """Carries words between the ranks."""
-
-    rank: int
-
-    def exchange(self, words: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Everybody's words, by rank; returns when all have called it."""
-        ...
-
-
-class EditWatch(Protocol):
-    """What users wrote into parameters between two steps (``edits.EditAgreement``)."""
-
-    def word(self) -> int:
-        """A number below 2^31 that is the same on ranks that wrote the same."""
-        ...
-
-    def differ(self, words: Sequence[int]) -> bool:
-        """Whether these words, by rank, say that ranks wrote differently what they hold alike. The same on all
-        ranks.
-        """
-        ...
-
-    def refuse(self) -> None:
-        """The words differ. Collective; raises on every rank."""
-        ...
-
-
-class ReuseLimits:
-    """What decides whether a unit stays gathered until its next use (elements)."""
-
-    def __init__(self, numel: Sequence[int] = (), *, max_reuse_distance: int = 0, max_live: int = 0) -> None:
-        self.numel, self.max_reuse_distance, self.max_live = tuple(numel), max_reuse_distance, max_live
-
-    def apply(self, schedule: Schedule) -> Schedule:
-        """The schedule with the gathers left out that these limits make unnecessary."""
-        if not self.numel or self.max_reuse_distance <= 0:
-            return schedule
-        return elide_gathers(schedule, self.numel, max_reuse_distance=self.max_reuse_distance, max_live=self.max_live)
-
-
-class NullOrder:
-    """One rank: every need is executed as it comes."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-
-    def gather(self, unit: int, *, during: Pass = Pass.TRAINING) -> None:
-        self._executor.run_gather(unit)
-
-    def use(self, unit: int) -> None:
-        """Nothing to keep count of."""
-
-    def reduce(self, unit: int) -> None:
-        self._executor.run_reduce(unit)
-
-    def end_forward(self, *, during: Pass = Pass.TRAINING) -> None:
-        """Nobody to wait for."""
-
-    def end_backward(self) -> None:
-        """Nobody to wait for."""
-
-    def boundary(
-        self, pending: Callable[[], Sequence[int]], squares: Callable[[], float] | None = None
-    ) -> float | None:
-        for unit in pending():
-            self._executor.run_reduce(unit)
-        return None
-
-    def complete(self, pending: Callable[[], Sequence[int]]) -> None:
-        self.boundary(pending)
-
-    def watch_edits(self, watch: EditWatch) -> None:
-        """Nobody to compare with."""
-
-    def join(self) -> None:
-        """Nobody to serve."""
-
-    def keeps(self, unit: int) -> bool:
-        return False
-
-    def run_ahead(self, accept: Callable[[int], bool]) -> None:
-        """Nothing is known in advance."""
 
 
 class AgreedOrder:
@@ -237,17 +75,20 @@ class AgreedOrder:
         self._evaluation = EvaluationOrder(self._limits.apply)
         self._has_evaluated = False
         """Whether this rank's last pass was a forward without gradients."""
+        self._begun: Callable[[], list[tuple[int, ...]]] | None = None
+        """The round in which a forward was begun by its frozen schedule, if it has not been read."""
         self._new_step()
 
     def _new_step(self) -> None:
-        self._sums = {Kind.GATHER: 0, Kind.REDUCE: 0}  # apart, as the two groups run beside each other
+        self._sums = {Kind.GATHER: 0, Kind.REDUCE: 0}
         self._deviation: Operation | None = None
         self._uniform = True
         self._record: list[Operation] = []
+        self._executed: list[Operation] = []  # since the checksums were last extended
         self._replay = None if self._schedule is None else self._begin(self._schedule)
 
     def _begin(self, schedule: Schedule) -> Replay:
-        return Replay(schedule, self._run, self._executor.discard, alone=self._alone)
+        return Replay(schedule, self._executor, self._executed, alone=self._alone)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -260,35 +101,43 @@ class AgreedOrder:
         return self._evaluation.schedule
 
     def gather(self, unit: int, *, during: Pass = Pass.TRAINING) -> None:
-        wanted = Operation(Kind.GATHER, unit)
         if during is Pass.TRAINING:
-            replay = self._train()
+            replay = self._train() if self._has_evaluated else self._replay
         else:
             replay = self._follow_evaluation() if during is Pass.EVALUATION else None
-        if replay is not None:
-            place = replay.schedule.find(wanted, replay.position)
-            if place is not None:
-                replay.use(place)
-                if self._executor.holds(unit):
-                    return
-            if during is Pass.TRAINING:
-                self._stray(wanted)
+        if replay is not None and replay.gather(unit):
+            return
+        wanted = Operation(Kind.GATHER, unit)
+        if replay is not None and during is Pass.TRAINING:
+            self._stray(wanted)
         self._rendezvous(wanted, during)
 
     def _follow_evaluation(self) -> Replay | None:
         """This rank's way through the schedule of forwards without gradients, which one begins here at the latest."""
         evaluation, self._has_evaluated = self._evaluation, True
-        if evaluation.replay is None and evaluation.schedule is not None:
-            self._rendezvous(Operation(Kind.FORWARD_BEGIN), Pass.EVALUATION)
-            if evaluation.schedule is not None:  # a need of another rank may have dropped it meanwhile
+        if evaluation.replay is None:
+            self._read_begun()  # of a forward before; its round may have dropped the schedule
+            if evaluation.schedule is not None:
+                begins = Operation(Kind.FORWARD_BEGIN)
+                with dsx_comm.unit(str(begins)):
+                    self._begun = self._channel.post(self._post(begins, Pass.EVALUATION).to_words())
                 evaluation.replay = self._begin(evaluation.schedule)
         return evaluation.replay
 
-    def _train(self) -> Replay | None:
-        """This rank's way through the schedule of the step.
+    def _read_begun(self) -> None:
+        """Read the words of the round in which this rank began a forward by the frozen schedule.
 
-        After forwards without gradients it asks first whether other ranks still run some: going on by the frozen
-        schedule would leave them without this rank's shards.
+        It went on without them: whatever the others asked for, all execute that schedule first (`decide`).
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._note([Post.from_words(words) for words in begun()])
+
+    def _train(self) -> Replay | None:
+        """This rank's way through the schedule of the step, after forwards without gradients.
+
+        It asks first whether other ranks still run some: going on by the frozen schedule would leave them without this
+        rank's shards.
         """
         if self._has_evaluated:
             self._has_evaluated = False
@@ -302,20 +151,21 @@ class AgreedOrder:
 
     def use(self, unit: int) -> None:
         replay = self._running()
-        if replay is None:
-            return
-        place = replay.schedule.find_in_pass(Operation(Kind.GATHER, unit), replay.position)
-        if place is not None and replay.schedule.entries[place].kind is Kind.USE:
-            replay.use(place)
+        if replay is not None:
+            replay.use(unit)
+
+    def keeps(self, unit: int) -> bool:
+        replay = self._evaluation.replay if self._has_evaluated else self._replay
+        return replay is not None and replay.schedule.reuses and replay.keeps(unit)
 
     def reduce(self, unit: int) -> None:
-        wanted, replay = Operation(Kind.REDUCE, unit), self._train()
+        replay = self._train() if self._has_evaluated else self._replay
         if replay is None:
-            self._rendezvous(wanted, Pass.TRAINING)
+            self._rendezvous(Operation(Kind.REDUCE, unit), Pass.TRAINING)
         else:
             # If the pass has reduced the unit already, what came late travels with its next reduction, or at the
             # boundary.
-            replay.offer(wanted)
+            replay.offer(unit)
 
     def end_forward(self, *, during: Pass = Pass.TRAINING) -> None:
         if during is Pass.TRAINING:
@@ -375,26 +225,18 @@ class AgreedOrder:
     def _join(self) -> None:
         self._rendezvous(Operation(Kind.JOIN), Pass.OUTSIDE)
 
-    def keeps(self, unit: int) -> bool:
-        replay = self._running()
-        if replay is None:
-            return False
-        place = replay.schedule.find_in_pass(Operation(Kind.GATHER, unit), replay.position)
-        return place is not None and replay.schedule.entries[place].kind is Kind.USE
-
-    def run_ahead(self, accept: Callable[[int], bool]) -> None:
-        replay = self._running()
-        if replay is not None:
-            replay.run_ahead(accept)
-
     def _run(self, operation: Operation) -> None:
-        self._sums[operation.kind] = checksum(operation, self._sums[operation.kind])
+        self._executed.append(operation)
         if operation.kind is Kind.GATHER:
             self._executor.run_gather(operation.unit)
         else:
             self._executor.run_reduce(operation.unit)
 
     def _checksum(self) -> int:
+        """Of all that was executed in this step; gathers and reduces apart, as the two run beside each other."""
+        for kind, before in self._sums.items():
+            self._sums[kind] = checksum([found for found in self._executed if found.kind is kind], before)
+        self._executed.clear()
         return (self._sums[Kind.GATHER] << 31) ^ self._sums[Kind.REDUCE]
 
     def _stray(self, wanted: Operation) -> None:
@@ -411,11 +253,11 @@ class AgreedOrder:
         if self._evaluation.replay is not None:  # in a round all ranks have executed the same of it: all or nothing
             self._evaluation.replay.complete()
             skipped = self._evaluation.replay.skipped
+        self._read_begun()
         name = self._names.get(wanted.unit, str(wanted))  # where a hang is explained
         found = 0.0 if squares is None else squares()
         while True:
-            position = 0 if self._replay is None else self._replay.position
-            mine = Post(wanted, during, position, self._checksum(), self._deviation, edits, skipped, found)
+            mine = self._post(wanted, during, edits, skipped, found)
             with dsx_comm.unit(name):
                 posts = [Post.from_words(words) for words in self._channel.exchange(mine.to_words())]
             try:
@@ -431,25 +273,25 @@ class AgreedOrder:
             self._note(posts)
             if self._channel.rank in decision.resume:
                 return posts
-            if wanted.kind is Kind.FORWARD_BEGIN and self._evaluation.schedule is None:
-                return posts  # there is nothing to follow any more
+
+    def _post(
+        self, wanted: Operation, during: Pass, edits: int = 0, skipped: bool = False, squares: float = 0.0
+    ) -> Post:
+        """What this rank tells the others now."""
+        position = 0 if self._replay is None else self._replay.position
+        return Post(wanted, during, position, self._checksum(), self._deviation, edits, skipped, squares)
 
     def _carry_out(self, decision: Decision, wanted: Operation) -> None:
         if self._replay is not None:
             self._replay.pass_by(decision.align)
         for operation in decision.operations:
-            if operation.kind is Kind.FORWARD_BEGIN:
-                self._serve_evaluation(operation, wanted)
+            if operation.kind is Kind.FORWARD_BEGIN:  # of other ranks: take part in its gathers
+                if self._evaluation.schedule is not None:
+                    self._begin(self._evaluation.schedule).complete()
                 continue
             self._run(operation)
             if operation.kind is Kind.GATHER and operation != wanted:
                 self._executor.discard(operation.unit)
-
-    def _serve_evaluation(self, operation: Operation, wanted: Operation) -> None:
-        """Other ranks run a forward without gradients: take part in its gathers, unless this rank runs it too."""
-        schedule = self._evaluation.schedule
-        if schedule is not None and operation != wanted:
-            self._begin(schedule).complete()
 
     def _note(self, posts: list[Post]) -> None:
         """Record the round for the schedules: of the training step if it is still uniform, and of evaluation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import dsx_comm
@@ -32,7 +33,11 @@ class AskingChannel(Asks, Protocol):
     rank: int
 
     def exchange(self, words: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """See `agreed.Channel`."""
+        """See `Channel.exchange`."""
+        ...
+
+    def post(self, words: tuple[int, ...]) -> Callable[[], list[tuple[int, ...]]]:
+        """See `Channel.post`."""
         ...
 
 
@@ -68,10 +73,19 @@ class ControlChannel:
 
     def exchange(self, words: tuple[int, ...]) -> list[tuple[int, ...]]:
         """See `Channel.exchange`: one all-gather."""
+        return self.post(words)()
+
+    def post(self, words: tuple[int, ...]) -> Callable[[], list[tuple[int, ...]]]:
+        """See `Channel.post`: the all-gather goes on by itself."""
         mine = torch.tensor(words, dtype=torch.int64)
-        everybody = torch.empty(self._world_size * len(words), dtype=torch.int64)
-        dsx_comm.all_gather_into_tensor(everybody, mine, group=self._group)
-        return [tuple(row) for row in everybody.view(self._world_size, -1).tolist()]
+        rows = torch.empty(self._world_size * len(words), dtype=torch.int64)
+        handle = dsx_comm.all_gather_into_tensor(rows, mine, group=self._group, async_op=True)
+
+        def read() -> list[tuple[int, ...]]:
+            handle.wait()
+            return [tuple(row) for row in rows.view(self._world_size, -1).tolist()]
+
+        return read
 
     def ask(self, yes: bool) -> Answer:
         """See `Asks.ask`: one all-reduce of a number."""
@@ -85,8 +99,12 @@ class OneRank:
     rank = 0
 
     def exchange(self, words: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """See `Channel.exchange`: there is nobody else."""
-        return [words]
+        """See `Channel.exchange`: there is no other rank."""
+        return self.post(words)()
+
+    def post(self, words: tuple[int, ...]) -> Callable[[], list[tuple[int, ...]]]:
+        """See `Channel.post`."""
+        return lambda: [words]
 
     def ask(self, yes: bool) -> Answer:
         """See `Asks.ask`."""

@@ -3,8 +3,8 @@
 When all ranks have asked for the same gathers in two such forwards, one after the other, those become the schedule of
 the following ones: nothing is asked per unit any more, and gathers are issued ahead of their use. Two rounds of words
 are left in each forward. The one at its beginning (`Kind.FORWARD_BEGIN`) tells ranks that run fewer forwards to take
-part; the one at its end makes sure that no rank needs a gather that the schedule does not have before any rank goes
-back to its user, whose own collectives would wait for that rank.
+part; the rank that begins does not wait for it. The one at its end makes sure that no rank needs a gather that the
+schedule does not have before any rank goes back to its user, whose own collectives would wait for that rank.
 
 A need beyond the schedule drops it, on all ranks and in the round that tells of it; the schedule of the training step
 stays. So does it where every rank passes by a gather: it is not needed any more.

@@ -6,17 +6,35 @@ from typing import Protocol
 
 from ..errors import ZeroStateError
 
-__all__ = ["CollectiveExecutor", "Gathers", "NoGathers"]
+__all__ = ["CollectiveExecutor", "Executor", "Gathers", "NoGathers"]
 
 
 class Gathers(Protocol):
-    """The gathers of one model (`gather.executor.GatherExecutor`); see `Executor` for the methods."""
+    """The gathers of one model (`gather.executor.GatherExecutor`)."""
 
-    def run_gather(self, unit: int) -> None: ...
+    def run_gather(self, unit: int) -> None:
+        """Issue the gather of a unit and keep its result until it is used or discarded."""
+        ...
 
-    def discard(self, unit: int) -> None: ...
+    def discard(self, unit: int) -> None:
+        """This rank passes by: the gathered unit is not needed here."""
+        ...
 
-    def holds(self, unit: int) -> bool: ...
+    def holds(self, unit: int) -> bool:
+        """Whether the unit is gathered here (or its gather is under way)."""
+        ...
+
+    def may_run_ahead(self, unit: int) -> bool:
+        """Whether the unit may be gathered before it is needed."""
+        ...
+
+
+class Executor(Gathers, Protocol):
+    """Does the operations. Calls come in the same order on every rank; none of them may ask the order for something."""
+
+    def run_reduce(self, unit: int) -> None:
+        """Issue the reduction of a unit with the gradients this rank has for it now (zeros where there are none)."""
+        ...
 
 
 class NoGathers:
@@ -32,6 +50,10 @@ class NoGathers:
     def holds(self, unit: int) -> bool:
         """They are always there."""
         return True
+
+    def may_run_ahead(self, unit: int) -> bool:
+        """There is nothing to gather."""
+        return False
 
 
 class _OnUnit(Protocol):
@@ -54,3 +76,4 @@ class CollectiveExecutor:
         self.run_gather: _OnUnit = half.run_gather
         self.discard: _OnUnit = half.discard
         self.holds: _AskUnit = half.holds
+        self.may_run_ahead: _AskUnit = half.may_run_ahead

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from .executor import Executor
 from .schedule import Kind, Operation, Schedule
 
 __all__ = ["Replay"]
@@ -14,67 +13,72 @@ class Replay:
 
     ``position`` is the place after the last entry that this rank has used or passed by. Gathers may have been issued
     ahead of it. A reduce is issued when the rank has offered it (its gradients are complete), every reduce before it is
-    issued and every gather that stands before it too; a rank that goes past it issues it with what it has. So whoever
-    waits in one operation has issued everything that stands before it, and no two ranks wait for each other.
+    issued and every gather that stands before it too; a rank that goes past it issues it with what it has. So a rank
+    that waits in one operation has issued everything that stands before it, and no two ranks wait for each other.
+
+    The usual way, in which a rank needs what comes next, is kept short: each call is host time between two kernels.
+
+    Args:
+        schedule: what all ranks execute.
+        executor: executes the operations.
+        executed: the operations are noted in this list, in the order in which they are issued.
+        alone: there is no other rank, so that gathers which this one passes by are left out.
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        run: Callable[[Operation], None],
-        discard: Callable[[int], None],
-        *,
-        alone: bool = False,
+        self, schedule: Schedule, executor: Executor, executed: list[Operation], *, alone: bool = False
     ) -> None:
         self.schedule = schedule
         self.position = 0
-        self._run, self._discard, self._alone = run, discard, alone
-        entries, self._end = schedule.entries, len(schedule)
-        self._gathers = [i for i, entry in enumerate(entries) if entry.kind is Kind.GATHER]
-        self._reduces = [i for i, entry in enumerate(entries) if entry.kind is Kind.REDUCE]
-        self._issued_gathers = self._issued_reduces = 0
-        self._gather_place = self._gathers[0] if self._gathers else self._end
-        """Place of the next gather to issue; the schedule's length if there is none. (Looked at in every hook.)"""
-        self._reduce_place = self._reduces[0] if self._reduces else self._end
+        self._executor, self._executed, self._alone = executor, executed, alone
+        self._gather_place = schedule.gathers[0]
+        """Place of the next gather to issue; the schedule's length if there is none."""
+        self._reduce_place = schedule.reduces[0]
         self._offered: set[int] = set()
         self.skipped = False
         """Whether the rank has passed by a gather."""
 
-    def _issue_gather(self) -> None:
-        place = self._gather_place
-        self._leave_gather()
-        self._run(self.schedule.entries[place])
+    def gather(self, unit: int) -> bool:
+        """This rank needs a unit now. On return its gather has been issued, and later ones as far as the executor
+        allows.
 
-    def _leave_gather(self) -> None:
-        """The next gather to issue is the one after it."""
-        places = self._gathers
-        self._issued_gathers = issued = self._issued_gathers + 1
-        self._gather_place = places[issued] if issued < len(places) else self._end
+        Returns:
+            False if the rest of the schedule does not have the unit, or its gather was given up.
+        """
+        entries, place = self.schedule.entries, self.schedule.needs[self.position]
+        if place == len(entries) or entries[place].unit != unit:
+            found = self.schedule.find(Operation(Kind.GATHER, unit), self.position)
+            if found is None:
+                return False
+            place = found
+        self._use(place)
+        stop = self.schedule.backward_ends[self.position]  # behind the end of a backward parameters may change
+        while self._gather_place < stop and self._executor.may_run_ahead(entries[self._gather_place].unit):
+            self._issue_gather()
+            if self._reduce_place in self._offered:
+                self._issue_offered()
+        return self._executor.holds(unit)
 
-    def _issue_reduce(self) -> None:
-        place, places = self._reduce_place, self._reduces
-        self._issued_reduces = issued = self._issued_reduces + 1
-        self._reduce_place = places[issued] if issued < len(places) else self._end
-        self._run(self.schedule.entries[place])
+    def use(self, unit: int) -> None:
+        """This rank uses a unit that it holds, which may be a use of the schedule."""
+        place = self.schedule.find_in_pass(Operation(Kind.GATHER, unit), self.position)
+        if place is not None and self.schedule.entries[place].kind is Kind.USE:
+            self._use(place)
 
-    def issue(self, stop: int) -> None:
-        """Issue all operations before place ``stop`` that are still due."""
-        while self._gather_place < stop or self._reduce_place < stop:
-            if self._gather_place < self._reduce_place:
-                self._issue_gather()
-            else:
-                self._issue_reduce()
+    def keeps(self, unit: int) -> bool:
+        """Whether the unit's next use in this pass finds it still gathered."""
+        place = self.schedule.find_in_pass(Operation(Kind.GATHER, unit), self.position)
+        return place is not None and self.schedule.entries[place].kind is Kind.USE
 
-    def offer(self, operation: Operation) -> None:
+    def offer(self, unit: int) -> None:
         """The rank has complete gradients for a unit. Nothing if this pass has reduced the unit already."""
-        start = max(self.position, self._reduce_place)
-        place = self.schedule.find_in_pass(operation, min(start, self._end))
-        if place is not None:
-            self._offered.add(place)
-            self.issue_offered()
-
-    def issue_offered(self) -> None:
-        """Issue the reduces that are offered and have their turn."""
+        entries, place = self.schedule.entries, self._reduce_place
+        if place < self.position or place == len(entries) or entries[place].unit != unit:
+            found = self.schedule.find_in_pass(Operation(Kind.REDUCE, unit), max(self.position, place))
+            if found is None:
+                return
+            place = found
+        self._offered.add(place)
         while self._reduce_place in self._offered and self._reduce_place < self._gather_place:
             self._issue_reduce()
 
@@ -83,31 +87,48 @@ class Replay:
         entries = self.schedule.entries
         for place in range(self.position, stop):
             if self._alone and place == self._gather_place:
-                self._leave_gather()  # no other rank needs this one's shard
-            self.issue(place + 1)
+                self._gather_place = self.schedule.gathers[place + 1]  # no other rank needs this one's shard
+            self._issue(place + 1)
             if entries[place].kind in (Kind.GATHER, Kind.USE):
                 self.skipped = True
-                self._discard(entries[place].unit)
+                self._executor.discard(entries[place].unit)
         self.position = max(self.position, stop)
 
     def complete(self) -> None:
         """Execute all that is left, giving up its gathers."""
         self.pass_by(len(self.schedule))
 
-    def use(self, place: int) -> None:
+    def _use(self, place: int) -> None:
         """The rank needs the unit of the entry at ``place`` now."""
-        if self.position < place:
+        if self.schedule.needs[self.position] < place:
             self.pass_by(place)
         if self._gather_place <= place or self._reduce_place <= place:
-            self.issue(place + 1)
+            self._issue(place + 1)
         self.position = place + 1
         if self._reduce_place in self._offered:
-            self.issue_offered()
+            self._issue_offered()
 
-    def run_ahead(self, accept: Callable[[int], bool]) -> None:
-        """Issue gathers early; not beyond the end of a backward, where parameters may change."""
-        entries, stop = self.schedule.entries, self.schedule.backward_ends[self.position]
-        while self._gather_place < stop and accept(entries[self._gather_place].unit):
-            self._issue_gather()
-            if self._reduce_place in self._offered:
-                self.issue_offered()
+    def _issue(self, stop: int) -> None:
+        """Issue all operations before place ``stop`` that are still due."""
+        while self._gather_place < stop or self._reduce_place < stop:
+            if self._gather_place < self._reduce_place:
+                self._issue_gather()
+            else:
+                self._issue_reduce()
+
+    def _issue_offered(self) -> None:
+        """Issue the reduces that are offered and have their turn."""
+        while self._reduce_place in self._offered and self._reduce_place < self._gather_place:
+            self._issue_reduce()
+
+    def _issue_gather(self) -> None:
+        operation = self.schedule.entries[self._gather_place]
+        self._gather_place = self.schedule.gathers[self._gather_place + 1]
+        self._executed.append(operation)
+        self._executor.run_gather(operation.unit)
+
+    def _issue_reduce(self) -> None:
+        operation = self.schedule.entries[self._reduce_place]
+        self._reduce_place = self.schedule.reduces[self._reduce_place + 1]
+        self._executed.append(operation)
+        self._executor.run_reduce(operation.unit)

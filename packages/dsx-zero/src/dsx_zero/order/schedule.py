@@ -15,9 +15,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
-__all__ = ["Decision", "Kind", "Operation", "Pass", "Post", "Schedule", "checksum", "decide", "elide_gathers"]
+__all__ = [
+    "Decision",
+    "Kind",
+    "Operation",
+    "Pass",
+    "Post",
+    "ReuseLimits",
+    "Schedule",
+    "checksum",
+    "decide",
+    "elide_gathers",
+]
 
 
 class Kind(IntEnum):
@@ -128,8 +140,8 @@ def _number(bits: int) -> float:
 class Decision:
     """What all ranks do after one round.
 
-    1. everyone executes its schedule up to ``align``; 2. everyone executes ``operations`` in order; 3. the ranks in
-    ``resume`` go on (their post is fulfilled), the others post again.
+    1. all execute their schedule up to ``align``; 2. all execute ``operations`` in order; 3. the ranks in ``resume`` go
+    on (their post is fulfilled), the others post again.
     """
 
     align: int
@@ -140,11 +152,12 @@ class Decision:
 def decide(posts: Sequence[Post]) -> Decision:
     """The rules of agreement (``posts[r]`` is rank ``r``'s). At least one rank resumes in every round.
 
-    * Gathers that anyone asks for are executed by all, in the order of the ranks that ask.
+    * A forward without gradients that any rank begins is executed by all in its frozen order, at the place where each
+      rank is: the ranks that begin it do not wait for this decision.
+    * Gathers that any rank asks for are executed by all, in the order of the ranks that ask.
     * With no gather asked for, one reduce is executed: the posted unit with the highest index, because backward runs
       through the units from the last to the first; the ranks that posted it resume, the others join with what they
       have.
-    * With nothing asked for, a forward without gradients that any rank begins is executed by all in its frozen order.
     * When no rank asks for anything and some are at the end of a pass, those resume.
     * When every rank begins to train or is at its boundary, those that begin to train resume.
     * When every rank is at its boundary, or every rank has joined, all resume.
@@ -156,6 +169,9 @@ def decide(posts: Sequence[Post]) -> Decision:
         raise ValueError("decide needs the post of at least one rank")
     align = max(post.position for post in posts)
     asked = [post.operation for post in posts]
+    begun = (Operation(Kind.FORWARD_BEGIN),)
+    if begun[0] in asked:
+        return Decision(0, begun, _ranks(asked, begun))
     gathers = tuple(dict.fromkeys(op for op in asked if op.kind is Kind.GATHER))
     if gathers:
         return Decision(align, gathers, _ranks(asked, gathers))
@@ -163,9 +179,6 @@ def decide(posts: Sequence[Post]) -> Decision:
     if reduces:
         chosen = (max(reduces, key=lambda op: op.unit),)
         return Decision(align, chosen, _ranks(asked, chosen))
-    begun = (Operation(Kind.FORWARD_BEGIN),)
-    if begun[0] in asked:
-        return Decision(align, begun, _ranks(asked, begun))
     paused = frozenset(rank for rank, op in enumerate(asked) if op.kind in _PAUSES)
     if paused:
         return Decision(align, (), paused)
@@ -180,9 +193,9 @@ def _ranks(asked: Sequence[Operation], operations: tuple[Operation, ...]) -> fro
     return frozenset(rank for rank, op in enumerate(asked) if op in operations)
 
 
-def checksum(operation: Operation, before: int = 0) -> int:
-    """Extend the running checksum ``before`` by one executed operation (the same number on every machine)."""
-    return zlib.crc32(struct.pack("<bi", operation.kind, operation.unit), before)
+def checksum(operations: Sequence[Operation], before: int = 0) -> int:
+    """Extend the running checksum ``before`` by executed operations (the same number on every machine)."""
+    return zlib.crc32(struct.pack(f"<{2 * len(operations)}i", *chain.from_iterable(operations)), before)
 
 
 @dataclass(frozen=True)
@@ -211,6 +224,26 @@ class Schedule:
             wanted = Operation(Kind.GATHER, entry.unit) if entry.kind is Kind.USE else entry
             found.setdefault(wanted, []).append(place)
         return found
+
+    @cached_property
+    def gathers(self) -> list[int]:
+        """For every place that of the next gather at or after it (``len(entries)`` if there is none)."""
+        return _next_places(self.entries, frozenset({Kind.GATHER}))
+
+    @cached_property
+    def reduces(self) -> list[int]:
+        """For every place that of the next reduce at or after it (``len(entries)`` if there is none)."""
+        return _next_places(self.entries, frozenset({Kind.REDUCE}))
+
+    @cached_property
+    def needs(self) -> list[int]:
+        """For every place that of the next gather or use at or after it (``len(entries)`` if there is none)."""
+        return _next_places(self.entries, frozenset({Kind.GATHER, Kind.USE}))
+
+    @cached_property
+    def reuses(self) -> bool:
+        """Whether it has uses of units that are still gathered."""
+        return any(entry.kind is Kind.USE for entry in self.entries)
 
     @cached_property
     def pass_ends(self) -> list[int]:
@@ -304,3 +337,16 @@ def elide_gathers(schedule: Schedule, numel: Sequence[int], *, max_reuse_distanc
                 for i in between:
                     kept[i - start] += size
     return Schedule(tuple(entries))
+
+
+class ReuseLimits:
+    """What decides whether a unit stays gathered until its next use (elements)."""
+
+    def __init__(self, numel: Sequence[int] = (), *, max_reuse_distance: int = 0, max_live: int = 0) -> None:
+        self.numel, self.max_reuse_distance, self.max_live = tuple(numel), max_reuse_distance, max_live
+
+    def apply(self, schedule: Schedule) -> Schedule:
+        """The schedule with the gathers left out that these limits make unnecessary."""
+        if not self.numel or self.max_reuse_distance <= 0:
+            return schedule
+        return elide_gathers(schedule, self.numel, max_reuse_distance=self.max_reuse_distance, max_live=self.max_live)

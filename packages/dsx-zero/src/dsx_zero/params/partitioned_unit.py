@@ -163,6 +163,8 @@ class PartitionedUnit:
         self.plan = plan
         self.index = plan.index
         self.state = UnitState.PARTITIONED
+        self.uses = 0
+        """How many forwards and backwards use the unit; its memory stays while there are any."""
         self.storages = tuple(
             GatheredStorage(group.layout.numel, dtype=group.key.dtype, device=group.key.device) for group in plan.groups
         )

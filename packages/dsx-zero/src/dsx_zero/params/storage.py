@@ -7,8 +7,8 @@ back. Two rules make that exact:
 * bytes are written through ``fill``, a tensor over the same storage with a version counter of its own, so that a refill
   is not an in-place change to what autograd saved (the effect of ``torch.autograd._unsafe_preserve_version_counter``,
   which covers writers that only know the base);
-* after an optimizer step ``mark_changed`` moves the counter of the views, so that a backward through a graph of before
-  the step raises torch's own error, as it does without sharding.
+* after an optimizer step the counter of ``base``, which is that of all views, is moved, so that a backward through a
+  graph of before the step raises torch's own error, as it does without sharding.
 
 What it leaves out: who needs the bytes and when (gather/lifetime.py), and where they come from (the collectives).
 Reading a view while ``allocated`` is false ends the process; no such view may be reachable then.
@@ -26,12 +26,13 @@ class GatheredStorage:
     """
 
     def __init__(self, numel: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        self._base = torch.empty(numel, dtype=dtype, device=device)
-        self._storage = self._base.untyped_storage()
+        self.base = torch.empty(numel, dtype=dtype, device=device)
+        """The tensor that all views share their version counter with."""
+        self._storage = self.base.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self.numel = numel
         # `.data` shares the storage but not the version counter.
-        self.fill = self._base.data
+        self.fill = self.base.data
 
     @property
     def nbytes(self) -> int:
@@ -40,11 +41,11 @@ class GatheredStorage:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._base.dtype
+        return self.base.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._base.device
+        return self.base.device
 
     @property
     def allocated(self) -> bool:
@@ -54,7 +55,7 @@ class GatheredStorage:
     def view(self, start: int, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
         """A tensor of ``shape`` over the elements from ``start`` on (made and read only while allocated)."""
         size = torch.Size(shape)
-        return self._base[start : start + size.numel()].view(size)
+        return self.base[start : start + size.numel()].view(size)
 
     def allocate(self) -> None:
         """Take the memory again (contents undefined); nothing if it is there."""
@@ -70,7 +71,3 @@ class GatheredStorage:
         """Fill the memory with NaN, where it is there and can hold them: for tests of who reads after `free`."""
         if self.allocated and self.dtype.is_floating_point:
             self.fill.fill_(float("nan"))
-
-    def mark_changed(self) -> None:
-        """Tell autograd that the values of all views are new."""
-        torch.autograd.graph.increment_version(self._base)

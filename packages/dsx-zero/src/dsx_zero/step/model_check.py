@@ -49,13 +49,14 @@ class ModelCheck:
         self._model, self._faces, self._moved = model, faces, moved
         self._resident: list[tuple[torch.Tensor, list[tuple[torch.Tensor, int, torch.Size]]]] = []
         self._gathered: list[tuple[torch.Tensor, int]] = []
+        """Parameters with their storage objects; storages without bytes have no address."""
         self._names_of: dict[int, str] = {}
         for group in groups:
             self._names_of.update(
                 (id(parameter), name) for name, parameter in zip(group.layout.names, group.parameters)
             )
             if group.visible is None:
-                self._gathered.extend((parameter, _storage(parameter)) for parameter in group.parameters)
+                self._gathered.extend((p, p.untyped_storage()._cdata) for p in group.parameters)
             else:
                 # Relative to the buffer: `model.share_memory()` moves it with everything in it.
                 start = group.visible.data_ptr()
@@ -79,7 +80,8 @@ class ModelCheck:
             seen.extend(module._modules)
             seen.extend(map(id, module._modules.values()))
             seen.extend(module._parameters)
-            seen.extend([faces.get(key, key) for key in map(id, module._parameters.values())])
+            keys = list(map(id, module._parameters.values()))
+            seen.extend(map(faces.get, keys, keys))
         return seen
 
     def check(self) -> None:
@@ -100,7 +102,7 @@ class ModelCheck:
         problems += [
             f"'{self._names_of[id(parameter)]}' was given other memory while it was gathered"
             for parameter, storage in self._gathered
-            if _storage(parameter) != storage
+            if parameter.untyped_storage()._cdata != storage  # no call: it runs for every parameter in every step
         ]
         if self._take_snapshot() != self._snapshot:
             problems += self._differences()
@@ -125,8 +127,3 @@ class ModelCheck:
             *(f"'{name}' was added" for name in now if name not in self._parameters),
             *(f"'{name}' is not there any more" for name in self._parameters if name not in now),
         ]
-
-
-def _storage(parameter: torch.Tensor) -> int:
-    """Which storage object it is; one without bytes has no address."""
-    return parameter.untyped_storage()._cdata

@@ -166,17 +166,18 @@ class StepRunner:
         for start, stop in _runs(masters):
             group, first, last = masters[start].group, masters[start].slice, masters[stop - 1].slice
             home = group.own_master
-            if home is None or (copied and all(m.tensor in self.inner_step.copies for m in masters[start:stop])):
+            copies = self.inner_step.copies if copied else {}
+            if home is None or (copies and all(m.tensor in copies for m in masters[start:stop])):
                 continue
             target = group.stepped.view()
             source = home.view()
             if target is not None and source is not None and target.device == source.device:
-                values = source[first.offset : last.offset + last.numel]
+                elements = slice(first.offset, last.offset + last.numel)
                 if home.tier == group.stepped.tier:
-                    write(group.stepped, values, first.offset)
+                    target[elements].copy_(source[elements])
                     continue
-                job = partial(write, group.stepped, values, first.offset)
-                self._written.append(transfer(self._lane, job, f"to {group.stepped.tier}", values.nbytes))
+                job = partial(write, group.stepped, source[elements], first.offset)
+                self._written.append(transfer(self._lane, job, f"to {group.stepped.tier}", source[elements].nbytes))
                 continue
             for master in masters[start:stop]:
                 values = master.tensor.detach().view(-1).to(group.key.dtype)
@@ -242,7 +243,9 @@ def _gradients(masters: Sequence[Master], read: ReadGradients) -> list[torch.Ten
     """The gradients of these masters, in their shapes."""
     grads: list[torch.Tensor] = []
     for start, stop in _runs(masters):
-        parts = [Part(master.name, master.slice) for master in masters[start:stop]]
+        parts = []
+        for master in masters[start:stop]:  # a loop: no call per group
+            parts.append(Part(master.name, master.slice))
         grads.extend(read(masters[start].group, parts))
     return [g if g.is_sparse else g.view(master.shape) for master, g in zip(masters, grads, strict=True)]
 

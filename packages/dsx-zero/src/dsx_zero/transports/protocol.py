@@ -11,14 +11,14 @@ Adding one is one class in this folder. Left out: where shards come from (`homes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from ..lanes import Pending, is_done
 from ..params.flat import FlatGroup
 
-__all__ = ["ReduceTransport", "Stateless", "Then", "Transport"]
+__all__ = ["ReduceTransport", "Stateless", "Then", "Transport", "Wrapper", "carrier_of"]
 
 
 class Transport(Protocol):
@@ -51,6 +51,25 @@ class ReduceTransport(Transport, Protocol):
     def result_dtype(self, source: torch.dtype, group: FlatGroup) -> torch.dtype:
         """The dtype of `out` that loses nothing of what arrives, for gradients of dtype `source`."""
         ...
+
+
+@runtime_checkable
+class Wrapper(Protocol):
+    """A transport around another one, which carries some buffers as that one does."""
+
+    def passes(self, numel: int, dtype: torch.dtype, group: FlatGroup) -> Transport | None:
+        """The transport inside, if nothing else is done to a source of `numel` elements of `dtype`; else None."""
+        ...
+
+
+def carrier_of(transport: Transport, numel: int, dtype: torch.dtype, group: FlatGroup) -> Transport:
+    """The innermost transport that does all that `transport` does for such sources. Asked once per buffer."""
+    while isinstance(transport, Wrapper):
+        inner = transport.passes(numel, dtype, group)
+        if inner is None:
+            break
+        transport = inner
+    return transport
 
 
 class Stateless:

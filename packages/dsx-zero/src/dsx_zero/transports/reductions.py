@@ -110,6 +110,10 @@ class Cast:
         """See `ReduceTransport.result_dtype`."""
         return self._inner.result_dtype(self._wire(group.key.dtype), group)
 
+    def passes(self, numel: int, dtype: torch.dtype, group: FlatGroup) -> ReduceTransport | None:
+        """See `Wrapper.passes`."""
+        return self._inner if dtype == self._wire(group.key.dtype) else None
+
     def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
         """See `Transport.start`."""
         wire = self._wire(group.key.dtype)
@@ -137,6 +141,10 @@ class InPieces:
     def result_dtype(self, source: torch.dtype, group: FlatGroup) -> torch.dtype:
         """See `ReduceTransport.result_dtype`."""
         return self._inner.result_dtype(source, group)
+
+    def passes(self, numel: int, dtype: torch.dtype, group: FlatGroup) -> ReduceTransport | None:
+        """See `Wrapper.passes`."""
+        return self._inner if numel <= self._most else None
 
     def start(self, out: torch.Tensor, source: torch.Tensor, group: FlatGroup, label: str) -> Pending | None:
         """See `Transport.start`."""
