@@ -33,11 +33,8 @@ class Shelf:
 
 
 class Waiting:
-    def __init__(self, job, done=False):
-        self.wait, self._done = job, done
-
-    def done(self):
-        return self._done
+    def __init__(self, job):
+        self.wait = job
 
 
 class Net(nn.Module):
@@ -143,21 +140,9 @@ def test_a_budget_too_small_for_one_unit_is_refused():
     assert type(model.blocks[0].weight) is nn.Parameter
 
 
-class TimedShelf(Shelf):
-    """Reads of it are over at once (`fast`), or only when they are waited for."""
-
-    def __init__(self, fast):
-        super().__init__()
-        self.fast = fast
-
-    def get(self, name, out=None):
-        super().get(name, out)
-        return Waiting(lambda: self._arrive(name, out), done=self.fast)
-
-
-def waits_before_their_turn(rank, world, fast):
-    """How many reads a pass waited for before the block in front of theirs had computed."""
-    shelf = TimedShelf(fast)
+def waits_by_turn(rank, world):
+    """For each read that a pass of the frozen order waited for: how many blocks before its own had not computed."""
+    shelf = Shelf()
     model, _ = built(DiskTier(shelf, ahead=10**6, ahead_count=3), None)
     for number, block in enumerate(model.blocks):
         block.register_forward_hook(lambda *_, number=number: shelf.events.append(("computed", number)))
@@ -165,15 +150,16 @@ def waits_before_their_turn(rank, world, fast):
         for _ in range(4):
             begin = len(shelf.events)
             model(torch.ones(1, 16))
-    computed = waited = early = 0
+    computed, early = 0, []
     for kind, _ in shelf.events[begin:]:
         computed += kind == "computed"
-        early += kind == "wait" and waited > computed
-        waited += kind == "wait"
+        if kind == "wait":
+            early.append(len(early) - computed)
     return early
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_gathers_ahead_of_their_use_never_wait_for_the_disk(world):
-    assert run_ranks(waits_before_their_turn, world, False)[0] == 0
-    assert run_ranks(waits_before_their_turn, world, True)[0] >= 4  # what is there already is gathered ahead
+def test_a_pass_waits_for_the_disk_one_block_ahead_and_not_for_all_at_once(world):
+    early = run_ranks(waits_by_turn, world)[0]
+    assert len(early) == 6
+    assert max(early) <= 1

@@ -168,8 +168,10 @@ class GatherExecutor:
         ahead, limits = self._under_way, self._limits
         if target.state is not UnitState.PARTITIONED or self.live + target.numel > limits.max_live_parameters:
             return False
-        if self._ahead is not None and not self._ahead.has_arrived(unit):
-            return False  # its gather would hold the host up until the disk has delivered: compute first
+        if ahead and self._ahead is not None and self._ahead.holds_up(unit):
+            # One at a time: a gather holds the host up until the disk has delivered its shard. (Whether it has would
+            # be known, but not alike on all ranks, and they must run ahead alike where an evaluation comes between.)
+            return False
         return limits.prefetch_bucket_size > 0 and (not ahead or ahead + target.numel <= limits.prefetch_bucket_size)
 
     def kept_tensors(self) -> list[torch.Tensor]:

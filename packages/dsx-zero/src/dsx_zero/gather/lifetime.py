@@ -144,7 +144,11 @@ class GatherLifetime(Lender):
     def _let_go(self, target: PartitionedUnit) -> None:
         """One use has ended. After the last one the unit is freed, unless its next use is meant to find it."""
         target.uses = max(0, target.uses - 1)
-        if target.uses == 0 and not self._order.keeps(target.index):
+        if target.uses:
+            self._hide_borrowed(target)
+        elif self._order.keeps(target.index):
+            target.swap_out()  # what uses it meanwhile comes through `lends`, which sees to its backward
+        else:
             self._executor.free(target.index)
 
     def _take(self, target: PartitionedUnit, during: Pass) -> None:
@@ -261,10 +265,17 @@ class GatherLifetime(Lender):
             if not self._in_backward:
                 self._clock.enter()
             self._hold_in_backward(unit, "recomputation")
-        elif unit.index not in self._borrowed:
-            self._borrowed.add(unit.index)
-            unit.uses += 1
+        else:
+            if unit.index not in self._borrowed:
+                self._borrowed.add(unit.index)
+                unit.uses += 1
+            self._hide_borrowed(unit)
         return True
+
+    def _hide_borrowed(self, target: PartitionedUnit) -> None:
+        """Where a unit is there for a use outside its modules only, let the next such use be lent and watched, too."""
+        if target.uses == 1 and target.index in self._borrowed and not self._open[target.index]:
+            target.swap_out()
 
     def watch(self, unit: PartitionedUnit, output: Any) -> Any:
         """See ``Lender``: released when backward ends (nobody knows what else the result leads to)."""

@@ -53,9 +53,9 @@ class ReadAhead:
                 home.read_ahead()
             before, last = last, unit
 
-    def has_arrived(self, unit: int) -> bool:
-        """Whether gathering the unit now would wait for no disk."""
-        return all(home.has_arrived for home in self._homes.get(unit, ()))
+    def holds_up(self, unit: int) -> bool:
+        """Whether a gather of the unit makes the host wait for its shards."""
+        return any(not home.is_direct for home in self._homes.get(unit, ()))
 
     def changed(self) -> None:
         """Shards have new values."""

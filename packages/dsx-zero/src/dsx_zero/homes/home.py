@@ -91,8 +91,8 @@ class ReadsAhead(Protocol):
         ...
 
     @property
-    def has_arrived(self) -> bool:
-        """Is all of it known to lie in host memory, so that `take` does not wait?"""
+    def is_direct(self) -> bool:
+        """Does what is fetched pass host memory by, so that the host does not wait for it?"""
         ...
 
     def read_ahead(self) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from ..lanes import Lane, Pending, Ticket, is_done
+from ..lanes import Lane, Pending, Ticket
 
 __all__ = ["StoredHome", "TensorStore"]
 
@@ -45,9 +45,6 @@ class _Moves:
 
     def add(self, pending: Pending, target: torch.Tensor | None = None, source: torch.Tensor | None = None) -> None:
         self._steps.append((pending, target, source))
-
-    def is_completed(self) -> bool:
-        return all(is_done(pending) for pending, _, _ in self._steps)
 
     def wait(self) -> None:
         steps, self._steps = self._steps, []
@@ -116,9 +113,9 @@ class StoredHome:
         return self._ahead is not None
 
     @property
-    def has_arrived(self) -> bool:
-        """Is all of it known to lie in host memory, so that `take` does not wait? True where nothing goes there."""
-        return self._direct or (self._ahead is not None and self._ahead[1].is_completed())
+    def is_direct(self) -> bool:
+        """Does what is fetched pass host memory by, so that the host does not wait for it?"""
+        return self._direct
 
     def take(self, device: torch.device, lane: Lane) -> tuple[torch.Tensor, Ticket] | None:
         """What was read ahead, on `device`, with the ticket to wait for; None where nothing was."""
