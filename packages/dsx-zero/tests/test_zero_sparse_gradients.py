@@ -2,6 +2,8 @@
 their gradients only rows travel.
 """
 
+import copy
+
 import dsx_comm
 import dsx_zero
 import pytest
@@ -319,3 +321,36 @@ def test_a_functional_use_beside_the_embedding_counts_whole():
     want = before - 0.5 * 2 * before
     want[3] -= 0.5 * 2 * before[3]
     torch.testing.assert_close(model.table.weight.detach(), want)
+
+
+def grows(rank, world):
+    """A group that is added after a step, beside an embedding whose gradients are rows."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    first = [*model[0].parameters(), *model[1].parameters()]
+    late = list(model[2].parameters())
+    for parameter in (*plain[2].parameters(), *late):
+        parameter.requires_grad_(False)
+    model, optimizer = dsx_zero.shard(model, torch.optim.SGD(first, lr=0.1), stage=0, sparse_gradients=True)
+    reference = torch.optim.SGD([*plain[0].parameters(), *plain[1].parameters()], lr=0.1)
+    for step in range(4):
+        if step == 2:
+            for module, chosen in ((model, optimizer), (plain, reference)):
+                added = list(module[2].parameters())
+                for parameter in added:
+                    parameter.requires_grad_(True)
+                chosen.add_param_group({"params": added, "lr": 0.2})
+        words = (torch.arange(6) * 5 + step) % 11
+        plain(words).square().mean().backward()
+        model(words).square().mean().backward()
+        for chosen in (optimizer, reference):
+            chosen.step()
+            chosen.zero_grad()
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), wanted.detach())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_groups_are_added_beside_rows(world):
+    run_ranks(grows, world)

@@ -361,6 +361,10 @@ class GroupGradients:
         home = self.values()
         return block_norm(read(home)) if self._stored_norm is None else self._stored_norm
 
+    def has_any(self) -> bool:
+        """Whether there is a gradient, reduced or not."""
+        return self.dirty or self.result is not None
+
     def reduced(self) -> tuple[Home, Ticket | None]:
         """The home of the reduced values, and what to wait for until they are in it, so that another thread can
         read them.

@@ -463,7 +463,7 @@ class ReducedGradients:
 
     def has_any(self) -> bool:
         """See `Gradients.has_any`."""
-        return any(buffers.dirty or buffers.result is not None for buffers in self._groups)
+        return any(buffers.has_any() for buffers in self._groups)
 
     def begin_anew(self, why: str) -> None:
         """See `Gradients.begin_anew`."""

@@ -171,6 +171,10 @@ class RowGradients:
 
     # Values -----------------------------------------------------------------------------------------------------------
 
+    def has_any(self) -> bool:
+        """Whether there is a gradient, reduced or not."""
+        return self.dirty or self._pending is not None or self._reduced is not None
+
     def rows(self) -> torch.Tensor:
         """The reduced gradient: sparse COO, coalesced, of the parameter's shape; without entries where no rank has
         any.
