@@ -28,7 +28,7 @@ import dsx_zero
 import torch
 from dsx_comm.compressed.blocks import BlockFormat
 from dsx_testkit import Nodes, PacedLink, SleepingLinear, run_ranks, tiny
-from dsx_zero.groups import LentGroups
+from dsx_zero.groups import AuxiliaryGroups
 from dsx_zero.params.flat import FlatGroup
 from dsx_zero.transports.chosen import PlainTransports, ZeroPlusPlus
 from dsx_zero.transports.gathers import PlainGather
@@ -127,7 +127,7 @@ def batch(data: torch.Tensor, rows: int, length: int, seed: int) -> tuple[torch.
     return pieces[:, :-1], pieces[:, 1:]
 
 
-def without_feedback(groups: LentGroups) -> ZeroPlusPlus:
+def without_feedback(groups: AuxiliaryGroups) -> ZeroPlusPlus:
     """The control, which a configuration refuses: 4-bit parameters and 2-bit gradients whose errors are lost."""
     plain = PlainTransports(lambda dtype: dtype, 500_000_000)
     return ZeroPlusPlus(plain, groups, weight_bits=4, gradient_bits=2)
@@ -144,7 +144,7 @@ def trained(rank: int, world: int, name: str, seed: int, small: bool) -> float:
         config = CONFIGS.get(name, {**EXACT, "zero_hpz_partition_size": DEVICES})
         # Norms and biases stay whole, as they do by default: in a block with matrices they would set its scale.
         config = {**config, "stage3_param_persistence_threshold": 1000}
-        own = without_feedback(LentGroups()) if name not in CONFIGS else None
+        own = without_feedback(AuxiliaryGroups()) if name not in CONFIGS else None
         model, optimizer = dsx_zero.shard(
             model, lambda p: torch.optim.AdamW(p, lr=3e-3, betas=(0.9, 0.95)), config=config, transports=own
         )
@@ -210,7 +210,7 @@ class OverLink:
     def __init__(self, link: PacedLink, quantised: bool) -> None:
         self._link, self._quantised = link, quantised
         plain = PlainTransports(lambda dtype: dtype, 500_000_000)
-        self._inner: Any = ZeroPlusPlus(plain, LentGroups(), gradient_bits=4) if quantised else plain
+        self._inner: Any = ZeroPlusPlus(plain, AuxiliaryGroups(), gradient_bits=4) if quantised else plain
 
     def _bytes(self, bits: int) -> Callable[[FlatGroup], float]:
         form = BlockFormat(bits, BLOCK) if self._quantised else None

@@ -1,13 +1,13 @@
-"""Do all ranks call the same collective? Checked on the first calls of each group, before data moves.
+"""Checks that all ranks call the same collective. This is done for the first calls of each group, before data moves.
 
-Every rank describes its call in a line (operation, size, dtype, operator, root). The first to come leaves its line in
-the job's store; the others compare theirs with it, and the last to come says whether all were alike. So a call costs
-each rank four short requests, however many ranks there are, which is done for the first `CHECKED` calls of a group, in
-which a program shows what it does, and not for sends and receives. Only where lines differ do the ranks read each
-other's. Groups of the "dsx" backend need none of this: they compare within every call, at no cost.
+Every rank describes its call in a line (operation, size, dtype, operator, root). The first rank to come writes its line
+to the job's store. The others compare theirs with it, and the last one writes whether all lines were equal. So a call
+costs each rank four short requests, whatever the number of ranks. It is done for the first `CHECKED` calls of a group,
+because programs repeat themselves, and not for sends and receives. Only if lines differ do the ranks read each other's.
+Groups of the "dsx" backend need none of this: they compare within every call, at no cost.
 
-A rank that does not come within `PATIENCE` seconds ends the check of that call, not the call: two groups used in
-different order on two ranks are legal, and a missing rank is the hang explainer's business.
+If a rank does not come within `PATIENCE` seconds, the check of that call ends, not the call: two groups may be used in
+different order on two ranks, and a missing rank is found by the hang explainer.
 """
 
 from __future__ import annotations

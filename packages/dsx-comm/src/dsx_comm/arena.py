@@ -1,10 +1,10 @@
 """`SymmetricArena`: symmetric memory for tensors that come and go.
 
-Making symmetric memory is collective, so a tensor that one rank needs now cannot have memory of its own made for it.
-But in a collective the ranks' tensors may lie at different offsets of one memory. So the ranks make one memory
-together, and each takes from its part what it needs, when it needs it, without asking anybody. It is address space:
-pages exist from the first write to them until `trim`, and are used again before others are touched. Where the group's
-ranks share no memory, and where the arena is full, a tensor is an ordinary one and collectives work as always.
+Making symmetric memory is collective, so it cannot be made for a tensor that only one rank needs now. But in a
+collective the ranks' tensors may lie at different offsets of one memory. So the ranks make one memory together, and
+each rank takes tensors from its own part without asking the others. The memory is address space: a page exists from the
+first write to it until `trim`, and existing pages are used again before new ones are touched. Where the ranks of the
+group share no memory, and where the arena is full, a tensor is an ordinary one; collectives work all the same.
 
 Left out: device memory (`empty` has torch's), and finding out by itself that a tensor is not used any more.
 """

@@ -9,8 +9,8 @@ n is the size of the group that communicated, not of the world.
     all_reduce, all_reduce_coalesced, ...    2 S/t               S/t 2(n-1)/n
     everything else                          S/t                 S/t
 
-Compressed and quantised operations count as what they stand for, with S before compression: the bandwidth an
-uncompressed one would need to be as quick.
+Compressed and quantised operations count as the uncompressed operation, with S before compression: the result is the
+bandwidth that the uncompressed one would need to take the same time.
 """
 
 from __future__ import annotations

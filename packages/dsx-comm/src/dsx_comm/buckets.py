@@ -1,6 +1,6 @@
 """Tensors in buckets: consecutive ones that together have at most so many elements.
 
-What a loop over many tensors handles at a time: one message, or the temporaries of one pass.
+A bucket is what a loop over many tensors handles at a time: one message, or the temporaries of one pass.
 """
 
 from __future__ import annotations

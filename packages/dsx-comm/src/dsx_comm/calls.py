@@ -71,7 +71,7 @@ class WaitObserver(Protocol):
 
 
 class Observers:
-    """Those who watch at the moment. A tuple that is replaced, so that threads may run calls meanwhile."""
+    """The observers that are registered. The tuple is replaced, not changed, so that threads may run calls meanwhile."""
 
     def __init__(self) -> None:
         self.active: tuple[Any, ...] = ()
@@ -108,7 +108,7 @@ def observe(observer: Observer | WaitObserver) -> Callable[[], None]:
 
 
 def waiting(wait: Callable[..., Any], *arguments: Any) -> Any:
-    """Run something that blocks, and tell those who hear of waits."""
+    """Call a function that blocks, and tell the observers of waits."""
     watchers = WAITS.active
     if not watchers:
         return wait(*arguments)

@@ -1,6 +1,6 @@
 """Checks of tensors and reduction operators before anything is sent.
 
-They look at what this rank can see; whether ranks agree with each other is not checked here.
+They check the arguments of this rank; whether the ranks' arguments fit together is not checked here.
 """
 
 from __future__ import annotations

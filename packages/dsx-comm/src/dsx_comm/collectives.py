@@ -83,7 +83,7 @@ def _averaged(
 def all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **labels: Unpack[Labels]
 ) -> Any:
-    """Reduce `tensor` in place over the ranks of the group, everyone getting the result."""
+    """Reduce `tensor` in place over the ranks of the group, and give all of them the result."""
     return reduce_everywhere("all_reduce", tensor, op, group, async_op, labels)
 
 

@@ -1,11 +1,12 @@
-"""Why a rank has left the job: it says so in the store as it goes, so that the others can name it and its error.
+"""Why a rank has left the job: it writes that to the store before it ends, so that the others can name it and its
+error.
 
-A backend that loses a connection says "Connection closed by peer", and neither which rank that was nor what happened to
-it. A rank whose process ends with an exception, or that destroys its process group while one is on its way, leaves one
-line in the job's store first. A rank that then fails in a call looks there.
+A backend that loses a connection says "Connection closed by peer", but not which rank that was nor what happened to it.
+A rank whose process ends with an exception, or that destroys its process group while an exception is being raised,
+first writes one line to the job's store. A rank that then fails in a call reads it there.
 
-Left out: ranks that are killed (nothing of them runs any more; groups of the "dsx" backend name those by themselves),
-and ranks that end in good order.
+Left out: ranks that are killed, which cannot write (groups of the "dsx" backend name those by themselves), and ranks
+that end without an error.
 """
 
 from __future__ import annotations

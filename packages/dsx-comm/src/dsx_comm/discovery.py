@@ -1,9 +1,9 @@
-"""Who am I and where is rank 0: read from what the launcher left in the environment.
+"""This process's rank, and the address of rank 0, from the environment variables that the launcher has set.
 
 `discover` is a pure function of a mapping. It knows, in this order: the variables of torchrun (RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT), AzureML, SageMaker, Slurm steps, Open MPI, MVAPICH, and the PMI of MPICH and Intel MPI. What
-cannot be read from the environment (rank 0's address under a plain mpirun over several machines) is asked of mpi4py,
-if it is installed, by `ask_mpi`.
+MASTER_ADDR, MASTER_PORT), AzureML, SageMaker, Slurm steps, Open MPI, MVAPICH, and the PMI of MPICH and Intel MPI.
+Rank 0's address is not in the environment under a plain mpirun over several machines; `ask_mpi` gets it from mpi4py, if
+that is installed.
 """
 
 from __future__ import annotations

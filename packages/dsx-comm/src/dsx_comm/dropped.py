@@ -1,8 +1,8 @@
-"""Asynchronous calls whose handle was dropped without a wait: what waits for them in place of the caller.
+"""Asynchronous calls whose handle was dropped without a wait: a thread waits for them in place of the caller.
 
-Such a call is legal, and common for sends. Its memory has to be held until it is done, and then let go;
-some calls end only if a thread waits for them. So a handle that is not held any more goes into a queue (from its
-finaliser), and a thread looks at the queue until its calls are done.
+Such a call is legal, and common for sends. Its memory must be held until the call is done, and freed then. Some calls
+end only if a thread waits for them. So the finaliser of a handle puts it into a queue, and a thread polls the handles
+of the queue until their calls are done.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Groups and ranks: torch's process groups, with errors that say what is missing.
 
-`Membership` is what this process knows of a group: its size, this rank in it, which backend serves a device. It is
+`Membership` holds what this process knows of a group: its size, this rank in it, which backend serves a device. It is
 worked out once per group and found again by every call. None means the default group.
 """
 

@@ -4,14 +4,14 @@ It is on by default.
 
 Each rank notes which communication calls it has issued, per group, and where its threads wait (two dictionary writes a
 call). A thread looks every few seconds. When a call of this rank has waited longer than the limit, it raises an alarm
-in the job's store; every rank, also one that waits nowhere, answers with what it is doing: the call it is in or the
-last one it issued, its number in the group, the place in the code. From the answers each rank makes the same text; the
+in the job's store. Every rank, even one that waits for nothing, answers with what it is doing: the call it is in or the
+last one it issued, its number in the group, the place in the code. From the answers each rank makes the same text. The
 lowest rank that answered prints it, and the waiting calls fail with it. On "dsx" groups they fail at once; on gloo when
 their wait ends, shortly after the limit.
 
-On a device the host does not wait, and must not be made to: torch blocks it for a wait with a timeout. There the thread
-looks at one unfinished call of each group at a time (`follow`). The report is printed; the call itself is left to the
-backend's own watchdog, which ends it at the group's time limit.
+For calls on a device the host does not wait, and must not be made to wait: torch blocks it in a wait with a timeout.
+There the thread looks at one unfinished call of each group at a time (`follow`). The report is printed; the backend's
+own watchdog ends the call at the group's time limit.
 
 The limit is nine tenths of the time limit of the group that waits (9 minutes where that is 10); a first report that
 stops nothing is printed after a minute. `explain_hangs` sets both for all groups. Not seen: calls on a device that this

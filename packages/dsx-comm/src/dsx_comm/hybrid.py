@@ -10,7 +10,8 @@ group, then each shard over its copies:
 A gather in two levels first brings together, between nodes, what ranks of equal place have, then all of it inside the
 node: fewer and larger messages between nodes, of the same bytes.
 
-The second phase is issued when the first has arrived and somebody waits or asks; see `works.TwoPhase`.
+The second phase is issued when the first has arrived and a caller waits for the handle or polls it; see
+`works.TwoPhase`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The communication log: how often, how large, how long, how fast; and which rank the others wait for.
+"""The communication log: number, sizes, times and bandwidths of calls, and which rank the others wait for.
 
     dsx_comm.configure(enabled=True)
     ... training ...
     dsx_comm.log_summary(show_straggler=True)      # every rank calls it, rank 0 prints
 
-Each call is timed by itself. Nothing is made to wait for the clock: an asynchronous call is timed from issue to its
+Each call is timed by itself. The log does not make any call wait: an asynchronous call is timed from issue to its
 completion, which a callback or a waiting thread notices; on CUDA both ends are events that are read in `log_summary`.
 On the host an asynchronous call that is polled or waited for late is still timed to the moment its data had arrived.
 
-Latency of a synchronous call includes the wait for the slowest rank; `show_straggler` takes it apart. The last
+The latency of a synchronous call includes the wait for the slowest rank; `show_straggler` separates the two. The last
 `SAMPLES` latencies per operation and size are kept for the trimmed mean; counts and totals are exact.
 """
 

@@ -1,8 +1,8 @@
-"""Keys that are a group's own in a store that outlives its groups.
+"""Keys for one group in a store that outlives its groups.
 
-Under torchrun the store is the agent's: a group that is made again under the same name finds there what the last one
-left. Every rank counts for itself how often it came to `name`; as groups are made by all their ranks in the same order,
-all arrive at the same number.
+Under torchrun the store belongs to the agent: a group that is made again under the same name would find the keys of the
+last one. Every rank counts for itself how often it has asked for `name`. All ranks of a group make groups in the same
+order, so that they get the same number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`mpu` objects: the interface by which Megatron-style model-parallel code tells who is in which group.
+"""`mpu` objects: the interface by which Megatron-style model-parallel code tells which ranks are in which group.
 
-`read_mpu` accepts any object with Megatron's functions (a module will do) and returns plain records; `Mpu` offers the
-same functions over a `GroupRegistry` to code that expects such an object.
+`read_mpu` accepts any object with Megatron's functions, such as a module, and returns plain records. `Mpu` has the same
+functions over a `GroupRegistry`, for code that expects such an object.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Collectives on picklable objects: pickles travel as byte tensors, their lengths before them.
+"""Collectives on picklable objects. Pickles travel as byte tensors, after their lengths.
 
-Only between ranks that trust each other: unpickling runs code. On groups without a host backend (nccl alone) the bytes
+They are for ranks that trust each other: unpickling runs code. On groups without a host backend (nccl alone) the bytes
 go through the current CUDA device. Every byte is counted under the name of the public function.
 """
 

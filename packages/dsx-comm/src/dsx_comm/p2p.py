@@ -1,7 +1,7 @@
 """Sends and receives between two ranks.
 
-`isend` and `irecv` return at once with a handle (upstream's block). Ranks are global; tags match sends with receives on
-gloo; nccl ignores them.
+`isend` and `irecv` return a handle at once (those of DeepSpeed block). Ranks are global. On gloo tags match sends with
+receives; nccl ignores tags.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def recv(
     group_src: int | None = None,
     **labels: Unpack[Labels],
 ) -> int:
-    """Receive into `tensor` from global rank `src` (None: from anyone, on backends that can) and return the sender."""
+    """Receive into `tensor` from global rank `src` (None: any rank, on backends that can) and return the sender."""
     if src is None and group_src is None:
         to = member(group)
         contiguous(tensor_of(tensor, "recv"), "recv", "tensor")

@@ -1,15 +1,14 @@
-"""The process groups of hybrid parallelism by name, for code that is not handed a `GroupRegistry`: who shares data,
-model, experts.
+"""The process groups of hybrid parallelism (data, model, experts) by name, for code that has no `GroupRegistry`.
 
     parallel_groups.use(GroupRegistry(ProcessTopology(("data", "sequence"), (4, 2))))
     get_data_parallel_group(), get_sequence_parallel_rank(), get_sequence_data_parallel_world_size()
 
 The names are those of `deepspeed.utils.groups` without the underscore that most of them begin with there
-(`dsx.utils.groups` has both). What they speak of is one `ParallelGroups` per process: that of the latest `use`, and
-without one plain data parallelism over all ranks.
+(`dsx.utils.groups` has both). They give the groups of one `ParallelGroups` per process: that of the latest
+`use`; without one, plain data parallelism over all ranks.
 
-Ranks and sizes are arithmetic. A group is made the first time it is asked for, which all ranks of the world do
-together, in the same order. Axes that the topology does not have are of one rank. Left out: device meshes
+Ranks and sizes are arithmetic. A group is made the first time it is asked for: all ranks of the world ask for the same
+groups, in the same order. An axis that the topology does not have has one rank. Left out: device meshes
 (`GroupRegistry.device_mesh`).
 """
 

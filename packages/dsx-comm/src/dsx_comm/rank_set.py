@@ -1,12 +1,12 @@
-"""Place as a value: which ranks share one flat buffer.
+"""`RankSet`: which ranks share one flat buffer, as a value.
 
-Most parameters of a model are held alike by all data-parallel ranks. Some are not: an expert lives on some of them
-only, and a slice of a matrix (tensor slicing) has other numbers on each model-parallel rank. Code that divides buffers
-among ranks, reduces gradients or takes a norm asks a `RankSet` and nothing else, so that experts, tensor slicing,
-secondary shards and pipelines are values of it and not cases in code.
+Most parameters of a model are equal on all data-parallel ranks. Some are not: only some of the ranks have an expert,
+and a slice of a matrix (tensor slicing) has other values on each model-parallel rank. Code that divides buffers among
+ranks, reduces gradients or takes a norm asks a `RankSet` and nothing else. So experts, tensor slicing, secondary shards
+and pipelines are different values, not different branches of code.
 
 `RankSets` chooses the set of each parameter: from the process groups of this process (`parallel_groups`, a topology or
-an `mpu`) and from what the parameter's owner has marked it as:
+an `mpu`) and from the marks on the parameter:
 
 * `tensor_model_parallel = True` or `model_parallel = True` (Megatron): this rank holds a slice of the tensor;
 * `allreduce = False` and `group_name = "ep_size_2"` (experts): only the ranks of the expert-data-parallel group of this
@@ -16,7 +16,7 @@ an `mpu`) and from what the parameter's owner has marked it as:
     sets.data                                      # ordinary parameters
     sets.of(ParameterMarks.read(parameter))        # any parameter
 
-Left out: how a buffer travels between the ranks, and who makes the groups of gathers (`dsx_zero`).
+Left out: how a buffer travels between the ranks, and the making of groups for gathers (`dsx_zero`).
 """
 
 from __future__ import annotations

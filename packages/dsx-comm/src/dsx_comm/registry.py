@@ -1,7 +1,7 @@
 """Process groups of a topology, each made once.
 
-A group is made the first time it is asked for, and making one is a collective act: all ranks of the world ask for the
-same groups in the same order (in practice: at start-up). `build` makes a list of them in one go.
+A group is made the first time it is asked for. Making one is collective: all ranks of the world ask for the same groups
+in the same order (in practice at start-up). `build` makes a list of them at once.
 """
 
 from __future__ import annotations

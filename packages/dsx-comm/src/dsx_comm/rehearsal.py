@@ -239,7 +239,7 @@ class RehearsalGroup(dist.ProcessGroup):
         return self._issue("reduce", 0 if at_root else size, size if at_root else 0, found, root)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
-        """outputs[0] = the reduction of everybody's inputs[0][rank]."""
+        """outputs[0] = the reduction of all ranks' inputs[0][rank]."""
         output, parts = (outputs, inputs) if isinstance(outputs, torch.Tensor) else (outputs[0], inputs[0])
         self._reduce(output, parts[self._rank], getattr(opts, "reduceOp", opts))
         sent = _nbytes(parts) - _nbytes(parts[self._rank])
@@ -262,7 +262,7 @@ class RehearsalGroup(dist.ProcessGroup):
     # - gathers
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
-        """Everybody's tensor is this rank's."""
+        """The tensors of all ranks are this rank's."""
         single = isinstance(inputs, torch.Tensor)
         outputs, source = (output_lists, inputs) if single else (output_lists[0], inputs[0])
         for output in outputs:
@@ -286,7 +286,7 @@ class RehearsalGroup(dist.ProcessGroup):
         return _Works([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs)], list(outputs))
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
-        """On the root, everybody's tensor is its own."""
+        """On the root, the tensors of all ranks are its own."""
         (source,) = tuple(_flat(inputs))
         root = getattr(opts, "rootRank", 0)
         if root != self._rank:
@@ -334,7 +334,7 @@ class RehearsalGroup(dist.ProcessGroup):
         return self._issue("all_to_all", sent, received, list(outputs))
 
     def barrier(self, opts: Any = None, **_: Any) -> Any:
-        """Nobody is late."""
+        """No rank is late."""
         return self._issue("barrier", 0, 0, [])
 
     # - point to point
@@ -434,7 +434,7 @@ def rehearse(
     known = dict(os.environ)
     calls, settings = AGREEMENT.calls, WATCH.settings
     dist.Backend.register_backend(REHEARSAL, make, extended_api=True, devices=["cpu", "cuda"])
-    # Nobody is there to compare calls with, and nothing can hang.
+    # There is no rank to compare calls with, and nothing can hang.
     AGREEMENT.calls, WATCH.settings = 0, replace(settings, limit=0)
     os.environ.update(_variables(world_size, rank, local))
     try:

@@ -1,8 +1,8 @@
 """The all-reduce of sparse gradients: only the rows that have a gradient travel.
 
 A batch touches a few rows of a large embedding; with `torch.nn.Embedding(sparse=True)` its gradient is a sparse COO
-tensor of those. Each rank gathers the indices and values of all and adds up what has one index. With N ranks of at most
-k entries each, that sends (N-1) k (index + value) bytes instead of 2 (N-1)/N times the dense gradient.
+tensor of these rows. Each rank gathers the indices and values of all ranks and adds up values of equal index. With N
+ranks of at most k entries each, that sends (N-1) k (index + value) bytes instead of 2 (N-1)/N times the dense gradient.
 
 Left out: asynchronous calls, compressed (CSR) layouts, other operators than SUM and AVG.
 """

@@ -1,13 +1,13 @@
-"""Where an asynchronous call of several steps goes on by itself while its caller computes.
+"""Step lanes: an asynchronous call of several steps goes on by itself while its caller computes.
 
-A step encodes, communicates and decodes; the next one begins when it is done. Done by the caller, the second step could
-begin only when the caller waits, and would hide behind nothing. A lane does the steps of one call after the other, and
-calls in their order, so that all ranks use a group in the same order. The groups of these steps must be used through
-one lane only.
+A step encodes, communicates and decodes; the next step begins when it is done. If the caller did the steps, the second
+one could begin only when the caller waits, and would overlap with nothing. A lane does the steps of a call one after
+the other, and calls in their order, so that all ranks use a group in the same order. The groups of these steps must be
+used through one lane only.
 
-* Host tensors: a thread, started by the first call, does the steps. It ends when nothing has come for a while.
+* Host tensors: a thread, started by the first call, does the steps. It ends when no call has come for some time.
 * CUDA tensors: all steps are enqueued at once on a stream of the lane's own, behind what the caller's stream has
-  enqueued so far; the host waits for nothing.
+  enqueued so far. The host does not wait.
 """
 
 from __future__ import annotations

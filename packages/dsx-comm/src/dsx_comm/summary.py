@@ -75,12 +75,12 @@ def _stragglers(entries: dict[Any, Entry]) -> dict[str, dict[int, dict[str, Any]
     from .objects import all_gather_object
 
     mine = {key: list(entry.samples) for key, entry in entries.items()}
-    everyone: list[dict[Any, list[float]]] = [{} for _ in range(get_world_size())]
-    all_gather_object(everyone, mine)
+    by_rank: list[dict[Any, list[float]]] = [{} for _ in range(get_world_size())]
+    all_gather_object(by_rank, mine)
     result: dict[str, dict[int, dict[str, Any]]] = {}
     for key, latencies in mine.items():
         name, message, size = key
-        others = [theirs[key] for theirs in everyone if key in theirs]
+        others = [theirs[key] for theirs in by_rank if key in theirs]
         comparable = all(len(o) == len(latencies) for o in others) and len(others) == size
         waited = sum(own - min(o[i] for o in others) for i, own in enumerate(latencies)) if comparable else None
         row = result.setdefault(name, {}).setdefault(

@@ -2,8 +2,8 @@
 
 On groups of the "dsx" backend it lies in memory shared by the ranks: gathers read the peers' shards straight into their
 destination, reductions sum the peers' tensors where they lie. On CUDA it comes from torch's symmetric memory, where all
-ranks can have that: on one machine, with devices that reach each other's memory. Anywhere else it is an ordinary
-tensor, and everything works as without it.
+ranks can have that: on one machine, with devices that reach each other's memory. Elsewhere it is an ordinary tensor,
+and collectives work all the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Named axes over ranks: which rank has which coordinates, and who communicates along an axis. Pure arithmetic.
+"""Named axes over ranks: which rank has which coordinates, and which ranks communicate along an axis. Arithmetic only.
 
     topology = ProcessTopology(axes=("pipe", "data", "model"), dims=(2, 4, 2))
     topology.get_rank(pipe=1, data=0, model=1)      # 9

@@ -7,9 +7,9 @@
     traffic.sent_bytes(group=my_group)       # one group
 
 With N ranks: all-reduce of S bytes 2S(N-1)/N; all-gather of output S and reduce-scatter of input S, S(N-1)/N each;
-all-to-all what goes to others; broadcast and scatter on the source only; reduce and gather on the others only;
+all-to-all the parts for other ranks; broadcast and scatter on the source only; reduce and gather on the others only;
 send S; receive and barriers 0; object collectives the pickles and their lengths. An asynchronous call counts when it is
-issued. Group formation and whatever a backend sends beneath its calls are not counted.
+issued. The making of groups, and what a backend sends beyond its calls, are not counted.
 """
 
 from __future__ import annotations

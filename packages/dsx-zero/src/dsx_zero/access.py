@@ -5,8 +5,8 @@ same value. Local ones take and give this rank's 1-D slice (empty where it owns 
 object that `model.named_parameters()` gives, or by its name together with `optimizer=`.
 
 Gradients can be read between a backward and the step. They are as backward left them: under loss scaling they are
-scaled. What no reduction has taken yet (earlier micro-batches at stages 0 and 1, backwards inside `no_sync`) shows as
-this rank's own sum so far, not averaged over the ranks; it can be read, not written. The names of the arguments are
+scaled. Gradients that are not reduced yet (earlier micro-batches at stages 0 and 1, backwards inside `no_sync`) are
+read as this rank's own sum so far, not averaged over the ranks; they cannot be written. The names of the arguments are
 those that scripts use.
 """
 
@@ -49,7 +49,7 @@ Parameter = torch.Tensor | str
 
 
 class _Owners:
-    """Which optimizer a parameter object belongs to. Holds neither alive."""
+    """Which optimizer a parameter object belongs to. It keeps neither of them alive."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref, weakref.ref, str]] = {}
@@ -194,7 +194,7 @@ def _resolve(parameter: Parameter, optimizer: ZeroOptimizer | None) -> tuple[Zer
 
 
 def _is_frozen(parameter: Parameter, optimizer: ZeroOptimizer | None) -> bool:
-    """Whether it has neither gradient nor states, on any rank. Scripts ask for those of every parameter."""
+    """Whether the parameter has neither gradient nor states, on any rank. Scripts ask for those of every parameter."""
     owner, name = _resolve(parameter, optimizer)
     return not owner.group_of(name).trainable
 

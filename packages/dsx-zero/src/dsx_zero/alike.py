@@ -1,9 +1,9 @@
-"""Do all ranks want the same? Checked once, before anything is divided, so that a difference has a name instead of a
-hang or wrong numbers.
+"""Checks that all ranks are about to build the same. This is done once, before anything is divided: a difference is
+named instead of ending in a hang or in wrong numbers.
 
-Each rank says what it is about to build as facts, text by key. The ranks exchange a hash of them, and the facts
-themselves only if the hashes differ. A rank that fails before (`telling`) says so in the same exchange, and the others
-do not wait for it.
+Each rank describes what it is about to build by facts: text by key. The ranks exchange a hash of their facts, and the
+facts themselves only if the hashes differ. A rank that fails before (`telling`) says so in the same exchange, so that
+the other ranks do not wait for it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def agree(doing: str, facts: Mapping[str, str], process_group: Any = None) -> No
     """Check that all ranks of a group have equal facts (collective).
 
     Args:
-        doing: the call that does it, for errors.
-        facts: this rank's.
+        doing: name of the call, for errors.
+        facts: of this rank.
 
     Raises:
         RanksDifferError: on every rank; names what differs, and on which ranks. Where another rank has failed: names it
@@ -48,16 +48,16 @@ def agree(doing: str, facts: Mapping[str, str], process_group: Any = None) -> No
     answers = _exchange((digest, None), process_group)
     _raise_failures(doing, answers)
     if len({found for found, _ in answers}) > 1:
-        everybody = _exchange(mine, process_group)
+        by_rank = _exchange(mine, process_group)
         raise RanksDifferError(
-            f"{doing}: the ranks differ in {_differences(everybody)}. All ranks have to call it with equal arguments"
+            f"{doing}: the ranks differ in {_differences(by_rank)}. All ranks have to call it with equal arguments"
         )
 
 
 @contextmanager
 def telling(process_group: Any = None) -> Iterator[None]:
-    """Around work that comes before `agree` and does not communicate: an error in it ends the others' `agree` too
-    (collective then).
+    """Put around work that comes before `agree` and does not communicate: an error in it makes `agree` raise on the
+    other ranks, too (collective in that case).
     """
     try:
         yield
@@ -72,9 +72,9 @@ def _size(process_group: Any) -> int:
 
 
 def _exchange(value: Any, process_group: Any) -> list[Any]:
-    everybody: list[Any] = [None] * _size(process_group)
-    dsx_comm.all_gather_object(everybody, value, group=process_group)
-    return everybody
+    by_rank: list[Any] = [None] * _size(process_group)
+    dsx_comm.all_gather_object(by_rank, value, group=process_group)
+    return by_rank
 
 
 def _raise_failures(doing: str, answers: list[Any]) -> None:
@@ -85,12 +85,12 @@ def _raise_failures(doing: str, answers: list[Any]) -> None:
         raise RanksDifferError(f"{doing}: rank {rank} failed{others}: {error}")
 
 
-def _differences(everybody: list[dict[str, str]]) -> str:
-    keys = list(dict.fromkeys(key for facts in everybody for key in facts))
+def _differences(by_rank: list[dict[str, str]]) -> str:
+    keys = list(dict.fromkeys(key for facts in by_rank for key in facts))
     found = []
     for key in keys:
         ranks: dict[str, list[str]] = {}
-        for rank, facts in enumerate(everybody):
+        for rank, facts in enumerate(by_rank):
             ranks.setdefault(facts.get(key, "nothing"), []).append(str(rank))
         if len(ranks) > 1:
             found.append(f"{key} ({'; '.join(f'rank {_some(who)}: {value}' for value, who in ranks.items())})")
@@ -150,8 +150,8 @@ def optimizer_facts(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[
 
 
 def _text(value: Any) -> str:
-    """A number or a structure of numbers as text; of anything else only what it is, because its text may hold an
-    address.
+    """A number, or a structure of numbers, as text. Other objects are described by their class, because their text may
+    contain an address.
     """
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 else f"tensor {tuple(value.shape)} {value.dtype}"

@@ -17,7 +17,7 @@ from .alike import agree, model_facts, optimizer_facts, telling
 from .building import Builder, Recipe, assemble, plan_facts
 from .errors import ZeroConfigError, ZeroModelError, ZeroOptimizerError
 from .grads.reduction import Reduction
-from .groups import LentGroups, join_launched_ranks
+from .groups import AuxiliaryGroups, join_launched_ranks
 from .homes.chosen import (
     check_placement,
     is_stepped_by_host,
@@ -61,7 +61,7 @@ OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] |
 
 
 class _NoOptimizer:
-    """Stands where a model is sharded without an optimizer."""
+    """Takes the optimizer's place where a model is sharded without one."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = []
@@ -92,9 +92,9 @@ def shard(
 ) -> tuple[nn.Module, ZeroOptimizer]:
     """Divide a model's states among the ranks of a process group (collective).
 
-    The model stays the same object with the same parameters; rank 0's parameters and buffers become everybody's. Train
-    as before: `loss.backward(); optimizer.step(); optimizer.zero_grad()`. A model that is sharded already is sharded
-    anew: its optimizer is released with a warning (`release_model`).
+    The model stays the same object with the same parameters; all ranks get the values of rank 0's parameters and
+    buffers. Train as before: `loss.backward(); optimizer.step(); optimizer.zero_grad()`. A model that is sharded
+    already is sharded again: its first optimizer is released with a warning (`release_model`).
 
     Args:
         model: any module; its parameters are materialised and of any dtypes.
@@ -102,9 +102,9 @@ def shard(
             them; None for a model that is not trained. Parameters it does not hold are treated as frozen.
         stage: 0 nothing is divided, 1 optimizer states, 2 and gradients, 3 and parameters. Default: the
             configuration's.
-        process_group: the ranks to divide among; default: the data-parallel ranks that `dsx_comm.parallel_groups`
-            speaks of, which are all ranks unless a topology or an `mpu` was given to it. Where there is no process
-            group yet, the ranks that a launcher started make one; without a launcher this process is alone.
+        process_group: the ranks to divide among; default: the data-parallel ranks of `dsx_comm.parallel_groups`, which
+            are all ranks unless a topology or an `mpu` was given to it. If there is no process group yet, the ranks
+            that a launcher started make one; without a launcher this process is the only rank.
         config: the `zero_optimization` section. Of a dict, keys without effect are warned of; those of a `ZeroConfig`
             are its `notices()`.
         precision: dtypes of gradients, messages and masters.
@@ -113,7 +113,6 @@ def shard(
         ranks_of: chooses which ranks share the buffer of a parameter (`dsx_comm.RankSet`), given its facts
             (`info.name`, `info.marks`, ...). Default: `dsx_comm.RankSets` over the groups above, which follows the
             marks on the parameters (`tensor_model_parallel`, `allreduce=False` with `group_name`).
-
         placement: where shards, masters, gradients and optimizer states live between their uses. Default: what the
             configuration's `offload_optimizer` and `offload_param` say, else all of it on the device.
         device: where the model computes; default: where its parameters are. They are moved there unit by unit, so that
@@ -149,7 +148,7 @@ def shard(
     join_launched_ranks()
     sets = choose_rank_sets(process_group, mpu, ranks_of)
     data = sets.data
-    groups = LentGroups()
+    groups = AuxiliaryGroups()
     plain = PlainTransports(precision.wire_dtype, settings.size("reduce_bucket_size"))
     own, transports = transports, transports or transports_of(settings, plain, groups)
     facts = {
@@ -284,7 +283,9 @@ _PADDING = 1.25
 
 
 def _report_padding(plans: Sequence[UnitPlan]) -> None:
-    """Say so where ownership by whole tensors needs much more than the tensors: one of them is as large as a shard."""
+    """Warn where ownership by whole tensors needs much more memory than the tensors: a shard is as large as the
+    largest.
+    """
     layouts = [group.layout for plan in plans for group in plan.groups if group.layout.undivided]
     needed, held = sum(sum(layout.sizes) for layout in layouts), sum(layout.numel for layout in layouts)
     if held > _PADDING * needed:
@@ -297,7 +298,7 @@ def _report_padding(plans: Sequence[UnitPlan]) -> None:
 
 
 def _setting_facts(settings: ZeroConfig, precision: Precision, reduction: Reduction) -> dict[str, str]:
-    """What is asked for, as facts that all ranks must have in common. Folders may differ."""
+    """The settings, as facts that must be equal on all ranks. Names of folders may differ."""
     given = settings.model_dump(mode="json", exclude={"offload_param", "offload_optimizer"})
     return {
         **{f"zero_optimization.{key}": repr(value) for key, value in given.items()},
@@ -396,7 +397,7 @@ def _check_model(model: nn.Module, infos: Sequence[ParameterInfo]) -> None:
 
 
 def _check_marked_in_time(model: nn.Module, ranks_of: RanksOf) -> None:
-    """Refuse experts that `Init` has divided among all ranks: it has given every rank the values of the first one."""
+    """Refuse experts that `Init` has divided among all ranks: it has given every rank the values of the first rank."""
     for info in find_parameters(model):
         parameter = model.get_parameter(info.name)
         if info.marks.expert is None or not isinstance(parameter, PartitionedParameter):
@@ -411,7 +412,7 @@ def _check_marked_in_time(model: nn.Module, ranks_of: RanksOf) -> None:
 
 
 def _check_values(model: nn.Module) -> None:
-    """Refuse parameters that `Init` made on the meta device and nobody has written."""
+    """Refuse parameters that `Init` made on the meta device and that have no values yet."""
     empty = [
         name
         for name, parameter in model.named_parameters()

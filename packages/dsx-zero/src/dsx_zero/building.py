@@ -23,7 +23,7 @@ from .grads.gradients import Gradients, LocalGradients, ReducedGradients
 from .grads.reduction import LocalReducer, Reducer, Reduction, ReductionEngine
 from .grads.reductions import Reductions
 from .grads.unused import IgnoreUnused, UnusedParameters
-from .groups import LentGroups
+from .groups import AuxiliaryGroups
 from .homes.chosen import (
     check_room,
     is_stepped_by_host,
@@ -96,7 +96,7 @@ class Recipe:
     leaves: frozenset[str]
     bucket_size: int
     transports: Transports
-    groups: LentGroups
+    groups: AuxiliaryGroups
     sparse: frozenset[str] = frozenset()
 
     def plan(self, infos: tuple[ParameterInfo, ...], inner: Any) -> Planned:
@@ -258,7 +258,7 @@ class _Build:
         """Stages 0-2: whole parameters stay in memory."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
 
-        def memory(ranks: dsx_comm.RankSet) -> Memory:  # at stage 0 nobody gathers parameters
+        def memory(ranks: dsx_comm.RankSet) -> Memory:  # at stage 0 no parameters are gathered
             return memory_of(ranks) if self.settings.stage > 0 else OrdinaryMemory()
 
         def made(plan: GroupPlan) -> FlatGroup:

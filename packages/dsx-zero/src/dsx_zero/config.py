@@ -190,7 +190,7 @@ class ZeroConfig(_Section):
     keep_full_gradients: bool = Field(
         False,
         description=(
-            "stages 2-3: whoever runs the micro-batches keeps all but the last in no_sync(), so that gradients are"
+            "stages 2-3: the engine runs all micro-batches but the last in no_sync(), so that gradients are"
             " reduced once per step"
         ),
     )

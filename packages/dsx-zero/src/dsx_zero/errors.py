@@ -9,7 +9,7 @@ __all__ = ["ZeroConfigError", "ZeroError", "ZeroLoadError", "ZeroModelError", "Z
 
 
 class ZeroError(Exception):
-    """Base of everything dsx-zero raises on its own."""
+    """Base class of the errors of dsx-zero."""
 
 
 class ZeroConfigError(ZeroError, ValueError):
@@ -29,7 +29,7 @@ class ZeroOptimizerError(ZeroError, ValueError):
 
 
 class ZeroStateError(ZeroError, RuntimeError):
-    """A call that is not possible now (after what came before it)."""
+    """A call that is not possible in the present state of the model or the optimizer."""
 
 
 class ZeroLoadError(ZeroError, RuntimeError):

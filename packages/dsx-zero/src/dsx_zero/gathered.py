@@ -1,7 +1,7 @@
-"""``GatheredParameters``: whole parameters for a while, outside the forward of their modules.
+"""``GatheredParameters``: whole parameters for the length of a context, outside the forward of their modules.
 
-Edits are kept only if a ``modifier_rank`` says whose they are; without one an edit raises when the context ends. It
-never vanishes.
+Edits are kept only if a ``modifier_rank`` says whose edits they are. Without one, an edit raises an error when the
+context ends, so that no edit is lost without a word.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class GatheredParameters:
     Args:
         params: a parameter, a module, or any nesting of lists and tuples of them, None among them for a parameter that
             a module does not have. Parameters that are not partitioned are taken as they are.
-        modifier_rank: the rank (among those that share the parameter: all data-parallel ranks, or those of an expert's
-            own group) whose values become everybody's at the end; None for
-            reading.
+        modifier_rank: the rank whose values all ranks have at the end (its number among the ranks that share the
+            parameter: all data-parallel ranks, or those of an expert's own group); None for reading.
         fwd_module: a module whose forward uses the parameters although they are not its own; they are registered with
             it.
         enabled: False makes the context do nothing.
@@ -122,7 +121,7 @@ class GatheredParameters:
             )
 
     def _spread_plain(self, modifier: int) -> None:
-        """Parameters that every rank holds whole: the modifier's values for all, in their masters too."""
+        """Parameters that every rank holds whole get the modifier's values on all ranks, and so do their masters."""
         for parameter, before in self._plain:
             whole, owner = parameter.detach().contiguous(), OWNERS.find(parameter)
             ranks = RankSet.over() if owner is None else owner[0].group_of(owner[1]).ranks

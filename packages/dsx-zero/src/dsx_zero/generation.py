@@ -1,8 +1,8 @@
-"""A whole model for a while: generation of many tokens without a gather per token.
+"""A whole model for the length of a context: generation of many tokens without a gather per token.
 
-At stage 3 each forward gathers every unit again. Here they are gathered once and stay, and the hooks that gather, free
-and agree with the other ranks rest, so that a rank may call the model, or parts of it, as often as it likes. The price
-is the memory of the whole parameters; `uneven_forwards` is for models that do not fit.
+At stage 3 each forward gathers every unit again. Here the units are gathered once and stay. The hooks that gather, free
+and agree with other ranks are paused, so that a rank may call the model, or parts of it, as often as it likes. The
+price is the memory of the whole parameters; for models that do not fit there is `uneven_forwards`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Process groups of our own beside the user's: the same ranks, for collectives that run beside others and for words in
-host memory.
+"""Auxiliary process groups: the ranks of the user's group once more, for collectives that run at the same time as
+others, and for the small messages in host memory by which the ranks agree.
 
 A group costs sockets, threads and, over shared memory, mappings. It is not destroyed when its model goes: peers may
-still be reading from it, and shards may lie in its memory. It is lent: `release` hands it back, and the next model over
-the same ranks takes it again, so that a process that builds and drops models holds as many groups as it has models at
-once.
+still be reading from it, and shards may lie in its memory. Instead `release` gives it back, and the next model over the
+same ranks takes it again. So a process that builds and drops models has as many groups as it has models at once.
 
 Only members make a group, so that disjoint sets of ranks may shard models at the same time.
 """
@@ -20,20 +19,21 @@ from weakref import WeakKeyDictionary
 import dsx_comm
 from dsx_comm.discovery import discover
 
-__all__ = ["LentGroups", "join_launched_ranks"]
+__all__ = ["AuxiliaryGroups", "join_launched_ranks"]
 
 _IDLE: WeakKeyDictionary[Any, dict[tuple[str, int], Any]] = WeakKeyDictionary()
-"""By the user's group: what was handed back, by kind and a number that is the same on all ranks."""
+"""For each of the user's groups the auxiliary groups that were given back, by kind and a number that all ranks share.
+"""
 
 _MADE: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""How many groups were made beside the user's group."""
+"""How many auxiliary groups were made for the user's group."""
 
 
 def join_launched_ranks() -> None:
     """Make the default process group if a launcher started this process as one of several ranks and there is none yet.
 
-    Without it each rank would work for itself: a model that was meant to be divided would be whole everywhere, and
-    train alone.
+    Without it each rank would be alone: a model that was meant to be divided would be whole on every rank, and the
+    ranks would train apart.
     """
     if dsx_comm.is_initialized():
         return
@@ -42,24 +42,24 @@ def join_launched_ranks() -> None:
         dsx_comm.init_distributed()
 
 
-class LentGroups:
-    """The groups of one model beside those of its rank sets."""
+class AuxiliaryGroups:
+    """The auxiliary groups of one model."""
 
     def __init__(self) -> None:
         # by the user's group, the object itself: the default group may be made anew
-        self._lent: dict[Any, dict[tuple[str, int], Any]] = {}
+        self._taken: dict[Any, dict[tuple[str, int], Any]] = {}
 
     def take_for_gathers(self, ranks: dsx_comm.RankSet) -> dsx_comm.RankSet:
-        """The rank set with a group of its own for gathers (collective). One of one rank needs none."""
+        """The rank set with a group of its own for gathers (collective). A set of one rank needs none."""
         if ranks.size == 1:
             return ranks
         return replace(ranks, gathers=self._take(ranks.group, dsx_comm.get_backend(ranks.group)))
 
     def take_control(self, ranks: dsx_comm.RankSet) -> Any:
-        """A group of these ranks for words of a few bytes in host memory (collective).
+        """A group of these ranks for messages of a few bytes in host memory (collective).
 
-        In shared memory where the ranks have that (a rank that ends is named on the others at once), else gloo; gloo
-        too where the set's group is.
+        Its backend is "dsx" where the ranks share memory, because a rank that ends is named at once there. Otherwise,
+        and where the set's own group is on gloo, it is gloo.
         """
         if dsx_comm.get_backend(ranks.group) == "gloo":
             return self._take(ranks.group, "control", "gloo")
@@ -81,34 +81,34 @@ class LentGroups:
 
     def _take(
         self,
-        beside: Any,
+        parent: Any,
         kind: str,
         backend: str | None = None,
         options: dsx_comm.ShmOptions | None = None,
         members: Sequence[int] | None = None,
     ) -> Any:
-        """A group of the same ranks as `beside`, or of `members` of them. One that was handed back, if every rank has
-        it.
+        """A group of the same ranks as `parent`, or of `members` of them: one that was given back, if every rank has
+        it, else a new one.
         """
-        beside = dsx_comm.get_world_group() if beside is None else beside
-        idle = _IDLE.setdefault(beside, {})
+        parent = dsx_comm.get_world_group() if parent is None else parent
+        idle = _IDLE.setdefault(parent, {})
         mine = [number for known, number in idle if known == kind]
-        everybody: list[Any] = [None] * dsx_comm.get_world_size(beside)
-        dsx_comm.all_gather_object(everybody, mine, group=beside)
-        common = set(mine).intersection(*everybody)
+        by_rank: list[Any] = [None] * dsx_comm.get_world_size(parent)
+        dsx_comm.all_gather_object(by_rank, mine, group=parent)
+        common = set(mine).intersection(*by_rank)
         if common:
             key = (kind, min(common))
             group = idle.pop(key)
         else:
-            key = (kind, _MADE.get(beside, 0))
-            _MADE[beside] = key[1] + 1
-            ranks = dsx_comm.get_all_ranks_from_group(beside) if members is None else members
+            key = (kind, _MADE.get(parent, 0))
+            _MADE[parent] = key[1] + 1
+            ranks = dsx_comm.get_all_ranks_from_group(parent) if members is None else members
             group = dsx_comm.new_group(list(ranks), backend=backend or kind, local=True, options=options)
-        self._lent.setdefault(beside, {})[key] = group
+        self._taken.setdefault(parent, {})[key] = group
         return group
 
     def give_back(self) -> None:
-        """The model is done with them: others may take them. Calling it again does nothing."""
-        lent, self._lent = self._lent, {}
-        for beside, groups in lent.items():
-            _IDLE.setdefault(beside, {}).update(groups)
+        """The model needs them no more: other models may take them. Calling it again does nothing."""
+        taken, self._taken = self._taken, {}
+        for parent, groups in taken.items():
+            _IDLE.setdefault(parent, {}).update(groups)

@@ -1,7 +1,8 @@
-"""What stage 3 knows about one parameter: its name, its whole shape, this rank's part, and whether its values are here.
+"""What stage 3 knows about one parameter: its name, the shape of the whole, this rank's part, and whether it is
+gathered.
 
 For programs that look at parameters from outside (adapters, summaries, loops for reinforcement learning). Nothing is
-gathered and no other rank takes part.
+gathered, and no other rank takes part.
 """
 
 from __future__ import annotations

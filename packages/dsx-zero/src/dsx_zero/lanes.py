@@ -1,15 +1,15 @@
 """Where gathers, reductions and copies run beside the computation: one interface, three kinds of lane.
 
-A lane runs the jobs submitted to it one after the other, in order. ``submit`` starts (or only queues) a job and gives a
-ticket; ``Ticket.wait`` makes what follows on the caller's side see the job's results. ``retire`` says that the caller's
-side has finished with a buffer: its memory may be taken again by jobs submitted later, but not by anything that could
-still run before the caller's last use.
+A lane runs the jobs submitted to it one after the other, in order. ``submit`` starts a job, or only queues it, and
+returns a ticket. After ``Ticket.wait`` the caller (its stream, on CUDA) sees the job's results. ``retire`` says that
+the caller has finished with a buffer: jobs submitted later may take its memory, but nothing that could still run before
+the caller's last use.
 
 * ``HostLane``: jobs start at once; what they return (a pending collective) is waited for.
 * ``CudaLane``: jobs are enqueued on a stream of their own; waiting is a stream wait, never a host wait. Memory
   allocated in a job belongs to that stream, so a buffer may be freed only behind an event of the consuming stream.
 * ``DeferringLane``: for tests. Nothing runs until it is waited for, retired buffers are filled with NaN before they are
-  freed; who reads before waiting or after retiring gets NaN instead of luck.
+  freed. Code that reads before it waits, or after it has retired a buffer, gets NaN.
 
 It leaves out priorities and several streams per lane.
 """

@@ -619,7 +619,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss of the next backward: that of whoever scales the loss (`follow_loss_scale`), else 1.0."""
+        """Factor on the loss of the next backward, from the scaler given to `follow_loss_scale`; 1.0 without one."""
         return self._loss_scale()
 
     cur_scale = loss_scale

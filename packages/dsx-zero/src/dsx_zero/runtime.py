@@ -14,7 +14,7 @@ from dsx_comm import RankSet
 
 from .grads.averaging import Averaging
 from .grads.gradients import Gradients
-from .groups import LentGroups
+from .groups import AuxiliaryGroups
 from .params.flat import FlatGroup, Unit
 from .plan.units import ParameterInfo
 from .transports.errors import KeepsErrors
@@ -74,7 +74,7 @@ class Runtime:
     stage: int
     ranks: RankSet
     norm_groups: tuple[Any, ...]
-    groups: LentGroups
+    groups: AuxiliaryGroups
     infos: tuple[ParameterInfo, ...]
     units: tuple[Unit, ...]
     gradients: Gradients

@@ -316,12 +316,12 @@ class _Together:
     def check(self, facts: dict[str, str], *, started: bool = False) -> None:
         """Raise what one of the ranks met, or what they differ in (collective)."""
         mine = None if self._error is None else str(self._error)
-        everybody: list[Any] = [(mine, facts)]
+        by_rank: list[Any] = [(mine, facts)]
         if self._size > 1:
-            everybody = [None] * self._size
-            dsx_comm.all_gather_object(everybody, (mine, facts), group=self._group)
-        text = next((f"{_on(rank, self._size)}{error}" for rank, (error, _) in enumerate(everybody) if error), None)
-        if text is None and any(other != facts for _, other in everybody):
+            by_rank = [None] * self._size
+            dsx_comm.all_gather_object(by_rank, (mine, facts), group=self._group)
+        text = next((f"{_on(rank, self._size)}{error}" for rank, (error, _) in enumerate(by_rank) if error), None)
+        if text is None and any(other != facts for _, other in by_rank):
             text = "the ranks read different files, or have different models; expected the same on all ranks"
         if text is not None:
             partly = " Some parameters have their new values already: load again before training" if started else ""

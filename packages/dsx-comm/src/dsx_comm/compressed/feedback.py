@@ -1,4 +1,4 @@
-"""Compression with memory: what one message leaves out is added to the next.
+"""Error feedback: what one message leaves out is added to the next one.
 
 `ErrorFeedback` holds, for one kind of message, the layout and the two errors of the 1-bit all-reduce: the worker's
 (what this rank's signs left out of its own values) and the server's (what the averaged signs left out of this rank's

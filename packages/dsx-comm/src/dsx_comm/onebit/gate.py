@@ -1,4 +1,4 @@
-"""The benefit gate: does compression save time on this link, with these parameters?
+"""The benefit gate: it decides whether compression saves time on this link, with these parameters.
 
 With `compression="auto"` every rank measures, at the first step, the link (the latency and the rate of an all-reduce)
 and the codec (seconds per element to compress and decompress). From these follow two estimates:

@@ -1,4 +1,4 @@
-"""What one step sent, and what it would have sent: a record."""
+"""A record of what one step sent, and of what it would have sent without compression."""
 
 from __future__ import annotations
 

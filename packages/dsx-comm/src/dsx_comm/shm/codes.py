@@ -1,4 +1,4 @@
-"""What the compiled module reduces: torch's dtypes and operators as its codes.
+"""The dtypes and operators that the compiled module reduces, as its codes.
 
 Complex numbers are added as pairs of floats; booleans are bytes with logical operators. What is not in the tables
 (8-bit floats, unsigned integers wider than a byte) is gathered and reduced by torch, in the same order.

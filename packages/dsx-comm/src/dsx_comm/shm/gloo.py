@@ -1,6 +1,5 @@
-"""The gloo group that does what shared memory does not.
-
-Where shared memory cannot serve that is everything, else what the transport has no kernel for.
+"""The gloo group for what the shared-memory transport cannot do: all operations where the ranks share no memory, else
+those that the transport has no kernel for.
 """
 
 from __future__ import annotations

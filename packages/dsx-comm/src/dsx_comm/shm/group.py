@@ -1,4 +1,4 @@
-"""A group of the shared-memory transport without its operations: who it is, how it ends, how a call is issued.
+"""A group of the shared-memory transport without its operations: its names and ranks, its end, how a call is issued.
 
 A Python class derived from torch's ProcessGroup, because a C++ backend would tie the package to one torch version.
 torch calls it from Python and (through its trampolines) from C++: DDP, functional collectives.

@@ -1,10 +1,10 @@
 """How the ranks of a group come to share memory, or learn together why they cannot.
 
-Rank 0 makes an anonymous file in memory (memfd: it has no name anywhere, so nothing can be left behind whoever is
-killed when, and the size of /dev/shm does not matter) and hands its descriptor to the others over a Unix socket with a
-random abstract name, which travels through the group's store. A process that connects and finds the random nonce in the
-memory is on the same machine; nothing else is believed. Every rank locks one byte of the file for as long as it lives:
-the kernel drops the lock with the process, which is how others notice its end. All ranks get the same verdict.
+Rank 0 makes an anonymous file in memory (memfd) and sends its descriptor to the others over a Unix socket with a random
+abstract name, which travels through the group's store. The file has no name, so a killed process leaves nothing behind,
+and the size of /dev/shm does not matter. A process that connects and finds the random nonce in the memory is on the
+same machine; no other evidence counts. Every rank locks one byte of the file for as long as it lives. The kernel
+releases the lock when the process ends, so that the others notice its end. All ranks get the same verdict.
 """
 
 from __future__ import annotations

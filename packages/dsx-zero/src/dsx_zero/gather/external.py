@@ -21,8 +21,9 @@ _PENDING: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, torch.Tensor]] =
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
     """Let ``parameter`` be gathered for every forward of ``module``.
 
-    Without it a parameter read from another module is gathered when it is used, and stays until the outermost forward
-    ends; with it, it goes with ``module``. Takes effect at once on a sharded model, else when the model is sharded.
+    Without it, a parameter that is read from another module is gathered when it is used, and stays in memory until the
+    outermost forward ends. With it, the parameter is gathered and freed with ``module``. It takes effect at once on a
+    sharded model, else when the model is sharded.
 
     Raises:
         ZeroModelError: if ``parameter`` is not a parameter.
@@ -52,7 +53,7 @@ def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) ->
 
 
 def take_pending(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """What was registered for modules of ``model`` before: pairs of a module and the ``id`` of a parameter."""
+    """What was registered for modules of ``model`` before it is sharded: pairs of a module and a parameter's ``id``."""
     found = []
     for module in model.modules():
         found += [(module, key) for key in _PENDING.pop(module, {})]

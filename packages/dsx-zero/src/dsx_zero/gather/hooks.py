@@ -1,4 +1,4 @@
-"""Puts the methods of `GatherLifetime` on modules as hooks, outside whatever is compiled."""
+"""The hooks of stage 3 on modules, which call `GatherLifetime`. They stay outside of compiled graphs."""
 
 from __future__ import annotations
 

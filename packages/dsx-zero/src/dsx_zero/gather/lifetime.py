@@ -1,16 +1,16 @@
-"""Stage 3: when a unit's whole parameters are there. Gathering before a use, giving the memory back after it.
+"""Stage 3: when the whole parameters of a unit are in memory. They are gathered before a use and freed after it.
 
-A *use* is one forward of a unit's module. It holds the unit until the forward returns, and again in backward from the
-gradient of its outputs until the gradient of one of its inputs is about to be passed on: autograd runs nodes in the
-reverse order of their creation, so by then every node of that forward has run. What has no such input (the first block
-of a model, the root) goes when all its gradients are complete, at the latest when backward ends.
+A *use* is one forward of a unit's module. It holds the unit until the forward returns. In backward it holds the unit
+again, from the gradient of its outputs until the gradient of one of its inputs is about to be passed on: autograd runs
+nodes in the reverse order of their creation, so that every node of that forward has run by then. A use without such an
+input (the first block of a model, the root) ends when all gradients of the unit are complete, at the latest when
+backward ends.
 
-Recomputation (activation checkpointing) is a forward inside a backward: it takes the unit and never gives it back; the
-backward that follows does. It may stop in the middle without telling (torch's early stop), so nothing depends on its
+Recomputation (activation checkpointing) is a forward inside a backward. It takes the unit and does not let go of it;
+the backward that follows does. Recomputation may stop in the middle (torch's early stop), so nothing depends on its
 end.
 
-The order of the collectives is ``Order``'s affair; ``GatherExecutor`` is the half it calls, ``GatherLifetime`` the half
-that calls it.
+``Order`` decides on the order of the collectives. ``GatherLifetime`` calls it, and it calls ``GatherExecutor``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["GatherExecutor", "GatherLimits", "GatherLifetime", "Use"]
 
 
 class Use:
-    """One forward of a unit's module; identity is all there is to it."""
+    """One forward of a unit's module. Uses are told apart by identity."""
 
     first_input_hooked = False
 
@@ -278,7 +278,7 @@ class GatherLifetime(Lender):
             target.swap_out()
 
     def watch(self, unit: PartitionedUnit, output: Any) -> Any:
-        """See ``Lender``: released when backward ends (nobody knows what else the result leads to)."""
+        """See ``Lender``: released when backward ends, because the nodes that use the result are not known."""
         if torch.is_grad_enabled():
             self._watch_outputs(unit.index, Use(), output)
         return output
@@ -297,7 +297,9 @@ class GatherLifetime(Lender):
                 self._let_go(target)
 
     def join(self) -> None:
-        """This rank has run the last of its forwards outside training; serves the others until all have. Collective."""
+        """This rank has run the last of its forwards outside training, and takes part in those of the other ranks until
+        all have finished. Collective.
+        """
         self._order.join()
         self._executor.settle()
         self._executor.sweep()
@@ -312,7 +314,7 @@ class GatherLifetime(Lender):
             self._executor.free(index)
 
     def parameters_changed(self) -> None:
-        """The shards have new values (an optimizer step, a load): what is still gathered is stale."""
+        """The shards have new values (an optimizer step, a load): units that are still gathered are stale."""
         changed = []
         for index, unit in self._units.items():
             if unit.state is not UnitState.PARTITIONED:

@@ -1,4 +1,4 @@
-"""Whole parameters at stages 0-2: always there; after a step each rank has to see the shards of the others."""
+"""Whole parameters at stages 0-2 are always in memory. After a step each rank gathers the shards of the others."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Shards on disk are read into host memory before their gathers ask for them: the first of two tiers of look-ahead.
 
-(The second, from host memory to whole parameters on the device, is the frozen order's: `Order.run_ahead`.) Reading is
-this rank's own affair, so nothing has to be agreed: what was gathered after the last two gathers the last time is
-expected again. The two last ones tell forward from backward. A wrong guess costs a read, never a wrong value.
+(The second, from host memory to whole parameters on the device, is the frozen order's: `Order.run_ahead`.) Each rank
+reads for itself, so the ranks need not agree. It expects the unit that followed the last two gathers the last time; two
+are needed to tell forward from backward. A wrong guess costs a read, and never gives a wrong value.
 """
 
 from __future__ import annotations

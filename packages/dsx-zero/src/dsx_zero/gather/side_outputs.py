@@ -1,11 +1,10 @@
-"""Tensors of a running graph by which backward can enter a module although its forward did not return them as such.
+"""Tensors through which backward can enter a module although its forward did not return them as tensors.
 
 * *Side outputs*: what a forward left on its modules (auxiliary losses as attributes).
 * *Iterators*: what it returned as a generator, `map`, `zip` or `iter(...)`. Looking inside would use them up, so they
   are replaced by ones that look at each item when it is taken.
 
-Each module is looked at once per forward, by the innermost hooked module it belongs to; that one hands on what it
-found.
+Each module is searched once per forward, by the innermost hooked module around it, which passes on what it found.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None), dict, set})
 """Types of nearly all attributes of modules; looked up before anything slower."""
 
 _CLOSED = (torch.Tensor, nn.Module, type, ModuleType, FunctionType, str, bytes, int, float, type(None))
-"""Objects with no iterator inside that a caller would use."""
+"""Kinds of objects that contain no iterator for a caller."""
 
 
 def attribute_tensors(module: nn.Module, stop: Container[nn.Module]) -> list[torch.Tensor]:

@@ -63,7 +63,7 @@ class Partition:
 
 
 class Stage3:
-    """Where whole parameters live at stage 3, for the optimizer and the accessors (``runtime.Publisher``)."""
+    """The parts of stage 3 of one model; the ``runtime.Publisher`` of its optimizer and accessors."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ def partition(
 
 
 def read_ahead_of(units: Sequence[PartitionedUnit], tier: Tier | None) -> ReadAhead | None:
-    """What reads shards on disk before their gathers; None where none are there."""
+    """Reads shards on disk before their gathers; None where no shards are on disk."""
     homes = {unit.index: [g.shard for g in unit.groups if isinstance(g.shard, ReadsAhead)] for unit in units}
     found = {index: shards for index, shards in homes.items() if shards}
     if not found:

@@ -1,7 +1,7 @@
 """Norms and edits of single averaged gradients, for what users do with `.grad` between backward and step.
 
-Behind every `ShardedGradient` stands a `GradientPlace`; what it needs of the ranks is done here. Nothing in here is
-used by a step that nobody interferes with.
+Every `ShardedGradient` has a `GradientPlace`; its communication is done here. An ordinary step, in which the user does
+nothing to `.grad`, uses nothing of this file.
 
 Norms are computed for all parameters at once and kept until the gradients change: `clip_grad_norm_` asks for one after
 the other, and one collective serves them all.
@@ -80,7 +80,7 @@ class GradientAccess:
     Args:
         complete: reduces what has not been reduced yet (collective).
         divided: whether each of a group's ranks holds a shard of its gradients; else all of them hold them whole.
-        norm_groups: over which what is true of one rank's gradients becomes known to all ranks.
+        norm_groups: groups over which a flag of one rank's gradients (not finite) is spread to all ranks.
         differ: the ranks have different parameters (experts, slices of tensors), so that norms that a rank adds up are
             not those of the model.
     """

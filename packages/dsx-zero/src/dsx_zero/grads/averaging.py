@@ -1,9 +1,9 @@
-"""Who averages the gradients of a step: dsx-zero, or an optimizer that communicates by itself.
+"""Whether dsx-zero averages the gradients of a step, or an optimizer that communicates by itself.
 
-`dsx_comm.OneBitAdam` and its kin exchange momenta, not gradients: in some of their steps every rank's own gradients
-must stay as they are. What dsx-zero has to ask such an optimizer is asked here, so that the rest knows an `Averaging`
-and no optimizer's methods. What such an optimizer cannot work with is decided in `dsx_comm.onebit.rules`, for
-configurations too.
+`dsx_comm.OneBitAdam` and similar optimizers exchange momenta, not gradients: in some of their steps every rank's own
+gradients must stay as they are. This file asks such an optimizer what dsx-zero has to know, so that other files use an
+`Averaging` and no optimizer's methods. `dsx_comm.onebit.rules` decides what such an optimizer cannot be combined with,
+for configurations too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class AveragesItself(Protocol):
-    """What an optimizer offers that communicates by itself. Any that does is treated so, whoever wrote it."""
+    """The methods of an optimizer that communicates by itself. Every optimizer that has them is treated as one."""
 
     @property
     def takes_local_gradients(self) -> bool:
@@ -46,20 +46,18 @@ def averages_itself(optimizer: object) -> TypeGuard[AveragesItself]:
 
 
 class Averaging(Protocol):
-    """The answer for one sharded model."""
+    """How the gradients of one sharded model are averaged."""
 
     def local(self) -> bool:
         """Do the coming step's gradients stay each rank's own?"""
         ...
 
     def announce_clipping(self, max_norm: float | None) -> None:
-        """The coming step clips to `max_norm`: say once what that means, where it does not mean the norm of the mean
-        gradient.
-        """
+        """The coming step clips to `max_norm`. If that is not the norm of the mean gradient, log once what it is."""
         ...
 
     def announce(self, wire_dtype: torch.dtype | None) -> None:
-        """Tell who has to know that other steps' gradients are averaged here."""
+        """Tell an optimizer that communicates by itself that the gradients of its other steps are averaged here."""
         ...
 
     def synchronize(self) -> bool:
@@ -78,7 +76,7 @@ class ByReduction:
         """Nothing to say: every norm is that of the mean gradient."""
 
     def announce(self, wire_dtype: torch.dtype | None) -> None:
-        """Nobody has to know."""
+        """The optimizer does not communicate."""
 
     def synchronize(self) -> bool:
         """They are equal."""
@@ -114,7 +112,7 @@ class ByOptimizer:
 
 
 def averaging_of(optimizer: Any, reduction: Reduction, *, stage: int, rank: int, plain: bool = True) -> Averaging:
-    """Who averages for this optimizer. `plain`: all parameters are averaged over the same ranks, and nothing else is.
+    """The `Averaging` for an optimizer. `plain`: all parameters are averaged over the same ranks, and nothing else is.
 
     Raises:
         ZeroOptimizerError: it averages by itself and the stage is not 0, or the model has experts or slices.

@@ -5,14 +5,13 @@ States of a group within one optimizer step::
     empty ──arrival──► filling ──launch──► in flight ──finish──► reduced
     reduced ──arrival──► filling    (late, or the next micro-batch)
 
-Held memory: stages 0-1 keep the whole buffer (the reduced values lie in it); stages 2-3 hold the shard, in its home,
-and a whole buffer only from the first arrival until the reduction is finished (`BufferPool` says what of its memory
-stays). A home on the device is reduced into; to another one the reduced values leave on a lane. A parameter without an
-arrival counts as zeros.
+Memory: stages 0-1 keep the whole buffer (the reduced values lie in it). Stages 2-3 hold the shard, in its home, and a
+whole buffer only from the first arrival until the reduction is finished (`BufferPool` says how much of its memory is
+kept). Where the home is on the device, the reduction writes into it; to another home the reduced values are copied by a
+lane. A parameter without an arrival counts as zeros.
 
 `.grad` of a parameter with a gradient holds its *face*: at stage 0 a view of the averaged buffer, else a
-`ShardedGradient`. A parameter whose `.grad` is no longer its face has been given another gradient by its user, or none
-(`notice`).
+`ShardedGradient`. If `.grad` is no longer the face, the user has set another gradient, or removed it (`notice`).
 """
 
 from __future__ import annotations
@@ -443,7 +442,7 @@ class GroupGradients:
         self.finish()
         for index in range(len(self._faces)):
             self._detach(index)
-        with suppress(OSError):  # of a transfer whose values nobody wants any more
+        with suppress(OSError):  # of a transfer whose values are not needed any more
             self.arrive()
         if self.stage == 0 and self.result is not None and not self._in_buffer():
             self._pool.give(read(self.result))  # set aside for late gradients

@@ -2,14 +2,15 @@
 
 Every trainable parameter has a hook that runs when its gradient has been accumulated. The gradient moves into its
 unit's flat buffer; when the unit has seen as many arrivals as the step before, its reduction starts while backward goes
-on. What has not started when backward ends (an unused parameter, the first step) starts then. The order of reductions
-is the business of `ReduceOrder`, the reductions themselves are `Reductions`, and when backward begins and ends is told
-by `BackwardClock`. Gradients that come after their unit was reduced are kept and reduced in a second pass at the step.
+on. Reductions that have not started when backward ends (unused parameters, the first step) start then. `ReduceOrder`
+decides on the order of reductions, `Reductions` executes them, and `BackwardClock` tells when a backward begins and
+ends. Gradients that arrive after their unit was reduced are kept, and reduced in a second pass at the step.
 
-What users do to `.grad` between two backwards (`model.zero_grad()`, `p.grad = None`, other tensors) is noticed when the
-next backward begins, at the step, and whenever gradients are read.
+Changes that users make to `.grad` between two backwards (`model.zero_grad()`, `p.grad = None`, other tensors) are
+noticed when the next backward begins, at the step, and whenever gradients are read.
 
-With one rank and no accumulation dtype of its own nothing of this is needed: `LocalGradients` reads autograd's `.grad`.
+With one rank, and gradients that accumulate in the dtype of their parameters, nothing of this is needed:
+`LocalGradients` reads autograd's `.grad`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ReduceOrder(Protocol):
 
 
 class BackwardWatch(Protocol):
-    """Whoever scales losses has a word on backwards whose loss was not scaled."""
+    """Lets the object that scales losses correct, or refuse, a backward whose loss it did not scale."""
 
     @property
     def needed(self) -> bool:
@@ -513,7 +514,7 @@ class ReducedGradients:
 
 
 def _returned(gradients: Callable[[], ReducedGradients | None], module: nn.Module, args: Any, output: Any) -> None:
-    # Weakly, as above: who drops the optimizer has dropped the gradients, and may shard the model anew.
+    # A weak reference, as above: without the optimizer the gradients are gone too, and the model may be sharded again.
     owner = gradients()
     if owner is not None:
         owner.on_forward(output)

@@ -1,7 +1,7 @@
-"""Moving gradients: one unit's buffer becomes the reduced gradient of what this rank keeps.
+"""Reductions of gradients: from a unit's whole buffer on each rank to the shard that this rank keeps.
 
-A reduction is `g * before`, a sum or average over the ranks, `g * after`. How the buffers travel between is the
-transport's affair (`transports`); a reduction is a job of a lane.
+A reduction is `g * before`, a sum or average over the ranks, `g * after`. A transport carries the buffers
+(`transports`); a reduction is a job of a lane.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["LocalReducer", "PendingReduction", "Reducer", "Reduction", "Reductio
 
 @dataclass(frozen=True)
 class Reduction:
-    """What becomes of the ranks' gradients.
+    """How the gradients of the ranks are put together.
 
     Args:
         op: "mean" or "sum" over the ranks (`gradient_allreduce_op`).
@@ -136,7 +136,7 @@ class Reducer:
 
     Args:
         ranks: who shares the buffers.
-        reduction: what becomes of their gradients.
+        reduction: how their gradients are put together.
         transport: makes the transport for `dsx_comm.ReduceOp.SUM` or `AVG` and these ranks.
         lane: where reductions run.
         rows: makes the one for gradients of rows; None: the ranks share no sparse embeddings.

@@ -1,7 +1,7 @@
-"""The reductions of one model: the gradients of its flat groups, unit by unit, and which of them are under way.
+"""The reductions of one model: the gradients of its flat groups, unit by unit, and which reductions are in flight.
 
-Made before the order of collectives, which has `run_reduce` called; when gradients arrive is the business of
-`ReducedGradients`, which is made after it.
+They are made before the order of collectives, which calls `run_reduce`. `ReducedGradients`, which is made after it,
+knows when gradients arrive.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Reductions:
         reducer: moves the gradients of one rank set.
         complete: reduces what no reduction has taken yet, for users who read `.grad` (collective).
         expose: at stage 0 `.grad` shows the reduced values.
-        norm_groups: over which what is true of one rank's gradients becomes known to all ranks.
+        norm_groups: groups over which a flag of one rank's gradients (not finite) is spread to all ranks.
         overlap: False waits for each reduction where it is started.
         memory: where whole buffers come from.
         tier, lane: where the reduced values of a unit live, and the lane on which they go there.

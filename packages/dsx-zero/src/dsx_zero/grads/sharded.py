@@ -7,13 +7,14 @@ of the gradient, and no values. So code that asks for gradients finds them, and 
 1. facts and factories (``shape``, ``torch.zeros_like(g)``) are answered, as for a ``PartitionedParameter``;
 2. norms of whole gradients (``torch.nn.utils.clip_grad_norm_``, ``g.norm()``) are computed over all ranks;
 3. in-place writes change the gradient that the optimizer steps with: element-wise ones with a number (``g.mul_(0.5)``,
-   ``clip_grad_value_``) on each rank's shard, all others on the whole gradient, where rank 0's result is everybody's;
+   ``clip_grad_value_``) on each rank's shard, all others on the whole gradient, of which all ranks keep rank 0's
+   result;
 4. ``p.grad = None`` and ``zero_grad()`` take the stand-in away, which its owner notices;
 5. autograd's own accumulation is handed to the owner;
 6. everything else is computed with the values where a rank has them (stage 0, one rank), and else raises
    ``ShardedGradientError`` with the parameter's name and the way to them.
 
-2, 3 and 6 are collective: every rank calls them. Which memory the gradient has is the ``GradientSource``'s affair.
+2, 3 and 6 are collective: every rank calls them. Where the gradient lies is known to the ``GradientSource``.
 """
 
 from __future__ import annotations

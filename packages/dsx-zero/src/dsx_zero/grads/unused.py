@@ -1,7 +1,8 @@
 """`ignore_unused_parameters: false`: a trainable parameter that got no gradient since the last step is an error, on
 every rank alike.
 
-Usually a parameter without a gradient counts as zeros. Who wants to find a branch that was forgotten switches that off.
+By default a parameter without a gradient counts as zeros. The setting is for finding a branch of the model that was
+forgotten.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SHOWN = 8
 
 
 class IgnoreUnused:
-    """The default: nothing is watched."""
+    """The default: no parameters are watched."""
 
     def check(self) -> None:
         """Nothing to find."""
@@ -39,7 +40,7 @@ class UnusedParameters:
         groups = [group for unit in units for group in unit.trainable]
         pairs = [(n, p) for group in groups for n, p in zip(group.layout.names, group.parameters)]
         self._names = [name for name, _ in pairs]
-        # Of what only some ranks hold (experts): who does. A token need not reach each of them.
+        # For parameters that only some ranks hold (experts): these ranks. Tokens need not reach each of them.
         self._holders = {
             name: dsx_comm.get_all_ranks_from_group(group.ranks.holders)
             for group in groups
@@ -62,14 +63,14 @@ class UnusedParameters:
             ZeroStateError: names the parameters and ranks; the same on all ranks, nothing has been changed.
         """
         mine, self._seen = self._seen, torch.zeros_like(self._seen)
-        everybody: list[Any] = [(mine.tolist(), self._holders)]
+        by_rank: list[Any] = [(mine.tolist(), self._holders)]
         if self._ranks.size > 1:
-            everybody = [None] * self._ranks.size
-            dsx_comm.all_gather_object(everybody, (mine.tolist(), self._holders), group=self._ranks.group)
+            by_rank = [None] * self._ranks.size
+            dsx_comm.all_gather_object(by_rank, (mine.tolist(), self._holders), group=self._ranks.group)
         missing = [
             f"{name} (rank {', '.join(map(str, ranks))})"
             for index, name in enumerate(self._names)
-            if (ranks := _missing(everybody, index, name))
+            if (ranks := _missing(by_rank, index, name))
         ]
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
@@ -84,10 +85,10 @@ class UnusedParameters:
             handle.remove()
 
 
-def _missing(everybody: list[Any], index: int, name: str) -> list[int]:
-    """The ranks without a gradient of a parameter. Where only some ranks hold it, those of which none has one."""
-    without = [rank for rank, (seen, _) in enumerate(everybody) if not seen[index]]
-    if name not in everybody[0][1]:
+def _missing(by_rank: list[Any], index: int, name: str) -> list[int]:
+    """The ranks without a gradient of a parameter. If only some ranks hold it: these, if none of them has one."""
+    without = [rank for rank, (seen, _) in enumerate(by_rank) if not seen[index]]
+    if name not in by_rank[0][1]:
         return without
-    reached = {str(holders[name]) for seen, holders in everybody if seen[index]}
-    return [rank for rank in without if str(everybody[rank][1][name]) not in reached]
+    reached = {str(holders[name]) for seen, holders in by_rank if seen[index]}
+    return [rank for rank in without if str(by_rank[rank][1][name]) not in reached]

@@ -122,12 +122,12 @@ class Discardable(Protocol):
     """A home whose place is not given back by letting go of the object."""
 
     def discard(self) -> None:
-        """Nobody needs the values any more: give their place back."""
+        """The values are not needed any more: give their place back."""
         ...
 
 
 def discard(home: Home) -> None:
-    """Nobody needs the values any more: give back what the end of the object would not."""
+    """The values are not needed any more: give back what the end of the object would not."""
     if isinstance(home, Discardable):
         home.discard()
 

@@ -1,22 +1,22 @@
-"""In which order the ranks execute gathers and reduces: the same on all, whatever each of them happens to compute.
+"""The order in which the ranks execute gathers and reduces: the same on all ranks, whatever each of them computes.
 
 A rank never issues a collective on its own. It tells its ``Order`` what it needs (``gather``), what it has (``reduce``)
-and where it is (``end_forward``, ``end_backward``, ``boundary``); the order calls the ``Executor`` back, for that
-operation and for any others that are due before it. Which ones is a matter of the mode:
+and where it is (``end_forward``, ``end_backward``, ``boundary``). The order then calls the ``Executor`` for that
+operation and for any others that are due before it. There are two modes:
 
 * **agreeing**: each need is posted to all ranks in a round of a few bytes, and ``schedule.decide`` says what all
   execute. A rank without a request keeps answering. At the end of a forward or backward it waits until every rank has
   ended that pass; at the optimizer step (or after ``join``) until every rank is there.
-* **frozen**: when all ranks posted the same in two whole steps, the second is the schedule of the following ones, and
-  nothing is asked any more. A rank that passes over an entry executes it on its way. A need that the rest of the
-  schedule does not have is a deviation: the rank completes the schedule and posts; the others serve it at their
-  boundary.
+* **frozen**: when all ranks posted the same in two whole steps, the second step is the schedule of the following ones,
+  and the ranks post nothing more inside a step. A rank that does not need an entry executes it when it passes it. A
+  need that the rest of the schedule does not have is a deviation: the rank completes the schedule and posts; the other
+  ranks take part when they come to their boundary.
 
 Forwards without gradients have a schedule of their own (``evaluation``). A rank that trains after them says so in one
 round, in which it takes part in what other ranks still evaluate.
 
-At the boundary the ranks compare a checksum of what they executed and learn who deviated where. After two steps with
-deviations in a row the schedule is dropped and the ranks agree until a step is uniform again.
+At the boundary the ranks compare a checksum of what they executed, and learn which ranks deviated and where. After two
+steps with deviations in a row the schedule is dropped, and the ranks agree until a step is uniform again.
 
 It leaves out what the operations do (``Executor``) and how words travel (``Channel``).
 """

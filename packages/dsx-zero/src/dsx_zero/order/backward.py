@@ -1,8 +1,8 @@
-"""Which backward runs: one clock for everybody who follows backwards.
+"""`BackwardClock`: tells all objects that follow backwards when the outermost backward begins and ends.
 
-Reentrant checkpointing runs backwards inside backwards, and a hook cannot tell which one it is in. So the outermost one
-is announced by whoever hears of it first: the hooks on the outputs of the model, which run first, a hook of stage 3, or
-the first gradient of a loss that does not come from the model's outputs.
+Reentrant checkpointing runs backwards inside backwards, and a hook cannot tell which one it is in. So the first hook
+that runs in the outermost backward announces it: a hook on an output of the model, a hook of stage 3, or, where the
+loss does not come from the model's outputs, the hook of the first gradient.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class BackwardWatcher(Protocol):
 
 
 class BackwardClock:
-    """Tells its watchers when the outermost backward begins, in the order in which they came, and when it ends, in the
-    reverse order. `order` hears of the end of each pass once, from the first watcher that calls `end_pass`.
+    """Calls its watchers when the outermost backward begins, in the order in which they were added, and when it ends,
+    in the reverse order. `order` is told once that a backward has ended, by the first watcher that calls `end_pass`.
     """
 
     def __init__(self, order: _EndsBackward) -> None:
         self._order = order
         self._watchers: list[BackwardWatcher] = []
         self.running = False
-        """Whether a backward has begun that has not ended. One that an error stopped counts until the next begins, or
-        until `forget`.
+        """Whether a backward has begun and not ended. One that an error stopped counts as running until the next one
+        begins, or until `forget`.
         """
         self.task = -1
         """Autograd's number of the outermost backward."""
@@ -51,8 +51,8 @@ class BackwardClock:
         self._watchers.append(watcher)
 
     def enter(self, *, outermost: bool = False) -> None:
-        """Called in a backward. `outermost`: it is known to be the outermost one, so that another one that seems to run
-        was stopped by an error.
+        """A backward runs. `outermost`: it is known to be the outermost one; another one that seems to run was then
+        stopped by an error.
         """
         task = torch._C._current_graph_task_id()
         if task == -1 or (self.running and (task == self.task or not outermost)):

@@ -1,4 +1,4 @@
-"""Words of a few bytes between the ranks, in host memory: what an `AgreedOrder` agrees over."""
+"""Small messages between the ranks, in host memory, by which an `AgreedOrder` agrees: tuples of integers ("words")."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ControlChannel:
 
 
 class OneRank:
-    """The `Channel` of a process that holds the whole model: its order is frozen, and read ahead, by the same rules."""
+    """The `Channel` of one rank alone. Its order is frozen, and gathers are issued ahead, by the same rules."""
 
     rank = 0
 

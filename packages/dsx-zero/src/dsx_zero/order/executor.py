@@ -1,4 +1,4 @@
-"""What an order of collectives has executed: gathers, where parameters come and go, and reductions."""
+"""`Executor`: executes what an order of collectives decides: gathers (at stage 3) and reductions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Gathers(Protocol):
 
 
 class Executor(Gathers, Protocol):
-    """Does the operations. Calls come in the same order on every rank; none of them may ask the order for something."""
+    """Executes operations. It is called in the same order on every rank, and must not ask the order for anything."""
 
     def run_reduce(self, unit: int) -> None:
         """Issue the reduction of a unit with the gradients this rank has for it now (zeros where there are none)."""

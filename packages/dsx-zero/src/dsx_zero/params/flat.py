@@ -1,9 +1,9 @@
 """One flat buffer at run time: the parameters of a unit that share a dtype, this rank's shard of them, and its masters.
 
 At stages 0-2 the parameters are views into one buffer, `visible`, which holds the values all the time; `shard` is this
-rank's part of it. So it is with the small parameters of stage 3. The other groups of stage 3 have nothing visible:
-their parameters are views of a storage that has memory only around a use (`GatheredStorage`), and `shard` has a home of
-its own, on the device or elsewhere.
+rank's part of it. The small parameters of stage 3 are kept in the same way. The other groups of stage 3 have no visible
+buffer: their parameters are views of a storage that has memory only around a use (`GatheredStorage`), and `shard` has a
+home of its own, on the device or elsewhere.
 
 Masters are what the optimizer updates. Where the parameter's dtype is already the master's (fp32 training) and both
 have the same tier, the master is the parameter's own home and nothing is copied in either direction.

@@ -1,15 +1,16 @@
-"""``Init``: build a model whose parameters are partitioned as they come into being.
+"""``Init``: build a model whose parameters are partitioned while it is built.
 
-Inside the context a module's parameters stay ordinary until the module is put into its parent; then its constructor is
-done, so they are partitioned (rank 0's values, one parameter at a time) and the whole tensors go. What no parent takes,
-the root, is partitioned when the context ends. Random numbers are drawn exactly as without ``Init``: the same seed
-gives the same model. ``dsx_zero.shard(stage=3)`` later moves the values into units; below stage 3 it makes the
-parameters whole again. In between the model can be converted as any other (``model.to(torch.bfloat16)``).
+Inside the context a module's parameters stay ordinary until the module is put into its parent. Its constructor has
+returned by then, so the parameters are partitioned (rank 0's values, one parameter at a time), and the whole tensors
+are freed. The root has no parent; its own parameters are partitioned when the context ends. Random numbers are drawn
+exactly as without ``Init``: the same seed gives the same model. ``dsx_zero.shard(stage=3)`` later moves the values into
+units; below stage 3 it makes the parameters whole again. In between the model can be converted as any other
+(``model.to(torch.bfloat16)``).
 
-Parameters on the meta device have no values to divide: each rank makes room for its part, and ``dsx_zero.load`` (or
-whoever writes the parameter) gives values. ``remote_device`` says where the parts live until the model is sharded.
+Parameters on the meta device have no values to divide. Each rank makes room for its part, and ``dsx_zero.load``, or a
+write to the parameter, gives it values. ``remote_device`` says where the parts live until the model is sharded.
 
-Where a launcher started this process as one of several and no process group exists yet, ``Init`` makes the default one.
+If a launcher started this process as one of several and no process group exists yet, ``Init`` makes the default one.
 
 Only torch's registration hooks are used; no class or function of torch is replaced. It leaves out quantised parameters.
 """
@@ -65,7 +66,7 @@ class InitParameter:
             view.zero_()
         self.master: Home | None = None
         self.has_values = False
-        """Whether somebody has written the parameter."""
+        """Whether the parameter has been written."""
         self._opened: torch.Tensor | None = None
 
     @classmethod
@@ -109,7 +110,7 @@ class InitParameter:
         self.has_values = True
 
     def _whole(self) -> torch.Tensor:
-        """The values; zeros where nobody has written any."""
+        """The values; zeros where none have been written."""
         return read_whole(self.layout, self.name, self.shard, self.ranks, device=self.device)
 
     def write_part(self, start: int, values: torch.Tensor) -> None:
@@ -154,7 +155,7 @@ class InitParameter:
         return self._opened
 
     def close(self, *, source_rank: int | None) -> None:
-        """Let the whole go; with a ``source_rank``, keep that rank's values (collective)."""
+        """Free the whole parameter; with a ``source_rank``, keep that rank's values (collective)."""
         whole, self._opened = self._opened, None
         if whole is not None and source_rank is not None:
             write_whole(self, self.name, whole, source_rank=source_rank)

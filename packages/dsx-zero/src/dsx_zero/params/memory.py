@@ -1,14 +1,13 @@
-"""Where flat buffers lie that take part in collectives: in ordinary memory, or in memory that the ranks of the host
-share.
+"""Memory of the flat buffers that take part in collectives: ordinary memory, or memory that the ranks of a host share.
 
 In shared memory an all-gather reads the peers' shards straight into its destination, and reductions read the peers'
 gradients where they lie: nothing is staged. `dsx_comm` has such memory for host tensors on groups of the "dsx" backend;
-everywhere else this is `torch.empty`. It has no name in the file system that a killed process could leave behind, and
-goes with the last tensor over it. Each rank has a part of its own, which the others touch inside collectives only: no
-parameter is one for two ranks.
+everywhere else this is `torch.empty`. Shared memory has no name in the file system, so that a killed process leaves
+nothing behind, and it is freed with the last tensor over it. Each rank has a part of its own, which other ranks read
+and write inside collectives only: ranks never share a parameter.
 
-Making it is collective. Buffers that last (parameters, shards) are made one by one; whole gradients, which come and go
-as each rank computes, are taken from a pool, whose address space the ranks make together at the start.
+Making it is collective. Buffers that last (parameters, shards) are made one by one. Whole gradients come and go at
+different times on each rank; they are taken from a pool, whose address space the ranks make together at the start.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class BufferPool(Protocol):
         ...
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Hand a buffer back; nobody may use it any more."""
+        """Give a buffer back. It must not be used after that."""
         ...
 
     def drop(self) -> None:
@@ -65,9 +64,9 @@ class Memory(Protocol):
 
 
 class OrdinaryPool:
-    """Buffers of this process' own: at most `limit` idle ones, the least recently used leave first.
+    """Buffers in memory of this process. At most `limit` idle ones are kept; the least recently used are freed first.
 
-    Blocks of a model have one size, so that two buffers serve all of them; how many units there are does not matter.
+    The blocks of a model have equal sizes, so that two buffers serve all of them, whatever the number of units.
     """
 
     def __init__(self, limit: int) -> None:
@@ -96,10 +95,10 @@ class OrdinaryPool:
 
 
 class SharedPool:
-    """Host buffers from an arena of the ranks: what is given back serves buffers of any size.
+    """Host buffers from an arena that the ranks share: memory that is given back serves buffers of any size.
 
-    Pages of the first `keep` bytes stay when it is dropped: fresh ones for every backward cost more than shared memory
-    gains.
+    `drop` keeps the pages of the first `keep` bytes: new pages for every backward would cost more time than shared
+    memory saves.
     """
 
     def __init__(self, arena: dsx_comm.SymmetricArena, keep: int) -> None:
@@ -135,7 +134,7 @@ class OrdinaryMemory:
 
 
 class SharedMemory:
-    """Shared by the ranks of `group` where they can, ordinary where they cannot (on all ranks alike)."""
+    """Memory that the ranks of `group` share; ordinary memory, on all of them, where they cannot share any."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

@@ -1,12 +1,12 @@
-"""A parameter whose values lie spread over the ranks, as its user sees it between uses.
+"""A parameter whose values are spread over the ranks, as its user sees it between uses.
 
 ``PartitionedParameter`` is a wrapper tensor: shape, dtype, device and ``requires_grad`` are the logical ones, and it
-holds no values. What an operation on it does is one of six things, decided by looking the operation up:
+holds no values. An operation on it does one of six things, depending on which operation it is:
 
 1. facts (``shape``, ``numel()``, ``dtype``, ``hash`` ...) are answered;
 2. factories (``zeros_like(p)``, ``p.new_empty(...)``) make plain tensors;
 3. in-place writes (``p.normal_()``, ``p.mul_(2)``, ``p.data.copy_(x)``, ``nn.init.*``) are done on the whole tensor by
-   all ranks together, rank 0's result is everybody's, and each rank keeps its shard;
+   all ranks together; each rank keeps its shard of rank 0's result;
 4. an operation inside a running forward (a weight read from another module) gathers the unit for as long as that
    forward runs, if the source can do that; an operation without gradients while a model is built under ``Init`` gets a
    copy of the values;
@@ -14,9 +14,9 @@ holds no values. What an operation on it does is one of six things, decided by l
    is not sharded; those that change nothing give the parameter itself at any time. Views (``p.data[3]``) are wrappers,
    too, and lead writes to the parameter;
 6. everything else, native access included (``data_ptr``, ``numpy``, pickling ...), raises ``PartitionedParameterError``
-   with the parameter's name and the way to its values. It never yields an empty tensor.
+   with the parameter's name and the way to its values. It never gives an empty tensor.
 
-Where the values come from is the ``ParameterSource``'s affair; this file moves no bytes.
+Where the values come from is known to the ``ParameterSource``; this file moves no bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ALIASES: frozenset[Callable] = frozenset(
     {torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 )
 _NATIVE = frozenset({"data_ptr", "numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "_typed_storage"})
-"""What gives access to the memory itself: that of a copy would be the wrong one."""
+"""Operations that give access to the memory itself; the memory of a copy would be the wrong one."""
 
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 

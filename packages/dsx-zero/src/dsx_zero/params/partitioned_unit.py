@@ -225,7 +225,7 @@ class PartitionedUnit:
     @staticmethod
     def _face(original: torch.Tensor, source: UnitParameter, info: ParameterInfo) -> PartitionedParameter:
         """The partitioned face, whose `requires_grad` is its user's. One that is there already (from `Init`, or from
-        sharding before) stays, and so whoever kept it has the model's.
+        sharding before) is used again, so that objects outside the model that hold it hold the model's parameter.
         """
         if not isinstance(original, PartitionedParameter):
             return PartitionedParameter(

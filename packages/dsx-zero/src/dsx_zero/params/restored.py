@@ -1,8 +1,8 @@
 """Partitioned parameters become whole ones again: those that stay whole at stage 3, and all of them below stage 3.
 
-The modules get an ordinary `nn.Parameter` in their place. Whoever kept the partitioned object (an optimizer made before
-sharding, a list of parameters) reaches the new one through it: reading, in-place writes and accessors work on the
-parameter that trains.
+The modules get an ordinary `nn.Parameter` in their place. The partitioned object, which an optimizer or a list of
+parameters may still hold, leads to the new one: reading, in-place writes and accessors work on the parameter that
+trains.
 """
 
 from __future__ import annotations

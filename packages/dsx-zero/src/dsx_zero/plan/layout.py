@@ -1,13 +1,13 @@
-"""Who owns which element: the arithmetic of flat buffers, with no tensor and no communication in it.
+"""Which rank owns which element: the arithmetic of flat buffers, without tensors and without communication.
 
 The parameters of one unit (of one dtype) lie one after the other in a flat buffer. Every parameter starts at a multiple
 of 64 bytes, so that kernels on a parameter or on its gradient see aligned memory. The buffer's end is padded so that it
 divides into `world_size` equal shards whose size is a multiple of 16 bytes; rank `r` owns elements `[r * S, (r + 1) *
-S)`. A shard boundary may cut a parameter; `local_slice` says where. Ranks that own no element of a parameter are normal
-(world size above its size).
+S)`. A shard boundary may cut a parameter; `local_slice` says where. A rank may own no element of a parameter, such as
+one with fewer elements than there are ranks.
 
 Where an optimizer has to see whole tensors (`undivided`), no boundary cuts a parameter: parameters are assigned to
-ranks, the largest first, each to the rank that has least so far, and every shard is as large as the largest one.
+ranks, the largest first, each to the rank that owns the fewest elements so far. Every shard is as large as the largest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["PARAMETER_ALIGNMENT", "SHARD_ALIGNMENT", "FlatLayout", "LocalSlice"]
 PARAMETER_ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register."""
 SHARD_ALIGNMENT = 16
-"""Bytes: what collectives and vector loads want of a shard's size."""
+"""Bytes: a shard's size is a multiple of this, for collectives and vector loads."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class FlatLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local_slice(self, name: str, rank: int) -> LocalSlice | None:
-        """What `rank` owns of a parameter; None when that is nothing."""
+        """The part of a parameter that `rank` owns; None if it owns nothing of it."""
         i = self.index(name)
         begin, end = self.shard_range(rank)
         start, stop = max(begin, self.offsets[i]), min(end, self.offsets[i] + self.sizes[i])

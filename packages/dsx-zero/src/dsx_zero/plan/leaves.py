@@ -1,8 +1,9 @@
 """Leaf modules: subtrees that are one unit at stage 3, gathered and freed as a whole.
 
-Needed where it must not depend on the data which parts of a subtree run (mixtures of experts), and useful for many tiny
-modules. They are chosen by marks, which are kept beside the modules, not on them, and count when the model is sharded;
-by the configuration's `leaf_module`; or by size (`stage3_module_granularity_threshold`).
+They are needed where the data decide which parts of a subtree run (mixtures of experts), and useful for many tiny
+modules. They are chosen by marks, by the configuration's `leaf_module`, or by size
+(`stage3_module_granularity_threshold`). Marks are kept beside the modules, not on them, and are read when the model is
+sharded.
 """
 
 from __future__ import annotations
@@ -188,8 +189,8 @@ def fine_modules(model: nn.Module, threshold: int) -> frozenset[str]:
     """Names of the outermost modules that are finely divided: at most `threshold` parameters per layer (module without
     children) below them.
 
-    Containers of torch (`ModuleList`, `Sequential`, ...) are looked through, because they are not called as a whole or
-    stand for the model; the model itself is never one of them. 0 chooses nothing.
+    Containers of torch (`ModuleList`, `Sequential`, ...) are not chosen, but what they contain is: they are not called
+    as a whole, or they are all of the model. The model itself is never chosen. 0 chooses nothing.
     """
     found: set[str] = set()
 

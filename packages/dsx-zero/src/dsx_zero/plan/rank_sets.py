@@ -1,7 +1,7 @@
 """Which ranks share the buffers of a model: the choice, its check, and what follows from it for module buffers.
 
-The choice is `dsx_comm.RankSets`, or a function of the caller's. Nothing here communicates, but for process groups that
-a topology has not made yet.
+The choice is `dsx_comm.RankSets`, or a function of the caller's. The only communication here is to make process groups
+that a topology has not made yet.
 """
 
 from __future__ import annotations
@@ -67,14 +67,15 @@ def ranks_of_mesh(mesh: DeviceMesh | None, process_group: Any) -> tuple[Any, int
         raise ZeroModelError(f"mesh: got the ranks {ranks}, expected them in ascending order, row by row")
     if mesh.ndim == 1:
         return mesh.get_group(), 0
-    everybody = len(ranks) == dsx_comm.get_world_size()
-    return None if everybody else dsx_comm.new_group(ranks, local=True), mesh.size(1)
+    is_world = len(ranks) == dsx_comm.get_world_size()
+    return None if is_world else dsx_comm.new_group(ranks, local=True), mesh.size(1)
 
 
 def is_plain(plans: Sequence[UnitPlan], data: RankSet) -> bool:
-    """Whether all parameters are held by the data-parallel ranks alike, and by no others.
+    """Whether all parameters are held by the same ranks, the data-parallel ones.
 
-    So are those of a pipeline stage, but for weights that stages share: of those a copy does not count in the norm.
+    This holds for a pipeline stage too, unless it has a copy of weights that stages share: that does not count in the
+    norm.
     """
     sets = {group.key.ranks for plan in plans for group in plan.groups}
     return sets <= {data} and data.counts_in_norm

@@ -1,4 +1,4 @@
-"""Second groups of ranks beside the one that shares a buffer: copies (hybrid sharding, MiCS) and near ranks (hpZ)."""
+"""Further groups of ranks beside the one that shares a buffer: copies (hybrid sharding, MiCS) and near ranks (hpZ)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _TakePart = Callable[[RankSet, Sequence[int], str], RankSet]
 
 
 class SecondaryRanks:
-    """Chooses rank sets as `choose` does, with second groups.
+    """Chooses rank sets as `choose` does, and adds further groups to them.
 
     Experts' parameters, which only some data-parallel ranks hold, keep their sets.
 
     Args:
         choose: who holds a parameter.
-        take_part: makes a group of some ranks of a set (`LentGroups.take_part`).
+        take_part: makes a group of some ranks of a set (`AuxiliaryGroups.take_part`).
         shard_size: this many neighbouring ranks share a buffer, and the others hold copies of it; 0: all share it.
         near_size: this many neighbouring ranks have secondary shards of a gathered buffer; 0: none have.
         setting: what to call `shard_size` in errors.

@@ -97,8 +97,8 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Persistence:
-    """Which parameters stay whole at stage 3 (elements): those of at most `parameter`, in definition order up to
-    `total`.
+    """Which parameters stay whole at stage 3: those of at most `parameter` elements, in definition order, until there
+    are `total` elements.
     """
 
     parameter: int = 0

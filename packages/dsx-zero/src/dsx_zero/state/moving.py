@@ -2,8 +2,8 @@
 
 For programs that share a device between training and something else, such as reinforcement learning, where the model
 generates between two updates. Each storage is copied into host memory and given back under the tensors that lie in it,
-so that every view (masters, slices, states, parameters) is right again once the bytes are back. Meanwhile nobody may
-read them: homes raise, a forward raises, and parameters and `.grad` show NaNs of their shape.
+so that every view (masters, slices, states, parameters) is right again once the bytes are back. Until then
+they must not be read: homes raise, a forward raises, and parameters and `.grad` show NaNs of their shape.
 
 What lives on the host or on disk already (`offload_optimizer`, `offload_param`) stays where it is, and so does memory
 that the ranks of a host share: it is host memory. Left out are moves to disk: give `offload_optimizer` for those.

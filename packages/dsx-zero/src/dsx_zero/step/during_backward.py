@@ -126,7 +126,7 @@ class _Announced:
 
 @dataclass
 class _Group:
-    """A flat group whose masters are stepped, and what tells that somebody has written since."""
+    """A flat group whose masters are stepped, and what shows that it was written since."""
 
     group: FlatGroup
     gradients: Home

@@ -158,10 +158,10 @@ class EditAgreement:
         """The ranks in classes that hold the same parameters (collective)."""
         groups = dict.fromkeys(ranks.holders for ranks in sets)
         mine = [dsx_comm.get_all_ranks_from_group(group) for group in groups]
-        everybody: list[Any] = [None] * self._ranks.size
-        dsx_comm.all_gather_object(everybody, mine, group=self._ranks.group)
+        by_rank: list[Any] = [None] * self._ranks.size
+        dsx_comm.all_gather_object(by_rank, mine, group=self._ranks.group)
         classes: dict[str, list[int]] = {}
-        for rank, held in enumerate(everybody):
+        for rank, held in enumerate(by_rank):
             classes.setdefault(repr(held), []).append(rank)
         return list(classes.values())
 
@@ -199,11 +199,11 @@ class EditAgreement:
         Raises:
             ZeroStateError: always, on every rank; names the parameters and the ranks. Nothing has been stepped.
         """
-        everybody: list[Any] = [None] * self._ranks.size
-        dsx_comm.all_gather_object(everybody, self._edited(), group=self._ranks.group)
-        names = [name for name in self._names if self._differs(name, [edits.get(name) for edits in everybody])]
+        by_rank: list[Any] = [None] * self._ranks.size
+        dsx_comm.all_gather_object(by_rank, self._edited(), group=self._ranks.group)
+        names = [name for name in self._names if self._differs(name, [edits.get(name) for edits in by_rank])]
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-        writers = [str(rank) for rank, edits in enumerate(everybody) if any(name in edits for name in names)]
+        writers = [str(rank) for rank, edits in enumerate(by_rank) if any(name in edits for name in names)]
         raise ZeroStateError(
             f"parameters were written since the last step, and not alike on all ranks: {shown} (written on rank"
             f" {', '.join(writers)}). Every rank has to write the same values (the same seed, the same file), or write"

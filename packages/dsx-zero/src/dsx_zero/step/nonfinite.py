@@ -90,14 +90,14 @@ class NonFiniteWarning:
 
     def _warn(self, run: Runtime, norm: float, everywhere: bool) -> None:
         mine = _found(run)
-        everybody: list[Any] = [mine]
+        by_rank: list[Any] = [mine]
         if everywhere and run.ranks.size > 1 and (run.norm_groups or not run.whole):
-            everybody = [None] * run.ranks.size
-            dsx_comm.all_gather_object(everybody, mine, group=run.ranks.group)
+            by_rank = [None] * run.ranks.size
+            dsx_comm.all_gather_object(by_rank, mine, group=run.ranks.group)
         if everywhere and run.ranks.rank:
             return
-        ranks = range(run.ranks.size) if len(everybody) > 1 else [run.ranks.rank]
-        places = [f"'{name}' on rank {rank}" for rank, names in zip(ranks, everybody) for name in names]
+        ranks = range(run.ranks.size) if len(by_rank) > 1 else [run.ranks.rank]
+        places = [f"'{name}' on rank {rank}" for rank, names in zip(ranks, by_rank) for name in names]
         if places:
             more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
             where = f"not finite are {', '.join(places[:_SHOWN])}{more}; with clipping they spread to all parameters"

@@ -26,9 +26,9 @@ def raise_on_all_ranks(
     """
     if channel.ask(problem is None).get():
         return
-    everybody: list[Any] = [problem]
+    by_rank: list[Any] = [problem]
     if ranks.size > 1:
-        everybody = [None] * ranks.size
-        dsx_comm.all_gather_object(everybody, problem, group=ranks.group)
-    rank, text = next((rank, text) for rank, text in enumerate(everybody) if text is not None)
+        by_rank = [None] * ranks.size
+        dsx_comm.all_gather_object(by_rank, problem, group=ranks.group)
+    rank, text = next((rank, text) for rank, text in enumerate(by_rank) if text is not None)
     raise ZeroStateError(f"step(): rank {rank}: {text}") from cause

@@ -16,7 +16,7 @@ import dsx_comm
 import torch
 from dsx_comm.compressed.rates import LinkRates, PathRate, measure_rates
 
-from ..groups import LentGroups
+from ..groups import AuxiliaryGroups
 from ..plan.units import UnitPlan
 from ..precision import Precision
 from .gate import Buffer, Estimate, Features, Places, estimate, subsets
@@ -50,7 +50,7 @@ def settings_that_pay(
     settings: ZeroConfig,
     plans: Sequence[UnitPlan],
     data: dsx_comm.RankSet,
-    groups: LentGroups,
+    groups: AuxiliaryGroups,
     precision: Precision,
     *,
     own: Transports | None = None,

@@ -1,7 +1,7 @@
 """The transports of one model, chosen once, from the configuration or by the caller of `shard`.
 
-Transports of one's own are a class with `gather` and `reduce`; it is given to `shard(transports=...)` and needs no
-other place.
+A user's own transports are a class with `gather` and `reduce`, which is given to `shard(transports=...)`; no other
+code changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import dsx_comm
 import torch
 from dsx_comm import RankSet
 
-from ..groups import LentGroups
+from ..groups import AuxiliaryGroups
 from .errors import KeepsErrors
 from .gathers import PlainGather
 from .levels import HierarchicalGather, SecondaryGather
@@ -76,7 +76,7 @@ class PlainTransports:
 
 @dataclass(frozen=True)
 class ZeroPlusPlus:
-    """Fewer bytes, and fewer of them between nodes.
+    """Transports that send fewer bytes, and fewer of them between nodes.
 
     Attributes:
         plain: carries what is not quantised.
@@ -91,7 +91,7 @@ class ZeroPlusPlus:
     """
 
     plain: PlainTransports
-    groups: LentGroups
+    groups: AuxiliaryGroups
     weight_bits: int = 0
     only_frozen: bool = False
     gradient_bits: int = 0
@@ -130,7 +130,7 @@ class ZeroPlusPlus:
         return quantized
 
 
-def transports_of(settings: ZeroConfig, plain: PlainTransports, groups: LentGroups) -> Transports:
+def transports_of(settings: ZeroConfig, plain: PlainTransports, groups: AuxiliaryGroups) -> Transports:
     """The transports that the `zero_optimization` section asks for."""
     weights = settings.zero_quantized_weights or settings.zero_quantized_nontrainable_weights
     if not (weights or settings.zero_quantized_gradients or settings.mics_hierarchical_params_gather):

@@ -1,8 +1,8 @@
-"""Gathers that know of nodes: secondary shards (hpZ) and gathers in two levels (MiCS).
+"""Gathers that send less between nodes: secondary shards (hpZ) and gathers in two levels (MiCS).
 
-With secondary shards the first gather after a change of the values goes over all ranks, and each rank keeps a part of
-what it gathered: 1/k of the buffer, k the number of ranks near it (`RankSet.near`, normally those of its node). Gathers
-until the next change, such as those of backward, go among these ranks only.
+With secondary shards the first gather after a change of the values goes over all ranks. Each rank keeps a part of the
+result: 1/k of the buffer, where k is the number of ranks near it (`RankSet.near`, normally those of its node). Until
+the next change, gathers, such as those of backward, go among these ranks only.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import os
 
 import dsx_comm
 
-from ..groups import LentGroups
+from ..groups import AuxiliaryGroups
 
 __all__ = ["hierarchy_of", "ranks_per_node"]
 
@@ -25,7 +25,7 @@ def ranks_per_node(ranks: dsx_comm.RankSet) -> int:
     return devices if nodes == [node for node in blocks for _ in range(devices)] and blocks == sorted(set(nodes)) else 1
 
 
-def hierarchy_of(ranks: dsx_comm.RankSet, groups: LentGroups, kind: str) -> dsx_comm.Hierarchy:
+def hierarchy_of(ranks: dsx_comm.RankSet, groups: AuxiliaryGroups, kind: str) -> dsx_comm.Hierarchy:
     """The nodes of a set of several ranks, with groups that nothing else uses (collective over the set). `kind`: what
     they are for.
     """

@@ -1,11 +1,11 @@
 """`Transport`: carries one flat buffer between the ranks that share it, for gathers and for reductions alike.
 
-A transport knows whose buffer it carries, so that it can keep what belongs to a group: a collective made ready once,
-scales and errors of quantised values, a second copy inside a node. It runs as a job of a lane: `start` encodes and
-issues, and what it returns decodes where it is waited for, which on a CUDA device is the lane's stream.
+A transport is told whose buffer it carries, so that it can keep things that belong to a flat group: a prepared
+collective, scales and errors of quantised values, a second copy inside a node. It runs as a job of a lane: `start`
+encodes and issues the collective. Its result is decoded where it is waited for, on a CUDA device on the lane's stream.
 
-Adding one is one class in this folder. Left out: where shards come from (`homes`), and when anything travels (`gather`,
-`grads`).
+A new transport is one class in this folder. Left out: where shards come from (`homes`), and when buffers travel
+(`gather`, `grads`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Stateless:
 
 
 class Then:
-    """What is pending, and what is to be done, once, when all of it has arrived. `keeps`: the messages under way."""
+    """Pending messages, and a function that runs once when all of them have arrived. `keeps`: memory they need."""
 
     __slots__ = ("_finish", "_keeps", "_pending")
 
