@@ -71,7 +71,7 @@ class WaitObserver(Protocol):
 
 
 class Observers:
-    """The observers that are registered. The tuple is replaced, not changed, so that threads may run calls meanwhile."""
+    """The registered observers. The tuple is replaced, not changed, so that threads may run calls meanwhile."""
 
     def __init__(self) -> None:
         self.active: tuple[Any, ...] = ()
