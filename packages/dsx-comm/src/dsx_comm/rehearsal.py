@@ -31,6 +31,7 @@ from .agreement import AGREEMENT
 from .errors import CommArgumentError, CommError
 from .groups import REHEARSAL, destroy_process_group, is_initialized
 from .hang import WATCH
+from .python_group import PythonGroup
 
 __all__ = ["RehearsalObserver", "RehearsedMessage", "rehearse"]
 
@@ -137,48 +138,13 @@ def _flat(tensors: Any) -> Iterator[torch.Tensor]:
         yield from _flat(item)
 
 
-class RehearsalGroup(dist.ProcessGroup):
+class RehearsalGroup(PythonGroup):
     """A process group whose other ranks do what this one does."""
 
     def __init__(self, rank: int, size: int, ranks: Sequence[int], observer: RehearsalObserver) -> None:
-        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
-        self._rank, self._size, self._ranks = rank, size, tuple(ranks)
+        super().__init__(rank, size, REHEARSAL)
+        self._ranks = tuple(ranks)
         self._observer = observer
-        self._name, self._description = "", "undefined"
-
-    # - what torch asks about a group (a C++ backend, which keeps these, is not there)
-
-    def getBackendName(self) -> str:
-        """ "rehearsal"."""
-        return REHEARSAL
-
-    def _get_backend_name(self) -> str:
-        return REHEARSAL
-
-    def rank(self) -> int:
-        """This process' rank in the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._size
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    def getGroupName(self) -> str:
-        """The name under which torch knows the group."""
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        """The description given when the group was made."""
-        return self._description
-
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
 
     def set_timeout(self, timeout: Any) -> None:
         """Nothing here waits."""

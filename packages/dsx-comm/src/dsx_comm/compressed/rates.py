@@ -6,8 +6,6 @@ slowest rank count, on all ranks.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 
 from ..collectives import ReduceOp, all_gather_into_tensor, all_reduce
 from ..exchange import barrier
+from ..stopwatch import shortest_time
 from .blocks import BlockFormat, dequantize_rows, quantize_rows
 from .hierarchy import Hierarchy
 
@@ -22,7 +21,6 @@ __all__ = ["LinkRates", "PathRate", "measure_rates"]
 
 _BYTES = 1 << 20
 _ELEMENTS = 1 << 18
-_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ def measure_rates(hierarchy: Hierarchy, bits: int, device: torch.device, group: 
     form = BlockFormat(bits)
     values = torch.randn(1, _ELEMENTS, device=device)
     messages = quantize_rows(values, form)
-    encode = _best(lambda: quantize_rows(values, form), device, lambda: None) / _ELEMENTS
-    decode = _best(lambda: dequantize_rows(messages, form, values), device, lambda: None) / _ELEMENTS
+    encode = shortest_time(lambda: quantize_rows(values, form), device, lambda: None) / _ELEMENTS
+    decode = shortest_time(lambda: dequantize_rows(messages, form, values), device, lambda: None) / _ELEMENTS
     numbers = [*inside, *between, encode, decode]
     found = torch.tensor(numbers, dtype=torch.float64, device=device)
     all_reduce(found, op=ReduceOp.MAX, group=group)
@@ -78,7 +76,7 @@ def _path(group: Any, size: int, device: torch.device) -> tuple[float, float]:
     def gather(numel: int) -> float:
         source = torch.zeros(numel, device=device)
         out = torch.empty(size * numel, device=device)
-        return _best(lambda: all_gather_into_tensor(out, source, group=group), device, lambda: barrier(group))
+        return shortest_time(lambda: all_gather_into_tensor(out, source, group=group), device, lambda: barrier(group))
 
     least, numel = gather(1), _BYTES // 4
     latency = least / (size - 1)
@@ -87,21 +85,3 @@ def _path(group: Any, size: int, device: torch.device) -> tuple[float, float]:
 
 def _rate(latency: float, per_byte: float) -> PathRate | None:
     return PathRate(latency, 1 / per_byte) if per_byte else None
-
-
-def _best(call: Callable[[], Any], device: torch.device, together: Callable[[], Any]) -> float:
-    """The shortest of a few runs, in seconds, after one that does not count; ranks meet in `together` before each."""
-    times = []
-    for _ in range(_REPEATS + 1):
-        together()
-        _wait(device)
-        began = time.perf_counter()
-        call()
-        _wait(device)
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -14,8 +14,6 @@ where it hides everything, compression saves nothing.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +25,7 @@ from ..compressed.layout import OneBitLayout
 from ..errors import CommArgumentError
 from ..exchange import barrier
 from ..groups import get_rank, get_world_size
+from ..stopwatch import shortest_time
 
 if TYPE_CHECKING:
     from .arena import Arena
@@ -41,7 +40,6 @@ _SAMPLES = (
     1 << 22,
 )  # elements; the next size is tried while the last took less than _ENOUGH
 _ENOUGH = 0.02  # seconds
-_REPEATS = 3
 OPERATION = "measure_link"  # its name in counters and log
 
 
@@ -136,7 +134,7 @@ def _time_all_reduce(numel: int, device: torch.device, group: Any) -> float:
     def once() -> None:
         reduce_everywhere(OPERATION, sample, ReduceOp.SUM, group, False, {})
 
-    return _best(once, device, lambda: barrier(group))
+    return shortest_time(once, device, lambda: barrier(group))
 
 
 def _measure_codec(device: torch.device, size: int, rank: int) -> float:
@@ -153,25 +151,7 @@ def _measure_codec(device: torch.device, size: int, rank: int) -> float:
         codec.compress_chunk(part, kept, own)
         codec.decompress(messages, values)
 
-    return _best(once, device, lambda: None) / (1 << 18)
-
-
-def _best(call: Callable[[], Any], device: torch.device, together: Callable[[], Any]) -> float:
-    """The shortest of a few runs, in seconds; ranks meet in `together` before each."""
-    times = []
-    for _ in range(_REPEATS + 1):
-        together()
-        _wait(device)
-        began = time.perf_counter()
-        call()
-        _wait(device)
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return shortest_time(once, device, lambda: None) / (1 << 18)
 
 
 class Gate:

@@ -1,6 +1,6 @@
 """A group of the shared-memory transport without its operations: its names and ranks, its end, how a call is issued.
 
-A Python class derived from torch's ProcessGroup, because a C++ backend would tie the package to one torch version.
+A Python class (`PythonGroup`), because a C++ backend would tie the package to one torch version.
 torch calls it from Python and (through its trampolines) from C++: DDP, functional collectives.
 """
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..dropped import DROPPED
 from ..errors import CommArgumentError
 from ..hang import WATCH, Waiting
+from ..python_group import PythonGroup
 from . import native
 from .codes import wire_code
 from .gloo import gloo_group
@@ -33,15 +34,15 @@ NOWHERE: tuple[int, int, list[int]] = (-1, 0, [])
 _FREE, _CROWDED = (20.0, 300.0), (0.0, 50.0)
 
 
-class ShmGroup(dist.ProcessGroup):
+class ShmGroup(PythonGroup):
     """What every operation of a group whose ranks share memory stands on."""
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: timedelta, fd: int, ranks: Sequence[int], options: ShmOptions
     ) -> None:
-        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        super().__init__(rank, size, "dsx")
         self._store, self._fd, self._timeout = store, fd, timeout.total_seconds()
-        self._rank, self._size, self._ranks = rank, size, list(ranks)
+        self._ranks = list(ranks)
         module = native.module()
         in_bytes, piece, _ = module.layout(fd)
         total, eager = module.sizes(size, in_bytes, piece, MAILBOX)
@@ -64,45 +65,9 @@ class ShmGroup(dist.ProcessGroup):
             options.stores,
         )
         self._owner = os.getpid()
-        self._name, self._description = "", "undefined"
         self._futures = Futures()
         self.memories = Memories()
         self._gloo: Any = None
-
-    # - what torch asks about a group
-
-    def getBackendName(self) -> str:
-        """ "dsx"."""
-        return "dsx"
-
-    def _get_backend_name(self) -> str:
-        return "dsx"
-
-    def rank(self) -> int:
-        """This process' rank in the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._size
-
-    # torch's own storage of name and description lies in C++ backends, which this group has none of
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    def getGroupName(self) -> str:
-        """The name under which torch knows the group."""
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        """The description given when the group was made."""
-        return self._description
-
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the time limit of the calls that follow."""
