@@ -64,7 +64,6 @@ def test_every_value_of_a_hugging_face_file_has_a_verdict_and_none_is_refused():
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
             "zero_optimization.offload_optimizer.super_offload", "refused", "not available",
         ),
-        ({"elasticity": {"enabled": False, "min_time": 20}}, "elasticity.min_time", "no effect", "between runs"),
         ({"zero_optimization": {"stag": 3}}, "zero_optimization.stag", "refused", "stage"),
         ({"gradient_cliping": 1.0}, "gradient_cliping", "refused", "gradient_clipping"),
         ({"bfloat16": {"check_grad_overflow": True}}, "bfloat16.check_grad_overflow", "better", "stage 3"),

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from dsx.launcher import NotAvailableYet, ResourceError
+from dsx.launcher import ResourceError
 from dsx.launcher.binding import parse_core_list, split_cores
 from dsx.launcher.devices import devices_for, visible_tokens
 from dsx.launcher.environment import exported, parse_env_file, read_env_files
@@ -202,11 +202,19 @@ def test_options_that_contradict_each_other(argv, word):
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [["--elastic_training"], ["--min_elastic_nodes", "1"], ["--max_elastic_nodes", "2"]],
+    ("argv", "word"),
+    [
+        (["--min_elastic_nodes", "1"], "needs --elastic_training"),
+        (["--max_elastic_nodes", "2"], "needs --elastic_training"),
+        (["--elastic_training", "--min_elastic_nodes", "3", "--max_elastic_nodes", "2"], "exchange them"),
+        (["--elastic_training", "--min_elastic_nodes", "0"], "at least 1"),
+        (["--elastic_training", "--launcher", "openmpi"], "ends all hosts when one is lost"),
+        (["--elastic_training", "--no_ssh", "--master_addr", "a", "--node_rank", "1"], "leave --node_rank out"),
+        (["--restarts", "-1"], "0 or more"),
+    ],
 )
-def test_features_to_come_are_refused(argv):
-    with pytest.raises(NotAvailableYet, match="not available yet"):
+def test_elastic_options_that_mean_nothing(argv, word):
+    with pytest.raises(ResourceError, match=word):
         parse([*argv, "x.py"])
 
 

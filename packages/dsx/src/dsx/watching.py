@@ -295,7 +295,7 @@ def _add_straggler(to: Watched, watch: Watch, times: StepTimes) -> None:
     keep = write if to.config.jsonl.enabled else lambda record: None
     gather = partial(rows_of_ranks, to)
     monitor = to.monitoring.StragglerMonitor(gather, every=section.every, ratio=section.ratio, share=section.share)
-    watch.observers.append(StragglerWatch(monitor, times, keep if to.first else None))
+    watch.add(StragglerWatch(monitor, times, keep if to.first else None))
 
 
 def _add_timeline(to: Watched, watch: Watch) -> None:

@@ -21,7 +21,7 @@ from .folder import tags_in, temporary_name
 from .format import INDEX_NAME
 from .parsing import parse_index
 
-__all__ = ["Keeping", "removable"]
+__all__ = ["Keeping", "removable", "updates_of"]
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ def removable(root: Path, keeping: Keeping, newest: str) -> list[str]:
             logger.debug("%s: left alone: %s", path, error)
             continue
         if index.latest:
-            found.append((written, tag, _updates(index.state)))
+            found.append((written, tag, updates_of(index.state)))
     found.sort()
     old = found[: max(0, len(found) - (keeping.last - 1))]
     return [tag for _, tag, updates in old if not (keeping.every and updates and updates % keeping.every == 0)]
 
 
-def _updates(state: object) -> int | None:
+def updates_of(state: object) -> int | None:
     """The number of updates in an encoded state; None in one that no engine wrote."""
     for key in ("engine", "counters", "global_steps"):
         state = state.get(key) if isinstance(state, dict) else None

@@ -100,6 +100,12 @@ class GroupRanks(Ranks):
         """`dsx_comm.recv` over the group."""
         self._comm.recv(data, group=self._group, group_src=source)
 
+    def all_to_all(self, output: Any, given: Any, come: list[int], sent: list[int]) -> None:
+        """Send parts of the host tensor `given` to the ranks, `sent[r]` elements to rank r, and fill `output` with the
+        `come[r]` elements that rank r sends.
+        """
+        self._comm.all_to_all_single(output, given, come, sent, group=self._group)
+
 
 def default_ranks(group: Any = None) -> Ranks:
     """The group's ranks when a process group exists, else this process alone."""

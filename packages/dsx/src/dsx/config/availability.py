@@ -92,7 +92,6 @@ MEANINGLESS: dict[str, str] = {
     "cuda_visible_devices": "choose devices with `dsx launch --include` or the variable CUDA_VISIBLE_DEVICES",
     "data_efficiency.data_routing.random_ltd.global_batch_size": "the engine knows it",
     "data_efficiency.data_routing.random_ltd.micro_batch_size": "the engine knows it",
-    "elasticity.min_time": "changes of scale are made between runs; nobody waits between two of them",
     "disable_allgather": "nothing reads it upstream either",
     **{f"expert_parallel.{name}": reason for name, reason in expert_section.MEANINGLESS.items()},
     "flops_profiler.recompute_fwd_factor": "recomputation is counted as it runs",

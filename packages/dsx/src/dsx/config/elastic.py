@@ -1,15 +1,39 @@
-"""The three batch sizes under the section `elasticity`: chosen for this number of ranks, so that the batch stays."""
+"""The section `elasticity`, and the three batch sizes under it: chosen for this number of ranks, so that the global batch
+stays.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import Field
+
 from ..elastic_batch import ElasticSettings, Refusal, for_world_size
 from ..errors import Problem
+from .base import Count, Size, Toggle
 from .batch import ACCUMULATION, MICRO, TRAIN, BatchSizes
 
-__all__ = ["elastic_batch", "settings_from"]
+__all__ = ["Elasticity", "elastic_batch", "settings_from"]
+
+
+class Elasticity(Toggle):
+    """A batch size that suits many world sizes."""
+
+    max_train_batch_size: Count = Field(2000, description="largest global batch")
+    micro_batch_sizes: list[Count] = Field([2, 4, 6], description="micro-batch sizes to consider")
+    min_gpus: Count = Field(1, description="smallest world size")
+    max_gpus: Count = Field(10000, description="largest world size")
+    min_time: Size = Field(0, description="minutes between two changes of scale")
+    prefer_large_batch: bool = Field(True, description="prefer the larger batch; prefer_larger_batch is the same")
+    version: float = Field(0.2, description="algorithm: 0.1 or 0.2")
+    ignore_non_elastic_batch_info: bool = Field(False, description="ignore the ordinary batch sizes")
+    num_gpus_per_node: Count = Field(1, description="devices per node (0.2)")
+    model_parallel_size: Count = Field(1, description="model-parallel size (0.2)")
+    replace_stragglers: Size = Field(
+        0,
+        description="a rank that so many comparisons in a row name (section straggler) ends its node's agent; 0: none",
+    )
 
 
 def settings_from(section: Any) -> ElasticSettings:

@@ -10,26 +10,11 @@ from typing import Any
 
 from pydantic import Field
 
-from .base import Count, Section, Size, Toggle
+from .base import Count, Section, Toggle
 
 __all__ = [
-    "CompileSection", "Elasticity", "HybridEngine", "Nebula",
+    "CompileSection", "HybridEngine", "Nebula",
 ]  # fmt: skip
-
-
-class Elasticity(Toggle):
-    """A batch size that suits many world sizes."""
-
-    max_train_batch_size: Count = Field(2000, description="largest global batch")
-    micro_batch_sizes: list[Count] = Field([2, 4, 6], description="micro-batch sizes to consider")
-    min_gpus: Count = Field(1, description="smallest world size")
-    max_gpus: Count = Field(10000, description="largest world size")
-    min_time: Size = Field(0, description="minutes between two changes of scale")
-    prefer_large_batch: bool = Field(True, description="prefer the larger batch; prefer_larger_batch is the same")
-    version: float = Field(0.2, description="algorithm: 0.1 or 0.2")
-    ignore_non_elastic_batch_info: bool = Field(False, description="ignore the ordinary batch sizes")
-    num_gpus_per_node: Count = Field(1, description="devices per node (0.2)")
-    model_parallel_size: Count = Field(1, description="model-parallel size (0.2)")
 
 
 class HybridEngine(Toggle):

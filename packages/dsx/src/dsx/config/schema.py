@@ -33,9 +33,9 @@ from pydantic import Field
 from .autotuning import Autotuning
 from .base import Count, Ratio, Real, Section, Size, from_dataclass, nested
 from .compression import CompressionTraining, QuantizeTraining
+from .elastic import Elasticity
 from .later import (
     CompileSection,
-    Elasticity,
     HybridEngine,
     Nebula,
 )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..data import RepeatingLoader, TrainingLoader
 from ..utils.logging import logger
@@ -32,6 +32,10 @@ from .report import Counters
 from .schedule import ScheduleDriver
 from .stepper import LossScaler
 from .training_state import TrainingState, Undo
+
+if TYPE_CHECKING:
+    from ..checkpoint.loading import LoadDisks
+    from ..checkpoint.writing import PlannedSave
 
 __all__ = ["Checkpointer", "Wanted"]
 
@@ -208,16 +212,38 @@ class Checkpointer:
             asynchronous: write behind training; None: as the configuration says.
             at_rest: data and random states are those of `note_rest`.
         """
-        from ..checkpoint.keeping import Keeping
-        from ..checkpoint.writing import plan_save
-
         behind = self.behind if (self.settings.asynchronous if asynchronous is None else asynchronous) else None
         self.wait() if behind is None else behind.raise_failures()
         wanted = f"global_step{self.counters.global_steps}" if tag is None else str(tag)
         tag = self._agreed_tag(save_dir, wanted, client_state)
+        rest = None if at_rest and self._rest else Rest.take(loader)
+        planned = self.plan(save_dir, tag, client_state, rest=rest, latest=latest, exclude_frozen=exclude_frozen)
+        if behind is None:
+            return str(planned.run(self._ranks))
+        behind.submit(planned, self._ranks)
+        return str(planned.target)
+
+    def plan(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str,
+        client_state: dict[str, Any],
+        *,
+        rest: Rest | None = None,
+        latest: bool = True,
+        exclude_frozen: bool = False,
+    ) -> PlannedSave:
+        """A save of which everything is decided, and nothing written. Collective.
+
+        Args:
+            rest: data position and random states; None: those of `note_rest`, or of now where there are none.
+        """
+        from ..checkpoint.keeping import Keeping
+        from ..checkpoint.writing import plan_save
+
         self.shards.synchronize()  # where ranks' parameters differ between two steps
-        ranks, rest = self._ranks, self._rest[0] if at_rest and self._rest else Rest.take(loader)
-        planned = plan_save(
+        rest = rest or (self._rest[0] if self._rest else Rest.take(None))
+        return plan_save(
             save_dir,
             tag,
             module=self.module,
@@ -226,17 +252,13 @@ class Checkpointer:
             rank_state={
                 "random": rest.random, "data": rest.rank_data, "objects": self.registered.states(per_rank=True)
             },
-            ranks=ranks,
+            ranks=self._ranks,
             places=self.places,
             exclude_frozen=exclude_frozen,
             save_latest=latest,
             keeping=Keeping(self.settings.keep_last, self.settings.keep_every),
             disks=self._disks,
         )  # fmt: skip
-        if behind is None:
-            return str(planned.run(ranks))
-        behind.submit(planned, ranks)
-        return str(planned.target)
 
     def _state(self, rest: Rest) -> TrainingState:
         return TrainingState(
@@ -276,9 +298,19 @@ class Checkpointer:
     # - Loading
 
     def load(
-        self, load_dir: str | os.PathLike[str], tag: str | None, wanted: Wanted, *, loader: Any
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None,
+        wanted: Wanted,
+        *,
+        loader: Any,
+        disks: LoadDisks | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load collectively; folder and client state, or (None, {}) where there is no checkpoint."""
+        """Load collectively; folder and client state, or (None, {}) where there is no checkpoint.
+
+        Args:
+            disks: how the ranks reach the folder (`dsx.checkpoint.prepare_load`); None: as the configuration says.
+        """
         from ..checkpoint import prepare_load
         from ..checkpoint.selecting import Selection
 
@@ -293,7 +325,7 @@ class Checkpointer:
             strict=wanted.strict,
             optimizer_states=wanted.optimizer_states,
             selection=Selection(wanted.only, wanted.key_mapping, wanted.padded_vocabulary, wanted.custom is None),
-            disks=self._disks,
+            disks=disks or self._disks,
         )
         if prepared is None:
             logger.warning("load_checkpoint: %s has no checkpoint", load_dir)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .checkpointing import Wanted
 from .preemption import PreemptionWatch
@@ -15,12 +15,21 @@ if TYPE_CHECKING:
 Folder = str | os.PathLike[str]
 
 
+class Companion(Protocol):
+    """Something that acts between updates, on every rank, and ends with the engine (`Engine.accompany`)."""
+
+    def after_update(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class EngineCheckpoints:
     """Checkpoint methods of `Engine`."""
 
     _parts: EngineParts
     training_dataloader: Any
     _preemption: PreemptionWatch | None = None
+    _companions: tuple[Companion, ...] = ()
 
     def _living(self) -> EngineParts:
         raise NotImplementedError
@@ -175,13 +184,24 @@ class EngineCheckpoints:
             )  # fmt: skip
 
         ranks = ranks_of_own()
-        self._preemption = PreemptionWatch(ranks, parts.gate, save, signals, _store() if ranks.world_size > 1 else None)
+        store = job_store() if ranks.world_size > 1 else None
+        self._preemption = PreemptionWatch(ranks, parts.gate, save, signals, store)
         parts.checkpointer.note_rest(self.training_dataloader)
+
+    def accompany(self, companion: Companion) -> None:
+        """Call `companion.after_update()` behind each update and `companion.close()` when the engine is destroyed.
+
+        For parts of dsx that are built on top of the engine; every rank must do so at the same time.
+        """
+        self._living()
+        self._companions = (*self._companions, companion)
 
     def _after_update(self) -> None:
         """The update is over: this is where ranks stop together, if they have agreed to."""
-        if self._preemption is not None:
+        if self._preemption is not None or self._companions:
             self._parts.checkpointer.note_rest(self.training_dataloader)
+        for companion in self._companions:
+            companion.after_update()
         self._parts.gate.end_update()
 
     def _close_checkpoints(self) -> None:
@@ -189,10 +209,15 @@ class EngineCheckpoints:
         if self._preemption is not None:
             self._preemption.close()
             self._preemption = None
-        self._parts.checkpointer.close()
+        companions, self._companions = self._companions, ()
+        try:
+            for companion in companions:
+                companion.close()
+        finally:
+            self._parts.checkpointer.close()
 
 
-def _store() -> Any:
+def job_store() -> Any:
     """The job's store: a few bytes by name, without a collective."""
     import torch
 

@@ -240,10 +240,26 @@ class StragglerWatch:
 
     def __init__(self, monitor: Any, times: StepTimes, write: Callable[[dict[str, Any]], None] | None) -> None:
         self._monitor, self._times, self._write = monitor, times, write
+        self._due: Any = None
+
+    @property
+    def latest(self) -> Any:
+        """The latest comparison, the same on all ranks; None before the first."""
+        return self._monitor.latest
+
+    def events(self, report: StepReport) -> list[Event]:
+        """Of a step that compared the ranks: the worst rank, and by how much its phase is longer than the others'."""
+        if self._due is None or not self._due.found:
+            return []
+        worst, samples = self._due.found[0], report.global_samples
+        return [
+            ("Train/Stragglers/rank", float(worst.rank), samples),
+            (f"Train/Stragglers/excess_ms_{worst.phase}", worst.own - worst.middle, samples),
+        ]
 
     def after_step(self, report: StepReport) -> None:
         """Add the step; compare the ranks if it is time. Collective then."""
-        found = self._monitor.step(self._times.measured)
+        found = self._due = self._monitor.step(self._times.measured)
         if found is None or self._write is None:
             return
         for straggler in found.found:

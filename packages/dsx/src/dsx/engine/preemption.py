@@ -10,14 +10,18 @@ starts the ranks again if `--restarts` says so; batch scripts can requeue on it.
 A rank that is in an evaluation saves there, because an evaluation changes nothing. A rank that waits for data or for
 another rank saves when that is over.
 
-Left out: grace periods. What sends the signal decides how long the ranks have; the checkpoint that was there before
-stays until the new one is whole.
+What sends the signal decides how long the ranks have; the checkpoint that was there before stays until the new one is
+whole. Where ranks are started again anyhow, waiting for a rank that is gone would only cost time: with `grace_s` a rank
+that could not stop with the others so long after the signal ends at once. It then hears of signals also while its
+training thread waits inside a collective, where Python runs no handler.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import signal
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -50,10 +54,17 @@ class PreemptionWatch:
         save: writes the checkpoint on all ranks and returns its folder.
         signals: names, such as "SIGTERM".
         store: the job's store; None with one rank.
+        grace_s: seconds after which a rank ends that could not stop with the others; None: it waits for them.
     """
 
     def __init__(
-        self, ranks: Any, gate: StepGate, save: Callable[[], str], signals: Sequence[str], store: Any = None
+        self,
+        ranks: Any,
+        gate: StepGate,
+        save: Callable[[], str],
+        signals: Sequence[str],
+        store: Any = None,
+        grace_s: float | None = None,
     ) -> None:
         numbers = [_number(name) for name in signals]
         if threading.current_thread() is not threading.main_thread():
@@ -61,21 +72,36 @@ class PreemptionWatch:
         self._ranks, self._gate, self._save, self._store = ranks, gate, save, store
         self._key = f"dsx_preempted/{ranks.gather(uuid.uuid4().hex)[0]}"
         self._note = ""
-        self._closed = threading.Event()
+        self._closed, self._stopping = threading.Event(), threading.Event()
+        self._grace_s = grace_s
+        self._waker = _NoWaker() if grace_s is None else _Waker(numbers)
         self._before = {number: signal.signal(number, self._take_note) for number in numbers}
         self._thread = threading.Thread(target=self._watch, name="dsx-preemption", daemon=True)
         self._thread.start()
 
     def _take_note(self, number: int, frame: object) -> None:
-        self._note = self._note or f"{signal.Signals(number).name} on rank {self._ranks.rank}"
+        self._note = self._note or _said(number, self._ranks.rank)
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_EVERY_S):
+            if number := self._waker.heard():
+                self._note = self._note or _said(number, self._ranks.rank)
             reason = self._find()
             if reason:
                 logger.warning("%s: all ranks save and end", reason)
+                self._limit_wait()
                 self._gate.agree(self._ranks, functools.partial(self._stop, reason))
                 return
+
+    def _limit_wait(self) -> None:
+        if self._grace_s is not None:
+            threading.Thread(target=self._give_up, args=(self._grace_s,), name="dsx-grace", daemon=True).start()
+
+    def _give_up(self, seconds: float) -> None:
+        if self._stopping.wait(seconds) or self._closed.is_set():
+            return
+        logger.warning("the ranks did not stop together within %g s; this one ends", seconds)
+        os._exit(128 + signal.SIGTERM)  # the training thread waits in a collective, and would not hear an exception
 
     def _find(self) -> str:
         if self._store is None:
@@ -90,6 +116,7 @@ class PreemptionWatch:
             return ""
 
     def _stop(self, reason: str) -> None:
+        self._stopping.set()
         path = self._save()
         logger.warning("%s: saved %s; ending with exit code %d", reason, path, RESUME_EXIT_CODE)
         self._before = {}  # the launcher may ask again while this process ends: that must not kill it
@@ -98,11 +125,57 @@ class PreemptionWatch:
     def close(self) -> None:
         """Give the signals back to who handled them before."""
         self._closed.set()
+        self._waker.close()
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._before.items():
                 if signal.getsignal(number) == self._take_note:
                     signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
+
+
+class _NoWaker:
+    """Signals are noted by their handler alone."""
+
+    def heard(self) -> int:
+        """Nothing."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class _Waker:
+    """Hears of signals without the training thread: the interpreter writes their numbers to a socket at once.
+
+    Args:
+        numbers: of the signals that count.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = set(numbers)
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+
+    def heard(self) -> int:
+        """The number of a signal that has arrived since the last call; 0: none."""
+        try:
+            data = self._read.recv(4096)
+        except (BlockingIOError, OSError):  # nothing has come, or it is closed
+            return 0
+        return next((number for number in data if number in self._numbers), 0)
+
+    def close(self) -> None:
+        """Give the interpreter's descriptor back. On the main thread only."""
+        if threading.current_thread() is threading.main_thread() and self._write.fileno() >= 0:
+            signal.set_wakeup_fd(self._before)
+            self._read.close()
+            self._write.close()
+
+
+def _said(number: int, rank: int) -> str:
+    return f"{signal.Signals(number).name} on rank {rank}"
 
 
 def _number(name: str) -> signal.Signals:

@@ -3,12 +3,12 @@
 The work on each machine is done by torch's elastic agent, which torchrun runs as well; this package decides what to
 start where, reaches the other hosts, reports the first failure and leaves nothing behind. In order of reading:
 `options` (the command line), `resources` (hostfile and filters), `plan` (everything decided, nothing started), `host`
-(the ranks of this machine), `hosts` and `runners` (several machines), `failures` (what is printed).
+(the ranks of this machine), `hosts` and `runners` (several machines), `failures` (what is printed), `elastic` (ranks
+that are started again, with as many hosts as there are).
 
-Left out: restarting after failures and changing the number of hosts while running. Nothing here imports torch before
-processes are started.
+Nothing here imports torch before processes are started.
 """
 
-from .errors import LaunchError, NotAvailableYet, ResourceError
+from .errors import LaunchError, ResourceError
 
-__all__ = ["LaunchError", "NotAvailableYet", "ResourceError"]
+__all__ = ["LaunchError", "ResourceError"]

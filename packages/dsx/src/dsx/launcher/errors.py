@@ -11,7 +11,3 @@ class LaunchError(RuntimeError):
 
 class ResourceError(ValueError):
     """A hostfile, filter or option that does not describe usable resources."""
-
-
-class NotAvailableYet(ResourceError):
-    """An option that is known and refused because the feature behind it does not exist yet."""

@@ -15,7 +15,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,8 +28,9 @@ from .processes import adopt_orphans, kill_descendants, lives
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-    from .rendezvous import HostRendezvous, Meeting
+    from .rendezvous import Meeting
 
 log = logging.getLogger("dsx.launcher")
 
@@ -96,12 +98,19 @@ def run_host(job: HostJob, restarts: int = 0) -> int:
     adopt_orphans()
     remove_leftovers()
     for left in range(restarts, -1, -1):
-        with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}_") as folder:
-            code, stopped = _run_in(job.attempt(restarts - left), Path(folder))
+        with job_folder() as folder:
+            code, stopped = _run_in(job.attempt(restarts - left), folder)
         if code != RESUME_EXIT_CODE or stopped or not left:
             return code
         log.info("%s: the ranks have saved and ended; starting them again (%d restarts left)", job.host, left - 1)
     return code
+
+
+@contextmanager
+def job_folder() -> Iterator[Path]:
+    """A temporary folder for what agent and ranks tell each other; `remove_leftovers` knows its name."""
+    with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}_") as folder:
+        yield Path(folder)
 
 
 def check_log_dir(path: str) -> None:
@@ -131,12 +140,12 @@ def _run_in(job: HostJob, folder: Path) -> tuple[int, bool]:
     from .news import leave_together, watch_for_failures
     from .rendezvous import HostRendezvous
 
-    _quiet_elastic()
+    quiet_elastic()
     failure_dir = folder / "failures"
     failure_dir.mkdir()
     rendezvous = HostRendezvous(_meeting(job))
-    agent = HostAgent(_worker_spec(job, rendezvous), log_dir=folder / "elastic", failure_dir=failure_dir)
-    os.environ[WORKER_SPEC_VARIABLE] = json.dumps(_rank_settings(job, failure_dir))
+    agent = HostAgent(worker_spec(job, rendezvous), log_dir=folder / "elastic", failure_dir=failure_dir)
+    os.environ[WORKER_SPEC_VARIABLE] = json.dumps(rank_settings(job, failure_dir))
     watch = watch_for_failures(rendezvous, agent)
     agent.on_failure = watch.announce
     stopped_by: int | None = None
@@ -150,9 +159,9 @@ def _run_in(job: HostJob, folder: Path) -> tuple[int, bool]:
     finally:
         watch.close()
         if failed:
-            _ignore_signals()
+            ignore_signals()
             kill_descendants()
-    failures = _collect(job, agent.failed, failure_dir)
+    failures = collect(job, agent.failed, failure_dir)
     if agent.can_resume and not failures:
         log.info("%s: the ranks have saved and ended, and can be resumed (exit code %d)", job.host, RESUME_EXIT_CODE)
         leave_together(rendezvous)
@@ -170,7 +179,8 @@ def _meeting(job: HostJob) -> Meeting:
     )
 
 
-def _worker_spec(job: HostJob, rendezvous: HostRendezvous) -> WorkerSpec:
+def worker_spec(job: HostJob, rendezvous: RendezvousHandler, restarts: int = 0) -> WorkerSpec:
+    """What torch's agent is to run, and how often again after a failure."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     # The agent substitutes $-macros in arguments; a doubled $ comes out as the one the user wrote.
@@ -181,12 +191,12 @@ def _worker_spec(job: HostJob, rendezvous: HostRendezvous) -> WorkerSpec:
         rdzv_handler=rendezvous,
         entrypoint=sys.executable,
         args=args,
-        max_restarts=0,
+        max_restarts=restarts,
         monitor_interval=0.1,
     )
 
 
-def _rank_settings(job: HostJob, failure_dir: Path) -> dict[str, object]:
+def rank_settings(job: HostJob, failure_dir: Path) -> dict[str, object]:
     """What `_worker.py` needs to know, beyond what the agent puts into the environment."""
     return {
         "agent_pid": os.getpid(),
@@ -199,7 +209,7 @@ def _rank_settings(job: HostJob, failure_dir: Path) -> dict[str, object]:
     }
 
 
-def _quiet_elastic() -> None:
+def quiet_elastic() -> None:
     """The agent's own log repeats what the report says; it stays available with --log_level debug."""
     wanted = logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.CRITICAL
     for name in list(logging.root.manager.loggerDict):
@@ -207,13 +217,13 @@ def _quiet_elastic() -> None:
             logging.getLogger(name).setLevel(wanted)
 
 
-def _ignore_signals() -> None:
+def ignore_signals() -> None:
     """The end is being cleaned up already; a second Ctrl-C must not interrupt that."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _collect(job: HostJob, failed: dict[int, tuple[int, int]], failure_dir: Path) -> list[RankFailure]:
+def collect(job: HostJob, failed: dict[int, tuple[int, int]], failure_dir: Path) -> list[RankFailure]:
     """The ranks that failed by themselves: those that reported an exception, and those that ended badly without a
     word.
     """

@@ -36,7 +36,7 @@ class Clients:
 
     def __init__(self, commands: Sequence[Command], environ: Mapping[str, str]) -> None:
         self._commands = commands
-        self._processes = [_start(command, environ) for command in commands]
+        self._processes = [start_client(command, environ) for command in commands]
         self._ended: list[int] = []
 
     def poll(self) -> int | None:
@@ -90,7 +90,8 @@ class Clients:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def _start(command: Command, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_client(command: Command, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """The local process that stands for a host, or for all of them."""
     return subprocess.Popen(
         command.argv,
         env={**environ, **command.env},
@@ -150,7 +151,7 @@ def _run_once(plan: HostsPlan, environ: Mapping[str, str], asked: list[int]) -> 
     if code == 0:
         return 0
     if code is None:
-        _stop_on_request(plan, clients, asked)
+        stop_on_request(plan, clients, asked)
         return RESUME_EXIT_CODE if clients.code == RESUME_EXIT_CODE else 128 + asked[0]
     if not clients.wait_all(SAVED_END_S if code == RESUME_EXIT_CODE else OWN_END_S):
         _end(plan, clients, signal.SIGTERM, FORCED_END_S)
@@ -159,7 +160,8 @@ def _run_once(plan: HostsPlan, environ: Mapping[str, str], asked: list[int]) -> 
     return clients.code
 
 
-def _stop_on_request(plan: HostsPlan, clients: Clients, asked: list[int]) -> None:
+def stop_on_request(plan: HostsPlan, clients: Clients, asked: list[int]) -> None:
+    """End all hosts because a signal asked for it; a second signal ends them at once."""
     log.info("stopping all hosts: %s", signal_name(asked[0]))
     _end(plan, clients, signal.Signals(asked[0]), REQUESTED_END_S, until=lambda: len(asked) > 1)
     clients.kill()

@@ -47,14 +47,21 @@ def launch(options: LaunchOptions) -> int:
     with pid_file() if options.save_pid else nullcontext():
         if isinstance(plan, HostsPlan):
             from .connections import check_connections
+            from .elastic_hosts import run_elastic_hosts
             from .hosts import run_hosts
 
             if not options.no_ssh_check:
                 check_connections(plan.remote.hosts, plan.launcher, options, os.environ)
-            return run_hosts(plan, os.environ, options.restarts)
+            if options.elastic_training:
+                return run_elastic_hosts(plan, os.environ)
+            return run_hosts(plan, os.environ, options.restarts or 0)
+        from .elastic import run_elastic_host
         from .host import run_host
+        from .plan import elastic_of
 
-        return run_host(plan, options.restarts)
+        if options.elastic_training:
+            return run_elastic_host(plan, elastic_of(options, len(plan.hosts)))
+        return run_host(plan, options.restarts or 0)
 
 
 def describe(plan: object) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from .binding import cores_for
 from .devices import device_count, devices_for
+from .elastic_settings import Elastic
 from .errors import LaunchError, ResourceError
 from .host import HostJob, Program, run_host
 from .host_rank import host_rank_from
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log_level", default="info")
     parser.add_argument("--kind", default="script")
     parser.add_argument("--watch_stdin", action="store_true")
+    parser.add_argument("--elastic", default="", metavar="MIN:MAX:RESTARTS")
     add_program(parser)
     return parser
 
@@ -94,7 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         follow_stdin()
     import_torch_quietly()
     try:
-        return run_host(job_from(args, os.environ))
+        job = job_from(args, os.environ)
+        if args.elastic:
+            from .elastic import run_elastic_host
+
+            return run_elastic_host(job, Elastic.from_text(args.elastic))
+        return run_host(job)
     except (LaunchError, ResourceError) as error:
         sys.stderr.write(f"dsx launch: {os.uname().nodename}: {error}\n")
         return 1

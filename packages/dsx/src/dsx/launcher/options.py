@@ -1,7 +1,7 @@
 """The options of ``dsx launch``: their names, their help, and the checks that need nothing but the options themselves.
 
 Names follow the launcher that scripts of the field already call; every ``--long_name`` is also accepted as
-``--long-name``. Options of features that do not exist yet are known and refused, so that nothing is silently ignored.
+``--long-name``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from .errors import NotAvailableYet, ResourceError
+from .errors import ResourceError
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
@@ -50,8 +50,11 @@ class LaunchOptions:
     log_level: str = "info"
     quiet: bool = False
     dry_run: bool = False
-    restarts: int = 0
+    restarts: int | None = None
     autotuning: str = ""
+    elastic_training: bool = False
+    min_elastic_nodes: int | None = None
+    max_elastic_nodes: int | None = None
 
     @property
     def kind(self) -> str:
@@ -63,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the launcher's options, the script and its arguments to ``parser``."""
     _add_resources(parser)
     _add_hosts(parser)
+    _add_elastic(parser)
     _add_program(parser)
-    _add_refused(parser)
     add_program(parser)
 
 
@@ -148,6 +151,18 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("hosts that come and go")
+    _option(
+        group,
+        "--elastic_training",
+        action="store_true",
+        help="start the processes again when one fails or a host arrives or leaves (see docs/guides/elasticity.md)",
+    )
+    _option(group, "--min_elastic_nodes", type=int, metavar="N", help="least number of hosts (default: 1)")
+    _option(group, "--max_elastic_nodes", type=int, metavar="N", help="greatest number (default: all that are known)")
+
+
 def _add_program(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the program and its output")
     _option(group, "--module", action="store_true", help="the script is a module name, run as python -m")
@@ -163,9 +178,9 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
         group,
         "--restarts",
         type=int,
-        default=0,
         metavar="N",
-        help="start the processes again, up to N times, when they end with exit code 75 (preempted, saved)",
+        help="start the processes again, up to N times, when they end with exit code 75 (preempted, saved); with"
+        " --elastic_training: after N failures in a row without a new snapshot the job ends (default: 3)",
     )
     _option(group, "--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
     _option(
@@ -192,27 +207,12 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     _option(group, "--dry_run", action="store_true", help="print every command and start nothing")
 
 
-def _add_refused(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("not available yet (refused)")
-    _option(group, "--elastic_training", action="store_true", help="change the number of hosts while running")
-    _option(group, "--min_elastic_nodes", type=int, metavar="N", help="see --elastic_training")
-    _option(group, "--max_elastic_nodes", type=int, metavar="N", help="see --elastic_training")
-
-
 def options_from(namespace: argparse.Namespace) -> LaunchOptions:
-    """Check a parsed command line. Raises `ResourceError` for combinations that contradict each other,
-    `NotAvailableYet` for features to come.
-    """
+    """Check a parsed command line. Raises `ResourceError` for combinations that contradict each other."""
     values = dict(vars(namespace))
-    refused = {name: values.pop(name, None) for name in ("elastic_training", "min_elastic_nodes", "max_elastic_nodes")}
-    for name, value in refused.items():
-        if value not in (None, False, ""):
-            raise NotAvailableYet(
-                f"--{name} is not available yet; start the job with a fixed number of hosts, without this option"
-            )
     fields = LaunchOptions.__dataclass_fields__
     known = {name: value for name, value in values.items() if name in fields}
-    for name in ("num_nodes", "num_gpus", "node_rank"):
+    for name in ("num_nodes", "num_gpus", "node_rank", "min_elastic_nodes", "max_elastic_nodes"):
         known[name] = None if known[name] == -1 else known[name]  # how upstream's own default is written
     script, args = split_program(values["command"])
     options = LaunchOptions(**known, script=script, script_args=args)
@@ -244,8 +244,9 @@ def check_options(options: LaunchOptions) -> None:
         raise ResourceError("--include and --exclude exclude each other; got both, pass one")
     if options.num_gpus is not None and options.num_procs is not None:
         raise ResourceError("--num_gpus counts devices, --num_procs processes without devices; got both, pass one")
-    if options.restarts < 0:
+    if options.restarts is not None and options.restarts < 0:
         raise ResourceError(f"--restarts: got {options.restarts}, expected 0 or more")
+    _check_elastic(options)
     if options.module and options.no_python:
         raise ResourceError("--module runs python -m, --no_python runs no python; got both, pass one")
     for name in ("num_nodes", "num_gpus", "num_procs"):
@@ -264,6 +265,24 @@ def check_options(options: LaunchOptions) -> None:
         raise ResourceError(
             "--node_rank says which host this is when the command is run on each of them; it needs --no_ssh"
         )
+
+
+def _check_elastic(options: LaunchOptions) -> None:
+    low, high = options.min_elastic_nodes, options.max_elastic_nodes
+    for name, value in (("--min_elastic_nodes", low), ("--max_elastic_nodes", high)):
+        if value is not None and not options.elastic_training:
+            raise ResourceError(f"{name} needs --elastic_training; add it, or leave {name} out")
+        if value is not None and value < 1:
+            raise ResourceError(f"{name} {value}: expected at least 1")
+    if low is not None and high is not None and low > high:
+        raise ResourceError(f"--min_elastic_nodes {low} is more than --max_elastic_nodes {high}; exchange them")
+    if options.elastic_training and options.launcher not in ("", "ssh"):
+        raise ResourceError(
+            f"--elastic_training: {options.launcher} ends all hosts when one is lost; use --launcher ssh, or start the"
+            " same command on every host with --no_ssh"
+        )
+    if options.elastic_training and options.node_rank is not None:
+        raise ResourceError("--elastic_training: hosts get their numbers anew in each round; leave --node_rank out")
 
 
 def parse(argv: Sequence[str], *, prog: str = "dsx launch") -> LaunchOptions:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from .binding import cores_for
 from .devices import device_count, devices_for, local_devices
+from .elastic_settings import DEFAULT_RESTARTS, Elastic
 from .environment import exported, read_env_files
 from .errors import ResourceError
 from .host import HostJob, Program
@@ -52,13 +53,20 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str]) -> HostJob | H
     """Decide everything. Raises `ResourceError` for resources that are not there or do not fit."""
     pool = _pool(options, environ)
     if options.no_ssh:
-        return _one_of_many(options, environ, pool)
+        return (_one_of_changing if options.elastic_training else _one_of_many)(options, environ, pool)
     if pool is None:
         return _this_machine(options, environ)
     pool = _chosen(options, pool)
     if len(pool) == 1 and not options.force_multi and is_this_machine(next(iter(pool))):
         return _single_host(options, environ, pool)
     return _several_hosts(options, environ, pool)
+
+
+def elastic_of(options: LaunchOptions, hosts: int) -> Elastic:
+    """The bounds of an elastic job of which `hosts` hosts are known."""
+    low = options.min_elastic_nodes or 1
+    restarts = DEFAULT_RESTARTS if options.restarts is None else options.restarts
+    return Elastic(low, options.max_elastic_nodes or max(low, hosts), restarts)
 
 
 def is_this_machine(host: str) -> bool:
@@ -161,7 +169,7 @@ def _job(options: LaunchOptions, *, procs: int, devices: tuple[str, ...] | None)
         cores=cores_for(procs, bind=options.bind_cores_to_rank, core_list=options.bind_core_list),
         log_dir=_log_dir(options),
         master_addr=options.master_addr or "127.0.0.1",
-        master_port=options.master_port or 0,
+        master_port=options.master_port or (_free_port() if options.elastic_training else 0),
         run_id=uuid.uuid4().hex,
     )
 
@@ -185,6 +193,25 @@ def _one_of_many(options: LaunchOptions, environ: Mapping[str, str], pool: Pool 
         hosts=hosts,
         host_rank=rank,
         devices=_devices(slots, environ, wanted=options.num_procs is None),
+        cores=cores_for(len(slots), bind=options.bind_cores_to_rank, core_list=options.bind_core_list),
+        log_dir=_log_dir(options),
+        master_addr=options.master_addr,
+        master_port=options.master_port or DEFAULT_PORT,
+    )
+
+
+def _one_of_changing(options: LaunchOptions, environ: Mapping[str, str], pool: Pool | None) -> HostJob:
+    """``--no_ssh --elastic_training``: nobody knows the hosts beforehand; the rendezvous numbers those that come."""
+    slots, are_devices = _slots_here(options, environ)
+    own = {host: slots for host, slots in (pool or {}).items() if is_this_machine(host)}
+    if own:
+        (slots,) = _chosen(options, own).values()
+        are_devices = options.num_procs is None
+    return HostJob(
+        program=program_of(options),
+        procs=len(slots),
+        hosts=(socket.gethostname(),),
+        devices=_devices(slots, environ, wanted=are_devices),
         cores=cores_for(len(slots), bind=options.bind_cores_to_rank, core_list=options.bind_core_list),
         log_dir=_log_dir(options),
         master_addr=options.master_addr,
@@ -232,15 +259,18 @@ def _agent_args(options: LaunchOptions, pool: Pool, *, addr: str, port: int, run
         "--bind_cores_to_rank": options.bind_cores_to_rank,
     }
     args += [name for name, given in flags.items() if given]
-    texts = {"--bind_core_list": options.bind_core_list, "--log_dir": _log_dir(options)}
+    elastic = elastic_of(options, len(pool)).to_text() if options.elastic_training else ""
+    texts = {"--bind_core_list": options.bind_core_list, "--log_dir": _log_dir(options), "--elastic": elastic}
     args += [f"{name}={text}" for name, text in texts.items() if text]
     args += [f"--kind={options.kind}", f"--log_level={'error' if options.quiet else options.log_level}"]
     return (*args, "--", options.script, *options.script_args)
 
 
 def _port_for(first_host: str) -> int:
-    if not is_this_machine(first_host):
-        return random.choice(_PORTS)
+    return _free_port() if is_this_machine(first_host) else random.choice(_PORTS)
+
+
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -1,0 +1,211 @@
+"""Snapshots in the memory of the nodes: folders in a file system that lies in memory, and outlives the processes.
+
+    /dev/shm/dsx_elastic_<user>_<key>/<node>/step<N>-<12 hex digits>/    a node's part of the checkpoint of update N
+
+A part has the files of a checkpoint (`docs/checkpoint-format.md`) at their full size, of which only some bytes are
+there: the files are sparse, and what was not written takes no memory. `held.json` says which bytes are there. The key
+belongs to the folder of the checkpoints on disk, so that the snapshots of a deleted run are never found by a new one.
+
+A node's name is that of its machine and its launching agent, which outlives the ranks. Parts of an agent that has died
+are read by the agents that come after it on the machine, and removed once there is a newer snapshot.
+
+Left out: who holds what, and moving parts between nodes (`peers.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ..checkpoint.errors import CheckpointError
+from ..checkpoint.files import opened, write_all
+from ..checkpoint.format import INDEX_NAME
+from ..utils.logging import logger
+from .ranges import Ranges, intersection, minus, union
+
+__all__ = ["NODE_VARIABLE", "NodeMemory", "Part", "node_name", "step_of", "write_ranges"]
+
+NODE_VARIABLE = "DSX_ELASTIC_NODE"
+HELD_NAME = "held.json"
+_MEMORY = Path("/dev/shm")
+_NAME = re.compile(r"step(?P<step>[0-9]+)-[0-9a-f]{12}")
+_UNFINISHED = ".tmp-"
+_KEY_NAME = ".elastic"
+
+
+def node_name() -> str:
+    """This node's name: the variable DSX_ELASTIC_NODE, else machine and process of the agent that started this rank."""
+    return os.environ.get(NODE_VARIABLE) or f"{socket.gethostname()}-{os.getppid()}"
+
+
+def step_of(name: str) -> int | None:
+    """The update of a snapshot of this name; None where it is not the name of one."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else int(found["step"])
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a node holds of one snapshot.
+
+    Attributes:
+        name: of the snapshot; there are no two of one name.
+        places: folders, and which bytes each of them has.
+    """
+
+    name: str
+    places: tuple[tuple[Path, Ranges], ...]
+
+    @property
+    def held(self) -> Ranges:
+        """Which bytes are there."""
+        return union(held for _, held in self.places)
+
+    @property
+    def folder(self) -> Path:
+        """A folder with the index and the starts of all files."""
+        return self.places[0][0]
+
+    def read(self, file: str, start: int, stop: int) -> bytearray:
+        """Bytes of a file. Raises `CheckpointError` unless all of them are held."""
+        data, missing = bytearray(stop - start), {file: [(start, stop)]}
+        for folder, held in self.places:
+            for first, behind in intersection(missing, held).get(file, ()):
+                with opened(folder / file, os.O_RDONLY) as fd:
+                    data[first - start : behind - start] = os.pread(fd, behind - first, first)
+            missing = minus(missing, held)
+        if missing or len(data) != stop - start:
+            raise CheckpointError(f"{self.folder}: bytes {start} to {stop} of {file} are not on this node")
+        return data
+
+
+class NodeMemory:
+    """The snapshots of one node, and those that dead agents left on its machine.
+
+    Args:
+        root: the folder of all nodes of the machine.
+        node: this node's name.
+    """
+
+    def __init__(self, root: Path, node: str) -> None:
+        self.root, self.node = root, node
+        self.path = root / node
+
+    @staticmethod
+    def open(disk: Path, node: str, place: str | os.PathLike[str] | None = None) -> NodeMemory:
+        """The memory that belongs to a folder of checkpoints.
+
+        Args:
+            disk: the folder of the checkpoints on disk; the key is kept in it.
+            place: a folder in memory; None: /dev/shm, or the temporary folder where there is none.
+
+        Raises:
+            CheckpointError: the folder in memory is another user's.
+            OSError: one of the folders cannot be made.
+        """
+        home = Path(place) if place is not None else _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+        root = home / f"dsx_elastic_{os.geteuid()}_{_key_of(disk)}"
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if root.stat().st_uid != os.geteuid():
+            raise CheckpointError(f"{root}: belongs to another user; remove it, or pass memory=<a folder in memory>")
+        memory = NodeMemory(root, node)
+        memory.path.mkdir(mode=0o700, exist_ok=True)
+        return memory
+
+    def parts(self) -> list[Part]:
+        """Parts of all snapshots that this node can read, its own first where it has one."""
+        found: dict[str, list[tuple[Path, Ranges]]] = {}
+        for folder in self._readable():
+            for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+                if step_of(path.name) is not None and (path / INDEX_NAME).is_file() and (held := _held(path)):
+                    found.setdefault(path.name, []).append((path, held))
+        return [Part(name, tuple(places)) for name, places in found.items()]
+
+    def _readable(self) -> list[Path]:
+        return [self.path, *self._abandoned()]
+
+    def _abandoned(self) -> Iterator[Path]:
+        """Folders of agents of this machine that have died."""
+        here = f"{socket.gethostname()}-"
+        for folder in sorted(self.root.iterdir()):
+            pid = folder.name.removeprefix(here)
+            if folder == self.path or not folder.name.startswith(here) or not pid.isdecimal():
+                continue
+            if not psutil.pid_exists(int(pid)):
+                yield folder
+
+    def make(self, name: str, files: Mapping[str, tuple[int, bytes]]) -> Path:
+        """A new folder of this name with sparse files: name -> (size, the bytes at its start)."""
+        folder = self.path / f"{_UNFINISHED}{name}-{uuid.uuid4().hex[:8]}"
+        folder.mkdir()
+        for file, (size, header) in files.items():
+            with opened(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as fd:
+                os.ftruncate(fd, size)
+                write_all(fd, memoryview(header), 0)
+        return folder
+
+    def finish(self, folder: Path, name: str, index: str, held: Ranges) -> Path:
+        """Give a folder its name: from here on it is a part of a snapshot."""
+        (folder / HELD_NAME).write_text(json.dumps(held))
+        (folder / INDEX_NAME).write_text(index)
+        folder.rename(self.path / name)
+        return self.path / name
+
+    def keep_only(self, name: str) -> None:
+        """Remove all snapshots but this one, what unfinished ones have left, and the parts of dead agents."""
+        others = [path for path in self.path.iterdir() if path.name != name]
+        for path in (*others, *self._abandoned()):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Remove everything of this node, and the common folder if no other node uses it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        try:
+            self.root.rmdir()
+        except OSError:  # another node's parts are there
+            logger.debug("%s stays: another node uses it", self.root)
+
+
+def _key_of(disk: Path) -> str:
+    """What ties snapshots to a folder on disk: a text in it, written once."""
+    disk.mkdir(parents=True, exist_ok=True)
+    path = disk / _KEY_NAME
+    mine = disk / f"{_KEY_NAME}.{uuid.uuid4().hex}"
+    mine.write_text(uuid.uuid4().hex)
+    try:
+        os.link(mine, path)  # only the first of several ranks succeeds, and no rank sees half a text
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        if not path.exists():
+            os.replace(mine, path)
+    finally:
+        mine.unlink(missing_ok=True)
+    return hashlib.sha256(path.read_text().encode()).hexdigest()[:16]
+
+
+def _held(folder: Path) -> Ranges:
+    """Which bytes a part has; none where it does not say so."""
+    try:
+        return union([json.loads((folder / HELD_NAME).read_text())])
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        logger.debug("%s: no readable %s: %s", folder, HELD_NAME, error)
+        return {}
+
+
+def write_ranges(folder: Path, pieces: Iterable[tuple[str, int, memoryview]]) -> None:
+    """Write bytes into the files of a part: file, first byte, values."""
+    for file, start, data in pieces:
+        with opened(folder / file, os.O_WRONLY) as fd:
+            write_all(fd, data, start)
