@@ -6,6 +6,13 @@ import shutil
 import signal
 import threading
 
+import dsx_comm  # noqa: F401 - what is loaded here is loaded once, in the process that the ranks are forked from
+import dsx_data  # noqa: F401
+import dsx_moe  # noqa: F401
+import dsx_ops  # noqa: F401
+import dsx_pipe  # noqa: F401
+import dsx_sparse_attn  # noqa: F401
+import dsx_zero  # noqa: F401
 import pytest
 import torch
 from dsx_testkit import run_ranks
@@ -109,9 +116,9 @@ def lose(memory, node):
 
 
 @pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2, 3]
+    "stage, last", [(2, "23"), *(pytest.param(stage, "2345", marks=pytest.mark.slow) for stage in range(4))]
 )
-def test_another_number_of_ranks_goes_on_from_memory_after_a_node_is_lost(tmp_path, expected, stage):
+def test_another_number_of_ranks_goes_on_from_memory_after_a_node_is_lost(tmp_path, expected, stage, last):
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     first = run_ranks(work, 3, str(disk), str(memory), 5, stage)
     assert [one[:3] for one in first] == [("", 0, 5)] * 3
@@ -123,20 +130,22 @@ def test_another_number_of_ranks_goes_on_from_memory_after_a_node_is_lost(tmp_pa
         assert sum(one[1] for one in second) > 0  # a part of the state came from the other node
     assert_equal(merged(one[3] for one in second), expected, range(4, 9))  # update 4 is computed again
     lose(memory, "node0")
-    third = run_ranks(work, 4, str(disk), str(memory), 3, stage, "2345")
+    third = run_ranks(work, len(last), str(disk), str(memory), 3, stage, last)
     assert {one[0] for one in third} == {"memory"} and {one[2] for one in third} == {11}
     assert_equal(merged(one[3] for one in third), expected, range(8, 11))
 
 
-def test_ranks_that_share_a_node_read_what_the_others_of_it_wrote(tmp_path, expected):
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_that_share_a_node_read_what_the_others_of_it_wrote(tmp_path, expected, stage):
     disk, memory = tmp_path / "disk", tmp_path / "memory"
-    run_ranks(work, 4, str(disk), str(memory), 4, 3, "0011")
+    run_ranks(work, 3, str(disk), str(memory), 4, stage, "001")
     lose(memory, "node0")
-    second = run_ranks(work, 4, str(disk), str(memory), 3, 3, "2211")
+    second = run_ranks(work, 3, str(disk), str(memory), 3, stage, "221")
     assert {one[0] for one in second} == {"memory"}
     assert_equal(merged(one[3] for one in second), expected, range(4, 7))
 
 
+@pytest.mark.slow
 def test_where_two_neighbours_are_lost_an_older_state_on_disk_is_taken(tmp_path, expected):
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     run_ranks(work, 3, str(disk), str(memory), 6, 2, "012", 3)
@@ -147,6 +156,7 @@ def test_where_two_neighbours_are_lost_an_older_state_on_disk_is_taken(tmp_path,
     assert_equal(merged(one[3] for one in second), expected, range(6, 8))
 
 
+@pytest.mark.slow
 def test_disk_is_taken_where_it_is_newer_and_memory_is_not_found_by_a_new_run(tmp_path, expected):
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     run_ranks(work, 2, str(disk), str(memory), 5, 2, "01", 5)
@@ -157,23 +167,17 @@ def test_disk_is_taken_where_it_is_newer_and_memory_is_not_found_by_a_new_run(tm
     assert_equal(merged(one[3] for one in third), expected, range(1))
 
 
-def damage(rank, world, folder, memory):
-    result = None
-    if rank == 0:
-        from pathlib import Path
-
-        for path in Path(memory).glob("*/*/step*/optimizer*.safetensors"):
-            data = bytearray(path.read_bytes())
-            data[-3] ^= 255
-            path.write_bytes(data)
-            result = True
-    return result
+def damage(memory):
+    for path in memory.glob("*/*/step*/optimizer*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 255
+        path.write_bytes(data)
 
 
 def test_damaged_snapshots_are_named_and_passed_over(tmp_path, expected):
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     run_ranks(work, 2, str(disk), str(memory), 4, 2, "01", 3)
-    assert run_ranks(damage, 1, str(disk), str(memory)) == [True]
+    damage(memory)
     second = run_ranks(work, 2, str(disk), str(memory), 2)
     assert {one[0] for one in second} == {"disk"}
     assert_equal(merged(one[3] for one in second), expected, range(3, 5))
@@ -215,7 +219,7 @@ def ended(rank, world, folder, memory, save):
     engine.destroy()
 
 
-@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("save", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_memory_is_freed_where_nothing_is_lost_by_that(tmp_path, save):
     memory = tmp_path / "memory"
     run_ranks(ended, 2, str(tmp_path / "disk"), str(memory), save)
@@ -243,7 +247,7 @@ def asked_to_end(rank, world, folder, memory, which, restarting):
     return None
 
 
-@pytest.mark.parametrize("restarting", [True, False])
+@pytest.mark.parametrize("restarting", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_that_are_asked_to_end_lose_nothing(tmp_path, restarting):
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     (code, steps), other = run_ranks(asked_to_end, 2, str(disk), str(memory), 1, restarting)
@@ -286,11 +290,18 @@ def draws(rank, world, folder, memory, updates):
     return seen, numbers
 
 
-def test_random_numbers_go_on_at_the_same_number_of_ranks_and_are_never_repeated_at_another(tmp_path):
+@pytest.mark.slow
+def test_random_numbers_go_on_at_the_same_number_of_ranks(tmp_path):
     whole = run_ranks(draws, 2, str(tmp_path / "a"), str(tmp_path / "b"), 4)
     disk, memory = str(tmp_path / "disk"), str(tmp_path / "memory")
     run_ranks(draws, 2, disk, memory, 2)
     assert [one[1] for one in run_ranks(draws, 2, disk, memory, 2)] == [one[1] for one in whole]
+
+
+@pytest.mark.slow
+def test_random_numbers_are_never_repeated_at_another_number_of_ranks(tmp_path):
+    disk, memory = str(tmp_path / "disk"), str(tmp_path / "memory")
+    run_ranks(draws, 2, disk, memory, 2)
     three = [one[1] for one in run_ranks(draws, 3, disk, memory, 0)]
     fresh = [one[1] for one in run_ranks(draws, 3, str(tmp_path / "c"), str(tmp_path / "d"), 0)]
     assert len({str(one) for one in three}) == 3 and not {str(one) for one in three} & {str(one) for one in fresh}
@@ -305,4 +316,13 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path):
     ):  # fmt: skip
         with pytest.raises(elasticity.ElasticityConfigError, match=text):
             elasticity.resume(engine, tmp_path, **arguments)
+    engine.destroy()
+
+
+def test_checkpoints_on_the_disks_of_nodes_are_refused(tmp_path):
+    from dsx import elasticity
+
+    engine = build(stage=0, checkpoint={"use_node_local_storage": True})
+    with pytest.raises(elasticity.ElasticityConfigError, match="a folder that all nodes see"):
+        elasticity.resume(engine, tmp_path)
     engine.destroy()

@@ -71,16 +71,28 @@ class Cluster:
         self._script.write_text(textwrap.dedent(SCRIPT))
         self._arguments = [str(self._script), str(folder), str(updates), str(pause)]
         self._most = most
-        holder = [sys.executable, "-m", "dsx", "elastic", "--rendezvous", "0"]
-        self._store = subprocess.Popen(holder, stdout=subprocess.PIPE, text=True)
-        self._port = int(self._store.stdout.readline().split()[-1])
+        self._store, self._port = None, 0
 
     def add(self):
         """Start a node."""
-        options = [
+        return self._start(
             "--no_ssh", "--num_procs", "1", "--min_elastic_nodes", "1", "--max_elastic_nodes", str(self._most),
-            "--master_addr", "127.0.0.1", "--master_port", str(self._port),
-        ]  # fmt: skip
+            "--master_addr", "127.0.0.1", "--master_port", str(self._meet()),
+        )  # fmt: skip
+
+    def add_alone(self, ranks):
+        """Start a node that is the whole job."""
+        return self._start("--num_procs", str(ranks))
+
+    def _meet(self):
+        """The port of the process that holds the rendezvous."""
+        if self._store is None:
+            holder = [sys.executable, "-m", "dsx", "elastic", "--rendezvous", "0"]
+            self._store = subprocess.Popen(holder, stdout=subprocess.PIPE, text=True)
+            self._port = int(self._store.stdout.readline().split()[-1])
+        return self._port
+
+    def _start(self, *options):
         log = open(self.folder / f"log.{len(list(self.folder.glob('log.*')))}", "w")  # noqa: SIM115
         command = [sys.executable, *self._launch, *options, *self._arguments]
         node = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -97,8 +109,8 @@ class Cluster:
 
     def kill_rank(self, node):
         """A rank is killed, its machine stays."""
-        for rank in psutil.Process(node.pid).children():
-            rank.kill()
+        ranks = [child for child in psutil.Process(node.pid).children() if str(self._script) in child.cmdline()]
+        ranks[-1].kill()
 
     def ask_to_leave(self, node):
         """A machine is taken away after a word."""
@@ -149,8 +161,9 @@ class Cluster:
         for node in self.nodes:
             node.kill()
             node.wait()
-        self._store.terminate()
-        self._store.wait()
+        if self._store is not None:
+            self._store.terminate()
+            self._store.wait()
 
 
 @pytest.fixture
@@ -207,6 +220,17 @@ def check(cluster, updates):
             )
 
 
+def test_a_rank_is_killed_and_all_go_on_from_memory(cluster):
+    job = cluster(8, 0.2)
+    node = job.add_alone(2)
+    job.settle()
+    job.kill_rank(node)
+    assert job.finish() == [0], job.logs()
+    check(job, 8)
+    assert [records[0]["source"] for records in job.records() if records] == ["", "", "memory", "memory"]
+
+
+@pytest.mark.slow
 def test_a_rank_and_a_node_are_killed_one_joins_and_one_leaves(cluster):
     job = cluster(48, 0.25)
     first, second = job.add(), job.add()
