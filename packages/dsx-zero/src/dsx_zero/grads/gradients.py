@@ -355,12 +355,15 @@ class ReducedGradients:
         if self._watch is None:
             return 1.0
         try:
-            return self._watch.begin()
+            factor = self._watch.begin()
         except BaseException:
             buffers.refuse(index)
             for hidden in self._reductions.exposed:
                 hidden.show_views()
             raise
+        # The engine learns of a direct `loss.backward()` here, and may have opened `no_sync` for it.
+        self._reducing = self._sync and not self._keeps_local()
+        return factor
 
     def end_backward(self) -> None:
         """See `BackwardWatcher`: reduce what has arrived and was not complete."""
