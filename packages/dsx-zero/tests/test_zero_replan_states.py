@@ -177,7 +177,7 @@ def external(rank, world):
         optimizer.step()
         optimizer.zero_grad()
     stage = optimizer.runtime.publisher
-    used = [n for m, n in stage.hooks._by_module.items() if m is model.blocks[1]]
+    used = [n for m, n in stage.hooks._forwards.by_module.items() if m is model.blocks[1]]
     assert [len(units) for units in used] == [2]
 
 

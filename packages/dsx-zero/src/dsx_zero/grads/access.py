@@ -99,18 +99,18 @@ class GradientAccess:
         """Serve the gradients of this group too."""
         self._groups.append(group)
 
-    def norm(self, group: ReducedGroup, index: int, order: float) -> torch.Tensor:
+    def norm(self, group: ReducedGroup, index: int, order: float, *, added_up: bool) -> torch.Tensor:
         """The norm of the whole averaged gradient of parameter `index` of `group` (collective).
 
         Raises:
-            ShardedGradientError: the ranks have different parameters.
+            ShardedGradientError: it is to be added up, and the ranks have different parameters.
         """
-        if self._differ:
+        if self._differ and added_up:
             raise ShardedGradientError(
                 f"the norm of the gradient of '{group.group.layout.names[index]}' was asked for, and the ranks have"
                 " different parameters (experts, slices of tensors): each would add up its own, and clip what all hold"
                 " by another factor. Clip with optimizer.step(max_norm=...) (gradient_clipping of the configuration),"
-                " which adds up all ranks; the norm of one parameter is that of dsx_zero.safe_get_full_grad(p)"
+                " which adds up all ranks; the norm of one parameter is p.grad.norm()"
             )
         self._complete()
         known, wanted = self._norms.get(order), (id(group), index)
@@ -226,10 +226,10 @@ class GradientPlace:
             f" divided among them, and cannot be {what}: no rank holds its values. {_WAY}."
         )
 
-    def norm(self, order: float) -> torch.Tensor:
+    def norm(self, order: float, *, added_up: bool) -> torch.Tensor:
         """See `GradientSource`."""
         access, group = self._owners("used by norm()")
-        return access.norm(group, self._index, order)
+        return access.norm(group, self._index, order, added_up=added_up)
 
     def edit_shard(self, edit: Callable[[torch.Tensor], object]) -> None:
         """See `GradientSource`."""

@@ -48,8 +48,10 @@ class GradientSource(Protocol):
         """The error for a use that is not possible: what was tried, and the way to do it."""
         ...
 
-    def norm(self, order: float) -> torch.Tensor:
-        """The norm of this order of the whole gradient, a 0-D tensor. Collective."""
+    def norm(self, order: float, *, added_up: bool) -> torch.Tensor:
+        """The norm of this order of the whole gradient, a 0-D tensor. Collective. `added_up`: the caller may add it to
+        those of other parameters (`torch.nn.utils.clip_grad_norm_` asks by `torch.linalg.vector_norm`).
+        """
         ...
 
     def edit_shard(self, edit: Callable[[torch.Tensor], object]) -> None:
@@ -181,7 +183,7 @@ class ShardedGradient(torch.Tensor):
             return None if args[1] is args[0] else _edit(args[0], torch.Tensor.copy_, "copy_", args[1:], {})
         what = getattr(func, "__name__", str(func))
         if func in _NORMS and (found := _norm_order(args, kwargs)) is not None:
-            return args[0]._source.norm(found)
+            return args[0]._source.norm(found, added_up=func is torch.linalg.vector_norm)
         if func is torch._amp_foreach_non_finite_check_and_unscale_:  # type: ignore[attr-defined]
             sources = [_source_of(gradient, what) for gradient in args[0]]
             return sources[0].unscale(sources[1:], *args[1:])
