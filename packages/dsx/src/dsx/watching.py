@@ -201,7 +201,7 @@ def _add_figures(to: Watched, watch: Watch) -> None:
     if every:
         speed = lambda: timer.samples_per_second  # noqa: E731
         watch.add(ProgressLine(every, to.counters, lambda: moments(to.optimizer.param_groups), speed))
-        inner = getattr(to.optimizer, "inner", None)
+        inner: Any = getattr(to.optimizer, "inner", None)
         if hasattr(inner, "last_traffic"):
             watch.add(CompressionLine(every, lambda: inner.last_traffic))
     if config.jsonl.enabled:

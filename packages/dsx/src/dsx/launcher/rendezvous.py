@@ -18,9 +18,9 @@ from datetime import timedelta
 from torch.distributed import (
     DistNetworkError,
     DistStoreError,
-    PrefixStore,
-    TCPStore,
-)  # pyright: ignore[reportPrivateImportUsage] - public, but not in __all__
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]  public, but not in __all__
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from .errors import LaunchError
