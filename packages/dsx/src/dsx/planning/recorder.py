@@ -242,8 +242,10 @@ class _Lane:
         self._recorder, self._number = recorder, number
         self._retired: int | None = None
 
-    def submit(self, job: Any) -> _Ticket:
+    def submit(self, job: Any, *, follow: bool = False) -> _Ticket:
         """See `Lane.submit`."""
+        if follow:
+            self.follow()
         recorder = self._recorder
         before, recorder._lane = recorder._lane, self._number
         try:
