@@ -1,16 +1,16 @@
 """The step of units on the host while backward goes on (decision 0042).
 
 `announce` says that the coming backward is the last one before the step. When the last reduction of a unit is complete,
-a worker steps the unit's masters. Parameters keep their values until `step()`: backward, other ranks' gathers and the
-user see those that the step began with.
+a worker thread steps the unit's masters. The parameters keep their old values until `step()`: backward, other ranks'
+gathers and the user see the values from before the update.
 
-That gives the bits of a step after backward only if nothing is changed in between. So
+The result has the same bits as a step after backward only if nothing changes in between. Therefore
 
-* no unit is stepped before all ranks have said, with the unit's reduction, that it was the last one;
-* settings (learning rates) are those of the announcement, and a step with others raises;
-* gradients, masters and parameters that were written between backward and step raise;
-* the first announced steps are trials: nothing is stepped early, and if one of these things is seen, units are stepped
-  after backward from then on.
+* a unit is stepped only after all ranks have said, together with the unit's reduction, that it was the last one;
+* the settings (learning rates) are those at the announcement; `step` raises if they have changed since;
+* `step` raises if gradients, masters or parameters were written between backward and step;
+* the first announced steps are trials: nothing is stepped early in them. If one of the changes above is seen in a
+  trial, units are stepped after backward from then on.
 
 Clipping and the check for overflow need the norm before the first update. Such steps are not announced.
 """
@@ -53,17 +53,17 @@ _WAY = (
 
 
 class DuringBackward(Protocol):
-    """What the optimizer needs of it."""
+    """What `ZeroOptimizer` asks of a step during backward."""
 
     def announce(self, grad_scale: float) -> bool:
-        """The coming backward is the last one before `step(grad_scale=...)`. Whether units will be stepped during
-        it.
+        """Say that the coming backward is the last one before `step(grad_scale=...)`. Returns whether units will be
+        stepped during it.
         """
         ...
 
     def complete(self, grad_scale: float, max_norm: float | None) -> frozenset[int]:
-        """The step has come and all reductions are complete: wait, and give the sub-groups that are stepped
-        (collective).
+        """To be called in the step, when all reductions are complete: wait for the worker thread. Returns the
+        sub-groups that were stepped already (collective).
 
         Raises:
             ZeroStateError: a rank's worker has failed, or something was changed since the announcement.
@@ -71,21 +71,19 @@ class DuringBackward(Protocol):
         ...
 
     def groups(self) -> frozenset[FlatGroup]:
-        """The flat groups that are stepped."""
+        """The flat groups whose masters were stepped during backward."""
         ...
 
     def end_step(self) -> None:
-        """The step is over."""
+        """Say that the step has ended."""
         ...
 
     def abandon(self) -> None:
-        """Masters and states get other values: forget the step that has begun."""
+        """Forget the step that has begun, because masters and states are about to get other values."""
         ...
 
     def check_ended(self) -> None:
-        """Refuse to read masters and states while some of them are stepped and others are not. Raises
-        ZeroStateError.
-        """
+        """Refuse to read masters and states while only some of them were stepped. Raises ZeroStateError."""
         ...
 
 
@@ -93,25 +91,25 @@ class NotDuringBackward:
     """Units are stepped after backward."""
 
     def announce(self, grad_scale: float) -> bool:
-        """Never."""
+        """Returns False: no unit is stepped early."""
         return False
 
     def complete(self, grad_scale: float, max_norm: float | None) -> frozenset[int]:
-        """None."""
+        """Returns no sub-group."""
         return frozenset()
 
     def groups(self) -> frozenset[FlatGroup]:
-        """None."""
+        """Returns no group."""
         return frozenset()
 
     def end_step(self) -> None:
-        """Nothing was begun."""
+        """Does nothing: no step was begun."""
 
     def abandon(self) -> None:
-        """Nothing was begun."""
+        """Does nothing: no step was begun."""
 
     def check_ended(self) -> None:
-        """Nothing was begun."""
+        """Does nothing: no step was begun."""
 
 
 @dataclass
@@ -126,7 +124,7 @@ class _Announced:
 
 @dataclass
 class _Group:
-    """A flat group whose masters are stepped, and what shows that it was written since."""
+    """A flat group whose masters were stepped, and the version counters that show a later write to it."""
 
     group: FlatGroup
     gradients: Home
@@ -134,7 +132,7 @@ class _Group:
     seen: list[int] = field(default_factory=list)
 
     def versions(self) -> list[int]:
-        """Of gradients and masters, as far as they are in memory: in-place operations count them up."""
+        """The version counters of gradients and masters that are in memory. Each in-place operation raises them."""
         homes = (self.gradients, self.group.master)
         views = [home.view() for home in homes if home is not None]
         return [view._version for view in views if view is not None]
@@ -144,9 +142,9 @@ class StepDuringBackward:
     """See the module's text.
 
     Args:
-        runner: steps sub-groups that do not span units.
-        units: those with masters in host memory.
-        channel: asks all ranks.
+        runner: executes the step; none of its sub-groups spans two units.
+        units: the units whose masters are in host memory.
+        channel: asks a yes-or-no question of all ranks.
     """
 
     def __init__(
@@ -160,10 +158,12 @@ class StepDuringBackward:
         self._announced: _Announced | None = None
         self._was_announced = False
         self._asks = runtime.ranks.size == 1
-        """Whether reductions ask all ranks: from the step behind the first announced one on, on all ranks alike."""
+        """Whether each reduction also asks all ranks. It does from the step after the first announced one, on every
+        rank. One rank alone has no other rank to wait for.
+        """
         self._answers: dict[int, Answer] = {}
         self._stepped: dict[int, tuple[_Group, ...]] = {}
-        """What was given to the worker; in a trial, what is watched instead."""
+        """By unit: the groups that the worker steps. In a trial nothing is stepped, and these are only watched."""
         self._trials, self._refrains = _TRIALS, False
         self._disturbed: str | None = None
 
@@ -174,7 +174,7 @@ class StepDuringBackward:
         self._runtime.gradients.expect_last()
         self._was_announced = True
         if self._announced is not None:
-            self._disturb("several backwards were the last one before one step")
+            self._disturb("more than one backward was announced as the last one before the step")
         if self._refrains or has_step_hooks(self._inner):
             return False
         settings = settings_of(self._inner)
@@ -212,7 +212,7 @@ class StepDuringBackward:
             self._worker.submit(lambda: self._step(self._sub_groups[unit], groups, announced))
 
     def _step(self, sub_groups: Sequence[int], groups: Sequence[_Group], announced: _Announced) -> None:
-        """On the worker: step the masters of a unit."""
+        """Step the masters of a unit. Runs on the worker thread."""
         _arrive(groups)
         self._edits.take_over([entry.group for entry in groups])
         of = {id(entry.group): entry.gradients for entry in groups}
@@ -245,7 +245,7 @@ class StepDuringBackward:
         return frozenset(number for unit in self._early() for number in self._sub_groups[unit])
 
     def _changes(self, announced: _Announced, grad_scale: float, max_norm: float | None) -> Iterator[str]:
-        """What was changed since the announcement so that the step would be another one."""
+        """Descriptions of what was changed since the announcement and would give other values."""
         if grad_scale != announced.grad_scale:
             yield f"got grad_scale={grad_scale}, expected the announced {announced.grad_scale}"
         if max_norm:
@@ -265,7 +265,7 @@ class StepDuringBackward:
         return frozenset(entry.group for unit in self._early() for entry in self._stepped[unit])
 
     def _early(self) -> Collection[int]:
-        """The units whose masters are stepped."""
+        """The units whose masters were stepped during this backward; none in a trial."""
         return () if self._announced is None or self._announced.trial else self._stepped
 
     def end_step(self) -> None:
@@ -297,16 +297,16 @@ class StepDuringBackward:
             )
 
     def check_not_begun(self) -> None:
-        """Refuse another backward. Raises ZeroStateError."""
+        """Refuse another backward after units were stepped. Raises ZeroStateError."""
         if self._early():
             raise ZeroStateError(f"{self._disturbed}, but units were stepped during backward: {_WAY}")
 
     def _disturb(self, what: str) -> None:
-        """Something came that this class cannot work with."""
+        """Remember the first event that makes an early step wrong; `complete` acts on it."""
         self._disturbed = self._disturbed or what
 
     def _refrain(self, why: str) -> None:
-        """Never step early from now on."""
+        """Do not step early from now on."""
         if not self._refrains:
             self._refrains = True
             _log.info("units are stepped after backward, not during it: %s", why)

@@ -1,16 +1,16 @@
 """Edits of parameters between steps: they reach the masters, and they are the same on all ranks.
 
 A parameter is a normal tensor to its user (C1), so `torch.nn.init.zeros_(layer.weight)` or `weight.mul_(mask)` after
-sharding has to last. Where the master is memory of its own, the edit must get there instead of being overwritten by the
-master at the next step (`Edits`). autograd's version counter says cheaply that a parameter was written in place; writes
-through `.data` count no versions, and show in sums over the parameter's memory (`MemorySums`). Only if something was
-written the values are compared with what the master rounds to, and elements that differ are taken over. The others keep
-their low bits.
+sharding has to last. Where the master has its own memory, `Edits` copies the edit into the master; otherwise the master
+would overwrite it at the next step. autograd's version counter tells cheaply that a parameter was written in place.
+Writes through `.data` do not raise that counter; sums over the parameter's memory (`MemorySums`) find them. Only when
+something was written, the values are compared with the rounded master. Elements that differ are copied into the master,
+and the other elements of the master keep their low bits.
 
 An edit that differs between the ranks (`if rank == 0: ...`, random numbers of different seeds) would give a mixture of
 the ranks' values. `EditAgreement` finds it at the step, and names the parameter.
 
-Partitioned parameters (stage 3) need neither: writes to them are done by all ranks together, into the masters too.
+Partitioned parameters (stage 3) need neither: all ranks write to them together, and into the masters too.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _SHOWN = 5
 class MemorySums:
     """Finds out whether the memory of a tensor was written to since `note`.
 
-    Sums its bits, as whole numbers, over rows and over columns of 64 words: a change of values changes the sum of its
-    row, and moving values about changes the sums of rows or of columns. Costs one pass over the memory and an eighth of
-    a word for each 64 bytes.
+    It sums the bits, read as integers, over rows and over columns of 64 words. A changed value changes the sum of its
+    row; values that change places change the sums of rows or of columns. This costs one pass over the memory, and one
+    byte of sums for each 64 bytes.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ class MemorySums:
         return by_row, by_column, self._tail.clone()
 
     def note(self) -> None:
-        """What is there now is known."""
+        """Take the present contents as known."""
         self._noted = self._sums()
 
     def changed(self) -> torch.Tensor:
@@ -68,7 +68,7 @@ class MemorySums:
 
     @property
     def nbytes(self) -> int:
-        """Of what is kept."""
+        """Bytes of the sums that are kept."""
         return sum(sums.nbytes for sums in self._noted)
 
 
@@ -85,11 +85,11 @@ class Edits:
 
     @property
     def groups(self) -> Sequence[FlatGroup]:
-        """Those that are watched."""
+        """The groups that are watched."""
         return self._groups
 
     def take_over(self, groups: Collection[FlatGroup] | None = None) -> None:
-        """Bring edits since the last call into the masters; of these groups only, where they are given."""
+        """Copy edits since the last call into the masters: of all groups, or of `groups` only."""
         for group in self._written(groups):
             self._compare(group)
             self._note(group)
@@ -109,12 +109,14 @@ class Edits:
         return written
 
     def settle(self) -> None:
-        """The optimizer (or a load) has written the parameters from the masters: what they are now is no edit."""
+        """Say that the optimizer (or a load) has written the parameters from the masters. Their present values do not
+        count as edits.
+        """
         for group in self._groups:
             self._note(group)
 
     def nbytes(self) -> int:
-        """Memory that the watching takes."""
+        """Bytes that the watching takes."""
         return sum(sums.nbytes for sums in self._sums.values())
 
     def _note(self, group: FlatGroup) -> None:
@@ -132,11 +134,11 @@ class Edits:
 
 
 class EditAgreement:
-    """Compares over the ranks what users wrote into the parameters that every rank holds whole.
+    """Compares over the ranks what users wrote into the parameters of which every rank holds all elements.
 
-    Ranks that differ can have written at different places, or not at all: the comparison travels with words that the
-    ranks exchange at each step anyway. Parameters that only some of the ranks hold (experts) are compared among those
-    that hold all the same ones.
+    One rank may have written where another did not, so that no rank alone knows when to compare. Therefore the
+    comparison travels with the words that the ranks exchange in each step anyway. Parameters that only some of the
+    ranks hold (experts) are compared among the ranks that hold the same parameters.
     """
 
     def __init__(self, groups: Iterable[FlatGroup], ranks: dsx_comm.RankSet) -> None:
@@ -155,7 +157,7 @@ class EditAgreement:
         self._holders = self._find_holders([group.ranks for group, *_ in held]) if self._of_some else []
 
     def _find_holders(self, sets: Sequence[dsx_comm.RankSet]) -> list[list[int]]:
-        """The ranks in classes that hold the same parameters (collective)."""
+        """Classes of ranks; the ranks of a class hold the same parameters (collective)."""
         groups = dict.fromkeys(ranks.holders for ranks in sets)
         mine = [dsx_comm.get_all_ranks_from_group(group) for group in groups]
         by_rank: list[Any] = [None] * self._ranks.size
@@ -166,7 +168,7 @@ class EditAgreement:
         return list(classes.values())
 
     def _edited(self) -> dict[str, int]:
-        """The parameters that were written since `settle`, with a sum of their bits."""
+        """The names of the parameters that were written since `settle`, each with a sum of its bits."""
         now = _versions(self._parameters)
         if now == self._seen:
             return {}
@@ -183,18 +185,20 @@ class EditAgreement:
         return _hash(of_all, 15) << 16 | _hash([item for item in edited if item[0] in self._of_some], 16)
 
     def of_all(self) -> str:
-        """What was written of the parameters that all ranks hold, the same text on ranks that wrote the same."""
+        """What was written into the parameters that all ranks hold, as a text; ranks that wrote the same give the same
+        text.
+        """
         return repr(sorted((name, value) for name, value in self._edited().items() if name not in self._of_some))
 
     def differ(self, words: Sequence[int]) -> bool:
-        """Whether the ranks' words say that they wrote differently what they hold alike."""
+        """Whether the ranks' words say that ranks wrote different values into the same parameters."""
         if not self._of_some:
             return len(set(words)) > 1
         of_some = any(len({words[rank] & 0xFFFF for rank in ranks}) > 1 for ranks in self._holders)
         return of_some or len({word >> 16 for word in words}) > 1
 
     def refuse(self) -> None:
-        """The words differ: say where. Collective.
+        """Raise an error that says where the ranks' edits differ. Collective.
 
         Raises:
             ZeroStateError: always, on every rank; names the parameters and the ranks. Nothing has been stepped.
@@ -217,7 +221,7 @@ class EditAgreement:
         return any(len({values[rank] for rank in ranks}) > 1 for ranks in self._holders)
 
     def settle(self) -> None:
-        """What the parameters are now is known."""
+        """Take the present values of the parameters as known."""
         self._seen = _versions(self._parameters)
 
 
@@ -226,7 +230,7 @@ def _versions(parameters: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _hash(edited: Sequence[tuple[str, int]], bits: int) -> int:
-    """0 for nothing, else a number of so many bits."""
+    """0 where nothing was edited, else a number of `bits` bits."""
     return 0 if not edited else 1 + zlib.crc32(repr(edited).encode()) % (2**bits - 1)
 
 

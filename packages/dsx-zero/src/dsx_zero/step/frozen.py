@@ -1,12 +1,12 @@
 """Freezing and unfreezing after the model was sharded.
 
-What is trainable is laid out when the model is sharded. A parameter that is frozen later (`requires_grad_(False)`)
-keeps its place and its states; while it is frozen the optimizer does not step it, so that neither momentum nor weight
-decay moves it.
+Sharding lays out the parameters that are trainable at that moment. A parameter that is frozen later
+(`requires_grad_(False)`) keeps its place and its states. While it is frozen the optimizer does not step it, so that
+neither momentum nor weight decay moves it.
 
-A parameter that was frozen then has no place for gradients. If the optimizer holds it, unfreezing it makes the next
-forward lay the model out anew (`replanning`). What the optimizer does not hold comes with `add_param_group`; until then
-it is an error at the step that such a parameter was unfrozen, instead of a parameter that never learns.
+A parameter that was frozen when the model was sharded has no place for gradients. If the optimizer holds it and the
+user unfreezes it, the next forward lays the model out again (`replanning`). If the optimizer does not hold it, it has
+to be added with `add_param_group`; until then the step raises, because the parameter would never learn.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _SHOWN = 5
 
 
 class Frozen:
-    """Which parameters are frozen at the moment, against what was laid out.
+    """Compares which parameters are frozen now with those that were frozen when the model was laid out.
 
     Args:
         groups: all flat groups.
-        masters: what is stepped.
+        masters: the tensors that the optimizer steps.
         held: names of the parameters that are in the optimizer's groups.
-        faces: what the model holds between uses, for the `id` of each plain parameter that takes its place meanwhile.
+        faces: by the `id` of each plain parameter: the parameter that the model holds between uses.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Frozen:
             if not group.trainable
             for name, parameter in zip(group.layout.names, group.parameters)
         ]
-        # A parameter that requires gradients but belongs to no optimizer here may be another optimizer's.
+        # A parameter that required gradients already and is not in this optimizer may belong to another optimizer.
         self._others = [(name, p) for name, p in frozen if name not in held and not faces.get(id(p), p).requires_grad]
         self._held = [(name, p) for name, p in frozen if name in held]
         self._parameters = {id(m.tensor): m.group.parameters[m.group.layout.index(m.name)] for m in masters}
@@ -58,14 +58,14 @@ class Frozen:
         return bool(self._held)
 
     def unfrozen(self) -> list[str]:
-        """The parameters that the optimizer holds, and that train from now on."""
+        """Names of the optimizer's parameters that were laid out as frozen and require gradients now."""
         return [name for name, parameter in self._held if parameter.requires_grad]
 
     def check(self) -> None:
-        """Refuse a step without the gradient of a parameter that was unfrozen.
+        """Refuse a step that would leave out the gradient of an unfrozen parameter.
 
         Raises:
-            ZeroStateError: names it; nothing has been changed.
+            ZeroStateError: names the parameter; nothing has been changed.
         """
         if late := self.unfrozen():
             raise ZeroStateError(
@@ -81,7 +81,7 @@ class Frozen:
             )
 
     def stepped(self, masters: Sequence[Master], grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradients of these masters, None for those that are not to be stepped."""
+        """The gradients of these masters, with None for each master that is not to be stepped."""
         return [
             grad if self._parameters[id(master.tensor)].requires_grad else None
             for master, grad in zip(masters, grads, strict=True)

@@ -1,12 +1,12 @@
 """Calls of the user's optimizer for some of its masters, with unscaling and clipping as one factor.
 
 Where the optimizer's kernel takes the factor, gradients stay as they are. An optimizer that offers `step_flat` is
-called with one master after the other; any other sees the gradients of these masters, and only these masters in its
-groups.
+called for one master after the other. Any other optimizer is given the gradients of these masters, and its groups hold
+only these masters during the call.
 
-`Twin` is the same for another thread: an optimizer of the same class on the same states, with the settings of the
-moment at which it was made. The user's own object, which schedulers and scripts read and change meanwhile, is not
-touched.
+`twin` makes a second optimizer for another thread: of the same class, on the same states, with a copy of the settings
+of that moment. The other thread does not touch the user's object, which schedulers and scripts read and change at the
+same time.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class InnerStep:
 
     Args:
         inner: the optimizer.
-        groups: its parameter groups; None: the optimizer's groups hold what is written into them (a twin).
-        numbers: the group of each master, by the `id` of its tensor.
+        groups: exchanges the tensors in its parameter groups; None for a twin, whose groups are simply overwritten.
+        numbers: the number of each master's parameter group, by the `id` of its tensor.
         copies: where the optimizer is to write low-precision copies, by master tensor.
-        device: of the masters.
+        device: the device of the masters.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class InnerStep:
         """Masters whose low-precision copies the optimizer writes by itself."""
 
     def for_twin(self, settings: Settings) -> InnerStep:
-        """The same for another thread, with these settings, which writes no copies."""
+        """A step of the same masters for another thread, with these settings; it writes no low-precision copies."""
         return InnerStep(twin(self.inner, settings), None, self._numbers, {}, self._device)
 
     def step(
@@ -68,11 +68,11 @@ class InnerStep:
         *,
         by_flat: bool,
     ) -> None:
-        """Update `masters` from `grads` times `factor`; None: not this one.
+        """Update `masters` from `grads` times `factor`. A master whose gradient is None is left alone.
 
         Args:
-            members: of each parameter group, those of its masters that are among `masters`.
-            by_flat: call `step_flat`.
+            members: for each parameter group, those of its masters that are among `masters`.
+            by_flat: call `step_flat` for one master after the other.
         """
         if by_flat:
             self._step_flat(masters, grads, factor)
@@ -88,7 +88,7 @@ class InnerStep:
                 master.tensor.grad = None
 
     def _of_rows(self, grad: torch.Tensor, master: Master) -> torch.Tensor:
-        """A gradient of rows as the optimizer takes it."""
+        """A sparse gradient in the form that the optimizer takes: sparse or dense."""
         group = self.inner.param_groups[self._numbers[id(master.tensor)]]
         return grad if takes_rows(self.inner, group) else grad.to_dense()
 
@@ -148,12 +148,14 @@ class InnerStep:
 
 
 def has_reciprocal(factor: float) -> bool:
-    """Can gradients be divided by `1 / factor`? Clipping to an infinite norm gives 0, to a NaN gives NaN."""
+    """Does `1 / factor` exist, so that gradients can be divided by it? Clipping an infinite norm gives a factor of 0,
+    and a norm of NaN gives NaN.
+    """
     return factor != 0.0 and math.isfinite(factor) and math.isfinite(1.0 / factor)
 
 
 def settings_of(inner: Any) -> Settings:
-    """A copy of what the parameter groups say at this moment."""
+    """A copy of the settings in the parameter groups (all entries but their parameters)."""
     return [{key: _copied(value) for key, value in group.items() if key != "params"} for group in inner.param_groups]
 
 
@@ -162,7 +164,7 @@ def _copied(value: Any) -> Any:
 
 
 def same_settings(some: Settings, others: Settings) -> bool:
-    """Do parameter groups say the same?"""
+    """Are the settings of two lists of parameter groups equal?"""
     return len(some) == len(others) and all(
         a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items()) for a, b in zip(some, others)
     )
@@ -175,11 +177,11 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def twin(inner: Any, settings: Settings) -> Any:
-    """An optimizer of the class of `inner` on the states of `inner`, with parameter groups of its own that hold no
+    """An optimizer of the same class and on the same states as `inner`, with its own parameter groups, which hold no
     parameters yet.
 
-    It was not constructed, but has all attributes of `inner`. Only a `step` that was put on the object is left out:
-    schedulers do that to count the calls of their user.
+    Its constructor is not called; it gets all attributes of `inner`, except a `step` that was set on the object:
+    schedulers set one to count the user's calls.
     """
     made = object.__new__(type(inner))
     made.__dict__.update(inner.__dict__)

@@ -1,4 +1,5 @@
-"""The update of a step, applied one step late (decision 0043): the host updates while the device computes the next one.
+"""Late updates: an update is applied one step later (decision 0043), so that the host computes it while the device runs
+the next forward and backward.
 
 After `warm_up` steps of the usual kind, step n
 
@@ -6,11 +7,11 @@ After `warm_up` steps of the usual kind, step n
 2. gives the host the gradients of step n, with the settings (learning rates), clipping and loss scale of step n.
 
 So forward and backward of step n + 1 use parameters that lack the update of step n. The first late step applies
-nothing; a step whose gradients are not finite gives the host nothing. `ZeroOptimizer.synchronize` applies what is under
-way.
+nothing; a step whose gradients are not finite gives the host nothing. `ZeroOptimizer.synchronize` applies the update
+that is under way.
 
-The gradients that the host works on are copied, because backward fills their places again: 4 bytes per element of this
-rank's masters.
+The host works on copies of the gradients, because the next backward writes new ones into their memory. The copies take
+4 bytes per element of this rank's masters.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["Late", "LateUpdate", "NeverLate"]
 
 
 class Late(Protocol):
-    """What the optimizer needs of it."""
+    """What `ZeroOptimizer` asks of late updates."""
 
     @property
     def nbytes(self) -> int:
@@ -42,11 +43,11 @@ class Late(Protocol):
         ...
 
     def is_late(self, steps: int) -> bool:
-        """Whether the update of a step is applied late, after so many steps."""
+        """Whether the next update is applied late, when `steps` steps were done."""
         ...
 
     def finished(self) -> bool:
-        """Wait for the update that is under way and write the parameters (collective). False: there was none.
+        """Wait for the update that is under way and write the parameters (collective). Returns False if there was none.
 
         Raises:
             ZeroStateError: a rank's update has failed, or parameters were written meanwhile.
@@ -58,7 +59,7 @@ class Late(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Masters and states get other values: forget the update that is under way."""
+        """Forget the update that is under way, because masters and states are about to get other values."""
         ...
 
     def check_flushed(self) -> None:
@@ -72,30 +73,30 @@ class NeverLate:
     nbytes = 0
 
     def is_late(self, steps: int) -> bool:
-        """Never."""
+        """Returns False."""
         return False
 
     def finished(self) -> bool:
-        """Nothing is under way."""
+        """Returns False: no update is ever under way."""
         return False
 
     def begin(self, factor: float | torch.Tensor) -> None:
-        """Never called."""
+        """Is never called, because `is_late` is False."""
 
     def abandon(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no update is ever under way."""
 
     def check_flushed(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no update is ever under way."""
 
 
 class LateUpdate:
     """See the module's text.
 
     Args:
-        runner: its masters and states are in memory.
-        channel: asks all ranks.
-        warm_up: steps that apply their own update.
+        runner: executes the step; its masters and states must be in memory.
+        channel: asks a yes-or-no question of all ranks.
+        warm_up: number of first steps that apply their own update.
     """
 
     def __init__(self, runtime: Runtime, runner: StepRunner, edits: Edits, *, channel: Asks, warm_up: int) -> None:

@@ -1,8 +1,8 @@
 """What the inner optimizer sees: one tensor per parameter with this rank's slice of its master values.
 
-At stage 0 every rank steps everything, so the tensors keep their logical shapes and any optimizer works. From stage 1
+At stage 0 every rank steps all elements, so the tensors keep their logical shapes and any optimizer works. From stage 1
 on they are 1-D slices, or whole tensors where the optimizer needs those (`needs_whole_tensors`). Parameters of which
-this rank owns nothing are left out of its groups.
+this rank owns no element are left out of the optimizer's groups.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _WHOLE = frozenset(
         "CAME",
     }
 )
-"""Optimizers that see whole tensors: matrices that are orthogonalised or preconditioned, states of rows and columns."""
+"""Optimizers that need whole tensors: they orthogonalise or precondition matrices, or keep states by row and column."""
 
 
 @dataclass(frozen=True)
 class Master:
-    """One tensor of the inner optimizer, for the elements `slice` of parameter `name`, which may have several.
+    """One tensor of the inner optimizer: the elements `slice` of parameter `name`, which may have several masters.
 
-    `tensor` has the values, in `shape`, where masters live in memory; else only during its step. As the key of the
-    optimizer's state it is the same object always.
+    Where masters live in memory, `tensor` has the values, in `shape`; elsewhere it has them only during its step. It
+    always stays the same object, because it is the key of the optimizer's state.
     """
 
     name: str
@@ -87,8 +87,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, stage: int) -> None:
 
 
 def needs_whole_tensors(optimizer: Any) -> bool:
-    """Has each parameter to be owned by one rank? So for the known ones of this kind, and where
-    `optimizer.needs_whole_tensors` says so.
+    """Must one rank own all elements of a parameter? True for the known optimizers of this kind, and where the
+    attribute `optimizer.needs_whole_tensors` is true.
     """
     said = getattr(optimizer, "needs_whole_tensors", None)
     if said is not None:
@@ -97,7 +97,7 @@ def needs_whole_tensors(optimizer: Any) -> bool:
 
 
 Masters = Sequence[tuple[nn.Parameter, tuple[Master, ...]]]
-"""Trainable parameters with what this rank steps of them."""
+"""Trainable parameters, each with the masters that this rank steps."""
 
 
 def make_masters(
@@ -107,8 +107,8 @@ def make_masters(
 
     Args:
         whole: masters have the parameter's shape.
-        most: cut slices into pieces of at most this many elements; None: one master for a parameter.
-        known: the masters of groups that have some already, and keep them.
+        most: cut slices into pieces of at most this many elements; None: one master per parameter.
+        known: masters of groups that have some already; these groups keep them.
     """
     known = known or {}
     return [
@@ -144,7 +144,7 @@ def _of_group(group: FlatGroup, *, whole: bool, most: int | None) -> Iterator[tu
 
 
 def replace_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The model has other parameters now: put `current(old)` for every old one into `param_groups` and `state`."""
+    """The model has new parameter objects: replace every old one in `param_groups` and `state` by `current(old)`."""
     for group in optimizer.param_groups:
         for old in group["params"]:
             if (new := current(old)) is not old and old in optimizer.state:
@@ -153,10 +153,10 @@ def replace_parameters(optimizer: Any, current: Callable[[torch.Tensor], torch.T
 
 
 def place_masters(optimizer: torch.optim.Optimizer, masters: Masters, *, keep: Collection[int] = ()) -> None:
-    """Put the masters where the parameters were in `param_groups`, and cut state that exists already.
+    """Put the masters in the place of the parameters in `param_groups`, and cut states that exist already.
 
-    State of other tensors goes, but for those whose `id` is in `keep`: an optimizer that has sharded a model before
-    still has that of its masters.
+    States of other tensors are deleted, except those whose `id` is in `keep`: an optimizer that has sharded a model
+    before still has the states of its masters.
     """
     by_parameter = {id(parameter): pieces for parameter, pieces in masters}
     for group in optimizer.param_groups:
@@ -175,7 +175,7 @@ _SINGLE = ("step", "eta", "mu", "mu_product")
 
 
 def _cut(key: str, value: Any, parameter: torch.Tensor, master: Master) -> Any:
-    """The master's part of a state tensor of the parameter's shape; anything else as it is."""
+    """The master's part of a state tensor that has the parameter's shape; any other state is returned as it is."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or (value.dim() == 0 and key in _SINGLE):
         return value
     if value.dtype == parameter.dtype != master.tensor.dtype:
@@ -184,7 +184,7 @@ def _cut(key: str, value: Any, parameter: torch.Tensor, master: Master) -> Any:
 
 
 def write_parameters(group: FlatGroup) -> None:
-    """Write the low-precision copy of the masters; nothing to do where the master is the parameter's memory."""
+    """Write the low-precision copy of the masters. Does nothing where the master is the parameter's own memory."""
     if (master := group.own_master) is not None:
         _copy_all(group.stepped, master)
 
@@ -199,14 +199,14 @@ _AT_ONCE = 1 << 24
 
 
 def _copy_all(target: Home, source: Home) -> None:
-    """Between homes of which either may be no memory: at most `_AT_ONCE` elements are on their way."""
+    """Copy between homes. If one of them is outside of memory, at most `_AT_ONCE` elements travel at a time."""
     step = source.numel if source.view() is not None and target.view() is not None else _AT_ONCE
     for start, stop in pieces(source.numel, step):
         write(target, read(source, start, stop), start)
 
 
 def copy_targets(masters: Sequence[Master]) -> dict[torch.Tensor, torch.Tensor]:
-    """Where an optimizer that can write low-precision copies itself has to put them, by master tensor."""
+    """Where an optimizer that writes low-precision copies has to write them, by master tensor."""
     found: dict[torch.Tensor, torch.Tensor] = {}
     for master in masters:
         group, place = master.group, master.slice

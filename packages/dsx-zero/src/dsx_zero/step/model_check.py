@@ -1,10 +1,10 @@
 """Does the model still hold the parameters that were sharded?
 
-Gradients and updates belong to the parameters that were there when the model was sharded, in the memory they were given
-then. A layer that was replaced afterwards, an added parameter or other memory behind one (`p.data = ...`,
-`model.double()`) would silently take no part in training or be missing in checkpoints. So the step and everything that
-saves compare: identities of modules and parameters, and one address per parameter; only if something differs is the
-model walked by name, to say what.
+Gradients and updates belong to the parameters that were there when the model was sharded, in the memory they had then.
+A layer that was replaced afterwards, an added parameter, or new memory behind a parameter (`p.data = ...`,
+`model.double()`) would silently take no part in training or be missing in checkpoints. So every step and every save
+compares the identities of modules and parameters, and one address per parameter. Only if something differs, the model
+is walked by name to say what.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class ModelCheck:
     Args:
         model: the model, sharded.
         groups: its flat groups.
-        faces: the `id` of the object that the model holds between uses, for the `id` of each plain parameter that takes
-            its place meanwhile.
-        moved: whether a parameter lies in memory of another sharded model now (a frozen part that both use).
+        faces: by the `id` of each plain parameter: the `id` of the parameter that the model holds between uses.
+        moved: whether a parameter now lies in memory of another sharded model (a frozen part that both use).
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class ModelCheck:
         return seen
 
     def check(self) -> None:
-        """Compare.
+        """Compare the model with the one that was sharded.
 
         Raises:
             ZeroStateError: names what differs; nothing has been changed.
@@ -102,7 +101,7 @@ class ModelCheck:
         problems += [
             f"'{self._names_of[id(parameter)]}' was given other memory while it was gathered"
             for parameter, storage in self._gathered
-            if parameter.untyped_storage()._cdata != storage  # no call: it runs for every parameter in every step
+            if parameter.untyped_storage()._cdata != storage  # no function of ours: this runs per parameter and step
         ]
         if self._take_snapshot() != self._snapshot:
             problems += self._differences()

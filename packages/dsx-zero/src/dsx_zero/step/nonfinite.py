@@ -1,10 +1,10 @@
-"""Says where gradients are when their norm is not finite and the step goes on all the same, as in plain PyTorch.
+"""Warns when the norm of the gradients is not finite and the step goes on nevertheless, as in plain PyTorch.
 
-A warning once per run of such steps: the step, and the parameters and ranks that hold what is not finite. Gradients are
-averaged by then, so that the rank is the one that owns the parameter's shard; whose data it came from is no longer
-known.
+There is one warning per run of such steps. It names the step, and the parameters and ranks that hold non-finite values.
+Gradients are averaged by then, so the rank named is the one that owns the parameter's shard; the rank whose data caused
+it is no longer known.
 
-On a CUDA device the norm travels to the host while the step goes on, and is looked at in a later step, when it has
+On a CUDA device the norm is copied to the host while the step goes on, and is looked at in a later step when it has
 arrived: the host never waits. By then those gradients are gone, so that this warning names the step and no parameter.
 """
 
@@ -28,14 +28,16 @@ _log = logging.getLogger(__name__)
 
 _SHOWN = 3
 _ON_THE_WAY = 16
-"""Norms whose arrival is waited for; a host that runs further ahead of its device does not look at more."""
+"""At most so many norms are on their way to the host; if the host runs further ahead of the device, the norms of those
+steps are not looked at.
+"""
 
 _Arrival = Callable[[], float | None]
-"""Gives a value as soon as it has arrived on the host, and None before."""
+"""Returns a value when it has arrived on the host, and None before."""
 
 
 def _send(norm: torch.Tensor) -> _Arrival | None:
-    """Start copying a norm to the host; None where the host would have to wait for it."""
+    """Start copying a norm to the host. Returns None where the copy would make the host wait."""
     if norm.device.type != "cuda":
         return None
     host = torch.empty((), dtype=norm.dtype, pin_memory=True)
@@ -46,7 +48,7 @@ def _send(norm: torch.Tensor) -> _Arrival | None:
 
 
 class NonFiniteWarning:
-    """Warns of one model's gradients. `send`: brings norms from a device to the host without waiting."""
+    """Warns of one model's gradients. `send` copies a norm from a device to the host without waiting."""
 
     def __init__(self, send: Callable[[torch.Tensor], _Arrival | None] = _send) -> None:
         self._send = send
@@ -55,10 +57,10 @@ class NonFiniteWarning:
         self._arriving: deque[tuple[int, _Arrival]] = deque()
 
     def look(self, run: Runtime, norm: torch.Tensor, *, everywhere: bool) -> None:
-        """A step with gradients of this norm goes on. Collective where the norm is on the host and not finite.
+        """Look at the norm of a step that goes on. Collective where the norm is on the host and not finite.
 
         Args:
-            everywhere: whether all ranks have this norm; else this rank speaks for itself.
+            everywhere: whether all ranks have this norm; otherwise this rank warns of its own gradients.
         """
         self._steps += 1
         if norm.device.type == "cpu":
@@ -74,7 +76,7 @@ class NonFiniteWarning:
             self._arriving.append((self._steps, arrival))
 
     def _is_news(self, norm: float) -> bool:
-        """Is this the first norm of a run of those that are not finite?"""
+        """Is this norm not finite, and the one before it was?"""
         known, self._warned = self._warned, not math.isfinite(norm)
         return self._warned and not known
 
@@ -113,7 +115,7 @@ class NonFiniteWarning:
 
 
 def _found(run: Runtime) -> list[str]:
-    """The parameters of whose averaged gradient this rank has something that is not finite."""
+    """The parameters in whose averaged gradient this rank holds a value that is not finite."""
     found = []
     for unit in run.trainable_units():
         for group in unit.trainable:

@@ -1,11 +1,12 @@
-"""The global gradient norm and the overflow check: one pass over what this rank holds, and one number per rank that is
-added up over the ranks. It travels with what the ranks agree on at each step where the host reads it anyway, else in an
-all-reduce of its own.
+"""The global gradient norm and the overflow check.
 
-A non-finite gradient makes the sum of squares non-finite on every rank, so that the norm is the overflow flag too.
-Squares are summed per buffer in fp32 by the norm kernel and across buffers in fp64. A sum of squares beyond fp32 is
-infinite, as in torch's own norms: which elements share a buffer depends on the stage and on the number of ranks, and
-must not decide that.
+Each rank makes one pass over the gradients it holds, and the ranks add up one number each. Where the host reads the
+norm anyway, the number travels with the words that the ranks exchange in each step; otherwise in a separate all-reduce.
+
+A non-finite gradient makes the sum of squares non-finite on every rank, so that the norm is the overflow flag too. The
+norm kernel sums squares per buffer in fp32; sums of buffers are added in fp64. A sum of squares beyond fp32 counts as
+infinite, as in torch's own norms. Without that rule the result would depend on which elements share a buffer, and so on
+the stage and the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CLIP_EPSILON = 1e-6
 def groups_of_norm(sets: Collection[RankSet], data: RankSet, *, whole: bool) -> tuple[Any, ...]:
     """The groups over which the squares of a model's gradients are summed, one after the other.
 
-    None where every rank holds all gradients: those of plain data parallelism without division (`whole`).
+    There are none where every rank holds all gradients: plain data parallelism whose buffers are not divided (`whole`).
 
     Raises:
         ZeroModelError: the rank sets of the model's parameters do not agree on the groups, so that ranks would wait for
@@ -50,13 +51,13 @@ def groups_of_norm(sets: Collection[RankSet], data: RankSet, *, whole: bool) -> 
 def sum_of_squares(
     blocks: Iterable[tuple[RankSet, torch.Tensor]], *, device: torch.device, alone: bool, whole: bool
 ) -> tuple[torch.Tensor, bool]:
-    """What this rank contributes to the square of the norm, and whether all gradients are fp64: a 0-dim fp64 tensor on
-    `device` (fp32 where fp64 is missing).
+    """This rank's contribution to the square of the norm, a 0-dim fp64 tensor on `device` (fp32 where the device lacks
+    fp64), and whether all gradients are fp64.
 
     Args:
-        blocks: the norms of this rank's buffers of gradients (`grads.block_norm`), and who shares each buffer.
+        blocks: the norm of each of this rank's gradient buffers (`grads.block_norm`), with the ranks that share it.
         alone: no other rank's squares are added, because every rank holds all gradients.
-        whole: each of a block's ranks holds all of it (else a shard), so that only the first of them counts.
+        whole: each of a block's ranks holds all of it (otherwise a shard), so that only the first of them counts.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=dtype, device=device)
@@ -68,7 +69,8 @@ def sum_of_squares(
     if norms:
         squares = torch.stack([n.to(device=device, dtype=dtype) for n in norms]).square()
         if not all(counted):
-            # Times zero, not left out: a copy that is not finite makes the norm so on all ranks, which then all skip.
+            # Multiplied by zero instead of left out: if any copy is not finite, so is the norm, on all ranks. Then all
+            # ranks skip the step together.
             squares = squares * torch.tensor(counted, dtype=dtype).to(device, non_blocking=True)
         total += squares.sum()
     return total, all_double

@@ -1,12 +1,12 @@
-"""The parameter groups and the state of the user's optimizer, as its user and as its own step see them.
+"""The parameter groups and the state of the optimizer: what its user sees, and what its `step` sees.
 
 A user finds in `optimizer.param_groups` what was put there: the model's parameters. So code that walks them
 (`clip_grad_norm_`, weight decay by hand, `torch.amp.GradScaler`) treats the same tensors in every stage. The optimizer
-itself steps masters, of which this rank holds slices: they take the parameters' places for the length of a step. States
-are kept by master; `StateView` answers who asks for a parameter's.
+steps masters, of which this rank holds slices: during a step they take the places of the parameters. States are kept by
+master; `StateView` gives or refuses the state of a parameter.
 
-Left out are optimizers that communicate by themselves (1-bit): they look at their groups between steps too, and keep
-the masters.
+Optimizers that communicate by themselves (1-bit) are left out: they read their groups between steps too, so their
+groups hold the masters all the time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["StateView", "StepGroups"]
 
 
 class StepGroups:
-    """Exchanges the tensors in the groups of `optimizer`, which holds masters when this is made.
+    """Exchanges the tensors in the groups of `optimizer`, which holds masters when this object is made.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         parameters: the model's parameters of each group, as the user put them there.
     """
 
@@ -72,13 +72,13 @@ class StepGroups:
         return {id(tensor): number for number, group in enumerate(self._masters) for tensor in group}
 
     def subset(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Of each group, the masters that are among `tensors`."""
+        """For each group, its masters that are among `tensors`."""
         wanted = {id(tensor) for tensor in tensors}
         return [[tensor for tensor in group if id(tensor) in wanted] for group in self._masters]
 
     @contextmanager
     def masters(self, members: Sequence[list[torch.Tensor]] | None = None) -> Iterator[None]:
-        """Inside, the groups hold this rank's masters: all, or those of a `subset`."""
+        """Inside the context the groups hold this rank's masters: all of them, or those of a `subset`."""
         self._put(self._masters if members is None else members)
         try:
             yield
@@ -87,11 +87,11 @@ class StepGroups:
 
 
 class StateView(MutableMapping[Any, Any]):
-    """The state of the user's optimizer, which is kept by master. Asked for a parameter of the model it does not give
-    an empty state.
+    """The state of the user's optimizer, which is kept by master. For a parameter of the model it gives the master's
+    state or raises; it never gives an empty state.
 
     Args:
-        state: the optimizer's own.
+        state: the optimizer's own mapping.
         find: gives the master of a parameter of the model and the parameter's name; None for other keys.
         whole: whether masters are whole tensors, whose state is the parameter's.
     """
@@ -142,8 +142,8 @@ class StateView(MutableMapping[Any, Any]):
 
 
 def checked_state(state: Any, find: Callable[[Any], object | None]) -> Mapping[Any, Any]:
-    """A new state for the optimizer, as scripts set one to begin anew. Raises ZeroStateError if it is kept by
-    parameters of the model.
+    """Check what a script assigns to `optimizer.state`; an empty mapping resets the states. Raises ZeroStateError if
+    its keys are parameters of the model.
     """
     if not isinstance(state, MutableMapping) or any(isinstance(k, torch.Tensor) and find(k) is not None for k in state):
         raise ZeroStateError(

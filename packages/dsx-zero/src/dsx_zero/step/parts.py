@@ -1,8 +1,8 @@
 """May an optimizer be stepped in parts: some of its parameters now, others later in the same step?
 
-That is safe where its rule treats each parameter alone and it keeps no count of its own steps outside of the
-parameters' states. It is known of torch's element-wise optimizers and of those that offer `step_flat`; any other can
-say so with `steps_in_parts = True`. All others are stepped at once, as their authors expect.
+That is safe if its rule treats each parameter alone, and if it keeps no step count outside of the parameters' states.
+Torch's element-wise optimizers and those that offer `step_flat` are known to be safe; any other optimizer can say so
+with `steps_in_parts = True`. The rest are stepped in one call, as their authors expect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TORCH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RA
 
 
 def why_at_once(inner: Any) -> str | None:
-    """Why all masters must be stepped in one call; None where they need not be."""
+    """The reason why all masters must be stepped in one call; None where there is no such reason."""
     name = type(inner).__name__
     if averages_itself(inner):
         return f"{name} communicates by itself"
@@ -38,7 +38,7 @@ def may_be_cut(inner: Any) -> bool:
 
 
 def has_step_hooks(inner: Any) -> bool:
-    """Are there hooks that expect one call of `step` per step?"""
+    """Has the optimizer hooks, which expect one call of `step` per step?"""
     return bool(
         getattr(inner, "_optimizer_step_pre_hooks", None)
         or getattr(inner, "_optimizer_step_post_hooks", None)

@@ -1,13 +1,13 @@
 """The step as data: which masters are updated together, and in which order sub-groups are fetched, stepped and stored.
 
-A *sub-group* is a run of masters that the optimizer updates at once. One after the other, each is fetched (where states
-or masters do not lie in memory), stepped, written to the parameters and stored; a unit is published as soon as all its
-masters are written, so that its gather runs while the next sub-group is stepped. `Pipeline` says how many sub-groups
-are in memory at once; usually two: one is stepped, its neighbours travel.
+A *sub-group* is a run of masters that the optimizer updates in one call. Each sub-group is fetched (where states or
+masters are not in memory), stepped, written to the parameters and stored. A unit is published as soon as all its
+masters are written, so that its gather runs while the next sub-group is stepped. `Pipeline` says how far fetching and
+storing of other sub-groups run beside the step.
 
-The plan is frozen, can be printed (`str`) and checks itself (`validate`). It says nothing of how things move; `runner`
-executes it. Units are published in the order of their numbers on every rank, whatever a rank's sub-groups are:
-publishing is collective.
+The plan is frozen, can be printed (`str`) and checks itself (`validate`). It does not say how data is moved; `runner`
+executes it. Publishing is collective, so units are published in ascending order on every rank, whatever sub-groups a
+rank has.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from enum import Enum
 __all__ = ["ALIGNMENT", "OVERLAP", "Action", "Kind", "Pipeline", "StepPlan", "SubGroup", "cut", "make_plan"]
 
 ALIGNMENT = 256
-"""Elements: a parameter is cut at multiples of this, so that no block of an 8-bit state and no vector register is
-divided.
+"""Elements. A parameter is cut only at multiples of this, so that a cut divides no block of 8-bit states and no vector
+register.
 """
 
 OVERLAP = 1 << 22
-"""Elements of a sub-group that is cut off only so that publishing overlaps: less would cost the host more than it
-hides.
+"""Least elements of a sub-group that is cut off only so that publishing overlaps. With fewer, the call would cost the
+host more time than the overlap hides.
 """
 
 
@@ -35,7 +35,7 @@ class Pipeline:
 
     Attributes:
         ahead: sub-groups that are fetched while one is stepped.
-        behind: sub-groups whose storing may be under way when the next one is fetched; 0: storing is waited for.
+        behind: sub-groups whose storing may be under way when the next one is fetched; 0: storing ends first.
     """
 
     ahead: int = 1
@@ -82,7 +82,7 @@ class StepPlan:
 
     @property
     def in_memory(self) -> int:
-        """Sub-groups that are fetched and not stored yet, at most."""
+        """The most sub-groups that are fetched and not stored yet."""
         return 1 + self.pipeline.ahead
 
     @property
@@ -97,7 +97,7 @@ class StepPlan:
         return "\n".join([*lines, ", ".join(map(str, self.actions))])
 
     def validate(self, units: Sequence[int]) -> None:
-        """Raise ValueError naming the first thing that cannot be.
+        """Raise ValueError that names the first contradiction in the plan.
 
         Args:
             units: the unit of each master, in layout order.
@@ -167,9 +167,9 @@ def make_plan(
 
     Args:
         masters: unit and elements of each master, in layout order.
-        units: the numbers of all units with something to step on any rank, ascending.
-        most: elements of a sub-group, at most (a single master may have more); None: no limit.
-        overlap: begin a new sub-group behind a unit where `OVERLAP` elements are reached.
+        units: the numbers of all units that any rank steps, ascending.
+        most: the most elements of a sub-group (a single master may have more); None: no limit.
+        overlap: end a sub-group after a unit when it has at least `OVERLAP` elements.
         moves: sub-groups are fetched and stored.
         by_unit: begin a new sub-group at each unit, so that units can be stepped one by one.
         pipeline: how far transfers run beside the step.

@@ -1,9 +1,9 @@
 """Executes the plan of a step: fetch, unscale, clip and step, write, publish, store.
 
-Unscaling and clipping are one factor that is known before the first sub-group is stepped, so that an overflow changes
-nothing. How the optimizer is called is the business of `InnerStep`.
+Unscaling and clipping are one factor, which is known before the first sub-group is stepped. So a step that overflows
+changes nothing. `InnerStep` calls the optimizer.
 
-Another thread may step sub-groups before (`step_apart`); `run` then only writes and publishes these.
+Another thread may step sub-groups beforehand (`step_apart`); `run` then only writes and publishes these.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class StepRunner:
 
     Args:
         inner: the user's optimizer.
-        masters: what it steps, in layout order.
-        groups: its parameter groups.
-        plan: the step.
-        lane: on which states and masters come and go.
+        masters: the tensors that it steps, in layout order.
+        groups: exchanges the tensors in its parameter groups.
+        plan: the plan of a step.
+        lane: fetches and stores masters and states.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StepRunner:
         lane: Lane | None = None,
     ) -> None:
         self.plan = plan
-        """What every step does; one with hooks on the optimizer steps all masters in one call."""
+        """The plan of every step. While the optimizer has hooks, all masters are stepped in one call instead."""
         self._inner, self._runtime, self._masters = inner, runtime, tuple(masters)
         self._groups, self._frozen, self._states = groups, frozen, states
         self._lane = lane or HostLane()
@@ -66,7 +66,7 @@ class StepRunner:
         self._devices = {master.tensor.device for master in masters} or {device}
         self._unit_of = {id(group): unit.index for unit in self._units.values() for group in unit.trainable}
         self.inner_step = InnerStep(inner, groups, groups.numbers(), copy_targets(masters), device)
-        """Calls the optimizer; one for another thread is made of it."""
+        """Calls the optimizer. `InnerStep.for_twin` makes one for another thread from it."""
         self._has_flat_step = hasattr(inner, "step_flat")
         self._whole_plan = plan
         if len(plan.sub_groups) > 1:
@@ -75,19 +75,19 @@ class StepRunner:
         self._members = {id(p): [groups.subset([m.tensor for m in self._masters[g.start : g.stop]])
                                  for g in p.sub_groups] for p in (self._whole_plan, plan)}  # fmt: skip
         self.on_host_step: Callable[[int], AbstractContextManager[object]] = lambda sub_group: nullcontext()
-        """A sub-group is stepped inside the context that this gives, on another thread (`step_apart`)."""
+        """Makes a context; `step_apart` steps a sub-group inside it, on another thread."""
         self._visits: dict[int, list[Visit]] = {}
         self._stored: list[list[Visit]] = []
         self._written: list[Ticket] = []
 
     def run(self, factor: float | torch.Tensor, stepped: Collection[int] = ()) -> None:
-        """One step with the reduced gradients times `factor`.
+        """Do one step with the reduced gradients times `factor`.
 
         Args:
             stepped: sub-groups that `step_apart` has stepped already.
         """
         if isinstance(factor, torch.Tensor) and self._devices != {factor.device}:
-            factor = factor.item()  # masters on the host are stepped by the host, which has to know the number
+            factor = factor.item()  # the host steps masters that are in host memory, so it needs the number itself
         plan = self._whole_plan if has_step_hooks(self._inner) and not stepped else self.plan
         by_flat = len(plan.sub_groups) > 1 and self._has_flat_step
         try:
@@ -125,12 +125,12 @@ class StepRunner:
         return self._masters[group.start : group.stop]
 
     def step_apart(self, number: int, factor: float, inner_step: InnerStep, gradients: ReadGradients) -> None:
-        """Step a sub-group whose masters and states are in memory, and write nothing to the parameters. For another
-        thread: nothing that `run` changes is used.
+        """Step a sub-group whose masters and states are in memory, and do not write to the parameters. Another thread
+        may call this: it uses nothing that `run` changes.
 
         Args:
             inner_step: made by `InnerStep.for_twin`.
-            gradients: gives the gradients.
+            gradients: reads the gradients.
         """
         masters = self.masters_in(number)
         grads = self._frozen.stepped(masters, _gradients(masters, gradients))
@@ -160,8 +160,8 @@ class StepRunner:
         self.inner_step.step(masters, grads, factor, members, by_flat=by_flat)
 
     def _write(self, masters: Sequence[Master], *, copied: bool) -> None:
-        """The parameters get the masters' values, in their dtype; nothing to do where a master is the parameter's
-        own memory, or (`copied`) the optimizer has written the copy by itself.
+        """Write the masters' values to the parameters, in the parameters' dtype. Does nothing where a master is the
+        parameter's own memory, or where the optimizer has written the copy itself (`copied`).
         """
         for start, stop in _runs(masters):
             group, first, last = masters[start].group, masters[start].slice, masters[stop - 1].slice
@@ -202,7 +202,7 @@ class StepRunner:
             visit.wait()
 
     def _end(self) -> None:
-        """Nothing of the step is under way any more; after an error, what was fetched goes back as it is."""
+        """End everything that is under way. After an error, fetched sub-groups are stored as they are."""
         for number in list(self._visits):
             for visit in self._visits[number]:
                 self._states.attach(visit)
@@ -224,9 +224,9 @@ def plan_step(
     by_unit: bool = False,
     pipeline: Pipeline | None = None,
 ) -> StepPlan:
-    """The plan for an optimizer: in one call, or in sub-groups of at most `most` elements, if it may be stepped in
-    parts. Where units are published by gathering them, sub-groups end behind units, so that a unit travels while the
-    next one is stepped.
+    """The plan for an optimizer: one sub-group, or several of at most `most` elements if the optimizer may be stepped
+    in parts. Where publishing a unit means gathering it, sub-groups end after units, so that one unit is gathered while
+    the next one is stepped.
     """
     unit_of = {id(group): unit.index for unit in runtime.trainable_units() for group in unit.trainable}
     sizes = [(unit_of[id(master.group)], master.numel) for master in masters]
@@ -244,14 +244,14 @@ def _gradients(masters: Sequence[Master], read: ReadGradients) -> list[torch.Ten
     grads: list[torch.Tensor] = []
     for start, stop in _runs(masters):
         parts = []
-        for master in masters[start:stop]:  # a loop: no call per group
+        for master in masters[start:stop]:  # a loop instead of one function call per group
             parts.append(Part(master.name, master.slice))
         grads.extend(read(masters[start].group, parts))
     return [g if g.is_sparse else g.view(master.shape) for master, g in zip(masters, grads, strict=True)]
 
 
 def _runs(masters: Sequence[Master]) -> list[tuple[int, int]]:
-    """Ranges of masters that lie in one flat group; they are neighbours there."""
+    """Ranges of neighbouring masters that lie in one flat group."""
     runs, start = [], 0
     for place in range(1, len(masters) + 1):
         if place == len(masters) or masters[place].group is not masters[start].group:

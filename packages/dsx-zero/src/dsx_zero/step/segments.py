@@ -1,5 +1,5 @@
-"""Norms of whole tensors for optimizers that see slices (Lamb): sums per parameter over the ranks that hold parts of
-it.
+"""Norms of whole tensors for optimizers that see only slices (Lamb): each parameter's squares are summed over the ranks
+that hold parts of it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["SegmentedNorms"]
 
 
 class SegmentedNorms:
-    """`norm_reducer` of such an optimizer: called once per step on every rank, also on one that holds nothing.
+    """The `norm_reducer` of such an optimizer. Every rank calls it once per step, also a rank that holds nothing.
 
-    Adds the rows of a (local parameters, k) tensor into a (all parameters, k) one, sums that over the ranks in one
-    small all-reduce per rank set and gives back the local rows.
+    It adds the rows of a (local parameters, k) tensor into a (all parameters, k) tensor, sums that over the ranks with
+    one small all-reduce per rank set, and returns the local rows.
     """
 
     def __init__(self, runtime: Runtime, masters: Sequence[Master]) -> None:
@@ -47,8 +47,8 @@ class SegmentedNorms:
 
 
 def _sums(runtime: Runtime, row: dict[str, int]) -> Iterator[tuple[Any, list[int]]]:
-    """Over which groups which rows are summed: over the ranks with other parts of the shard, then over those with other
-    slices of the tensor.
+    """Groups of ranks, each with the rows that are summed over it: first the ranks with other shards of the parameter,
+    then the ranks with other slices of the tensor.
     """
     rows: dict[RankSet, list[int]] = {}
     for unit in runtime.trainable_units():

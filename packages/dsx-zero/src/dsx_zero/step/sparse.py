@@ -1,7 +1,8 @@
-"""Which optimizers step rows: they are given sparse gradients as they are, all others dense ones.
+"""Which optimizers take sparse gradients (rows) as they are; all others get dense ones.
 
-An optimizer whose update of a row without a gradient is nothing (plain SGD, Adagrad) gives the same values either way,
-and rows cost less. With momentum or weight decay every row moves, so that the gradient is made dense for it.
+Some optimizers do not change a row without a gradient (plain SGD, Adagrad). They give the same values for sparse and
+dense gradients, and sparse ones cost less. With momentum or weight decay every row changes, so that the gradient is
+made dense.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ __all__ = ["check_dense_gradients", "needs_rows", "takes_rows"]
 
 
 def needs_rows(optimizer: Any) -> bool:
-    """Does it refuse dense gradients?"""
+    """Does the optimizer refuse dense gradients?"""
     return isinstance(optimizer, torch.optim.SparseAdam)
 
 
 def takes_rows(optimizer: Any, group: dict[str, Any]) -> bool:
-    """Does it step sparse gradients of the parameters in this group? An optimizer of one's own says so with an
+    """Does the optimizer take sparse gradients of the parameters in this group? A user's optimizer says so with the
     attribute `takes_sparse_gradients`.
     """
     said = getattr(optimizer, "takes_sparse_gradients", None)
@@ -38,14 +39,14 @@ def takes_rows(optimizer: Any, group: dict[str, Any]) -> bool:
 
 
 def check_dense_gradients(optimizer: Any, names: dict[int, str], sparse: Collection[str]) -> None:
-    """Refuse an optimizer of sparse gradients for parameters that have dense ones.
+    """Refuse an optimizer that takes only sparse gradients if some of its parameters have dense ones.
 
     Args:
-        names: of the model's parameters, by `id`.
-        sparse: names of those whose gradients are rows.
+        names: the names of the model's parameters, by `id`.
+        sparse: the names of the parameters whose gradients are rows.
 
     Raises:
-        ZeroOptimizerError: names the first of them.
+        ZeroOptimizerError: names the first parameter with dense gradients.
     """
     if not needs_rows(optimizer):
         return

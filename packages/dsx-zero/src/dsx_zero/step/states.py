@@ -1,8 +1,8 @@
 """The states that the user's optimizer keeps, by master and name, wherever they live.
 
-Without a tier of their own they are the tensors that the optimizer made, in its own `state`. With one, the states that
-have a value per element live in homes between steps: they are fetched into buffers and put into `optimizer.state` for
-the length of their sub-group's step, and stored behind it. Single values (`step`) stay with the optimizer always.
+Where no tier is given, they are the tensors that the optimizer made, in its own `state`. With a tier, the states that
+have one value per element live in homes between steps: for the step of their sub-group they are fetched into buffers
+and put into `optimizer.state`, and stored afterwards. Single values (`step`) always stay in `optimizer.state`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["OptimizerStates", "Visit"]
 
 @dataclass
 class Visit:
-    """A master in memory for its step: buffers of what does not live there, and the transfers under way."""
+    """A master that is in memory for its step: buffers for what lives elsewhere, and the transfers under way."""
 
     master: Master
     values: torch.Tensor | None = None
@@ -45,9 +45,9 @@ class OptimizerStates:
 
     Args:
         inner: the optimizer.
-        masters: what it steps.
-        tiers: where the states per element of each master live; None: where the optimizer makes them.
-        earlier: the states of the layout before; those of masters that stay are taken over.
+        masters: the tensors that it steps.
+        tiers: for each master, the tier of its states per element; None: they stay where the optimizer makes them.
+        earlier: the states of the previous layout; masters that stay keep theirs.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class OptimizerStates:
 
     @property
     def moves(self) -> bool:
-        """Do states leave memory between steps?"""
+        """Are states fetched and stored around their step?"""
         return any(tier is not None for tier in self._tier_of.values())
 
     def of(self, master: Master, *, stored: bool = True) -> dict[str, Any]:
-        """All states of a master, to be read; `stored`: those too that are not in memory. States per element have its
-        shape.
+        """All states of a master, for reading; states per element have its shape. `stored`: include states that are not
+        in memory.
         """
         found = {key: value for key, value in self.inner.state.get(master.tensor, {}).items() if value is not None}
         left_out = () if stored else self.stored(master)
@@ -80,22 +80,22 @@ class OptimizerStates:
         return found | {key: read(home).view(master.shape) for key, home in homes.items()}
 
     def stored(self, master: Master) -> dict[str, Home]:
-        """Its states that are not in memory, 1-D."""
+        """The homes of the master's states that are not in memory, 1-D, by name."""
         return {key: home for key, home in self._homes[id(master.tensor)].items() if home.view() is None}
 
     def names(self, master: Master) -> list[str]:
-        """The names of its states."""
+        """The names of the master's states."""
         return sorted({*self.inner.state.get(master.tensor, {}), *self._homes[id(master.tensor)]})
 
     def set(self, master: Master, key: str, value: Any) -> None:
-        """Put a state in the place of an older one, or a new one."""
+        """Set a state of a master, new or existing."""
         self._homes[id(master.tensor)].pop(key, None)
         self.inner.state[master.tensor][key] = value
         self._move_out(master)
 
     @contextmanager
     def opened(self, master: Master, key: str) -> Iterator[torch.Tensor]:
-        """An existing state per element, 1-D, to be changed in place."""
+        """Inside the context: an existing state per element, 1-D, that can be changed in place."""
         home = self._homes[id(master.tensor)].get(key)
         if home is None:
             yield self.inner.state[master.tensor][key].reshape(-1)
@@ -104,7 +104,7 @@ class OptimizerStates:
             yield values
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors in the optimizer's own state, which lie beside their masters, with the tier of those."""
+        """The tensors in the optimizer's own state, each with the name of its master's tier."""
         return [
             (self._tiers.get(id(key), "device"), value)
             for key, state in self.inner.state.items()
@@ -113,18 +113,18 @@ class OptimizerStates:
         ]
 
     def forget(self, master: Master) -> None:
-        """Its states have another place now: let them go."""
+        """Release the states of a master whose states were moved to another layout."""
         self.inner.state.pop(master.tensor, None)
         for home in self._homes.pop(id(master.tensor), {}).values():
             discard(home)
 
     def homes(self) -> list[Home]:
-        """The homes of the others."""
+        """The homes of the states that are not in the optimizer's own state."""
         return [home for homes in self._homes.values() for home in homes.values()]
 
     def make_now(self, numbers: Mapping[int, int]) -> bool:
-        """Let the optimizer make the states of each master that has none yet, and bring them to their homes, one master
-        after the other. False: it makes them in its first step only (it has no `new_flat_state`).
+        """Make the states of each master that has none yet and store them, one master after the other. Returns False
+        for an optimizer without `new_flat_state`, which makes its states only in its first step.
 
         Args:
             numbers: the parameter group of each master, by the `id` of its tensor.
@@ -145,7 +145,7 @@ class OptimizerStates:
     # Around a sub-group's step ----------------------------------------------------------------------------------------
 
     def fetch(self, master: Master, lane: Lane) -> Visit:
-        """Start bringing a master and its states into memory, as far as they are not there."""
+        """Start fetching a master and its states, as far as they are not in memory."""
         visit, home = Visit(master), master.group.master
         if home is not None and home.view() is None:
             visit.values = torch.empty(master.numel, dtype=home.dtype, device=home.device)
@@ -160,7 +160,7 @@ class OptimizerStates:
         return visit
 
     def attach(self, visit: Visit) -> None:
-        """Let the optimizer see what was fetched."""
+        """Put what was fetched into `optimizer.state` and the master's tensor."""
         visit.wait()
         tensor = visit.master.tensor
         if visit.values is not None:
@@ -170,7 +170,7 @@ class OptimizerStates:
             self.inner.state[tensor].update({key: value.view(shape) for key, value in visit.states.items()})
 
     def store(self, visit: Visit, lane: Lane) -> None:
-        """The master was stepped: start bringing it and its states back."""
+        """After the master's step: start storing it and its states."""
         master, home = visit.master, visit.master.group.master
         if visit.values is not None and home is not None:
             visit.tickets.append(home.store(visit.values, lane, start=master.slice.offset))
@@ -178,7 +178,7 @@ class OptimizerStates:
         visit.tickets += self._move_out(master, lane)
 
     def _move_out(self, master: Master, lane: Lane | None = None) -> list[Ticket]:
-        """Bring the states per element that the optimizer holds to their homes."""
+        """Move states per element from `optimizer.state` to their homes."""
         tier = self._tier_of[id(master.tensor)]
         if tier is None or master.tensor not in self.inner.state:
             return []
@@ -200,5 +200,7 @@ class OptimizerStates:
 
     @staticmethod
     def _is_per_element(master: Master, value: Any) -> bool:
-        """One value per element of the master? Of a master of one element nothing is: it is not worth a home."""
+        """Has the state one value per element of the master? False for a master of one element: its states stay with
+        the optimizer, because a home would not pay.
+        """
         return isinstance(value, torch.Tensor) and master.numel > 1 and value.shape == master.shape

@@ -1,4 +1,4 @@
-"""A failure of one rank becomes the same error on all ranks, where they would otherwise wait for it in a collective."""
+"""Raises the failure of one rank on all ranks, where the others would otherwise wait for it in a collective."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ __all__ = ["raise_on_all_ranks"]
 def raise_on_all_ranks(
     channel: Asks, ranks: dsx_comm.RankSet, problem: str | None, cause: BaseException | None = None
 ) -> None:
-    """Collective over `ranks`, which `channel` asks.
+    """Raise the same error on all ranks if one of them has a problem. Collective over `ranks`.
 
     Args:
-        problem: what went wrong on this rank; None: nothing.
-        cause: the error behind it, if there is one.
+        channel: asks a yes-or-no question of all `ranks`.
+        problem: what went wrong on this rank; None if nothing did.
+        cause: the exception behind it, if there is one.
 
     Raises:
         ZeroStateError: on every rank, with the same text, if one of them has a problem; names the rank.

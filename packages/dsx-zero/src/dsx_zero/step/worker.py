@@ -1,6 +1,6 @@
 """A thread that runs the host's part of a step beside the main one.
 
-Kernels release Python's lock while they run, so that the main thread goes on with forward and backward.
+Kernels release Python's global lock (GIL) while they run, so that the main thread goes on with forward and backward.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["Worker"]
 
 
 class Worker:
-    """Runs jobs one after the other, in the order of `submit`, without gradients.
+    """Runs jobs one after the other, in the order of `submit`, with autograd switched off.
 
-    After a job has failed, those that follow are dropped until `wait` has told of the failure. The thread begins with
-    the first job and ends when this object goes.
+    After a job has failed, the jobs that follow are dropped until `wait` has returned the failure. The thread starts
+    with the first job and ends when this object is garbage-collected.
 
     Args:
-        device: the current device of the jobs, where it is a CUDA device.
+        device: if it is a CUDA device, it is the current device while jobs run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class Worker:
         self._state = _State()
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run `job` when those before it have ended."""
+        """Run `job` after the jobs before it."""
         if self._thread is None:
             arguments = (self._jobs, self._state, self._device)
             self._thread = threading.Thread(target=_run, args=arguments, name="dsx-zero-step", daemon=True)
@@ -42,7 +42,7 @@ class Worker:
         self._jobs.put(job)
 
     def wait(self) -> BaseException | None:
-        """Wait until all jobs have ended. The first failure since the last call; None: there was none."""
+        """Wait until all jobs have ended. Returns the first failure since the last call, or None."""
         if self._thread is None:
             return None
         ended = threading.Event()
@@ -53,13 +53,13 @@ class Worker:
 
 
 class _State:
-    """What the thread tells of; not the `Worker`, which the thread must not keep alive."""
+    """What the thread reports. It is apart from the `Worker`, which the thread must not keep alive."""
 
     failure: BaseException | None = None
 
 
 class _Mark:
-    """A job that runs after failures too."""
+    """A job that also runs after a failure."""
 
     def __init__(self, ended: threading.Event) -> None:
         self._ended = ended
@@ -70,7 +70,7 @@ class _Mark:
 
 def _run(jobs: queue.SimpleQueue[Any], state: _State, device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # the current device is a thread's own
+        torch.cuda.set_device(device)  # each thread has its own current device
     while (job := jobs.get()) is not None:
         if state.failure is None or isinstance(job, _Mark):
             try:
@@ -78,4 +78,4 @@ def _run(jobs: queue.SimpleQueue[Any], state: _State, device: torch.device) -> N
                     job()
             except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
                 state.failure = error
-        del job  # what it holds must not live until the next one
+        del job  # otherwise the tensors that it holds would live until the next job
