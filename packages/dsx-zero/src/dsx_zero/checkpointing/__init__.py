@@ -1,18 +1,20 @@
-"""Activation checkpointing: inputs of a part of the model are kept in place of everything that it computes, and the
-part is computed again in the backward pass.
+"""Activation checkpointing: for a part of the model only its inputs are kept, and the part is computed again in the
+backward pass.
 
     dsx_zero.checkpointing.configure(mpu, partition_activations=True, checkpoint_in_cpu=True)
     hidden = dsx_zero.checkpointing.checkpoint(block, hidden, attention_mask=mask)
 
-Recomputation is PyTorch's (`torch.utils.checkpoint`); what is added is where the kept inputs lie (divided among the
-model-parallel ranks, in host memory, in buffers made once), the state of every tracked random generator, and the choice
-of what to recompute from a budget in bytes. It needs neither sharding nor an engine.
+PyTorch does the recomputation (`torch.utils.checkpoint`). This package adds places for the kept inputs (divided among
+the model-parallel ranks, in host memory, in buffers that are made once), the state of every tracked random generator,
+and the choice of what to recompute from a budget in bytes. It needs neither sharding nor an engine.
 
-Map: `call` the checkpoint function, `kept` what becomes of a kept input, `places` the memory it lies in, `divided` the
-slices of model-parallel ranks, `rng` tracked generators, `settings` what can be configured, `configured` the settings
-of this process. Budgets: `blocks` recomputes modules, `operators` all of them but matrix products and attention,
-`measured` what modules save and how long they take, `plan` the choice (plain arithmetic), `budget` puts these together,
-`compiled` tells compiled modules. `tiles` and `sequence_tiles` run what treats tokens alone in pieces.
+Map: `call` has the checkpoint function, `kept` packs and restores inputs, `places` has the memory they are kept in,
+`divided` the slices of model-parallel ranks, `rng` the tracked generators, `settings` the configuration as data,
+`config` the same as a section of a configuration file, `configured` the settings of this process. Budgets: `blocks`
+recomputes modules, `operators` keeps the results of matrix products and attention, `measured` counts what modules save
+and how long they take, `plan` makes the choice (plain arithmetic), `budget` puts these together, `compiled` recognises
+compiled modules. `tiles` and `sequence_tiles` run modules that treat each token alone on one piece of the sequence
+after the other.
 """
 
 from .budget import MemoryBudget, apply_memory_budget

@@ -1,8 +1,8 @@
-"""Whole modules that are recomputed, without a change of the model's code.
+"""Recomputes complete modules, without a change of the model's code.
 
 A module's calls go through `checkpoint`, its hooks included, so that at ZeRO stage 3 the recomputation gathers the
-module's parameters as the forward does. The place where this hangs is the one that `nn.Module.compile` uses: PyTorch
-leaves it out of copies and pickles, which are ordinary modules. A module that is compiled stays compiled.
+module's parameters as the forward does. The call is stored in the attribute that `nn.Module.compile` uses: PyTorch
+leaves it out of copies and pickles, so that these are ordinary modules. A module that is compiled stays compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger("dsx_zero.checkpointing")
 __all__ = ["SLOT", "recompute_modules", "recomputed_modules"]
 
 SLOT = "_compiled_call_impl"
-"""The attribute of a module that PyTorch calls in the place of its ordinary call, if it is there."""
+"""If a module has this attribute, PyTorch calls it instead of the module's ordinary call."""
 
 
 class RecomputedCall:
@@ -32,7 +32,7 @@ class RecomputedCall:
     Args:
         module: the module.
         call: what is called; None: the module's ordinary call.
-        keeps_operators: results of expensive operators are kept (`operators.py`).
+        keeps_operators: keep the results of expensive operators (`operators.py`).
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None, *, keeps_operators: bool = False) -> None:
@@ -47,9 +47,9 @@ class RecomputedCall:
 
 
 class BetweenGraphs(CallingHook):
-    """A forward pre-hook of recomputed modules. Where the model around them is compiled as a whole, PyTorch would trace
-    what the class of a module says and leave the recomputation out. So each of these modules ends the graph before it
-    and runs as it does without compilation, which a warning says once.
+    """A forward pre-hook of recomputed modules. If the model around them is compiled as a whole, PyTorch would trace
+    the `forward` of the module's class and leave the recomputation out. So each of these modules ends the graph before
+    it and runs as without compilation; a warning says so once.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def recompute_modules(
         keeping_operators: those of them whose matrix products and attention are kept (`operators.py`).
 
     Returns:
-        What ends it for those modules.
+        A function that ends the recomputation of those modules.
     """
     made: list[RecomputedCall] = []
     handles: list[Any] = []

@@ -4,10 +4,11 @@
     ... first step ...
     print(budget.choice)
 
-Blocks are the units of ZeRO (children of `nn.ModuleList`s, leaf modules). Ranks take the largest bytes and times among
-them, so that all come to the same choice. What the model saves outside of blocks counts and cannot be recomputed.
+Blocks are the units of ZeRO (children of `nn.ModuleList`s, leaf modules). For each block the ranks take the largest
+bytes and times among them, so that all make the same choice. Tensors that the model saves outside of blocks count in
+the budget, but cannot be recomputed.
 
-The choice is made for the shapes of the measured pass; with larger ones more is kept (`measure_again`).
+The choice is made for the shapes of the measured pass. Larger shapes need more memory; call `measure_again` for them.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ class MemoryBudget:
         return {"budget": self.budget, "blocks": list(self._names), "choice": found}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a decision over. One for another budget or other blocks is left alone: the next forward decides."""
+        """Use a saved decision. If it was made for another budget or other blocks, it is ignored: the next forward is
+        measured.
+        """
         self.measure_again()
         found = state.get("choice")
         if found is None or state.get("budget") != self.budget or tuple(state.get("blocks", ())) != self._names:
@@ -168,7 +171,7 @@ class MemoryBudget:
 
 
 def _row(cost: BlockCost) -> list[int]:
-    """A cost as whole numbers, of which the largest among the ranks counts."""
+    """A cost as whole numbers; the ranks take the largest of each."""
     some = cost.selective or Selective(0, 0, 0.0)
     return [
         *(cost.kept, cost.inputs, _microseconds(cost.seconds), cost.outside),
@@ -206,12 +209,12 @@ def apply_memory_budget(
         budget: bytes, or a fraction of what is kept without recomputation (at most 1).
         blocks: names of the modules that may be recomputed, none inside another; None: the units of ZeRO.
         group: process group whose ranks run the same blocks and decide alike; None: all ranks.
-        announce: is told the decision; None: the logger `dsx_zero.checkpointing`.
-        operators: False: blocks are recomputed whole, or not at all.
+        announce: is called with the decision as text; None: the logger `dsx_zero.checkpointing`.
+        operators: False: a block is recomputed completely, or not at all.
 
     Raises:
         ZeroConfigError: the budget is neither bytes nor a fraction.
-        ZeroModelError: the model has no blocks, or one of the names is none of a module.
+        ZeroModelError: the model has no blocks, or one of the names is not the name of a module.
     """
     check_budget(budget)
     names = block_names(model) if blocks is None else tuple(blocks)

@@ -4,14 +4,14 @@ Tensors anywhere in the arguments (lists, dicts, keyword arguments) take part in
 as it is. The recomputation sees the autocast state, the random state of CPU and device, and the states of all tracked
 generators of the first run, and leaves the present ones as they were.
 
-The form that does not re-enter autograd is the default: it also serves `torch.autograd.grad`, frozen inputs, and
-graphs that are differentiated in part. With `use_reentrant=True` the first run records no graph; where no input
-requires gradients that would lose the gradients of parameters, so that the other form is taken there.
+The form that does not re-enter autograd is the default: it also works with `torch.autograd.grad`, with frozen inputs,
+and with graphs that are differentiated in part. With `use_reentrant=True` the first run records no graph. If no input
+requires gradients, that form would lose the gradients of parameters, so the default form is used instead.
 
 Buffers of a module (running statistics) are updated by the first run only, where the function is the module or a
 method of it.
 
-Inside another checkpoint inputs stay as they are: the outer one frees them until its own recomputation.
+Inside another checkpoint, inputs are not packed: the outer checkpoint frees them until its own recomputation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def checkpoint(
         function: what to run; it must compute the same when it is run again with the same inputs.
         args, kwargs: its arguments.
         use_reentrant: see the module's text. Outputs are then tensors, or containers of them.
-        preserve_rng_state: False saves the time for it where nothing random is drawn.
+        preserve_rng_state: False skips saving random states, for functions that draw no random numbers.
         context_fn: gives two context managers, for the first run and for the recomputation, as of
             `torch.utils.checkpoint.checkpoint`; not with `use_reentrant`.
 
@@ -82,7 +82,7 @@ def run_checkpoint(
     preserve_rng_state: bool = True,
     context_fn: ContextFn | None = None,
 ) -> Any:
-    """`checkpoint` with the function's arguments apart, whose names are then free."""
+    """`checkpoint` with the function's arguments as a tuple and a dict, so that they may have any names."""
     if not isinstance(use_reentrant, bool):
         raise ZeroStateError(f"checkpoint(use_reentrant=...): got {use_reentrant!r}, expected True or False")
     if context_fn is not None and use_reentrant:
@@ -139,8 +139,8 @@ def _checkpoint(
 
 
 class _OutsideGraphs:
-    """Calls `_checkpoint` where `torch.compile` does not trace it. Marked at the first call: to mark a function imports
-    the compiler.
+    """Calls `_checkpoint` outside of what `torch.compile` traces. `_checkpoint` is marked at the first call, not on
+    import, because marking a function imports the compiler.
     """
 
     def __init__(self) -> None:
@@ -164,8 +164,8 @@ class _Run:
         function: takes the tensors among the inputs.
         state: settings and tracked generators.
         tracked: restore tracked generators for a recomputation.
-        flat: return the tensors of the output side by side; `assembled` puts them back into their containers.
-        module: its buffers (running statistics) are left by a recomputation as they were before it.
+        flat: return the tensors of the output as a flat tuple; `assembled` puts them back into their containers.
+        module: a recomputation leaves its buffers (running statistics) as they were before it.
     """
 
     def __init__(
@@ -219,13 +219,15 @@ class _Run:
 
 
 def _module_of(function: Callable[..., Any]) -> nn.Module | None:
-    """The module that a function is, or is a method of."""
+    """The module, if `function` is a module or a method of one."""
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
 
 
 def restore_buffers(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give buffers earlier values. Graphs that hold the buffers stay valid: what they need of them did not change."""
+    """Write earlier values back into buffers. Their version counters do not change, because graphs that saved the
+    buffers stay valid.
+    """
     with torch.no_grad():
         for buffer, value in values:
             with torch.autograd._unsafe_preserve_version_counter(buffer):  # pyright: ignore[reportPrivateImportUsage]

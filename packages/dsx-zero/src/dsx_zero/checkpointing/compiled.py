@@ -1,4 +1,4 @@
-"""Was a part of a model compiled? For what must stay outside of compiled code, or cannot see into it."""
+"""Was a part of a model compiled? Code that must stay outside of compiled code, or cannot look inside, asks this."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CompiledCall", "is_compiled"]
 
 
 class CompiledCall:
-    """Base of what takes the place of a module's `forward` and runs compiled code."""
+    """Base class of objects that replace a module's `forward` and run compiled code."""
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The `activation_checkpointing` section of a configuration (needs pydantic; imported by who loads one)."""
+"""The `activation_checkpointing` section of a configuration. It needs pydantic, so the package does not import it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ActivationCheckpointing"]
 
 
 def _whole(value: Any) -> Any:
-    """Let 1e1 through as 10; the strict check judges the rest."""
+    """Turn 1e1 into 10; the strict check judges all other values."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

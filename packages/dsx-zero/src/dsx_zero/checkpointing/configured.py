@@ -1,7 +1,7 @@
 """The settings of this process, and the functions that change them, under the names that scripts know.
 
-One `State` per process, as with PyTorch's default generators: checkpoints are called from inside models, which are not
-handed one.
+There is one `State` per process, like PyTorch's default generators, because checkpoints are called from inside models,
+which get no such object as an argument.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class State:
     """What checkpoints of this process share.
 
     Attributes:
-        settings: what was configured.
+        settings: the settings of the last `configure`.
         keeper: packs inputs as the settings say.
-        rng: tracked random streams.
-        depth: checkpoints that are running, one inside the other.
-        uses: checkpoints that were called.
+        rng: the tracked random streams.
+        depth: number of checkpoints that are running, one inside the other.
+        uses: number of checkpoints that were called.
     """
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class State:
         self.depth = self.uses = 0
 
     def apply(self, settings: CheckpointingSettings) -> None:
-        """Pack as these settings say from now on; what is kept already stays where it is. Collective where inputs are
-        divided and the model-parallel group has to be made.
+        """Pack inputs as these settings say from now on; inputs that are kept already stay where they are. Collective
+        if inputs are divided and the model-parallel group has to be made.
         """
         divided = self._divided() if settings.partition_activations else None
         self.keeper = Keeper(divided, self._place(settings))
@@ -80,7 +80,7 @@ class State:
         return DevicePlace() if number is None else SlotPlace(number)
 
     def model_parallel(self) -> ParallelGroups | None:
-        """The groups that were given, else those of this process; None without a process group."""
+        """The groups that were given, otherwise those of this process; None without a process group."""
         if self.groups is not None:
             return self.groups
         return dsx_comm.parallel_groups.current() if dsx_comm.is_initialized() else None
@@ -114,17 +114,17 @@ def configure(
 ) -> None:
     """Say how `checkpoint` keeps inputs from now on. `dsx.initialize` calls this for a configuration with the section.
 
-    What is not given has its default: settings of an earlier call do not live on. Collective with
+    An argument that is not given gets its default: settings of an earlier call are forgotten. Collective with
     `partition_activations`.
 
     Args:
-        mpu_: whose model-parallel group divides inputs (an object with Megatron's functions); None: the groups of
-            `dsx_comm.parallel_groups`.
+        mpu_: an object with Megatron's functions; inputs are divided among its model-parallel group. None: the groups
+            of `dsx_comm.parallel_groups`.
         deepspeed_config: a configuration as a mapping or the path of a JSON file, of which the section
-            `activation_checkpointing` is read, or that section as an object. The arguments below win over it.
+            `activation_checkpointing` is read, or that section as an object. The arguments below override it.
         partition_activations: each model-parallel rank keeps a slice.
         contiguous_checkpointing: slices go into buffers that are made once.
-        num_checkpoints: the room of these buffers; None: the number given to `set_num_layers`.
+        num_checkpoints: how many inputs such a buffer holds; None: the number given to `set_num_layers`.
         checkpoint_in_cpu: inputs are kept in host memory.
         synchronize: wait for the device at the boundaries of checkpoints.
         profile: log the time of each checkpoint, at level INFO of the logger `dsx_zero.checkpointing`.
@@ -200,7 +200,7 @@ def use_count() -> int:
 
 
 def reset() -> None:
-    """Let go of buffers that are kept between steps. Settings stay, and so do inputs that are still needed."""
+    """Release buffers that are kept between steps. Settings stay, and so do inputs that are still needed."""
     current().keeper.place.reset()
 
 
@@ -231,8 +231,8 @@ def get_cuda_rng_tracker() -> RngTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the default stream with `seed`, alike on all model-parallel ranks, and the stream of
-    `get_cuda_rng_tracker().fork()` with `seed + 2718 + rank`, another on each of them. Other streams are forgotten.
+    """Seed the default stream with `seed`, the same on all model-parallel ranks, and the stream of
+    `get_cuda_rng_tracker().fork()` with `seed + 2718 + rank`, which differs between them. Other streams are forgotten.
     """
     state = current()
     state.rng.reset()
@@ -241,10 +241,10 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the model-parallel stream anew with `seed + 2718 + rank`; all others go on.
+    """Seed the model-parallel stream again, with `seed + 2718 + rank`; all other streams go on.
 
     Raises:
-        ZeroStateError: there is none; `model_parallel_cuda_manual_seed` makes it.
+        ZeroStateError: there is no such stream; `model_parallel_cuda_manual_seed` makes it.
     """
     state = current()
     with state.rng.fork():

@@ -1,8 +1,9 @@
-"""Kept inputs divided among the model-parallel ranks: each keeps one slice, and all gather it to recompute.
+"""Divides kept inputs among the model-parallel ranks: each rank keeps one slice, and all gather the slices to
+recompute.
 
 Model-parallel ranks compute the same activations between their sliced layers, so that one copy among them is enough.
-Whether an input is the same on all ranks is compared for the first ones that are divided: an input that differs
-would silently become a mixture.
+The first inputs that are divided are compared between the ranks, because an input that differs would silently become a
+mixture.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..errors import ZeroStateError
 __all__ = ["Divided"]
 
 COMPARED = 32
-"""So many inputs are compared over the ranks before they are divided; later ones are taken to be alike."""
+"""The first inputs that are divided are compared over the ranks: so many. Later ones are assumed to be equal."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,7 +36,7 @@ class Divided:
         self._to_compare = COMPARED if size > 1 else 0
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Can a tensor be divided: does it hold floating-point numbers, one at least for each rank?"""
+        """Can the tensor be divided: does it hold floating-point numbers, at least one per rank?"""
         return tensor.is_floating_point() and tensor.numel() >= self.size
 
     def slice(self, flat: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""What becomes of a tensor that a checkpoint keeps for its recomputation.
+"""Packs and restores the tensors that a checkpoint keeps for its recomputation.
 
 `torch.utils.checkpoint` saves the inputs through autograd's saved-tensor hooks. `Keeper` gives the two functions of a
-hook: `pack` takes an input apart and puts it in its place, `restore` brings it back with its shape and strides. One
-input of several checkpoints (an attention mask) is kept once.
+hook: `pack` moves an input as flat elements into a place, `restore` brings it back with its shape and strides. An input
+of several checkpoints (an attention mask) is kept once.
 
-Inputs that stay as they are: those of `no_checkpointing = True`, parameters, tensor subclasses, and what is not dense
-(a mask that was expanded occupies less memory than its elements).
+These inputs are not packed: those with `no_checkpointing = True`, parameters, tensor subclasses, and tensors that are
+not dense (a mask that was expanded occupies less memory than its elements).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Packed(Protocol):
 
 
 class _AsItIs:
-    """The tensor itself. Autograd does not watch for in-place changes behind a hook, so that this does."""
+    """The tensor itself. Autograd does not watch tensors behind a hook for in-place changes, so this class does."""
 
     def __init__(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
         self._tensor, self._given, self._version = tensor, given.detach(), given._version
@@ -46,7 +46,7 @@ class _AsItIs:
 
 
 class _Elsewhere:
-    """A tensor as flat elements in a place, whole or this rank's slice of it."""
+    """A tensor as flat elements in a place: all of them, or this rank's slice."""
 
     def __init__(self, tensor: torch.Tensor, divided: Divided | None, place: Place) -> None:
         flat = tensor.detach()
@@ -85,8 +85,8 @@ class Keeper:
 
     @contextmanager
     def keeping(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, autograd's hooks pack these inputs of one checkpoint. Hooks see other tensor objects over the same
-        memory, by which the inputs are found again; whatever else is saved meanwhile stays as it is.
+        """Inside the context autograd's hooks pack these inputs of one checkpoint. A hook sees another tensor object
+        over the same memory, so inputs are recognised by their memory. Other saved tensors are not packed.
         """
         self.place.begin()
         by_memory = {_memory(tensor): tensor for tensor in inputs if _memory(tensor) is not None}
@@ -121,7 +121,7 @@ def _restore(packed: Packed) -> torch.Tensor:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """What two tensor objects over the same elements have in common; None for subclasses, which may have no memory."""
+    """A key that is equal for tensor objects over the same elements; None for subclasses, which may have no memory."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -135,7 +135,7 @@ def _may_move(given: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Do the elements lie side by side, in whatever order?"""
+    """Do the elements fill a range of memory without gaps, in any order?"""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size == 1:

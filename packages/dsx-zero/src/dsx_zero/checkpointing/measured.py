@@ -1,12 +1,12 @@
-"""What the blocks of a model save for the backward and how long their forwards take, from one forward pass.
+"""Measures in one forward pass what the blocks of a model save for the backward, and how long their forwards take.
 
-In that pass every block is run several times: once to count what it saves, twice to see what it costs to keep the
-results of its expensive operators (`operators.py`) and compute the rest again, and once through `checkpoint`. Nothing
-of the first three is kept, so that the measurement needs no more memory than recomputing everything. They leave random
+In that pass every block runs four times: once to count what it saves, twice to measure the cost of keeping the results
+of its expensive operators (`operators.py`) and computing the rest again, and once through `checkpoint`. Nothing of the
+first three runs is kept, so that the measurement needs no more memory than recomputing everything. They leave random
 state and buffers (running statistics) as they were.
 
-Counted are the bytes of distinct storages that autograd saves, parameters and buffers left out. Temporaries inside
-operators are not seen.
+The count is the bytes of the distinct storages that autograd saves, without parameters and buffers. Temporary tensors
+inside operators are not seen.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _log = logging.getLogger("dsx_zero.checkpointing")
 
 
 class Measurement:
-    """One forward pass that is measured: between `begin` and `end`.
+    """Measures one forward pass, between `begin` and `end`.
 
     Args:
-        model: whose forward is measured.
-        names: its blocks.
-        operators: see what keeping the results of expensive operators costs.
+        model: the model whose forward is measured.
+        names: the names of its blocks.
+        operators: also measure the cost of keeping the results of expensive operators.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], *, operators: bool = True) -> None:
@@ -49,7 +49,7 @@ class Measurement:
         self._around = [module for module in model.modules() if module not in inside]
         self._opaque = frozenset() if operators else frozenset(names)
         self._opaque |= {name for name, block in self._blocks.items() if is_compiled(block)}
-        """Blocks whose operators are not seen, or not asked for."""
+        """Blocks whose operators cannot be seen, or are not to be measured."""
         self._costs: dict[str, BlockCost] = {}
         self._between = 0
         self._inside = False
@@ -59,7 +59,7 @@ class Measurement:
         self._hooks = ExitStack()
 
     def begin(self) -> None:
-        """Watch the blocks and what is saved outside of them."""
+        """Start watching the blocks and the tensors that are saved outside of them."""
         for name, module in self._blocks.items():
             inner = getattr(module, SLOT, None)
             self._calls.append((module, inner))
@@ -82,7 +82,7 @@ class Measurement:
         if not self._inside and not _of([tensor]) <= self._seen:
             self._seen |= _storages(self._around)  # at ZeRO stage 3 parameters come and go
             self._between += _new_bytes([tensor], self._seen)
-            self._held.append(tensor)  # so that its address stays its own
+            self._held.append(tensor)  # keep it, so that no other tensor gets its address
         return tensor
 
     def run(self, name: str, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,7 +112,7 @@ class Measurement:
 
 
 def _together(first: Selective | None, second: Selective | None) -> Selective | None:
-    """Of two calls of one block, which are alive at a time."""
+    """The costs of two calls of one block, whose tensors are alive at the same time."""
     if first is None or second is None:
         return None
     return Selective(first.kept + second.kept, first.alive + second.alive, first.seconds + second.seconds)
@@ -128,7 +128,7 @@ class _MeasuredCall:
 
 
 class _Probe:
-    """Takes the place of a module's forward for one call, inside the module's hooks, and runs it several times."""
+    """Replaces a module's `forward` for one call, inside the module's hooks, and runs it several times."""
 
     def __init__(self, module: nn.Module, seen: set[int], inputs: Sequence[torch.Tensor], *, operators: bool) -> None:
         self._module, self._seen, self._inputs, self._operators = module, seen, inputs, operators
@@ -159,8 +159,8 @@ class _Probe:
         return out
 
     def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, int]:
-        """Count what a call saves. Returns bytes of the results of expensive operators (None where they cannot be
-        kept), and of these and all that is saved together.
+        """Count the bytes that a call saves. Returns the bytes of the results of expensive operators (None where these
+        cannot be kept), and the bytes of these results together with everything that autograd saves.
         """
         held: list[torch.Tensor] = []
         results = KeepResults()
@@ -172,18 +172,18 @@ class _Probe:
         handed_out = _of([leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)])
         outputs = results.tensors()
         if not outputs or handed_out & _of(outputs):
-            return None, 0  # who is handed a result may write it in place
+            return None, 0  # the code that gets this result as an output may write to it in place
         kept = _new_bytes(outputs, known)
         return kept, kept + _new_bytes(held, known)
 
     def _keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
-        """Seconds of a forward that keeps the results of expensive operators, and of the recomputation from them; None
-        where a result is written in place.
+        """Seconds of a forward that keeps the results of expensive operators, and of the recomputation from them. None
+        if a result is written to in place.
         """
         times = []
         try:
             for context in keep_operators():
-                # With hooks of its own: those around it are of the checkpoint that this call is in.
+                # With other hooks: the hooks around this call belong to the checkpoint that it is inside of.
                 with self._undone(), saved_tensors_hooks(lambda t: t, lambda t: t):
                     _meet(self._inputs)
                     began = time.perf_counter()
@@ -198,7 +198,7 @@ class _Probe:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Inside, a forward has no effect on buffers and random state."""
+        """A forward inside the context has no effect on buffers and random state."""
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         devices = sorted({tensor.device.index for tensor in self._inputs if tensor.is_cuda})
         rng = current().rng
@@ -212,7 +212,7 @@ class _Probe:
 
 
 def _new_bytes(tensors: Sequence[torch.Tensor], seen: set[int]) -> int:
-    """Bytes of the storages that are not in `seen`, and put them there."""
+    """Bytes of the storages that are not in `seen` yet; adds them to `seen`."""
     total = 0
     for tensor in tensors:
         for key, size in _places(tensor):
@@ -223,7 +223,7 @@ def _new_bytes(tensors: Sequence[torch.Tensor], seen: set[int]) -> int:
 
 
 def _places(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Address and bytes of a tensor's storage; nothing for what has none of its own (subclasses)."""
+    """Address and bytes of a tensor's storage; an empty list for a tensor without a storage (subclasses)."""
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
         return []
     storage = tensor.untyped_storage()

@@ -1,15 +1,15 @@
 """Recomputation that keeps the results of expensive operators: matrix products, convolutions and attention.
 
-What lies between them (norms, activations, dropout, additions) is cheap to compute and large to keep. A block that is
-recomputed this way keeps its inputs and these results; the recomputation takes them, in the order in which they were
-computed, in the place of computing them.
+The operators between them (norms, activations, dropout, additions) are cheap to compute, but their results are large. A
+block that is recomputed this way keeps its inputs and the results of the expensive operators. The recomputation takes
+these results, in the order in which they were computed, instead of computing them.
 
 PyTorch has the same (`create_selective_checkpoint_contexts`), and is stricter: every operator of the region is counted,
 so that hooks which gather parameters or restore running statistics break it, and a second backward is refused. Here
 only the expensive operators have to be the same in both runs.
 
-A result that is kept must not be written in place: that is an error in the backward. Where it is seen while a block is
-measured, or the block hands such a result out, a budget does not choose this for the block.
+If a kept result is written to in place, the backward raises. A budget does not choose this way for a block in which
+such a write is seen while it is measured, or which returns such a result.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _KEPT = (
 
 @cache
 def kept_operators() -> frozenset[Any]:
-    """The operators, as far as this PyTorch has them."""
+    """The expensive operators that this version of PyTorch has."""
     found = (getattr(torch.ops.aten, name, None) for name in _KEPT)
     return frozenset(packet.default for packet in found if packet is not None)
 
 
 def keep_operators() -> tuple[KeepResults, ReuseResults]:
-    """What is around the first run and around each recomputation: a `context_fn` of `checkpoint`."""
+    """A `context_fn` for `checkpoint`: the contexts of the first run and of each recomputation."""
     first = KeepResults()
     return first, ReuseResults(first)
 
@@ -55,7 +55,7 @@ class KeepResults(TorchDispatchMode):
     """Keeps the results of expensive operators that run inside.
 
     Attributes:
-        results: of each operator, in order: the result and the versions of its tensors.
+        results: by operator, in order of the calls: the result, and the versions of its tensors.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class KeepResults(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code is compiled as it is without this mode."""
+        """Returns True: compiled code is compiled as without this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +76,7 @@ class KeepResults(TorchDispatchMode):
         return out
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that are kept."""
+        """All kept tensors."""
         found = (leaf for results in self.results.values() for kept, _ in results for leaf in tree_leaves(kept))
         return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
@@ -100,7 +100,7 @@ class ReuseResults(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Give what is kept, or run the operator."""
+        """Return the kept result, or run the operator."""
         results = self._first.results.get(func, ())
         number = self._used.get(func, 0)
         if number >= len(results):
@@ -117,8 +117,8 @@ class ReuseResults(TorchDispatchMode):
 
 
 def _detached(out: Any) -> Any:
-    """The same memory under tensors of their own, which see when it is written: below autograd an ordinary `detach`
-    would not.
+    """New tensors over the same memory, whose version counters see later writes to it. Below autograd, where this runs,
+    the result of an ordinary `detach` would not see them.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), out)

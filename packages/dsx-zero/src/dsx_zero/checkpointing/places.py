@@ -1,11 +1,11 @@
-"""Memory that kept inputs lie in between forward and backward.
+"""The memory that keeps inputs between forward and backward.
 
-A *place* takes a flat tensor and gives a `Held`, which gives it back on its device. `DevicePlace` keeps the tensor,
-`SlotPlace` copies it into a buffer with a fixed number of slots, `HostPlace` copies it into host memory on a lane and
-back again while the checkpoint behind it in the model is recomputed.
+A *place* takes a flat tensor and returns a `Held`, which gives the tensor back on its device. `DevicePlace` keeps the
+tensor, `SlotPlace` copies it into a buffer with a fixed number of slots, `HostPlace` copies it into host memory on a
+lane, and back while the next checkpoint of the model is recomputed.
 
-A slot is free again when the `Held` in it is gone, so that neither retained graphs nor graphs that are never
-differentiated can free it twice or too early.
+A slot is free again when its `Held` is garbage-collected. So a slot is never freed twice or too early, even with
+retained graphs and with graphs that are never differentiated.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Place(Protocol):
         ...
 
     def begin(self) -> None:
-        """A checkpoint begins: what is put from now on is needed at the same time in the backward."""
+        """Say that a checkpoint begins. The backward needs all tensors of one checkpoint at the same time."""
         ...
 
     def reset(self) -> None:
-        """Let buffers go that are kept for later use."""
+        """Release buffers that are kept for later use."""
         ...
 
 
@@ -72,25 +72,25 @@ class _Kept:
 
 
 class DevicePlace:
-    """Keeps what it is given."""
+    """Keeps tensors as they are."""
 
     def put(self, flat: torch.Tensor) -> Held:
         """See `Place`."""
         return _Kept(flat)
 
     def moves(self, tensor: torch.Tensor) -> bool:
-        """It never does."""
+        """Returns False."""
         return False
 
     def begin(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def reset(self) -> None:
-        """There are no buffers."""
+        """Does nothing: there are no buffers."""
 
 
 class Slots:
-    """Buffers of `number` equal slots, one for each size, dtype and device that comes.
+    """Buffers of `number` equal slots, one buffer for each size, dtype and device that is asked for.
 
     Args:
         make: allocates a buffer: (elements, dtype, device).
@@ -102,7 +102,9 @@ class Slots:
         self._warned = False
 
     def take(self, owner: object, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A slot that is `owner`'s until it is collected. New memory where all slots are taken, with one warning."""
+        """A slot that belongs to `owner` until `owner` is garbage-collected. If all slots are taken, new memory; the
+        first time with a warning.
+        """
         key = (numel, dtype, device)
         if key not in self._free:
             buffer = self._make(numel * self._number, dtype, device)
@@ -122,7 +124,7 @@ class Slots:
         return slot
 
     def reset(self) -> None:
-        """Let the buffers go; slots in use live on with what is in them."""
+        """Release the buffers. Slots in use keep their contents."""
         self._free = {}
 
 
@@ -140,11 +142,11 @@ class SlotPlace:
         return held
 
     def moves(self, tensor: torch.Tensor) -> bool:
-        """It always does."""
+        """Returns True."""
         return True
 
     def begin(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def reset(self) -> None:
         """See `Place`."""
@@ -159,14 +161,14 @@ class _InSlot:
 
 
 class _Batch:
-    """What is put during one checkpoint, and the batch before it, which the backward needs next."""
+    """The tensors of one checkpoint, and the batch of the checkpoint before it, which the backward needs next."""
 
     def __init__(self, before: _Batch | None) -> None:
         self.held: list[weakref.ref[_OnHost]] = []
         self.before = None if before is None else weakref.ref(before)
 
     def fetch(self) -> None:
-        """Start the copies back of what is still wanted."""
+        """Start copying the tensors back that are still needed."""
         for known in self.held:
             if (held := known()) is not None:
                 held.start()
@@ -184,7 +186,7 @@ class _OnHost:
         batch.held.append(weakref.ref(self))
 
     def let_go(self) -> None:
-        """Free the device's copy. What follows on the caller's side waits for the copy, so that the memory can be taken
+        """Free the device's copy. Work that the caller queues later waits for the copy, so that it can use the memory
         again.
         """
         if self._source is not None:
@@ -193,7 +195,7 @@ class _OnHost:
             self._source = None
 
     def start(self) -> None:
-        """Begin to copy it back, unless it is still on the device or on its way."""
+        """Start copying the tensor back, unless it is still on the device or already on its way."""
         if self._source is not None or self._back is not None:
             return
         out, host = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device), self._host
@@ -223,7 +225,7 @@ class _OnHost:
 
     def __del__(self) -> None:
         if self._back is not None:
-            self._back[1].wait()  # the lane still writes into memory that is about to be freed
+            self._back[1].wait()  # the lane may still write into the memory that is about to be freed
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -250,7 +252,7 @@ class HostPlace:
         self._stays: Place = DevicePlace() if number is None else SlotPlace(number)
 
     def moves(self, tensor: torch.Tensor) -> bool:
-        """Host tensors stay, where no lane was given."""
+        """Returns False for host tensors, unless a lane was given."""
         return tensor.device.type != "cpu" or self._given is not None or self._stays.moves(tensor)
 
     def begin(self) -> None:
@@ -292,7 +294,7 @@ class HostPlace:
 
 
 class _InHostSlot:
-    """Has a slot as long as it lives."""
+    """Owns a slot as long as it lives."""
 
     inner: _OnHost
 

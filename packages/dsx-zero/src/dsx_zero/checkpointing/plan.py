@@ -1,16 +1,18 @@
-"""Which blocks to recompute so that a budget of bytes holds at the least time: plain arithmetic.
+"""Chooses which blocks to recompute: a budget of bytes is kept, at the least time. Plain arithmetic.
 
-A forward pass is a row of blocks. What a block keeps is alive from its forward until its backward is over; the backward
-goes through the blocks in reverse. A recomputed block keeps its inputs in the forward, and everything again while its
-own backward runs. So with P(j) for the bytes that are kept up to block j the conditions are
+A forward pass is a row of blocks. What a block keeps is alive from its forward to the end of its backward; the backward
+goes through the blocks in reverse. A recomputed block keeps only its inputs after the forward, and everything while its
+own backward runs. Let P(j) be the bytes that are kept up to block j. Then the conditions are
 
     P(n) + bytes outside of blocks behind it <= budget
     P(j - 1) + inputs(j) + kept(j) <= budget      for every block j that is recomputed
 
-and the time to be least is the sum of the forward times of the recomputed blocks. Between the two is a third choice,
-where it was measured: results of expensive operators are kept beside the inputs (`Selective`). Choices are extended
-block by block; of two with the same time the one with fewer bytes wins, so that few are left (blocks are mostly alike).
-With many different sizes bytes are rounded up to a grid, which keeps the budget and may miss the best choice by little.
+and the time to minimise is the sum of the forward times of the recomputed blocks. If it was measured, a block has a
+third choice between these two: it keeps its inputs and the results of expensive operators (`Selective`).
+
+The search extends choices block by block (dynamic programming). Of two choices with the same time it drops the one with
+more bytes; few choices are left, because most blocks of a model are equal. With many different sizes, bytes are rounded
+up to a grid. Then the budget is still kept, and the choice may be slightly slower than the best one.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ from dataclasses import dataclass
 __all__ = ["BlockCost", "Choice", "Selective", "choose", "peak_bytes"]
 
 MOST_CHOICES = 4096
-"""Beyond so many choices bytes are rounded up to a grid of this many steps."""
+"""If more choices than this are left, bytes are rounded up to a grid of this many steps."""
 
 
 @dataclass(frozen=True)
 class Selective:
-    """What a block costs that is recomputed but for its expensive operators, whose results are kept.
+    """The cost of a block that is recomputed except for its expensive operators, whose results are kept.
 
     Attributes:
-        kept: bytes of these results, which are kept beside the inputs.
-        alive: bytes of them and of everything else that is saved for its backward, once it is computed again.
-        seconds: of the recomputation, and of what keeping costs the forward.
+        kept: bytes of these results, which are kept in addition to the inputs.
+        alive: bytes of these results and of everything else that is saved for the backward, after the recomputation.
+        seconds: the time of the recomputation, plus the time that keeping the results adds to the forward.
     """
 
     kept: int
@@ -41,15 +43,15 @@ class Selective:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What one block costs in one forward pass.
+    """The cost of one block in one forward pass.
 
     Attributes:
-        name: of the module.
-        kept: bytes that are saved for its backward where it is not recomputed.
-        inputs: bytes of its inputs, which are kept where it is recomputed.
-        seconds: of its forward.
+        name: the name of the module.
+        kept: bytes that are saved for its backward if it is not recomputed.
+        inputs: bytes of its inputs, which are kept if it is recomputed.
+        seconds: the time of its forward.
         outside: bytes that are saved between the block before it and this one.
-        selective: the choice between keeping all and keeping the inputs; None where there is none.
+        selective: the cost of keeping the results of expensive operators too; None where that is not possible.
     """
 
     name: str
@@ -62,8 +64,8 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class Choice:
-    """A decision. `fits`: does the peak hold the budget? `selected`: those of the `recomputed` blocks that keep the
-    results of expensive operators.
+    """A decision. `fits`: is the peak within the budget? `selected`: those `recomputed` blocks that keep the results of
+    expensive operators.
     """
 
     budget: int
@@ -91,7 +93,7 @@ class Choice:
 def peak_bytes(
     costs: Sequence[BlockCost], recomputed: Sequence[str], *, outside: int = 0, selected: Sequence[str] = ()
 ) -> int:
-    """The most bytes of activations that are alive at a time.
+    """The most bytes of activations that are alive at the same time.
 
     Args:
         recomputed: names of the blocks that are recomputed.
@@ -109,7 +111,7 @@ def peak_bytes(
 
 
 def choose(costs: Sequence[BlockCost], budget: int, *, outside: int = 0) -> Choice:
-    """The choice of the least time whose peak is within the budget, or all blocks where none is.
+    """The choice with the least time whose peak is within the budget; if there is none, all blocks are recomputed.
 
     Args:
         costs: in the order of the forward pass.
@@ -152,11 +154,11 @@ def _options(cost: BlockCost) -> dict[str, _Option]:
 
 
 def _least_time(costs: Sequence[BlockCost], at_end: int, at_once: int) -> tuple[str, ...] | None:
-    """What is kept of each block; None where nothing fits.
+    """The option chosen for each block; None if no choice fits.
 
     Args:
-        at_end: bytes that may be kept by all blocks together.
-        at_once: bytes that may be alive during the backward of a recomputed block.
+        at_end: the most bytes that all blocks together may keep.
+        at_once: the most bytes that may be alive during the backward of a recomputed block.
     """
     # bytes kept so far -> (seconds, decisions as a linked list, the latest first)
     front: dict[int, tuple[float, tuple]] = {0: (0.0, ())}

@@ -1,10 +1,10 @@
 """Random streams that a checkpoint saves before its forward and restores for its recomputation.
 
-Model-parallel code draws some dropout masks alike on all model-parallel ranks and some differently. `RngTracker` keeps
-named streams beside the default one, as Megatron's tracker does; `fork` draws from one of them. A `torch.Generator` of
-the user's own is tracked too, once it was given to `track`.
+In model-parallel code some dropout masks are equal on all model-parallel ranks and others differ. So `RngTracker` keeps
+named streams in addition to the default one, as Megatron's tracker does; `fork` draws from one of them. A user's own
+`torch.Generator` is tracked too, after it was given to `track`.
 
-Streams are those of the current CUDA device where CUDA is in use, else of the CPU.
+The streams belong to the current CUDA device if CUDA is in use, otherwise to the CPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RngTracker:
             self._streams[name] = _state()
 
     def track(self, name: str, generator: torch.Generator) -> None:
-        """Save and restore a generator of yours with every checkpoint. `fork` does not know it: draw from it directly.
+        """Save and restore your own generator with every checkpoint. `fork` does not know it; draw from it directly.
 
         Raises:
             ZeroStateError: another generator has the name.
@@ -74,7 +74,7 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
-        """Inside, the default generator draws from the stream `name`; afterwards it goes on where it was.
+        """Inside the context the default generator draws from the stream `name`; afterwards it goes on where it was.
 
         Raises:
             ZeroStateError: there is no such stream.
@@ -97,15 +97,15 @@ class RngTracker:
         return {name: state.clone() for name, state in self._streams.items()}
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Go on from states that `get_states` gave. Streams that are not among them are forgotten."""
+        """Continue from states that `get_states` gave. Streams that are not among them are forgotten."""
         self._streams = {name: state.clone() for name, state in states.items()}
 
     def snapshot(self) -> RngSnapshot:
-        """All states now. They are replaced, never changed in place, so that nothing is copied."""
+        """All present states. Nothing is copied: a state tensor is replaced, and never changed in place."""
         return RngSnapshot(dict(self._streams), {name: g.get_state() for name, g in self._generators.items()})
 
     def restore(self, snapshot: RngSnapshot) -> None:
-        """Go back to a moment. What was added since keeps its state."""
+        """Go back to the states of `snapshot`. Streams and generators that were added later keep their state."""
         self._streams.update(snapshot.streams)
         for name, state in snapshot.generators.items():
             if name in self._generators:
@@ -113,7 +113,7 @@ class RngTracker:
 
 
 def seed_default_stream(seed: int) -> None:
-    """Seed the default generator of the device that streams are on."""
+    """Seed the default generator of the device that the streams belong to."""
     _seed(seed)
 
 

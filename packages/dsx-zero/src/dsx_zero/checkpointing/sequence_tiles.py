@@ -3,12 +3,12 @@
 
     loss = TiledFusedLogitsLoss.apply(loss_fn, self, hidden, labels, None, 8, [self.lm_head.weight], "mean")
 
-A function is run on one piece of the sequence after the other, and again in the backward (`checkpoint`), so that what
-is large in it (logits) exists for one piece at a time. New code has `run_in_tiles` and `linear_cross_entropy`.
+A function is run on one piece of the sequence after the other, and again in the backward (`checkpoint`). So its large
+results (logits) exist for one piece at a time. New code should use `run_in_tiles` and `linear_cross_entropy`.
 
-Two arguments choose nothing here: gradients reach every tensor that requires them, not only the one of
-`grad_requiring_tensor_key`, and parameters need not be listed in `compute_params`, because autograd adds up the pieces'
-gradients before they are reduced.
+Two arguments have no effect here. Gradients reach every tensor that requires them, not only
+`grad_requiring_tensor_key`. Parameters need not be listed in `compute_params`, because autograd adds up the gradients
+of the pieces before they are reduced.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ def sequence_tiled_compute(
 
     Args:
         fn: called with keyword arguments.
-        seqlen: length of dimension 1 of what is cut.
-        shards: pieces of ceil(seqlen / shards) tokens; fewer where the sequence is over before.
+        seqlen: length of dimension 1 of the tensors that are cut.
+        shards: number of pieces, of ceil(seqlen / shards) tokens each; fewer if the sequence ends before.
         kwargs_to_shard: tensors (batch, seqlen, ...), which are cut along dimension 1.
         kwargs_to_pass: given to every call as they are.
-        grad_requiring_tensor_key: the name of one that is cut; see the module's text.
+        grad_requiring_tensor_key: the name of a tensor that is cut; see the module's text.
         compute_params: see the module's text.
-        output_unshard_dimension: along which results are concatenated; 0: each is a single value (a loss).
-        output_reduction: "mean" or "sum" of the concatenated results; None: these. The mean of losses of pieces is the
-            mean over all tokens only where pieces have equal numbers of tokens that count.
+        output_unshard_dimension: dimension along which results are concatenated; 0: each result is a single value (a
+            loss).
+        output_reduction: "mean" or "sum" of the concatenated results; None: no reduction. The mean of the pieces'
+            losses is the mean over all tokens only if all pieces have equally many tokens that count.
 
     Raises:
         ZeroModelError: an argument does not fit.

@@ -1,6 +1,6 @@
-"""What can be configured about activation checkpointing, as plain data.
+"""The settings of activation checkpointing, as plain data.
 
-`config.py` is the same as a section of a configuration.
+`config.py` has the same settings as a section of a configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CheckpointingSettings:
         cpu_checkpointing: inputs are kept in host memory.
         contiguous_memory_optimization: slices are copied into buffers that are made once; needs
             `partition_activations` and a number of checkpoints.
-        number_checkpoints: inputs that such a buffer has room for: checkpoints that are alive at a time.
+        number_checkpoints: how many inputs such a buffer holds: the checkpoints that are alive at the same time.
         synchronize_checkpoint_boundary: the host waits for the device at the beginning and the end of each checkpoint.
         profile: log the time of every checkpoint.
     """
@@ -78,5 +78,5 @@ class CheckpointingSettings:
         return cls(**{name: value for name, value in section.items() if name in known})
 
     def with_given(self, **given: Any) -> CheckpointingSettings:
-        """The same with the values that are not None."""
+        """These settings, changed by the values that are not None."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})

@@ -1,13 +1,13 @@
-"""Long sequences in tiles: a part of the model that treats each token alone is run on one piece of the sequence after
-the other, and again in the backward, so that its activations exist for one piece at a time.
+"""Long sequences in tiles: a part of the model that treats each token alone runs on one piece of the sequence after the
+other, and again in the backward, so that its activations exist for one piece at a time.
 
     y = run_in_tiles(mlp, x, tiles=8)                                  # the activations of an eighth
     loss = linear_cross_entropy(hidden, head.weight, targets, chunk=1024)   # the logits of 1024 tokens
 
 The largest tensor of a language model is often its logits: tokens x vocabulary in fp32. `linear_cross_entropy` never
-has them whole; `chunked_cross_entropy` takes logits that are there and spares the copies that the loss makes of them.
+holds all of them; `chunked_cross_entropy` takes existing logits and avoids the copies that the loss makes of them.
 
-It leaves out kernels that fuse the head with the loss, and vocabularies cut over ranks (dsx-pipe has their loss).
+Left out are kernels that fuse the head with the loss, and vocabularies that are cut over ranks (see dsx-pipe).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run_in_tiles(
         dim: along which `x` and the result are cut.
 
     Raises:
-        ZeroModelError: `tiles` is no positive number, or a piece's result has another length along `dim`.
+        ZeroModelError: `tiles` is not a positive number, or a piece's result has another length along `dim`.
     """
     if isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1:
         raise ZeroModelError(f"run_in_tiles(tiles=...): got {tiles!r}, expected a whole number of at least 1")
@@ -65,7 +65,7 @@ class TiledMLP(nn.Module):
         self.module, self.tiles = module, tiles
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., tokens, features) -> what the module makes of it."""
+        """The module's output for `x`, of shape (..., tokens, features)."""
         return run_in_tiles(self.module, x, tiles=self.tiles)
 
     def extra_repr(self) -> str:

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _MOVING = 1 << 24
-"""Elements of a sub-group where states come and go and the configuration does not say."""
+"""Elements of a sub-group where states are fetched and stored and the configuration sets no size."""
 
 _ALIGNMENT = 256
 """Elements: where the plan of the step cuts parameters (`step.plan.ALIGNMENT`); pieces on disk are cut there too."""
@@ -55,13 +55,14 @@ class Section(Protocol):
 def placement_of(settings: Section, store: TensorStore | None) -> Placement:
     """Where each class of state lives.
 
-    Masters, optimizer states and (from stage 2 on) reduced gradients follow `offload_optimizer`; gradients are in host
-    memory where only the states are on disk, because they are written anew in each step, and on disk where the
-    parameters are there too; states stay in host memory beside masters on disk with
-    `save_muon_momentum_buffer_in_memory`. Shards of parameters follow `offload_param`.
+    * Shards of parameters follow `offload_param`.
+    * Masters and optimizer states follow `offload_optimizer`. With `save_muon_momentum_buffer_in_memory`, the states of
+      masters on disk stay in host memory.
+    * Reduced gradients (from stage 2 on) follow `offload_optimizer` too. Where it says disk, they are in host memory,
+      because each step writes them again; they are on disk only if the parameters are there as well.
 
     Raises:
-        ZeroConfigError: the stage cannot have it, or state is to live on disk and there is no store.
+        ZeroConfigError: the stage does not allow it, or state is to live on disk and there is no store.
     """
     states = _device(settings.offload_optimizer)
     parameters = _device(settings.offload_param)
@@ -93,13 +94,13 @@ def placement_of(settings: Section, store: TensorStore | None) -> Placement:
 def place_units(
     units: Sequence[tuple[int, str, int]], placement: Placement, *, ratio: float
 ) -> tuple[UnitPlacement, ...]:
-    """The record of each unit.
+    """Where the state of each unit lives.
 
     Args:
         units: number, name and elements of this rank's shards, in order.
-        ratio: part of the elements whose masters, gradients and states are offloaded (Twin-Flow, `ratio` of
-            `offload_optimizer`), in whole units. The last units are: those at the beginning are stepped on the device,
-            which works while the host goes on.
+        ratio: fraction of the elements whose masters, gradients and states are offloaded (Twin-Flow, `ratio` of
+            `offload_optimizer`), in whole units. The last units are offloaded; the device steps the first ones, at the
+            same time as the host steps the last ones.
     """
     on_device = Placement(parameters=placement.parameters)
     left = sum(elements for _, _, elements in units) * (1.0 - ratio)
@@ -149,10 +150,10 @@ def check_room(placement: Placement, shards: Mapping[str, int]) -> None:
     """Refuse a disk whose host buffers are too small for the largest unit.
 
     Args:
-        shards: elements of this rank's shard of each unit on it, by the unit's name.
+        shards: elements of this rank's shard of each unit on that disk, by the unit's name.
 
     Raises:
-        ZeroConfigError: says which unit, and the sizes.
+        ZeroConfigError: names the unit and the sizes.
     """
     tier = placement.parameters
     if not isinstance(tier, DiskTier) or not shards:
@@ -167,10 +168,10 @@ def check_room(placement: Placement, shards: Mapping[str, int]) -> None:
 
 
 def check_placement(placement: Placement, stage: int) -> None:
-    """Refuse what a stage cannot have.
+    """Refuse a placement that the stage does not allow.
 
     Raises:
-        ZeroConfigError: says what, and from which stage on it can be.
+        ZeroConfigError: names the placement, and the stages that allow it.
     """
     if stage == 0 and not placement.on_device:
         raise ZeroConfigError(
@@ -184,8 +185,8 @@ def check_placement(placement: Placement, stage: int) -> None:
 
 
 def sub_group_size(settings: Section, *, moves: bool) -> int | None:
-    """Elements of a sub-group of the step: what the configuration says, else as much as should move at once; None:
-    no limit.
+    """Elements of a sub-group of the step: what the configuration sets, else a default where state is moved; None: no
+    limit.
     """
     if "sub_group_size" in settings.model_fields_set:
         return settings.sub_group_size
@@ -193,9 +194,7 @@ def sub_group_size(settings: Section, *, moves: bool) -> int | None:
 
 
 def is_stepped_by_host(placement: Placement) -> bool:
-    """Are masters in host memory, and gradients where they can be read without being fetched from a slow place, so
-    that a thread can step them?
-    """
+    """Can a thread of the host step the masters? It can if they are in host memory and the gradients are in memory."""
     readable = isinstance(placement.gradients, (HostTier, DeviceTier))
     return isinstance(placement.masters, HostTier) and placement.states is None and readable
 
@@ -219,14 +218,15 @@ def steps_during_backward(settings: Section) -> bool:
 
 
 _BUFFERS = 4
-"""Host buffers of a sub-group that is read ahead: values, gradient and two moments."""
+"""Host buffers for each sub-group that is read ahead: values, gradient and two moments."""
 
 
 def transfers_beside_step(settings: Section) -> tuple[int, int]:
-    """How many sub-groups are read ahead of the one that is stepped, and how many may be on their way back
+    """How many sub-groups are read ahead of the one that is stepped, and how many may still be being stored
     (`offload_optimizer`'s `buffer_count`, `pipeline_read` and `pipeline_write`).
 
-    Both are on unless the configuration says false: `false` is only the documented default of a file that says nothing.
+    Both are on unless the configuration sets them to false. `false` is also the documented default of these keys, but a
+    configuration that does not set them gets true.
     """
     section = settings.offload_optimizer
     if _device(section) == "none":

@@ -1,11 +1,11 @@
-"""`Home`: how shards, masters, gradient shards and optimizer states are reached, wherever they live.
+"""`Home`: access to shards, masters, gradient shards and optimizer states, wherever they live.
 
-A home holds the elements of one flat tensor. Memory of this process shows them as a `view`, and nothing is copied.
-Other places have no view: their elements come with `fetch` and go with `store`, which are jobs of a lane, so that they
-run beside computation. No code outside asks for the place: it calls `read`, `write`, `opened` or `accumulate`, which
-use the view where there is one and copy where there is none.
+A home holds the elements of one flat tensor. A home in memory gives them as a `view`, and nothing is copied. Other
+homes have no view: `fetch` and `store` copy the elements, as jobs of a lane, so that the copies run at the same time as
+computation. Code elsewhere does not ask where the elements are: it calls `read`, `write`, `opened` or `accumulate`,
+which use the view where there is one and copy where there is none.
 
-It leaves out when elements come and go: that is for the plan of the step, and for the order of the gathers.
+This module does not decide when elements are fetched and stored. The plan of the step and the order of the gathers do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Home(Protocol):
-    """The place of a flat tensor of `numel` elements."""
+    """Holds a flat tensor of `numel` elements."""
 
     @property
     def numel(self) -> int: ...
@@ -46,7 +46,7 @@ class Home(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where buffers for `fetch` and `store` are to lie; copies from and to other devices work too."""
+        """The device on which buffers for `fetch` and `store` should be; other devices work too."""
         ...
 
     @property
@@ -60,8 +60,8 @@ class Home(Protocol):
         ...
 
     def view(self) -> torch.Tensor | None:
-        """The elements themselves (1-D), to be read and written in place, with every `store` arrived; None where they
-        are not in the memory of this process.
+        """The elements themselves (1-D), for reading and writing in place, after every `store` has ended. None where
+        the elements are not in the memory of this process.
         """
         ...
 
@@ -72,39 +72,39 @@ class Home(Protocol):
         ...
 
     def store(self, values: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
-        """Copy `values` (1-D, contiguous) to the elements from `start` on, as a job of `lane`. `values` must not be
-        written to before the ticket is waited for.
+        """Copy `values` (1-D, contiguous) to the elements from `start` on, as a job of `lane`. Do not write to `values`
+        before you have waited for the ticket.
         """
         ...
 
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """A home that can be brought closer before it is fetched, where its place is slow (disk)."""
+    """A home in a slow place (disk) whose elements can be read into host memory before they are fetched."""
 
     @property
     def numel(self) -> int: ...
 
     @property
     def is_ahead(self) -> bool:
-        """Was it read ahead, and not taken yet?"""
+        """Was it read ahead, but not taken yet?"""
         ...
 
     @property
     def is_direct(self) -> bool:
-        """Does what is fetched pass host memory by, so that the host does not wait for it?"""
+        """Do fetches go straight to the device, so that the host does not wait for them?"""
         ...
 
     def read_ahead(self) -> None:
-        """Start reading everything into host memory; nothing if that is under way."""
+        """Start reading all elements into host memory. Does nothing if that is under way."""
         ...
 
     def take(self, device: torch.device, lane: Lane) -> tuple[torch.Tensor, Ticket] | None:
-        """What was read ahead, on `device`, and what to wait for; None where nothing was."""
+        """The elements that were read ahead, on `device`, and the ticket to wait for; None if none were."""
         ...
 
     def forget_ahead(self) -> None:
-        """Give up what was read ahead."""
+        """Drop the elements that were read ahead."""
         ...
 
 
@@ -113,34 +113,34 @@ class Cuttable(Protocol):
     """A home that is divided into pieces, and reads and writes them whole."""
 
     def cut_at(self, places: Iterable[int]) -> None:
-        """Let pieces begin at these elements. Only before anything is stored."""
+        """Let pieces begin at these elements. Must be called before anything is stored."""
         ...
 
 
 @runtime_checkable
 class Discardable(Protocol):
-    """A home whose place is not given back by letting go of the object."""
+    """A home whose memory or disk space is not released with the object."""
 
     def discard(self) -> None:
-        """The values are not needed any more: give their place back."""
+        """Release the space of the values, which are not needed any more."""
         ...
 
 
 def discard(home: Home) -> None:
-    """The values are not needed any more: give back what the end of the object would not."""
+    """Release the space of values that are not needed any more, where the end of the object would not release it."""
     if isinstance(home, Discardable):
         home.discard()
 
 
 class _InMemory:
-    """Common to the homes that have a view."""
+    """Base of the homes that have a view."""
 
     tier = ""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self.away: str | None = None
-        """Why the values are not there at the moment; None: they are."""
+        """Why the values are absent at the moment (`offload_states`); None: they are there."""
 
     @property
     def numel(self) -> int:
@@ -160,7 +160,7 @@ class _InMemory:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The tensor itself, whether its values are there or not."""
+        """The tensor itself, even while its values are absent."""
         return self._tensor
 
     def view(self) -> torch.Tensor:
@@ -184,16 +184,16 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class DeviceHome(_InMemory):
-    """Memory on the device that the parameters compute on: the tensor itself, at no cost."""
+    """Memory on the device that computes with the parameters: the tensor itself, at no cost."""
 
     tier = "device"
 
 
 class HostHome(_InMemory):
-    """Host memory for a tensor whose parameters compute on `device`; page-locked where that is a CUDA device.
+    """Host memory for a tensor that is used on `device`; page-locked if that is a CUDA device.
 
     Raises:
-        ZeroStateError: memory, or locking its pages, is refused.
+        ZeroStateError: the operating system refuses the memory, or refuses to lock its pages.
     """
 
     tier = "host"
@@ -211,10 +211,10 @@ class HostHome(_InMemory):
         self._arriving: tuple[Ticket, ...] = ()
 
     def view(self) -> torch.Tensor:
-        """The elements. The host waits for stores under way: it reads them itself, and a stream's wait does not hold
-        it up.
+        """The elements. The host waits for stores that are under way: it reads the memory itself, so that a wait of a
+        stream would not be enough.
         """
-        # Two threads may ask at once (the step and the norm): the tickets stay until they are waited for.
+        # Two threads may ask at the same time (the step and the norm), so tickets stay until they were waited for.
         arriving = self._arriving
         for ticket in arriving:
             ticket.synchronize()
@@ -229,12 +229,12 @@ class HostHome(_InMemory):
 
 
 _HERE = HostLane()
-"""For readers and writers that wait at once."""
+"""The lane of `read` and `write`, which wait at once."""
 
 
 def read(home: Home, start: int = 0, stop: int | None = None, *, device: torch.device | None = None) -> torch.Tensor:
-    """Elements [start, stop) for reading, on `device` (default: where they are): a view where they are there, else a
-    copy.
+    """Elements [start, stop) for reading, on `device` (default: the home's device): a view if they are in memory there,
+    otherwise a copy.
     """
     view = home.view()
     if view is not None:
@@ -257,8 +257,8 @@ def write(home: Home, values: torch.Tensor, start: int = 0) -> None:
 
 @contextmanager
 def opened(home: Home, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-    """Elements [start, stop) to be changed in place; where there is no view, changes are kept when the context ends
-    without an error.
+    """Inside the context: elements [start, stop), which can be changed in place. Where there is no view, changes are
+    stored when the context ends without an error.
     """
     values = read(home, start, stop)
     yield values
@@ -267,7 +267,7 @@ def opened(home: Home, start: int = 0, stop: int | None = None) -> Iterator[torc
 
 
 def fetched(home: Home, device: torch.device, lane: Lane) -> tuple[torch.Tensor, Ticket | None]:
-    """All elements on `device`: the view where it lies there, else a new buffer that a job of `lane` fills, with the
+    """All elements on `device`: the view if it is there, otherwise a new buffer that a job of `lane` fills, with the
     ticket to wait for.
     """
     view = home.view()
@@ -282,8 +282,8 @@ def fetched(home: Home, device: torch.device, lane: Lane) -> tuple[torch.Tensor,
 def accumulate(
     home: Home, values: torch.Tensor, lane: Lane, *, seen: Callable[[torch.Tensor], object] | None = None
 ) -> Ticket:
-    """Add `values` to all elements, as a job of `lane`. `values` must not be written to before the ticket is waited
-    for. `seen` is called in the job with all elements after the addition, while they are in memory.
+    """Add `values` to all elements, as a job of `lane`. Do not write to `values` before you have waited for the ticket.
+    The job calls `seen` with all elements after the addition, while they are in memory.
     """
     lane.follow()
 

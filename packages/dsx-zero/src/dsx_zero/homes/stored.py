@@ -1,8 +1,9 @@
 """Homes in a `TensorStore`: named tensors on disk, or wherever the store keeps them.
 
-`dsx_nvme.TensorStore` is one; dsx_zero does not import it, `dsx` hands it in. A store reads and writes whole tensors by
-name. A home therefore lies in it as pieces, cut where parameters begin (`cut_at`) and after so many elements, so that
-what the optimizer's step reads and writes is whole pieces. A range that is not is copied through pieces in host memory.
+`dsx_nvme.TensorStore` is such a store; dsx_zero does not import it, its caller passes it in. A store reads and writes
+complete tensors by name. Therefore a home is kept as several tensors (pieces). They are cut where parameters begin
+(`cut_at`) and have a largest size, so that the optimizer's step reads and writes complete pieces. For any other range,
+the pieces around it go through host memory.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ __all__ = ["StoredHome", "TensorStore"]
 
 
 class TensorStore(Protocol):
-    """Tensors by name, put and taken while a program runs. Operations on one name keep their order."""
+    """Stores tensors by name while a program runs. Operations on the same name keep their order."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def put(self, name: str, tensor: torch.Tensor) -> Pending:
-        """Start storing a host tensor; it must not be written to before it is waited for."""
+        """Start storing a host tensor. Do not write to it before you have waited."""
         ...
 
     def get(self, name: str, out: torch.Tensor | None = None) -> Pending:
@@ -33,12 +34,12 @@ class TensorStore(Protocol):
         ...
 
     def delete(self, name: str) -> None:
-        """Forget a tensor that is stored; its room is used again."""
+        """Delete a stored tensor; its space is used again."""
         ...
 
 
 class _Moves:
-    """Several transfers under way, and copies to be made when they have arrived."""
+    """Several transfers that are under way, and copies to make after they have ended."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[Pending, torch.Tensor | None, torch.Tensor | None]] = []
@@ -58,10 +59,10 @@ class StoredHome:
     """A flat tensor in a store.
 
     Args:
-        store: where.
-        name: the beginning of its pieces' names; no other home of the store has it.
-        piece: elements of a piece, at most.
-        pin: what is read ahead lies in page-locked memory.
+        store: the store.
+        name: the beginning of its pieces' names; no other home in the store has it.
+        piece: the most elements of a piece.
+        pin: elements that are read ahead go into page-locked memory.
     """
 
     tier = "disk"
@@ -74,7 +75,7 @@ class StoredHome:
             raise ValueError(f"piece: got {piece}, expected at least one element")
         self._store, self._name, self._piece, self._pin = store, name, piece, pin
         self._direct = bool(getattr(store, "reaches_device", False))
-        """The store reads into device memory and writes from it: nothing goes through host memory on the way."""
+        """Whether the store reads into device memory and writes from it without a copy in host memory."""
         self.numel, self.dtype = numel, dtype
         self._starts: list[int] = []
         self.cut_at(())
@@ -86,7 +87,7 @@ class StoredHome:
         return sum((b - a) * self.dtype.itemsize for a, b, key in self._pieces(0, self.numel) if key in self._store)
 
     def view(self) -> None:
-        """It is not in the memory of this process."""
+        """Returns None: the elements are not in the memory of this process."""
         return None
 
     def fetch(self, out: torch.Tensor, lane: Lane, *, start: int = 0) -> Ticket:
@@ -100,8 +101,8 @@ class StoredHome:
     # Reading ahead ----------------------------------------------------------------------------------------------------
 
     def read_ahead(self) -> None:
-        """Start reading everything into host memory, for a `take` soon; nothing if that is under way, or if host
-        memory is passed by.
+        """Start reading all elements into host memory, for a `take` soon. Does nothing if that is under way, or if the
+        store reads straight into device memory.
         """
         if self._ahead is None and not self._direct:
             out = torch.empty(self.numel, dtype=self.dtype, device="cpu", pin_memory=self._pin)
@@ -109,16 +110,16 @@ class StoredHome:
 
     @property
     def is_ahead(self) -> bool:
-        """Was it read ahead, and not taken yet?"""
+        """Was it read ahead, but not taken yet?"""
         return self._ahead is not None
 
     @property
     def is_direct(self) -> bool:
-        """Does what is fetched pass host memory by, so that the host does not wait for it?"""
+        """Do fetches go straight to the device, so that the host does not wait for them?"""
         return self._direct
 
     def take(self, device: torch.device, lane: Lane) -> tuple[torch.Tensor, Ticket] | None:
-        """What was read ahead, on `device`, with the ticket to wait for; None where nothing was."""
+        """The elements that were read ahead, on `device`, with the ticket to wait for; None if none were."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
@@ -134,20 +135,20 @@ class StoredHome:
         return out, lane.submit(copy)
 
     def forget_ahead(self) -> None:
-        """What was read ahead is stale, or not wanted."""
+        """Drop the elements that were read ahead: they are stale, or not wanted."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            ahead[1].wait()  # the buffer must not go while it is being filled
+            ahead[1].wait()  # the buffer must not be freed while it is being filled
 
     def discard(self) -> None:
-        """Give the room in the store back."""
+        """Delete the pieces from the store."""
         self.forget_ahead()
         for _, _, key in self._pieces(0, self.numel):
             if key in self._store:
                 self._store.delete(key)
 
     def cut_at(self, places: Iterable[int]) -> None:
-        """Let pieces begin at these elements. Only before anything is stored."""
+        """Let pieces begin at these elements. Must be called before anything is stored."""
         bounds = sorted({0, self.numel, *(place for place in places if 0 < place < self.numel)})
         starts = [at for begin, end in pairwise(bounds) for at in range(begin, end, self._piece)]
         if self._starts and self.nbytes:
@@ -193,6 +194,6 @@ class StoredHome:
         return moves
 
     def _fits(self, tensor: torch.Tensor) -> bool:
-        """Can the store read into it and write from it?"""
+        """Can the store read into this tensor and write from it?"""
         reached = tensor.device.type == "cpu" or self._direct
         return reached and tensor.dtype == self.dtype and tensor.is_contiguous()

@@ -1,6 +1,6 @@
-"""Which tier each class of state has, as data that is chosen once; a tier makes homes.
+"""Tiers make homes; a `Placement` says, as data that is chosen once, which tier each class of state has.
 
-A tier of one's own is a class with `name` and `home`; it is given in a `Placement` and needs no other place.
+To add a tier of your own, write a class with `name` and `home` and give it in a `Placement`. Nothing else is needed.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ class Tier(Protocol):
 
     @property
     def name(self) -> str:
-        """What `state_bytes` and the printed placement call it."""
+        """The name of the tier in `state_bytes` and in the printed placement."""
         ...
 
     def home(self, name: str, numel: int, dtype: torch.dtype, device: torch.device, memory: MakesMemory) -> Home:
-        """A new home for `numel` elements of arbitrary values. Every rank makes the same homes in the same order.
+        """A new home for `numel` elements with arbitrary values. Every rank makes the same homes in the same order.
 
         Args:
-            name: which state it is, unique on this rank.
-            device: where the parameters compute.
-            memory: where buffers on that device come from; may be collective.
+            name: the name of the state, unique on this rank.
+            device: the device that computes with the parameters.
+            memory: allocates buffers on that device; may be collective.
         """
         ...
 
 
 @dataclass(frozen=True)
 class DeviceTier:
-    """The device that the parameters compute on."""
+    """The device that computes with the parameters."""
 
     name: str = "device"
 
@@ -71,7 +71,7 @@ class HostRoom:
         self.left = elements
 
     def take(self, numel: int) -> bool:
-        """Take room for so many, if there is."""
+        """Reserve room for `numel` elements. Returns False, and reserves nothing, if there is too little."""
         if numel > self.left:
             return False
         self.left -= numel
@@ -83,12 +83,12 @@ class DiskTier:
     """A store on disk.
 
     Attributes:
-        store: where.
-        piece: elements of one tensor in it.
-        host: what fits stays in host memory; None: nothing does.
+        store: the store.
+        piece: the most elements of one tensor in the store.
+        host: homes that fit into this room stay in host memory; None: all homes are on disk.
         ahead: elements that may be read ahead of their use.
-        ahead_count: and how many homes.
-        pin: host memory is page-locked, where the device is a CUDA device.
+        ahead_count: homes that may be read ahead of their use.
+        pin: host memory is page-locked if the device is a CUDA device.
     """
 
     store: TensorStore
@@ -111,11 +111,10 @@ class Placement:
     """Where each class of state lives between its uses.
 
     Attributes:
-        parameters: shards of parameters that are partitioned (stage 3). At stages 0-2 parameters are whole on the
-            device.
-        masters: what the optimizer updates, where it is not the parameter's own memory.
+        parameters: shards of partitioned parameters (stage 3). At stages 0-2 the device holds complete parameters.
+        masters: the tensors that the optimizer updates, unless they are the parameters' own memory.
         gradients: reduced gradients from stage 2 on, until the step.
-        states: what the optimizer keeps per element; None: beside the masters, in tensors that the optimizer makes.
+        states: the optimizer's states per element; None: the optimizer makes them, where its masters are.
     """
 
     parameters: Tier = field(default_factory=DeviceTier)
@@ -125,7 +124,7 @@ class Placement:
 
     @property
     def on_device(self) -> bool:
-        """Is all of it on the device, as without offload?"""
+        """Is everything on the device, as without offload?"""
         tiers = (self.parameters, self.masters, self.gradients, self.states)
         return all(tier is None or isinstance(tier, DeviceTier) for tier in tiers)
 
@@ -146,10 +145,10 @@ class UnitPlacement:
     """Where the state of one unit lives.
 
     Attributes:
-        unit: its number.
-        name: what it is called.
-        elements: of this rank's shards of it.
-        placement: the tiers.
+        unit: the number of the unit.
+        name: its name.
+        elements: the elements of this rank's shards of it.
+        placement: the tier of each class of its state.
     """
 
     unit: int

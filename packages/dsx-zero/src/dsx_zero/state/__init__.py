@@ -1,5 +1,6 @@
-"""States by parameter name: read out, read in, counted.
+"""The values of a sharded model by parameter name: reading, loading, moving and counting them.
 
-`slices` what a rank owns, `loading` filling it, `local` a rank's own dictionary, `templates` states before the first
-step.
+`slices` lists what a rank owns, `loading` fills it, `local` makes and loads a rank's own `state_dict`, `templates`
+knows the optimizer's states before the first step, `weight_files` reads safetensors files, `moving` moves states to
+host memory for a while.
 """

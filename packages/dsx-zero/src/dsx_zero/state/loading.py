@@ -1,9 +1,9 @@
-"""Filling a sharded model from named ranges, in two steps: read and check everything, then change the model.
+"""Fills a sharded model from named ranges, in two steps: read and check everything, then change the model.
 
-`read_slices` asks a reader for every range this rank holds and checks that it fits; it changes nothing and does not
-communicate, so that ranks can agree on its outcome before one of them changes anything. `SliceLoad.install` then writes
-what was read and makes it visible, which is collective. Between the two steps the values lie in host memory: as many
-bytes as this rank owns.
+`read_slices` asks a reader for every range this rank holds and checks that it fits. It changes nothing and does not
+communicate, so that the ranks can agree on its outcome before one of them changes anything. `SliceLoad.install` then
+writes what was read and makes it visible, which is collective. Between the two steps the values are in host memory: as
+many bytes as this rank owns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["SliceLoad", "publish_masters", "read_master", "read_slices"]
 
 
 class SliceLoad:
-    """Values that were read and fit, and what to do with them."""
+    """Values that were read and checked, and the writes that install them."""
 
     def __init__(self, runtime: Runtime, inner: torch.optim.Optimizer) -> None:
         self._runtime, self._inner = runtime, inner
@@ -37,22 +37,24 @@ class SliceLoad:
         self._installed: Callable[[], None] = lambda: None
 
     def call_when_installed(self, callback: Callable[[], None]) -> None:
-        """Call this when the model has the new values."""
+        """Call `callback` when the model has the new values."""
         self._installed = callback
 
     def add(self, write: Callable[[], None]) -> None:
-        """Do this when the values are installed."""
+        """Call `write` when the values are installed."""
         self._writes.append(write)
 
     def write(self) -> None:
-        """Write everything, and let it go; nothing is made visible yet."""
+        """Write all values and release them. Nothing is made visible yet."""
         with torch.no_grad():
             self._writes.reverse()
             while self._writes:
                 self._writes.pop()()
 
     def install(self) -> None:
-        """Write everything and make it visible. Collective, and only once: values are let go as they are written."""
+        """Write all values and make them visible. Collective. Can be called only once, because values are released when
+        they are written.
+        """
         run, inner = self._runtime, self._inner
         with torch.no_grad():
             self.write()
@@ -63,7 +65,7 @@ class SliceLoad:
 
 
 def publish_masters(runtime: Runtime) -> None:
-    """Masters and frozen parameters have new values: write the parameters, and make them visible (collective)."""
+    """Write the new values of masters and frozen parameters to the parameters and make them visible (collective)."""
     for unit in runtime.units:
         for group in unit.trainable:
             write_parameters(group)
@@ -82,7 +84,7 @@ def read_slices(
     """Read everything this rank holds; nothing is changed yet, and no rank waits for another.
 
     Args:
-        from_masters: take stored masters where there are some, else the stored parameters.
+        from_masters: read stored masters where there are some, otherwise stored parameters.
 
     Raises:
         ZeroStateError: stored states are not those this optimizer keeps, or have another form.
@@ -151,7 +153,7 @@ def _read_states(
 ) -> None:
     inner = states.inner
     stored = reader.state_keys(master.name)
-    keys = [key for key in stored if "@" not in key]  # the others belong to ranks: only who wrote such takes them
+    keys = [key for key in stored if "@" not in key]  # the others belong to ranks: only their optimizer reads them
     if not keys:
         return
     take = getattr(inner, "read_state_ranges", None)
@@ -169,7 +171,9 @@ def _read_states(
 
 
 def _check_complete(inner: Any, master: Master, keys: list[str], kinds: Mapping[str, Any]) -> None:
-    """All states of a parameter, or none: a momentum of zero beside a variance that is not makes a wrong step."""
+    """Require all states of a parameter, or none: a zero momentum with a variance that is not zero gives a wrong
+    step.
+    """
     # Optimizers that communicate by themselves fill in counters that a plain optimizer's checkpoint does not have.
     own_counters = hasattr(inner, "states_loaded")
     needed = [key for key, kind in kinds.items() if not (own_counters and is_single(kind))]
@@ -193,7 +197,9 @@ def _check_form(inner: Any, master: Master, key: str, kind: Any, value: State) -
 
 
 def _like(kind: Any, value: State, master: Master) -> Any:
-    """The value in the form the optimizer keeps: a tensor of the master's or of the example's shape, or a number."""
+    """The value in the form that the optimizer keeps: a tensor of the master's or of the example's shape, or a
+    number.
+    """
     elementwise = not is_single(kind)
     if isinstance(value, torch.Tensor) and elementwise and value.numel() == master.numel:
         dtype = kind.dtype if isinstance(kind, torch.Tensor) else value.dtype

@@ -1,4 +1,4 @@
-"""One rank's own state: as a dict for `state_dict`, and as counted bytes."""
+"""One rank's own state: `state_dict`, `load_state_dict`, and the count of its bytes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def load_local(optimizer: SlicedOptimizer, state: dict[str, Any]) -> None:
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[torch.device, int]]) -> int:
-    """Bytes of the storages of `tensors` that are not in `seen` yet; adds them."""
+    """Bytes of the storages of `tensors` that are not in `seen` yet; adds these storages to `seen`."""
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -125,13 +125,15 @@ def unique_bytes(tensors: Iterable[torch.Tensor], seen: set[tuple[torch.device, 
 
 
 class _Count:
-    """Bytes by tier; each storage counts once."""
+    """Counts bytes by tier; each storage counts once."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[torch.device, int]] = set()
 
     def of(self, tensors: Iterable[torch.Tensor] = (), homes: Iterable[Home] = ()) -> dict[str, int]:
-        """Tensors lie on the device; homes in memory count by their storages."""
+        """Bytes by tier of storages that were not counted before. Tensors count as on the device; homes in memory count
+        by their storages.
+        """
         found: dict[str, int] = {}
         for tensor in tensors:
             self.add(found, "device", tensor)
@@ -159,7 +161,7 @@ def count_bytes(runtime: Runtime, states: OptimizerStates) -> dict[str, dict[str
     }
     for tier, tensor in states.tensors():
         count.add(found["optimizer"], tier, tensor)
-    if hasattr(states.inner, "communication_tensors"):  # what an optimizer that communicates by itself keeps for that
+    if hasattr(states.inner, "communication_tensors"):  # buffers of an optimizer that communicates by itself
         for tensor in states.inner.communication_tensors():
             count.add(found["optimizer"], "device", tensor)
     found["buffers"]["device"] = found["buffers"].get("device", 0) + runtime.gradients.idle_bytes()

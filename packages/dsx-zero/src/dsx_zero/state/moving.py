@@ -1,12 +1,13 @@
-"""States that leave the device for a while, at run time: `offload_states` and `reload_states`.
+"""Moves states off the device for a while, at run time: `offload_states` and `reload_states`.
 
-For programs that share a device between training and something else, such as reinforcement learning, where the model
-generates between two updates. Each storage is copied into host memory and given back under the tensors that lie in it,
-so that every view (masters, slices, states, parameters) is right again once the bytes are back. Until then
-they must not be read: homes raise, a forward raises, and parameters and `.grad` show NaNs of their shape.
+This serves programs that share a device between training and something else, such as reinforcement learning, where the
+model generates between two updates. The bytes of each storage are copied into host memory and freed on the device;
+tensor objects stay. When the bytes are back, every view (masters, slices, states, parameters) is valid again. Until then
+no value can be read by mistake: homes raise, a forward raises, and parameters and `.grad` show NaNs of their
+shape.
 
-What lives on the host or on disk already (`offload_optimizer`, `offload_param`) stays where it is, and so does memory
-that the ranks of a host share: it is host memory. Left out are moves to disk: give `offload_optimizer` for those.
+State that already lives on the host or on disk (`offload_optimizer`, `offload_param`) stays where it is, and so does
+memory that the ranks of a host share, which is host memory. Moves to disk are left out; `offload_optimizer` does that.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class OffloadStateTypeEnum(str, Enum):
     lp_grads = "lp_grads"
     """Gradients."""
     contiguous_grad_buffer = "contiguous_grad_buffer"
-    """Buffers that are kept for the gradients of backwards to come; they have no values and are given back."""
+    """Buffers that are kept for the gradients of later backwards. They hold no values, so they are freed."""
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -55,12 +56,12 @@ _CLASSES = {
     OffloadStateTypeEnum.lp_grads: "grads",
     OffloadStateTypeEnum.optim_states: "optimizer",
 }
-"""The class of `state_bytes` that each is counted under."""
+"""The name in `state_bytes` under which each class is counted."""
 
 
 @dataclass
 class _Found:
-    """What one class of state consists of: tensors whose storages move, homes over them, and tensors that users see."""
+    """The parts of one class of state: tensors whose storages move, homes over them, and tensors that users see."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     homes: list[DeviceHome] = field(default_factory=list)
@@ -68,7 +69,7 @@ class _Found:
 
 
 class _Stash:
-    """The bytes of one storage in host memory; the storage object stays, without memory."""
+    """The bytes of one storage, in host memory. The storage object stays, but has no memory meanwhile."""
 
     def __init__(self, tensor: torch.Tensor, *, pin: bool, non_blocking: bool) -> None:
         self._storage, self._device = tensor.untyped_storage(), tensor.device
@@ -82,7 +83,7 @@ class _Stash:
         self._storage.resize_(0)
 
     def bring_back(self, *, non_blocking: bool) -> None:
-        """Take the memory again, with the values of before."""
+        """Allocate the storage's memory again and copy its values back."""
         self._storage.resize_(self.nbytes)
         self._bytes().copy_(self._host, non_blocking=non_blocking)
 
@@ -101,10 +102,10 @@ class MovedStates:
         self._guard: Any = None
 
     def check(self) -> None:
-        """Refuse what needs all states on the device.
+        """Refuse an operation that needs all states on the device.
 
         Raises:
-            ZeroStateError: states are offloaded; names them.
+            ZeroStateError: some states are offloaded; names them.
         """
         if self._stashes:
             raise ZeroStateError(self._refusal())
@@ -192,7 +193,7 @@ class MovedStates:
                 visible = [] if group.visible is None else [group.visible]
                 tensors = [*visible, *(home.memory for home in homes)]
                 if not all(tensor.untyped_storage().resizable() for tensor in tensors):
-                    continue  # in memory that the ranks share, which is host memory
+                    continue  # its memory is shared by the ranks, and is host memory already
                 found.tensors += tensors
                 found.homes += homes
                 if group.visible is not None:

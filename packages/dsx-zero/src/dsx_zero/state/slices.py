@@ -1,9 +1,9 @@
 """What this rank owns, by name: the view from which checkpoints are written.
 
-A `ParamSlice` is a range of a parameter in row-major order with everything that belongs to it. Over all ranks the
-slices cover every element exactly once, also at stage 0, where every rank holds everything and the writing is divided
-by the same arithmetic. Loading (`loading.py`) is the reverse and needs no equal division: every rank asks a reader for
-the ranges it holds.
+A `ParamSlice` is a range of a parameter in row-major order, with its master and its optimizer states. Over all ranks
+the slices cover every element exactly once. That holds at stage 0 too: every rank has all elements there, and the work
+of writing is divided by the same arithmetic. Loading (`loading.py`) is the reverse, and the number of ranks may differ:
+every rank asks a reader for the ranges it holds.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ State = torch.Tensor | int | float | bool
 class ParamSlice:
     """Elements `[start, stop)` of one parameter, which this rank owns (possibly none).
 
-    `param` is 1-D in the model's dtype, `master` 1-D in the master's (the same memory where there is no separate
-    master; None for frozen parameters). `states` has 1-D tensors of the same length, and single values as numbers or
-    0-dim tensors.
-    `ranges`: further states (key, first element in the parameter, 1-D values) that ranks hold in ranges of their own;
-    each key is whole over the ranks and has an "@".
+    `param` is 1-D in the model's dtype, `master` is 1-D in the master's dtype (the same memory where there is no
+    separate master; None for frozen parameters). `states` has 1-D tensors of the same length, and single values as
+    numbers or 0-dim tensors.
+    `ranges` has further states, whose ranges differ from those of the parameter: (key, first element in the parameter,
+    1-D values). Their keys contain an "@"; over all ranks the ranges of a key cover the parameter.
     """
 
     name: str
@@ -56,10 +56,10 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class StoredValues:
-    """Elements that are not in memory, 1-D, in the place of a tensor of a `ParamSlice`; `fetch` reads them.
+    """Stands for a 1-D tensor of a `ParamSlice` whose elements are not in memory; `fetch` reads them.
 
     Attributes:
-        ranges: homes, and which of their elements, in a row.
+        ranges: ranges of homes, which follow each other.
     """
 
     ranges: tuple[tuple[Home, int, int], ...]
@@ -69,27 +69,27 @@ class StoredValues:
         return self.ranges[0][0].dtype
 
     def dim(self) -> int:
-        """As of the tensor."""
+        """The same as for the tensor."""
         return 1
 
     def numel(self) -> int:
-        """As of the tensor."""
+        """The same as for the tensor."""
         return sum(stop - start for _, start, stop in self.ranges)
 
     def fetch(self) -> torch.Tensor:
-        """The elements, a new tensor."""
+        """Read the elements into a new tensor."""
         found = [read(*place) for place in self.ranges]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def parts(self, most: int) -> Iterator[torch.Tensor]:
-        """The elements in order, at most `most` at a time, each time a new tensor."""
+        """Read the elements in order, at most `most` at a time, each time into a new tensor."""
         for home, first, last in self.ranges:
             for start, stop in pieces(last - first, most):
                 yield read(home, first + start, first + stop)
 
 
 class Reader(Protocol):
-    """Where values come from. None means: keep what is there."""
+    """A source of values. If it gives None, the model keeps the values it has."""
 
     def param(self, name: str, start: int, stop: int) -> torch.Tensor | None: ...
 
@@ -109,7 +109,7 @@ class Place:
 
 
 def places_of(runtime: Runtime) -> dict[str, Place]:
-    """Where each parameter lies, by its first name."""
+    """The place of each parameter, by its first name."""
     return {
         name: Place(group, index)
         for unit in runtime.units
@@ -128,8 +128,8 @@ def iter_slices(
 ) -> Iterator[ParamSlice]:
     """What this rank owns of every parameter, in definition order.
 
-    `held`: everything it keeps (whole parameters at stage 0, whole frozen ones up to stage 2). `lazily`: what is not in
-    memory is given as `StoredValues`.
+    `held`: give everything that this rank keeps, not only what it owns (all elements of a parameter at stage 0, all
+    elements of frozen ones up to stage 2). `lazily`: give values that are not in memory as `StoredValues`.
     """
     places, inner = places_of(runtime), states.inner
     templates, errors = StateTemplates(inner), _GroupErrors(runtime)
@@ -138,7 +138,7 @@ def iter_slices(
         if held and (runtime.whole or (runtime.holds_whole_parameters and not info.trainable)):
             part, home = group.whole_slice(index), group.all_visible()
         else:
-            # of equal shards (hybrid sharding) the first copy's are the ones that count
+            # with hybrid sharding several ranks hold equal shards; only those of the first copy count
             owned = group.layout.local_slice(info.name, group.rank) if held or group.ranks.first_copy else None
             part, home = owned or LocalSlice(0, 0, 0), group.shard
         param: Any = _elements(home, part.offset, part.numel, lazily)
@@ -162,14 +162,14 @@ def iter_slices(
 
 
 class _GroupErrors:
-    """The errors of one flat group at a time, which its parameters have in common."""
+    """Reads the compression errors of one flat group at a time; the group's parameters have them in common."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._keepers = runtime.errors
         self._latest: tuple[FlatGroup | None, list[FlatError]] = (None, [])
 
     def of(self, group: FlatGroup) -> list[FlatError]:
-        """All of them."""
+        """All compression errors of `group`."""
         if not self._keepers or not group.trainable:
             return []
         if self._latest[0] is not group:
@@ -178,7 +178,7 @@ class _GroupErrors:
 
 
 def _own_ranges(inner: Any, master: Master) -> tuple[tuple[str, int, torch.Tensor], ...]:
-    """States of optimizers that communicate by themselves, such as what compression has kept back."""
+    """States of optimizers that communicate by themselves, such as the errors of their compression."""
     give = getattr(inner, "state_ranges", None)
     return () if give is None else tuple(give(master.tensor))
 
@@ -199,7 +199,7 @@ def _own_master(group: FlatGroup, pieces: Sequence[Master], part: LocalSlice, pa
 
 
 def _cut(master: Master, tensor: torch.Tensor, part: LocalSlice) -> torch.Tensor:
-    """The owned elements of a tensor that is laid out like the master."""
+    """The owned elements of a tensor that has the layout of the master."""
     first, last = max(part.start, master.slice.start), min(part.stop, master.slice.stop)
     return tensor.detach().reshape(-1)[first - master.slice.start : max(first, last) - master.slice.start]
 
@@ -207,7 +207,7 @@ def _cut(master: Master, tensor: torch.Tensor, part: LocalSlice) -> torch.Tensor
 def own_states(
     states: OptimizerStates, pieces: Sequence[Master], part: LocalSlice, templates: StateTemplates, lazily: bool
 ) -> dict[str, Any]:
-    """The states of the elements `part` of a parameter, of which `pieces` are this rank's masters.
+    """The states of the elements `part` of a parameter; `pieces` are this rank's masters of it.
 
     Raises:
         ZeroStateError: a state is neither one value nor one value per element.
@@ -220,7 +220,7 @@ def own_states(
 
 
 def _stored_states(states: OptimizerStates, pieces: Sequence[Master], part: LocalSlice) -> dict[str, StoredValues]:
-    """The states per element that are not in memory."""
+    """The states per element whose values are not in memory."""
     ranges: dict[str, list[tuple[Home, int, int]]] = {}
     for master in pieces:
         first, last = max(part.start, master.slice.start), min(part.stop, master.slice.stop)
@@ -231,7 +231,7 @@ def _stored_states(states: OptimizerStates, pieces: Sequence[Master], part: Loca
 
 
 def _joined(values: Sequence[State]) -> State:
-    """One state of a parameter's pieces: elements in a row; single values are the same in all of them."""
+    """One state of all pieces of a parameter: their elements joined. A single value is the same in all pieces."""
     tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
     return torch.cat(tensors) if tensors else values[0]
 

@@ -1,10 +1,9 @@
-"""Which states an optimizer keeps per parameter, and in what form: learnt from one step of a copy on a parameter of its
-own.
+"""Which states an optimizer keeps per parameter, and in what form. A copy of the optimizer shows it in one step on a
+sample parameter.
 
-A state is one of two things: elementwise (one value per element of the parameter, cut as the parameter is cut) or
-single (one value per parameter, such as `step`). The sample parameter has two elements, so that the two differ in size.
-For a parameter of one element the shape of a state alone does not tell them apart: a `step` of shape `(1,)` looks like
-a momentum.
+A state is either elementwise (one value per element of the parameter, cut as the parameter is cut) or single (one value
+per parameter, such as `step`). The sample parameter has two elements, so that the two kinds differ in size. For a
+parameter of one element the shape of a state does not tell them apart: a `step` of shape `(1,)` looks like a momentum.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ class StateTemplates:
         self._known: dict[tuple[int, torch.dtype, torch.device, tuple[int, ...] | None], dict[str, Any]] = {}
 
     def of(self, master: Master) -> dict[str, Any]:
-        """Names and examples of a master's states; single ones have their own shape, elementwise ones two elements."""
+        """Names and examples of a master's states. Single states have their own shape, elementwise states two
+        elements.
+        """
         for number, group in enumerate(self._inner.param_groups):
             if any(tensor is master.tensor for tensor in group["params"]):
                 whole = tuple(master.shape) if needs_whole_tensors(self._inner) else None
@@ -47,12 +48,12 @@ class StateTemplates:
         return {}
 
     def _learn(self, group: dict[str, Any], like: torch.Tensor, whole: tuple[int, ...] | None) -> dict[str, Any]:
-        # What an optimizer of whole tensors keeps depends on their shape.
+        # An optimizer that needs whole tensors keeps states that depend on their shape.
         shape = (_SAMPLE,) if whole is None else whole
         if needs_rows(self._inner):
             shape = (_SAMPLE, 1)
         sample = torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
-        if hasattr(self._inner, "state_template"):  # a step of those would communicate
+        if hasattr(self._inner, "state_template"):  # such an optimizer communicates in its step, so none is done
             return self._inner.state_template(sample)  # type: ignore[attr-defined]
         probe = _copy_without_groups(self._inner)
         sample.grad = torch.zeros_like(sample)

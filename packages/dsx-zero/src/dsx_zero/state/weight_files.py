@@ -1,11 +1,11 @@
-"""Weights by name in safetensors files, read in ranges: nothing but what is asked for comes into memory.
+"""Reads weights by name from safetensors files, in ranges: only the ranges that are asked for come into memory.
 
-A folder as Hugging Face writes them: one or several `*.safetensors`, with `*.safetensors.index.json` that says which
-tensor lies in which of them; without an index every file of the folder is looked into. Headers are read and checked
-when this is made; values are read range by range.
+A folder is expected as Hugging Face writes it: one or several `*.safetensors`, and `*.safetensors.index.json`, which
+says in which file each tensor is. Without an index the headers of all files in the folder are read. Headers are read
+and checked when a `WeightFiles` is made; values are read range by range.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes of header length, a JSON header with type, shape and
-place of each tensor, the data. Left out: pickled weights (`*.bin`), whose reading would run code.
+The format (https://github.com/huggingface/safetensors): 8 bytes with the header's length, a JSON header with dtype,
+shape and place of each tensor, then the data. Pickled weights (`*.bin`) are left out, because reading them runs code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies."""
+    """The place of a tensor: file, bytes, dtype and shape."""
 
     file: Path
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class WeightFiles:
     """The tensors of a folder, of an index file, or of one file.
 
     Raises:
-        ZeroLoadError: it is not there, not complete, or damaged; names the file.
+        ZeroLoadError: a file is missing, not complete, or damaged; names the file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -82,7 +82,7 @@ class WeightFiles:
         """Elements [start, stop) of a tensor in row-major order, as a new 1-D host tensor.
 
         Raises:
-            ZeroLoadError: the file ends before them, or cannot be read.
+            ZeroLoadError: the file ends before these elements, or cannot be read.
         """
         tensor = self._tensors[name]
         size = tensor.dtype.itemsize
