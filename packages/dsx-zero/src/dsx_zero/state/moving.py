@@ -2,8 +2,8 @@
 
 This serves programs that share a device between training and something else, such as reinforcement learning, where the
 model generates between two updates. The bytes of each storage are copied into host memory and freed on the device;
-tensor objects stay. When the bytes are back, every view (masters, slices, states, parameters) is valid again. Until then
-no value can be read by mistake: homes raise, a forward raises, and parameters and `.grad` show NaNs of their
+tensor objects stay. When the bytes are back, every view (masters, slices, states, parameters) is valid again. Until
+then no value can be read by mistake: homes raise, a forward raises, and parameters and `.grad` show NaNs of their
 shape.
 
 State that already lives on the host or on disk (`offload_optimizer`, `offload_param`) stays where it is, and so does

@@ -174,7 +174,7 @@ class StepDuringBackward:
         self._runtime.gradients.expect_last()
         self._was_announced = True
         if self._announced is not None:
-            self._disturb("more than one backward was announced as the last one before the step")
+            self._disturb("several backwards were the last one before one step")
         if self._refrains or has_step_hooks(self._inner):
             return False
         settings = settings_of(self._inner)
