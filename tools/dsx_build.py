@@ -204,7 +204,7 @@ class NinjaFile:
         path = self.folder / "build.ninja"
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)
-        import ninja  # late: only a build with native code needs it
+        import ninja  # lazy import: only a build with native code needs it
 
         jobs = os.environ.get("DSX_BUILD_JOBS") or os.environ.get("MAX_JOBS")
         command = [str(Path(ninja.BIN_DIR) / "ninja"), *(["-j", jobs] if jobs else [])]
@@ -307,7 +307,7 @@ class DsxNativeHook(BuildHookInterface):
             key += "-" + sanitize.replace(",", "-")
         folder = Path(self.root) / "build" / key
         folder.mkdir(parents=True, exist_ok=True)
-        import pybind11  # late: only a build with native code needs it
+        import pybind11  # lazy import: only a build with native code needs it
 
         # Isolated builds find pybind11 at a new path each time; a stable name keeps the command lines, and so the
         # objects.

@@ -12,7 +12,7 @@ __all__ = ["deepspeed", "ds_bench", "ds_elastic", "ds_report", "ds_ssh"]
 
 def deepspeed(argv: Sequence[str] | None = None) -> int:
     """`dsx launch`."""
-    from dsx.launcher.main import main  # late, as in all commands: --help of one needs nothing of another
+    from dsx.launcher.main import main  # lazy import, as in all commands: --help of one needs nothing of another
 
     return main(argv, prog="deepspeed")
 

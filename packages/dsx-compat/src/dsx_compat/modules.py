@@ -53,7 +53,7 @@ def take_over(name: str) -> None:
         git_branch=None,
     )
     _make_lazy(package)
-    from . import parameters  # late: it needs torch, and this module is imported by tools that only look
+    from . import parameters  # lazy import: it needs torch, and this module is imported by tools that only look
 
     parameters.attach()
 

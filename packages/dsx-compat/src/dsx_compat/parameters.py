@@ -72,6 +72,6 @@ def attach() -> None:
 
 def is_zero_param(parameter: Any) -> bool:
     """Whether stage 3 or `zero.Init` manages the tensor."""
-    from dsx_zero import partition_of  # late: the names of this module are read before anything is sharded
+    from dsx_zero import partition_of  # lazy import: the names of this module are read before anything is sharded
 
     return isinstance(parameter, torch.Tensor) and partition_of(parameter) is not None

@@ -87,7 +87,7 @@ def _resident() -> tuple[int, int]:
 
 def _resident_elsewhere() -> tuple[int, int]:
     """Systems without /proc: the peak is all the standard library knows."""
-    import resource  # late: Unix only
+    import resource  # lazy import: Unix only
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return peak, peak

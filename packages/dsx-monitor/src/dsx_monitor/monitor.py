@@ -58,7 +58,7 @@ def _jsonl(section: Any) -> Writer:
     return JSONLWriter(section)
 
 
-# Late imports all: a job pays only for the writers it switches on.
+# All of them are lazy imports: a job pays only for the writers it switches on.
 _BUILDERS: dict[str, Callable[[Any], Writer]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
@@ -176,7 +176,7 @@ def _as_config(config: Any, sections: tuple[str, ...]) -> Any:
     if isinstance(config, Mapping):
         from pydantic import ValidationError
 
-        from .config import MonitorConfig  # late: pydantic is slow to import
+        from .config import MonitorConfig  # lazy import: pydantic is slow to import
 
         alone = len(sections) == 1 and "enabled" in config  # no section is called that
         try:

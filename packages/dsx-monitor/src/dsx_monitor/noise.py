@@ -67,7 +67,7 @@ class GradientSquares:
     def _add(self, gradient: Any) -> None:
         if self._paused:
             return
-        import torch  # late: the arithmetic above works without it
+        import torch  # lazy import: the arithmetic above works without it
 
         square = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32) ** 2
         self._sum = square if self._sum is None else self._sum + square

@@ -290,7 +290,7 @@ def _when_done(result: Any, callback: Any) -> None:
 
 
 def _record() -> Any:
-    import torch  # late: the host's clock works without it
+    import torch  # lazy import: the host's clock works without it
 
     event = torch.cuda.Event(enable_timing=True)
     event.record()

@@ -137,7 +137,7 @@ class WallClock:
 
 
 def _record() -> Any:
-    import torch  # late: the host clock works without it
+    import torch  # lazy import: the host clock works without it
 
     event = torch.cuda.Event(enable_timing=True)
     event.record()

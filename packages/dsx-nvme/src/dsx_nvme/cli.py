@@ -15,14 +15,14 @@ COMMANDS = {
 
 def ds_nvme_tune() -> int:
     """The program `ds_nvme_tune`: `dsx-nvme tune` under the name that DeepNVMe's documents use."""
-    from .tune.tuner import main as run  # late, as all commands
+    from .tune.tuner import main as run  # lazy import, as all commands
 
     return run(prog="ds_nvme_tune")
 
 
 def ds_io() -> int:
     """The program `ds_io`: `dsx-nvme bench` under the name that DeepNVMe's documents use."""
-    from .tune.bench import main as run  # late, as all commands
+    from .tune.bench import main as run  # lazy import, as all commands
 
     return run(prog="ds_io")
 

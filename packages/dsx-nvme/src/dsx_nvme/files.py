@@ -329,7 +329,7 @@ def sync_folder(path: str | os.PathLike) -> None:
 
 def access(path: str | os.PathLike, *, engine: str = "auto") -> Access:
     """How transfers to a file or folder would go. Opens the file, or a nameless one in the folder; changes nothing."""
-    import tempfile  # late: only this question needs it
+    import tempfile  # lazy import: only this question needs it
 
     if os.path.isdir(path):
         with tempfile.NamedTemporaryFile(dir=path, prefix=".dsx-nvme-probe-") as probe:

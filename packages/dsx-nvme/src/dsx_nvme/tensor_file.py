@@ -86,7 +86,7 @@ class Reading:
         return self.ticket.done()
 
     def __await__(self) -> Generator[Any, None, torch.Tensor]:
-        import asyncio  # late: most programs never await
+        import asyncio  # lazy import: most programs never await
 
         return asyncio.get_running_loop().run_in_executor(None, self.result).__await__()
 

@@ -213,7 +213,7 @@ class Ticket:
         return self._error
 
     def __await__(self) -> Generator[Any, None, int]:
-        import asyncio  # late: most programs never await
+        import asyncio  # lazy import: most programs never await
 
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(None, self.wait).__await__()

@@ -59,7 +59,7 @@ def _section(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show(arguments: argparse.Namespace) -> str:
     """Draw what the arguments say; one line about it."""
-    from pydantic import ValidationError  # late: the report needs no pydantic
+    from pydantic import ValidationError  # lazy import: the report needs no pydantic
 
     from .config import SparseAttentionConfig
 

@@ -88,7 +88,7 @@ class Layout(Tensor):
 
     def _repr_svg_(self) -> str:
         """What notebooks show."""
-        from .plot import svg  # late: only notebooks ask
+        from .plot import svg  # lazy import: only notebooks ask
 
         return svg(self.plain(), self.block)
 

@@ -310,7 +310,7 @@ def _setting_facts(settings: ZeroConfig, precision: Precision, reduction: Reduct
 
 
 def _settings(stage: int | None, config: ZeroConfig | dict[str, Any] | None) -> ZeroConfig:
-    from pydantic import ValidationError  # late: pydantic costs import time
+    from pydantic import ValidationError  # lazy import: pydantic costs import time
 
     from .config import PATH, ZeroConfig
 

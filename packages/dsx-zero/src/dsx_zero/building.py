@@ -282,7 +282,7 @@ class _Build:
 
     def partitioned(self, inner: Any) -> Runtime:
         """Stage 3: the modules get other parameters, which take the places of the old ones in the optimizer."""
-        from .gather.executor import GatherExecutor, GatherLimits  # late: stages 0-2 need none of it
+        from .gather.executor import GatherExecutor, GatherLimits  # lazy import: stages 0-2 need none of it
         from .gather.lifetime import GatherLifetime
         from .gather.stage3 import Stage3, partition, read_ahead_of, reuse_limits
 

@@ -860,7 +860,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sets = {group.ranks for unit in run.trainable_units() for group in unit.trainable}
         divided = any((ranks.size > 1 and not run.whole) or ranks.tensor_groups for ranks in sets)
         if hasattr(self.inner, "norm_reducer") and divided:
-            from .step.segments import SegmentedNorms  # late: only such optimizers need it
+            from .step.segments import SegmentedNorms  # lazy import: only such optimizers need it
 
             self.inner.norm_reducer = SegmentedNorms(self._runtime, self._masters)  # type: ignore[attr-defined]
         elif getattr(self.inner, "needs_tensor_norms", False) and not self._runtime.whole:

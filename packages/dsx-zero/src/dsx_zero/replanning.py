@@ -146,7 +146,7 @@ def stage3_of_parts(parts: StepParts) -> Any:
     """What shards the model at stage 3; None at other stages."""
     if parts.runtime.stage != 3:
         return None
-    from .gather.stage3 import Stage3  # late: stages 0-2 need none of it
+    from .gather.stage3 import Stage3  # lazy import: stages 0-2 need none of it
 
     return parts.runtime.publisher if isinstance(parts.runtime.publisher, Stage3) else None
 

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"dsx {__version__}\n")
         return 0
     if name not in COMMANDS:
-        import difflib  # late: only for this message
+        import difflib  # lazy import: only for this message
 
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean 'dsx {near[0]}'?" if near else "; see dsx --help"

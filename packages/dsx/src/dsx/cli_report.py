@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", help="the folder the run wrote its metrics to")
     parser.add_argument("-o", "--out", help="the file to write (default: report.html in that folder)")
     args = parser.parse_args(argv)
-    from dsx_monitor.report import write_report  # late: `--help` needs none of it
+    from dsx_monitor.report import write_report  # lazy import: `--help` needs none of it
 
     try:
         path = write_report(args.run_dir, args.out)

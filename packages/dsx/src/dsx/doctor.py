@@ -348,7 +348,7 @@ def examine(probes: Sequence[Callable[[], list[Finding]]] | None = None) -> list
 
 def render(findings: Sequence[Finding]) -> None:
     """Print the findings as one table per topic."""
-    from rich.console import Console  # late: only for people
+    from rich.console import Console  # lazy import: only for people
     from rich.table import Table
     from rich.text import Text
 

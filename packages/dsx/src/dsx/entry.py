@@ -111,7 +111,7 @@ def initialize(
         raise EngineArgumentError(
             "initialize(mesh_param=...): sequence-parallel meshes are not available yet; leave it out"
         )
-    # Late: the wiring imports every sibling package, and a mistake in the arguments should not cost that.
+    # Lazy import: the wiring imports every sibling package, and a mistake in the arguments should not cost that.
     from .wiring import build_engine
 
     engine = build_engine(source, request)

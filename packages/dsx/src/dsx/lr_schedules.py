@@ -73,7 +73,7 @@ def build_schedule(name: str, optimizer: Any, params: Mapping[str, Any] | None =
     ours = {known.lower(): schedule for known, schedule in SCHEDULES.items()}
     schedule: Any = ours.get(name.lower())
     if schedule is None:
-        # late: torch costs seconds and our schedules need none of it
+        # lazy import: torch costs seconds, and our schedules do not need it
         import torch.optim.lr_scheduler as torch_schedulers
 
         spelled = {known.lower(): known for known in vars(torch_schedulers) if known[0].isupper()}

@@ -215,7 +215,7 @@ def _mup(type_name: str, name: str, arguments: dict[str, Any], wide: str) -> Opt
     if wide:
         raise _narrow(type_name, f"torch's, which {name} makes, keeps", wide)
     try:
-        import mup  # late: an optional package  # pyright: ignore[reportMissingImports]
+        import mup  # lazy import: an optional package  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise _problem(
             "type", f'optimizer "{type_name}" is one of the package mup, which cannot be imported ({error})',
@@ -246,7 +246,7 @@ def _drop_upstreams(arguments: dict[str, Any]) -> None:
 
 def _one_bit(type_name: str, cls: Any, arguments: dict[str, Any]) -> OptimizerChoice:
     """An optimizer of dsx_comm that averages in one bit."""
-    import dsx_comm  # late, as every sibling
+    import dsx_comm  # lazy import, as every sibling
 
     _check_arguments(cls, arguments, type_name)
 
@@ -272,7 +272,7 @@ def _from_ops(type_name: str, cls: Any, arguments: dict[str, Any], wide: str) ->
 def _ops_class(name: str, *, native: bool = False) -> tuple[Any, str]:
     """A class of dsx_ops, or None and why not; `native`: not without its native code either."""
     try:
-        # Late: only an engine that builds its own optimizer needs the package.
+        # Lazy import: only an engine that builds its own optimizer needs the package.
         import dsx_ops
     except ImportError as error:
         return None, f"dsx-ops cannot be imported ({error})"
@@ -319,7 +319,7 @@ def _check_arguments(cls: Any, arguments: Mapping[str, Any], type_name: str) -> 
 
 
 def _unknown(type_name: str, classes: Iterable[type]) -> DsxConfigError:
-    # Late: only on the way to an error.
+    # Lazy import: only on the way to an error.
     from .config.names import nearest
 
     known = sorted({"Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", *(cls.__name__ for cls in classes)})

@@ -101,7 +101,7 @@ def _sections(source: Any, part: Callable[[str], ModuleType]) -> tuple[Any, Any]
     if not isinstance(data.get("pipeline"), dict) and not isinstance(data.get("tensor_parallel"), dict):
         return None, None
     part("dsx_pipe")
-    from dsx_pipe.config import Pipeline, TensorParallel  # late: pydantic
+    from dsx_pipe.config import Pipeline, TensorParallel  # lazy import: pydantic
     from pydantic import ValidationError
 
     found: list[Any] = []

@@ -31,7 +31,7 @@ def dtype(name: str) -> Any:
     Raises:
         PrecisionError: for any other name.
     """
-    import torch  # late: a configuration is read and explained without torch
+    import torch  # lazy import: a configuration is read and explained without torch
 
     return getattr(torch, NAMES[name_of(name)])
 

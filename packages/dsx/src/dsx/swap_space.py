@@ -210,7 +210,7 @@ def _aio_of(config: Any) -> Any:
     """The `aio` section of a configuration, if it has one."""
     nvme: Any = importlib.import_module("dsx_nvme")
     if isinstance(config, (str, Path)):
-        from dsx_zero.params.init import read_config  # late: only files need it
+        from dsx_zero.params.init import read_config  # lazy import: only files need it
 
         config = read_config(config)
     section = config.get("aio") if isinstance(config, Mapping) else None

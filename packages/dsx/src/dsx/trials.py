@@ -199,7 +199,7 @@ def limit_memory(limit: int | None, device: torch.device, ranks: int) -> int:
     share = int(_HOST_PART * psutil.virtual_memory().available / ranks) + resident if limit is None else limit
     unused = _status("VmData") - _status("RssAnon")  # address space that is reserved and holds nothing
     if _status("VmData"):
-        import resource  # late: there is none on Windows
+        import resource  # lazy import: there is none on Windows
 
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         wanted = share + max(0, unused) + _THREADS

@@ -349,7 +349,7 @@ def _add_curvature(to: Watched, watch: Watch) -> None:
         watch.add(_noise(to, noise, squares))
         paused = squares.paused
     if section.enabled:
-        from dsx_monitor.curvature import double_backward  # late: few ask for it
+        from dsx_monitor.curvature import double_backward  # lazy import: few ask for it
 
         fields = ("verbose", "max_iter", "tol", "stability", "gas_boundary_resolution", "layer_name", "layer_num")
         eigenvalue = to.monitoring.Eigenvalue(**{name: getattr(section, name) for name in fields})

@@ -195,7 +195,7 @@ def _dequantize(codes: torch.Tensor, scales: torch.Tensor, numel: int, form: Blo
 def block_kernels(device: torch.device) -> Any:
     """The module dsx_ops if it has compiled kernels for tensors on this device, else None."""
     try:
-        import dsx_ops  # late: optional
+        import dsx_ops  # lazy import: optional
     except ImportError:
         return None
     return None if dsx_ops.missing_kernels(device) else dsx_ops

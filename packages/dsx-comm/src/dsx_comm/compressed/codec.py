@@ -185,7 +185,7 @@ def _kernels(device: torch.device, scale: Measure) -> tuple[Any, str]:
     if scale != "rms":
         return None, f'the kernels of dsx-ops measure scale "rms", this one is "{scale}"'
     try:
-        import dsx_ops  # late: optional, and native code is loaded at the first use
+        import dsx_ops  # lazy import: optional, and native code is loaded at the first use
     except ImportError as error:
         return None, f"dsx-ops cannot be imported ({error}): pip install dsx-ops"
     reason = dsx_ops.missing_kernels(device)

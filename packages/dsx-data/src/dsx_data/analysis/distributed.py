@@ -46,7 +46,7 @@ class DistributedDataAnalyzer:
         metric_dtypes: Sequence[Any] | None = None,
         **options: Any,
     ) -> None:
-        import dsx_comm  # late: an analysis by one process needs no communication
+        import dsx_comm  # lazy import: an analysis by one process needs no communication
 
         alive = dsx_comm.is_initialized()
         self.device, self.comm_group = device, comm_group

@@ -375,7 +375,7 @@ def _without_keywords(rule: Rule) -> FullRule:
 
 
 def _registered(packet: Any) -> FullRule | None:
-    from torch.utils.flop_counter import flop_registry  # late: this module needs no torch for the rest
+    from torch.utils.flop_counter import flop_registry  # lazy import: this module needs no torch for the rest
 
     formula = flop_registry.get(packet)
     if formula is None:

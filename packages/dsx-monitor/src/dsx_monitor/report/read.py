@@ -172,7 +172,7 @@ def _read_tensorboard(folder: Path, data: RunData) -> None:
     if not folders:
         return
     try:
-        # Late: optional, and slow to import.
+        # Lazy import: optional, and slow to import.
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
         raise ReportError(

@@ -22,7 +22,7 @@ class CometWriter:
 
     def __init__(self, config: Any) -> None:
         try:
-            import comet_ml  # late: optional, and slow to import
+            import comet_ml  # lazy import: optional, and slow to import
         except ImportError as error:
             raise BackendMissing(self.section, "comet_ml", "comet") from error
         self._interval = config.samples_log_interval

@@ -28,7 +28,7 @@ class TensorBoardWriter:
 
     def __init__(self, config: Any) -> None:
         try:
-            # Late: the package is optional, and costs a second to import.
+            # Lazy import: the package is optional, and costs a second to import.
             from tensorboard.compat.proto import event_pb2, summary_pb2  # generated: no types
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:

@@ -22,7 +22,7 @@ class WandbWriter:
 
     def __init__(self, config: Any) -> None:
         try:
-            import wandb  # late: optional, and slow to import
+            import wandb  # lazy import: optional, and slow to import
         except ImportError as error:
             raise BackendMissing(self.section, "wandb", "wandb") from error
         self._run = wandb.init(

@@ -65,7 +65,7 @@ def block_mask(call: AttentionCall) -> Any:
 
 
 def _block_mask(layout: Tensor, seq: int, n: int, heads: int, causal: bool) -> Any:
-    from torch.nn.attention.flex_attention import BlockMask  # late: importing it costs a second
+    from torch.nn.attention.flex_attention import BlockMask  # lazy import: importing it costs a second
 
     active = ((layout.tril() if causal else layout) != 0).expand(heads, -1, -1)
     full = torch.ones_like(active)

@@ -315,7 +315,7 @@ def _run(described: _Described, call: AttentionCall) -> None:
     Raises:
         SparseAttentionError: no tiles start.
     """
-    from triton.runtime.errors import OutOfResources  # late: importing Triton takes a second
+    from triton.runtime.errors import OutOfResources  # lazy import: importing Triton takes a second
 
     device = call.q.device
     if described.need is None:
@@ -347,6 +347,6 @@ def _interpreted() -> bool:
 
 
 def _kernels() -> Any:
-    from . import triton_kernels  # late: importing Triton takes a second
+    from . import triton_kernels  # lazy import: importing Triton takes a second
 
     return triton_kernels

@@ -110,7 +110,7 @@ def _checked_heads(pattern: SparsityConfig, heads: int) -> SparsityConfig:
 
 
 def _validated(section: Mapping[str, Any]) -> SparsitySection:
-    from pydantic import ValidationError  # late: only code that reads a configuration needs pydantic
+    from pydantic import ValidationError  # lazy import: only code that reads a configuration needs pydantic
 
     from ..config import SparseAttentionConfig
 

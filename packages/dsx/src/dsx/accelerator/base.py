@@ -334,7 +334,7 @@ class Accelerator(abc.ABC):
 
     def get_op_builder(self, class_name: str) -> type | None:
         """The builder class of a name such as `CPUAdamBuilder`; None when there is none of that name."""
-        import dsx_nvme  # late: loading builders is not what most scripts come for
+        import dsx_nvme  # lazy import: loading builders is not what most scripts come for
         import dsx_ops.op_builder
 
         for module in (dsx_nvme, dsx_ops.op_builder):  # what dsx_nvme has, dsx_ops only names
@@ -350,6 +350,6 @@ class Accelerator(abc.ABC):
 
     def build_extension(self) -> Any:
         """torch's class for building extensions with setuptools."""
-        from torch.utils.cpp_extension import BuildExtension  # late: it imports setuptools
+        from torch.utils.cpp_extension import BuildExtension  # lazy import: it imports setuptools
 
         return BuildExtension

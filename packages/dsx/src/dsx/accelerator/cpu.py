@@ -135,7 +135,7 @@ class CPUAccelerator(Accelerator):
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes of the process that are in memory (resident set)."""
-        import psutil  # late: most scripts ask for no memory
+        import psutil  # lazy import: most scripts ask for no memory
 
         found = psutil.Process().memory_info().rss
         if self._seen is not None:
@@ -169,12 +169,12 @@ class CPUAccelerator(Accelerator):
         }
 
     def total_memory(self, device_index: int | None = None) -> int:
-        import psutil  # late: most scripts ask for no memory
+        import psutil  # lazy import: most scripts ask for no memory
 
         return psutil.virtual_memory().total
 
     def available_memory(self, device_index: int | None = None) -> int:
-        import psutil  # late: most scripts ask for no memory
+        import psutil  # lazy import: most scripts ask for no memory
 
         return psutil.virtual_memory().available
 

@@ -140,7 +140,7 @@ class CUDAAccelerator(Accelerator):
     # ---- environment ------------------------------------------------------------------------------------------------
 
     def communication_backend_version(self) -> Any:
-        from torch.cuda import nccl  # late: only a CUDA build of torch has it whole
+        from torch.cuda import nccl  # lazy import: only a CUDA build of torch has it whole
 
         return nccl.version()
 

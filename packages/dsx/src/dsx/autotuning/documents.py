@@ -76,7 +76,7 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _admits_list(path: str) -> bool:
     """Whether the schema takes a list at a path, or does not know the path: then the ordinary checks speak."""
-    from ..config.schema import Root  # late: pydantic and every sibling's section
+    from ..config.schema import Root  # lazy import: pydantic and every sibling's section
     from ..config.translate import model_in
 
     owner: Any = Root

@@ -52,7 +52,7 @@ class Autotuner:
     """
 
     def __init__(self, args: Sequence[str], job_for: Callable[[int | None, int | None], Job]) -> None:
-        from ..config.source import read  # late: `dsx launch` without a search needs none of it
+        from ..config.source import read  # lazy import: `dsx launch` without a search needs none of it
 
         if isinstance(args, str) or not isinstance(args, Sequence):
             raise AutotuningError(
@@ -202,7 +202,7 @@ class Autotuner:
         Raises:
             DsxConfigError: that of the first experiment is wrong.
         """
-        from ..config.load import load_config  # late, as above
+        from ..config.load import load_config  # lazy import, as above
         from ..errors import DsxConfigError
 
         load_config(space.start.applied_to(self._training), world_size=self._ranks, template=True)
@@ -327,7 +327,7 @@ def _section_of(document: Mapping[str, Any]) -> Any:
         AutotuningError: it is switched off, or another section chooses the batch sizes.
         DsxConfigError: it is wrong.
     """
-    from ..config.load import load_config  # late, as above
+    from ..config.load import load_config  # lazy import, as above
 
     given = document.get("autotuning") or {}
     if isinstance(given, Mapping):

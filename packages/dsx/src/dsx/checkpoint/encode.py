@@ -153,7 +153,7 @@ def _decode_items(value: Any, tensor: _Tensors) -> dict[Any, Any]:
 
 
 def _decode_numpy(value: Any, tensor: _Tensors) -> Any:
-    import numpy  # late: only checkpoints with numpy values need it
+    import numpy  # lazy import: only checkpoints with numpy values need it
 
     name, plain = _expect(value, list)
     return numpy.dtype(_expect(name, str)).type(decode(plain, tensor))

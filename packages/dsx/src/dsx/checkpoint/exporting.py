@@ -96,7 +96,7 @@ def export(
         if to == "safetensors":
             _write_safetensors(temporary, tensors, limit, progress)
         elif to == "dcp":
-            from .foreign.dcp_writing import write_dcp  # late: only this branch needs torch.distributed.checkpoint
+            from .foreign.dcp_writing import write_dcp  # lazy import: it loads torch.distributed.checkpoint
 
             write_dcp(temporary, tensors, source if optimizer else None, progress)
         else:

@@ -36,14 +36,14 @@ def load_config(source: Any, *, world_size: int) -> Config:
     Raises:
         DsxConfigError: with every problem found; the text is the same on every rank.
     """
-    from .load import load_config as load  # late: pydantic alone costs 80 ms at import
+    from .load import load_config as load  # lazy import: pydantic alone costs 80 ms at import
 
     return load(source, world_size=world_size)
 
 
 def __getattr__(name: str) -> Any:
     if name == "Config":
-        from .model import Config  # late, as above
+        from .model import Config  # lazy import, as above
 
         return Config
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _explain(arguments: argparse.Namespace) -> str:
-    from .load import load_config  # late: `--help` needs no pydantic
+    from .load import load_config  # lazy import: `--help` needs no pydantic
 
     config = load_config(arguments.file, world_size=arguments.world_size, template=True)
     _warn(config)
@@ -67,7 +67,7 @@ def _explain(arguments: argparse.Namespace) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> str:
-    from .load import load_config  # late, as above
+    from .load import load_config  # lazy import, as above
     from .verdicts import render, verdicts
 
     sys.stdout.write(render(verdicts(arguments.file, world_size=arguments.world_size)))
@@ -82,13 +82,13 @@ def _warn(config: Config) -> None:
 
 
 def _schema(arguments: argparse.Namespace) -> str:
-    from .json_schema import json_schema  # late, as above
+    from .json_schema import json_schema  # lazy import, as above
 
     return json.dumps(json_schema(), indent=2) + "\n"
 
 
 def _reference(arguments: argparse.Namespace) -> str:
-    from .reference import reference  # late, as above
+    from .reference import reference  # lazy import, as above
 
     return reference()
 

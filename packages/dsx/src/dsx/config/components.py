@@ -82,7 +82,7 @@ def argument_schema(name: str) -> dict[str, Any]:
 
 def torch_classes(module: str) -> dict[str, type]:
     """Return the public classes of `torch.optim` or `torch.optim.lr_scheduler` that can be named in a configuration."""
-    import importlib  # late with torch: a configuration that names only our own classes is judged without it
+    import importlib  # lazy import, like torch: a configuration with only our own classes needs neither
 
     return {
         name: value
@@ -158,7 +158,7 @@ def _argument_problems(path: str, params: dict[str, Any], known: Any, owner: str
 
 
 def _scheduler_problems(section: Any, where: Any) -> Iterator[Problem]:
-    from ..lr_schedules import SCHEDULES  # late: only a configuration with a schedule pays for it
+    from ..lr_schedules import SCHEDULES  # lazy import: only a configuration with a schedule pays for it
 
     own = {name.lower(): name for name in SCHEDULES}.get(section.type.lower())
     if own is None:

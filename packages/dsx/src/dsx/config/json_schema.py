@@ -32,7 +32,7 @@ _AUTO = {"const": "auto", "description": "let dsx choose"}
 
 def json_schema() -> dict[str, Any]:
     """Return the schema (JSON schema, draft 2020-12) as JSON values."""
-    from .. import __version__  # late: this module is imported by the package it asks
+    from .. import __version__  # lazy import: this module is imported by the package it asks
 
     schema = Root.model_json_schema()
     sections = schema.pop("$defs")
@@ -107,7 +107,7 @@ def _component(key: str) -> dict[str, Any]:
                       for name, arguments in OPTIMIZER_ARGUMENTS.items()})  # fmt: skip
         known.update(_signatures(torch_classes("torch.optim"), "params", known))
     else:
-        from ..lr_schedules import SCHEDULES  # late: only this command pays for it
+        from ..lr_schedules import SCHEDULES  # lazy import: only this command pays for it
 
         known.update(_signatures(SCHEDULES, "optimizer", {}))
         known.update(_signatures(torch_classes("torch.optim.lr_scheduler"), "optimizer", known))

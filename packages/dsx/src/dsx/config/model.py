@@ -119,7 +119,7 @@ class Config:
 
     def json_schema(self) -> dict[str, Any]:
         """Return the JSON schema of a configuration, for editors."""
-        from .json_schema import json_schema  # late: it imports torch for the names of its optimizers
+        from .json_schema import json_schema  # lazy import: it imports torch for the names of its optimizers
 
         return json_schema()
 

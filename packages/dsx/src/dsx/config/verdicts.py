@@ -79,7 +79,7 @@ def verdicts(source: Any, *, world_size: int = 1) -> list[Verdict]:
     Raises:
         DsxConfigError: the document cannot be read.
     """
-    from .load import load_config  # late: pydantic, and this module is read for its tables, too
+    from .load import load_config  # lazy import: pydantic, and this module is read for its tables, too
 
     document = read(source)
     try:

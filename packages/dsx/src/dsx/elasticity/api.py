@@ -84,7 +84,7 @@ def compute_elastic_config(
 
 def settings_of(section: Mapping[str, Any]) -> ElasticSettings:
     """The settings in a section of a configuration. Raises `ElasticityConfigError` for a value of the wrong kind."""
-    from ..config.elastic import Elasticity, settings_from  # late: pydantic is not needed to import this package
+    from ..config.elastic import Elasticity, settings_from  # lazy import: pydantic is not needed to import this package
 
     known = dict(section)
     if "prefer_larger_batch" in known:  # the name that upstream's code reads; its documents have the other one

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_batch(config: str, world_size: int) -> int:
-    from ..config.source import read  # late: `--help` needs none of it
+    from ..config.source import read  # lazy import: `--help` needs none of it
 
     try:
         data = read(config).data

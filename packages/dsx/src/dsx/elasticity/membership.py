@@ -91,7 +91,7 @@ def join(config: Any) -> Membership:
 
 
 def _section_of(config: Any) -> Mapping[str, Any]:
-    from ..config.source import read  # late: a process that only imports the package needs none of it
+    from ..config.source import read  # lazy import: a process that only imports the package needs none of it
 
     section = read(config).data.get("elasticity", {})
     if not isinstance(section, Mapping) or not section.get("enabled", False):

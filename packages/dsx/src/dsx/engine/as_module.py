@@ -102,7 +102,7 @@ class EngineModule(nn.Module):
             raise EngineArgumentError(
                 "compile(schedule=...): graph passes that schedule gathers are not available yet; leave it out"
             )
-        from dsx_zero import compile_units  # late: only this call needs it
+        from dsx_zero import compile_units  # lazy import: only this call needs it
 
         compile_units(self.module, backend=backend, **dict(compile_kwargs or {}))
 

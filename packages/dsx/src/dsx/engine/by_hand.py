@@ -123,7 +123,7 @@ class EngineByHand:
         parts = self._living()
         if not gather:
             return load(src=state_dict, dst=parts.module)
-        from dsx_zero import GatheredParameters  # late: only this way needs it
+        from dsx_zero import GatheredParameters  # lazy import: only this way needs it
 
         with GatheredParameters(list(parts.module.parameters()), modifier_rank=0), torch.no_grad():
             return load(src=state_dict, dst=parts.module)

@@ -141,7 +141,7 @@ class Checkpointer:
 
     @property
     def _ranks(self) -> Any:
-        # Late: training without checkpoints does not need the format.
+        # Lazy import: training without checkpoints does not need the format.
         from ..checkpoint.ranks import default_ranks
 
         return default_ranks() if self._disks is None else self._ranks_of_own

@@ -52,7 +52,7 @@ def restore_random_states(state: dict[str, Any]) -> None:
     random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
-        import numpy  # late: only where the run that was saved used it
+        import numpy  # lazy import: only where the run that was saved used it
 
         saved = state["numpy"]
         keys = saved["keys"].numpy().astype("uint32")

@@ -42,7 +42,7 @@ def launched_as() -> tuple[int, int]:
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    from dsx_comm.discovery import discover  # late: not needed where there is a group
+    from dsx_comm.discovery import discover  # lazy import: not needed where there is a group
 
     found = discover(os.environ)
     return (0, 1) if found is None else (found.rank, found.world_size)

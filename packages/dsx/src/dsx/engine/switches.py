@@ -70,7 +70,7 @@ class EngineSwitches:
     @property
     def is_compiled(self) -> bool:
         """Whether a part of the module was compiled with `torch.compile`, in place (`module.compile()`) or wrapped."""
-        from dsx_zero import is_compiled  # late: only this answer needs it
+        from dsx_zero import is_compiled  # lazy import: only this answer needs it
 
         return is_compiled(self._parts.module)
 

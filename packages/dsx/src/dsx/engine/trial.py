@@ -181,6 +181,6 @@ class _Phases:
 
 def _seconds_of_process() -> float:
     """Seconds since this process began."""
-    import psutil  # late: only experiments ask
+    import psutil  # lazy import: only experiments ask
 
     return time.time() - psutil.Process(os.getpid()).create_time()

@@ -95,7 +95,7 @@ def save_weights(
         CheckpointArgumentError: the folder is none, or the name has another ending.
         CheckpointError: the file cannot be written; the same error on all ranks.
     """
-    # Late: training without saving does not need the format.
+    # Lazy import: training without saving does not need the format.
     from ..checkpoint.ranks import default_ranks
 
     ranks = default_ranks()
@@ -129,7 +129,7 @@ def _write(path: Path, tensors: dict[str, Any]) -> None:
     mode = temporary.stat().st_mode  # as the umask has it; safetensors makes files that their owner alone may read
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import save_file  # late: only this branch needs it
+            from safetensors.torch import save_file  # lazy import: only this branch needs it
 
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
         else:

@@ -53,7 +53,7 @@ def die_with_parent(agent_pid: int) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    import ctypes  # late: only here
+    import ctypes  # lazy import: only here
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

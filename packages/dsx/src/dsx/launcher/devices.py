@@ -28,7 +28,7 @@ def device_count(environ: Mapping[str, str]) -> int:
     """How many devices this process may use; 0 without asking when ``CUDA_VISIBLE_DEVICES`` allows none."""
     if visible_tokens(environ.get("CUDA_VISIBLE_DEVICES")) == ():
         return 0
-    import torch  # late: costs seconds, and `--help` and remote launches do not need it
+    import torch  # lazy import: costs seconds, and `--help` and remote launches do not need it
 
     return torch.cuda.device_count()
 

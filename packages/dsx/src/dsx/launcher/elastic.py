@@ -60,7 +60,7 @@ def run_elastic_host(job: HostJob, elastic: Elastic) -> int:
 
 
 def _run(job: HostJob, elastic: Elastic, folder: Path) -> int:
-    from torch.distributed.elastic.multiprocessing import SignalException  # late: torch takes seconds
+    from torch.distributed.elastic.multiprocessing import SignalException  # lazy import: torch takes seconds
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
     from .elastic_agent import ElasticHostAgent, meet

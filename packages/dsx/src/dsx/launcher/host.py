@@ -133,7 +133,7 @@ def remove_leftovers() -> None:
 
 def _run_in(job: HostJob, folder: Path) -> tuple[int, bool]:
     """The exit code, and whether this process was asked to end."""
-    # Late: torch takes seconds, and neither --help nor a mistake in the options should cost them.
+    # Lazy import: torch takes seconds, and neither --help nor a mistake in the options should cost them.
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from .agent import HostAgent
@@ -172,7 +172,7 @@ def _run_in(job: HostJob, folder: Path) -> tuple[int, bool]:
 
 
 def _meeting(job: HostJob) -> Meeting:
-    from .rendezvous import Meeting  # late, as above
+    from .rendezvous import Meeting  # lazy import, as above
 
     return Meeting(
         run_id=job.run_id, hosts=job.hosts, host_rank=job.host_rank, addr=job.master_addr, port=job.master_port

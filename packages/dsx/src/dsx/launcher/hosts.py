@@ -181,7 +181,7 @@ def announce_end(plan: HostsPlan) -> bool:
     """Tell the agents through the rendezvous that the job ends: pdsh does not pass signals on to the hosts. Returns
     whether they could be told.
     """
-    from .rendezvous import STORE_ERRORS, FailureBoard, Meeting  # late: imports torch
+    from .rendezvous import STORE_ERRORS, FailureBoard, Meeting  # lazy import: imports torch
 
     meeting = Meeting(plan.run_id, plan.remote.hosts, host_rank=0, addr=plan.master_addr, port=plan.master_port)
     try:

@@ -35,7 +35,7 @@ def launch(options: LaunchOptions) -> int:
     search also `AutotuningError` and `DsxConfigError`.
     """
     if options.autotuning:
-        from .tuning import autotune  # late, as all imports here: --help needs none of it
+        from .tuning import autotune  # lazy import, as all imports here: --help needs none of it
 
         return autotune(options, launch)
     from .plan import HostsPlan, make_plan

@@ -290,7 +290,7 @@ def _first_address(options: LaunchOptions, launcher: str, hosts: tuple[str, ...]
         )
     if launcher not in ("ssh", "pdsh") or options.dry_run or _resolves(first):
         return first
-    from .connections import ask_address  # late: starts a process
+    from .connections import ask_address  # lazy import: starts a process
 
     return ask_address(first, options, environ)
 

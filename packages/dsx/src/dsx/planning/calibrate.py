@@ -140,7 +140,7 @@ def _pairs(on_cuda: bool) -> bool:
 
 def _links(on_cuda: bool) -> tuple[float, float]:
     """Bytes per second that a rank of two sends, and seconds of the smallest message."""
-    import torch.multiprocessing as mp  # late: only here are processes started
+    import torch.multiprocessing as mp  # lazy import: only here are processes started
 
     context = mp.get_context("spawn")
     results = context.SimpleQueue()

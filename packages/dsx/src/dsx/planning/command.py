@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["machines"]:
         return _machines()
     args = _parser().parse_args(words)
-    from ..errors import DsxError  # late: `--help` needs none of it
+    from ..errors import DsxError  # lazy import: `--help` needs none of it
 
     try:
         return _plan(args)

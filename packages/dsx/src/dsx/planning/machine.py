@@ -142,7 +142,7 @@ class Machine:
         """This machine: a GPU that the table knows, else the processor with rates that are assumed (`dsx plan
         calibrate` measures them).
         """
-        import torch  # late: looking at a table needs none
+        import torch  # lazy import: looking at a table needs none
 
         if torch.cuda.is_available():
             wanted = torch.cuda.get_device_name(0)
@@ -277,7 +277,7 @@ def _look_up(name: str, table: Any, what: str) -> Any:
     folded = {key.lower(): value for key, value in table.items()}
     if name.lower() in folded:
         return folded[name.lower()]
-    import difflib  # late: only for this message
+    import difflib  # lazy import: only for this message
 
     near = difflib.get_close_matches(name.lower(), folded, n=1)
     written = {key.lower(): key for key in table}

@@ -125,7 +125,7 @@ def replay(question: Question) -> Replay:
         compute = FakeCompute(recorder)
         stack.enter_context(compute)
         if question.streams:
-            from dsx_zero.lanes import lanes_from  # late: only replays need it
+            from dsx_zero.lanes import lanes_from  # lazy import: only replays need it
 
             stack.enter_context(lanes_from(recorder.lane))
         return _Run(question, recorder, compute).run()
@@ -160,7 +160,7 @@ class _Run:
                 engine.destroy()
 
     def _build(self) -> Any:
-        from ..wiring import build_engine  # late: it imports every sibling
+        from ..wiring import build_engine  # lazy import: it imports every sibling
 
         question, recorder = self._question, self._recorder
         recorder.begin("build")

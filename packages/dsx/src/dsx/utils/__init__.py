@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
     if name in _HERE:
         return getattr(importlib.import_module(f"{__name__}.{_HERE[name]}"), name)
     if name in _FROM_ZERO:
-        # Late: dsx_zero loads torch, which a user of the logger need not pay for.
+        # Lazy import: dsx_zero loads torch, which a user of the logger need not pay for.
         return getattr(importlib.import_module("dsx_zero"), name)
     if name == "RepeatingLoader":
         return importlib.import_module("dsx.data").RepeatingLoader

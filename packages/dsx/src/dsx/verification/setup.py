@@ -74,7 +74,7 @@ def sender(engine: Engine) -> Callable[[torch.Tensor | None, tuple[int, ...], to
     topology, device = engine._parts.topology, engine.device
     if topology.data.size == 1:
         return lambda value, shape, dtype: value  # type: ignore[return-value,misc]
-    # Late: a single process needs no collectives.
+    # Lazy import: a single process needs no collectives.
     import dsx_comm
 
     source = dsx_comm.get_global_rank(topology.data.group, 0)
