@@ -1,21 +1,30 @@
-"""Published step times beside what the planner says: constants are fitted on half of them and judged on the other half.
+"""How right the planner is, in three parts, each with its goal beside the figure. Without words all three are taken.
 
-    python packages/dsx/bench/planner.py [--small] [--wide]
+    python packages/dsx/bench/planner.py [real] [published] [wide] [--small]
 
-The rows are those of MosaicML's table "H100 80GB BF16" (llm-foundry, scripts/train/benchmarking/README.md): MPT
-models, FSDP's FULL_SHARD, 8 devices a host, with micro-batch, accumulation, recomputation and tokens per second and
-device. Every row is replayed once at ZeRO stage 3; the five constants are then searched on the even rows. Prints
-predicted over published for every row, the median error of both halves, and how well the predicted order is the
-published one. Last, `--wide` plans a 405 B model at 1024 ranks and says how long that takes. `--small`: four rows.
+`real`: this machine is calibrated, then 18 configurations of a small GPT run on two processes (stages, micro-batches,
+accumulation, optimizer states in host memory). Printed are predicted over measured step times, their median error and
+the rank correlation. A few minutes; nothing else should run.
+
+`published`: the rows are those of MosaicML's table "H100 80GB BF16" (llm-foundry,
+scripts/train/benchmarking/README.md): MPT models, FSDP's FULL_SHARD, 8 devices a host, with micro-batch, accumulation,
+recomputation and tokens per second and device. Every row is replayed once at ZeRO stage 3; the five constants are then
+searched on the even rows and judged on the odd ones. A few minutes.
+
+`wide`: a 405 B model at 1024 ranks, and how long its plan takes. About a minute.
+
+`--small`: four configurations, four rows, only to see that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from dsx.planning import Constants, Machine, plan
@@ -180,17 +189,95 @@ def wide() -> None:
         )
         took, cpu = time.perf_counter() - start, time.process_time() - cpu
     print(
-        f"{found.parameters / 1e9:.1f} B parameters at 1024 ranks: {took:.1f} s, {cpu:.1f} s of one core;"
+        f"{found.parameters / 1e9:.1f} B parameters at 1024 ranks: {took:.1f} s, {cpu:.1f} s of one core (goal 60);"
         f" {found.peak_bytes / 2**30:.1f} GiB, {found.step_seconds:.1f} s a step, MFU {100 * found.mfu:.1f} %"
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="four rows")
-    parser.add_argument("--wide", action="store_true", help="also a 405 B model at 1024 ranks")
-    args = parser.parse_args()
-    rows = ROWS[2:6] if args.small else ROWS
+# - Against real runs
+
+REAL = {"width": 256, "layers": 4, "heads": 4}
+LENGTH, WARM_UP, UPDATES = 128, 4, 5
+
+
+def real_cases() -> dict[str, dict[str, Any]]:
+    """Configurations that differ in what a planner must tell apart."""
+    found: dict[str, dict[str, Any]] = {}
+    for stage in (0, 1, 2, 3):
+        for micro, accumulation in ((2, 1), (8, 1), (2, 4), (16, 1)):
+            found[f"stage {stage}, {micro} x {accumulation}"] = real_case(micro, accumulation, stage=stage)
+    host = {"device": "cpu"}
+    found["stage 2, 4 x 2, states in host memory"] = real_case(4, 2, stage=2, offload_optimizer=host)
+    found["stage 3, 4 x 2, all in host memory"] = real_case(4, 2, stage=3, offload_optimizer=host, offload_param=host)
+    return found
+
+
+def real_case(micro: int, accumulation: int, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_print": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": zero,
+    }
+
+
+def measured(rank: int, world: int, cases: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Seconds of an update by case, the median of some; both ranks begin and end together."""
+    import dsx
+    from dsx_testkit.benches import GPT, batch
+
+    torch.set_num_threads(1)
+    found = {}
+    for name, config in cases.items():
+        torch.manual_seed(0)
+        engine, *_ = dsx.initialize(model=GPT(**REAL), config=copy.deepcopy(config))
+        accumulation, times = config["gradient_accumulation_steps"], []
+        data = [batch(i, rank, config["train_micro_batch_size_per_gpu"], LENGTH) for i in range(accumulation)]
+        for _ in range(WARM_UP + UPDATES):
+            dsx.comm.barrier()
+            began = time.perf_counter()
+            for ids, targets in data:
+                engine.backward(engine(ids, targets))
+                engine.step()
+            dsx.comm.barrier()
+            times.append(time.perf_counter() - began)
+        engine.destroy()
+        found[name] = statistics.median(times[WARM_UP:])
+        if rank == 0:
+            sys.stderr.write(f"{name}: {1e3 * found[name]:.1f} ms\n")
+    return found
+
+
+def real(small: bool) -> None:
+    from dsx.planning.calibrate import calibrate
+    from dsx_testkit import run_ranks
+    from dsx_testkit.benches import GPT, batch
+
+    torch.set_num_threads(1)  # as each rank has one
+    cases = real_cases()
+    if small:
+        cases = dict(list(cases.items())[::5])
+    machine = calibrate(report=lambda text: sys.stderr.write(f"calibrating: {text}\n"))
+    # Without a group: dsx.initialize makes the one that the launcher's ranks get.
+    times = run_ranks(measured, 2, cases, backend=None, timeout=1800)[0]
+    said = {}
+    for name, config in cases.items():
+        example = batch(0, 0, config["train_micro_batch_size_per_gpu"], LENGTH)
+        found = plan(lambda: GPT(**REAL), config, world_size=2, machine=machine, batch=example, changes=False)
+        said[name] = found.step_seconds
+    print(f"\n{machine.name}: {machine.constants}\n")
+    print("| configuration on two processes | measured ms | predicted ms | predicted / measured |\n|---|---|---|---|")
+    for name, seconds in times.items():
+        print(f"| {name} | {1e3 * seconds:.1f} | {1e3 * said[name]:.1f} | {said[name] / seconds:.3f} |")
+    errors = [abs(said[name] / seconds - 1.0) for name, seconds in times.items()]
+    middle, largest = 100 * statistics.median(errors), 100 * max(errors)
+    print(f"step time: median error {middle:.1f} % (goal 10), largest {largest:.1f} %")
+    print(f"rank correlation: {correlation(list(times.values()), [said[name] for name in times]):.3f} (goal 0.9)\n")
+
+
+def published(small: bool) -> None:
+    rows = ROWS[2:6] if small else ROWS
     pairs = []
     for row in rows:
         start = time.process_time()
@@ -198,20 +285,38 @@ def main() -> None:
         sys.stderr.write(f"{row.model} {row.length}: {time.process_time() - start:.1f} s\n")
     machine = fitted(pairs[::2], Machine.named("H100-SXM"))
     shares = [predicted(row, found, machine) / row.tokens_per_second for row, found in pairs]
-    print(f"constants fitted on the even rows: {machine.constants}; the table has {Constants()}")
+    print(f"\nconstants fitted on the even rows: {machine.constants}; the table has {Constants()}\n")
     print("| model | length | devices | published tokens/s/device | predicted / published | used to fit |")
     print("|---|---|---|---|---|---|")
     for place, ((row, _), share) in enumerate(zip(pairs, shares)):
         used = "no" if place % 2 else "yes"
         print(f"| {row.model} | {row.length} | {row.devices} | {row.tokens_per_second} | {share:.3f} | {used} |")
-    for name, part in (("fitted", shares[::2]), ("judged", shares[1::2])):
+    for name, part, goal in (("fitted", shares[::2], ""), ("judged", shares[1::2], " (goal 10)")):
         errors = [abs(share - 1.0) for share in part]
-        print(f"{name}: median error {100 * statistics.median(errors):.1f} %, largest {100 * max(errors):.1f} %")
-    published = [row.tokens_per_second for row, _ in pairs[1::2]]
+        print(f"{name}: median error {100 * statistics.median(errors):.1f} %{goal}, largest {100 * max(errors):.1f} %")
+    given = [row.tokens_per_second for row, _ in pairs[1::2]]
     said = [share * row.tokens_per_second for (row, _), share in zip(pairs[1::2], shares[1::2])]
-    print(f"rank correlation of the judged half: {correlation(published, said):.3f}")
-    if args.wide:
-        wide()
+    print(f"rank correlation of the judged half: {correlation(given, said):.3f} (goal 0.9)\n")
+
+
+PARTS = ("real", "published", "wide")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
+    parser.add_argument("--small", action="store_true", help="four configurations, four rows: only to see that it runs")
+    args = parser.parse_args()
+    unknown = sorted(set(args.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"got {unknown[0]!r}, expected some of {', '.join(PARTS)}")
+    for part in args.parts or PARTS:
+        if part == "real":
+            real(args.small)
+        elif part == "published":
+            published(args.small)
+        else:
+            wide()
 
 
 if __name__ == "__main__":
