@@ -1,7 +1,7 @@
 """Events, writers, timers and profilers for PyTorch training.
 
-Importing this package loads nothing but this table; every name arrives on first use, so that neither pydantic nor torch
-nor any backend is paid for before it is needed.
+Importing this package loads only the table below. Each name is imported on its first use, so that pydantic, torch and
+the backends cost nothing before they are needed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 
 from ._version import __version__
 
-# Type checkers take this name for true; importing `typing` for it would cost more than the rest of this file.
+# Type checkers treat this name as true. Importing it from `typing` would cost more time than the rest of this file.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -1,15 +1,19 @@
 """Queues with a thread behind each, so that training never waits for a file, a socket or a service.
 
-Writers of files share one queue and thread, a lane; each writer that talks to a service has a lane of its own, so that
-a service that hangs delays nothing but itself. What a lane promises: `put` returns at once; events arrive in order;
-every writer is flushed when the queue runs empty, and once a second while it does not; the end of the process, by
-return, exception or `sys.exit`, drains and closes it. A writer that raises is dropped with one warning and the others
-go on. A process that is killed loses at most its last second. A forked child owns no thread and writes nothing.
+A *lane* is a queue with its thread. The writers of files share one lane. Each writer that talks to a service has its
+own lane, so that a service that hangs delays no other writer. A lane promises:
 
-At the end of the process (and in `flush`) a lane is waited for as long as it gets on. One whose writer has not come
-back from a call for `patience` seconds is given up with a warning.
+* `put` returns at once, and events arrive in order;
+* every writer is flushed when the queue runs empty, and once a second while it does not;
+* the end of the process (return, exception or `sys.exit`) drains the queue and closes the writers;
+* a writer that raises is dropped with one warning, and the others go on;
+* a process that is killed loses at most its last second;
+* a forked child has no thread and writes nothing.
 
-Left out: spilling to disk. A queue that is full because a writer hangs drops events, and says so once.
+At the end of the process (and in `flush`) a lane is waited for as long as it makes progress. If a writer has not
+returned from a call for `patience` seconds, its lane is given up with a warning.
+
+Left out: spilling to disk. If a writer hangs and the queue is full, events are dropped, with one warning.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ _LOOK_SECONDS = 0.05
 
 
 class _Lane:
-    """Some writers, their queue and their thread, which starts with the first event (with `eager` at once)."""
+    """Some writers with their queue and their thread. The thread starts with the first event, or at once with
+    `eager`.
+    """
 
     def __init__(self, writers: Sequence[Writer], *, eager: bool) -> None:
         self.writers = list(writers)
@@ -52,14 +58,14 @@ class _Lane:
         self._dropping = False
         self.closed = threading.Event()
         self.calls_done = 0
-        """Grows with every call of a writer that has come back, and shows that the lane gets on."""
+        """The number of calls that writers have finished. It grows while the lane makes progress."""
         self.gave_up_at: int | None = None
         """`calls_done` when the last wait for this lane was given up."""
         if eager:
             self._start()
 
     def put(self, events: list[Event]) -> None:
-        """Hand over events; never waits."""
+        """Queue events; never waits."""
         if not self.writers:
             return
         if self._thread is None:
@@ -74,7 +80,7 @@ class _Lane:
                 )
 
     def flush_mark(self) -> threading.Event | None:
-        """An event that is set once everything put so far is written out; None while the queue is full."""
+        """An event that is set when everything queued so far is written out; None while the queue is full."""
         mark = threading.Event()
         if self._thread is None or not self._thread.is_alive():
             mark.set()
@@ -94,7 +100,7 @@ class _Lane:
             self.closed.set()
             return self.closed
         self._urgent.set()
-        with suppress(queue.Full):  # a thread that finds something in its queue needs no waking
+        with suppress(queue.Full):  # a full queue wakes the thread anyway
             self._queue.put_nowait(threading.Event())
         return self.closed
 
@@ -130,17 +136,17 @@ class _Lane:
                 dirty, due = False, time.monotonic() + _FLUSH_SECONDS
 
     def _gathered(self, timeout: float | None) -> list[list[Event] | threading.Event]:
-        """What has been put meanwhile; nothing if that was nothing for `timeout` seconds.
+        """The items that were queued since the last call; an empty list if none came for `timeout` seconds.
 
-        After the first item the thread sleeps on, unless a flush or the end waits for it: waking up for every step, and
-        taking the interpreter from the training thread to do so, would cost more than the writing.
+        After the first item the thread sleeps again for a while, unless a flush or the end waits for it. Waking up for
+        every step would take the interpreter lock from the training thread, and cost more than the writing.
         """
         try:
             items = [self._queue.get(timeout=timeout)]
         except queue.Empty:
             return []
         self._urgent.wait(_GATHER_SECONDS)
-        self._urgent.clear()  # before the queue is emptied: a flush that sets it later is served in the next round
+        self._urgent.clear()  # before the queue is emptied, so that a flush that sets it later gets the next round
         with suppress(queue.Empty):
             while True:
                 items.append(self._queue.get_nowait())
@@ -170,14 +176,14 @@ class BackgroundWriters:
     """Feeds `writers` from threads that start with the first event.
 
     Args:
-        writers: used by those threads only, from now on.
-        patience: how long, in seconds, a writer may stay in one call before `flush` and `close` give it up.
+        writers: the writers; from now on only those threads may use them.
+        patience: how many seconds a writer may stay in one call before `flush` and `close` give it up.
     """
 
     def __init__(self, writers: Sequence[Writer], *, patience: float = _PATIENCE) -> None:
         remote = [writer for writer in writers if writer.remote]
         local = [writer for writer in writers if not writer.remote]
-        # A service's own thread starts now: at the end of the interpreter, when its writer is closed, none can.
+        # The thread of a service starts now: a writer that is closed at interpreter exit could not start one.
         self._lanes = [_Lane([writer], eager=True) for writer in remote]
         if local:
             self._lanes.append(_Lane(local, eager=False))
@@ -186,7 +192,7 @@ class BackgroundWriters:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
-        # Processes made by multiprocessing (launchers, test ranks) leave without running atexit, but run finalizers.
+        # Processes made by multiprocessing (launchers, test ranks) do not run atexit, but they run finalizers.
         atexit.register(self.close)
         self._finalizer = multiprocessing.util.Finalize(None, self.close, exitpriority=100)
 
@@ -197,14 +203,14 @@ class BackgroundWriters:
         return tuple(sorted(found, key=lambda writer: self._order.index(writer.section)))
 
     def put(self, events: list[Event]) -> None:
-        """Hand over events; never waits. Dropped after `close` and in forked children."""
+        """Queue events; never waits. Events are dropped after `close` and in forked children."""
         if self._closed or os.getpid() != self._pid:
             return
         for lane in self._lanes:
             lane.put(events)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything put so far is written out.
+        """Wait until everything queued so far is written out.
 
         Returns False if that took longer than `timeout` seconds, or a writer hangs.
         """
@@ -216,7 +222,7 @@ class BackgroundWriters:
         return not slow and len(lanes) == len(self._lanes)
 
     def close(self) -> None:
-        """Write everything out, close the writers, end the threads. May be called twice."""
+        """Write everything out, close the writers and end the threads. A second call does nothing."""
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 return
@@ -226,7 +232,7 @@ class BackgroundWriters:
         self._wait({lane: lane.close() for lane in self._lanes}, None)
 
     def _wait(self, marks: dict[_Lane, threading.Event | None], limit: float | None) -> list[_Lane]:
-        """Wait for all marks at once; returns the lanes that were given up (they have not got on for too long)."""
+        """Wait for all marks together; returns the lanes that were given up, because they made no progress."""
         now = time.monotonic()
         seen = {lane: (lane.calls_done, now) for lane in marks}
         waiting, slow = dict(marks), []
@@ -261,7 +267,7 @@ class BackgroundWriters:
 def _batches(
     items: Sequence[list[Event] | threading.Event],
 ) -> Iterator[tuple[threading.Event | None, list[Event]]]:
-    """Events put one after the other as one list, up to each mark of a flush."""
+    """Join events that follow each other into one list, up to each mark of a flush."""
     events: list[Event] = []
     for item in items:
         if isinstance(item, threading.Event):

@@ -1,5 +1,5 @@
-"""One clock in front of two: a range that an engine marks once is in the wall clock and in a trace, if one is
-running.
+"""A clock for two uses: a range that an engine marks once is measured by the wall clock, and is a span in the trace if
+a trace is being taken.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["TracedClock"]
 
 
 class TracedClock(WallClock):
-    """A `WallClock` whose ranges also become spans of `timeline`, in the lane "compute", while one is set."""
+    """A `WallClock` whose ranges are also spans in the lane "compute" of `timeline`, while a timeline is set."""
 
     def __init__(self, device: Any = "cpu") -> None:
         super().__init__(device)
@@ -23,7 +23,7 @@ class TracedClock(WallClock):
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """As `WallClock.range`, and a span."""
+        """Like `WallClock.range`, and also a span."""
         if self.timeline is None:
             with super().range(name):
                 yield

@@ -1,8 +1,8 @@
 """The configuration sections of dsx-monitor, as frozen models that refuse unknown keys.
 
-Only code that reads a configuration imports this module: pydantic costs more than the rest of the package together.
-Every section is off unless `enabled` is true. `MonitorConfig` is all of them in one; a configuration that has these
-sections among others (such as that of `dsx`) is accepted wherever a `MonitorConfig` is.
+Only code that reads a configuration imports this module, because importing pydantic takes longer than the rest of the
+package together. Every section is off unless `enabled` is true. `MonitorConfig` has all sections; any configuration
+with these sections among others (such as that of `dsx`) is accepted in its place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _JOB = "DeepSpeedJobName"
 
 
 def _whole(value: Any) -> Any:
-    """Let 1e2 through as 100, as JSON written by hand has it; the strict check judges the rest."""
+    """Turn 1e2, as people write it in JSON, into 100; the strict check judges all other values."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

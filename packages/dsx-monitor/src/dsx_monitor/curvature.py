@@ -3,13 +3,13 @@
     eigenvalue = Eigenvalue(layer_name="encoder.layer", layer_num=12)
     relative = eigenvalue.compute_from_loss(loss, model)          # before loss.backward()
 
-For a block with parameters p and gradient g(p) a random unit vector v is multiplied by the Hessian again and again, Hv
-= d(g . v)/dp, each time normalised; v . Hv converges to the eigenvalue of largest magnitude (von Mises). The result is
-relative, |value| / largest |value| of all blocks, which is what schedules of quantisation and layer drop want; the
-plain values are in `latest`. Double backward needs operators that have one: fused attention has none, so the forward
-pass must run under `double_backward()`.
+For a block with parameters p and gradient g(p), a random unit vector v is multiplied by the Hessian again and again,
+Hv = d(g . v)/dp, and normalised each time. v . Hv converges to the eigenvalue of largest magnitude (von Mises). The
+result is relative, |value| / largest |value| of all blocks, because schedules of quantisation and layer drop use that;
+the plain values are in `latest`. Fused attention cannot be differentiated twice, so the forward pass must run under
+`double_backward()`.
 
-Left out: parameters that are partitioned between uses; gather them first as `dsx` does at ZeRO stage 3
+Left out: parameters that are partitioned between uses. Gather them first, as `dsx` does at ZeRO stage 3
 (`dsx_zero.GatheredParameters`).
 """
 
@@ -36,7 +36,7 @@ class CurvatureError(RuntimeError):
 
 @contextmanager
 def double_backward() -> Iterator[None]:
-    """Run attention by operators that can be differentiated twice."""
+    """Inside the context attention runs with operators that can be differentiated twice."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.MATH):
@@ -49,13 +49,13 @@ class Eigenvalue:
     Args:
         verbose: log each block's iterations.
         max_iter: largest number of iterations.
-        tol: relative change of the value that ends them.
+        tol: iterations end when the relative change of the value is below this.
         stability: added to norms before dividing.
         gas_boundary_resolution: accumulation boundaries between two computations; for the caller, which decides when to
             compute.
         layer_name: attribute path of the container of the blocks.
         layer_num: how many of its children are blocks.
-        seed: of the start vectors, so that all ranks take the same.
+        seed: the seed of the start vectors, so that all ranks use the same vectors.
 
     Raises:
         CurvatureError: no layer_name, or no blocks.
@@ -88,7 +88,7 @@ class Eigenvalue:
         """The trainable parameters of each block.
 
         Raises:
-            CurvatureError: there is no such container, or it has fewer children, or a block has nothing to train.
+            CurvatureError: there is no such container, it has fewer children, or a block has no trainable parameter.
         """
         try:
             container = module.get_submodule(self.layer_name)
@@ -111,7 +111,7 @@ class Eigenvalue:
         return found
 
     def compute_eigenvalue(self, module: nn.Module, device: Any = None, scale: float = 1.0) -> list[float]:
-        """From the gradients that `backward(create_graph=True)` has left in `.grad`.
+        """Compute the eigenvalues from the gradients that `backward(create_graph=True)` has left in `.grad`.
 
         Args:
             module: the model.
@@ -119,7 +119,7 @@ class Eigenvalue:
             scale: factor on the values, for gradients of a scaled loss.
 
         Returns:
-            |value| / largest |value| of each block; blocks without curvature count 1.
+            |value| / largest |value| for each block; 1 for blocks without curvature.
 
         Raises:
             CurvatureError: a gradient is missing or has no graph.
@@ -137,15 +137,15 @@ class Eigenvalue:
     def compute_from_loss(
         self, loss: torch.Tensor, module: nn.Module, mean: Callable[[torch.Tensor], Any] | None = None
     ) -> list[float]:
-        """From a loss that has not been differentiated yet; it can be afterwards.
+        """Compute the eigenvalues from a loss before its backward; the backward can be done afterwards.
 
         Args:
-            loss: one number.
+            loss: a single number.
             module: the model.
-            mean: averages a 1-D tensor over the ranks in place, to get the curvature of the mean loss of all.
+            mean: averages a 1-D tensor over the ranks in place, to get the curvature of the mean loss of all ranks.
 
         Returns:
-            As `compute_eigenvalue`.
+            The same as `compute_eigenvalue`.
 
         Raises:
             CurvatureError: the loss does not reach a block, or an operator cannot be differentiated twice.
@@ -192,7 +192,7 @@ class Eigenvalue:
 
 
 def _hessian_vector(gradients: Tensors, parameters: Tensors, v: torch.Tensor) -> torch.Tensor:
-    """H v as a 1-D fp32 tensor, where `v` is one too."""
+    """H v as a 1-D fp32 tensor; `v` is also 1-D and fp32."""
     parts = [
         part.view_as(p).to(p.dtype)
         for part, p in zip(v.split([p.numel() for p in parameters]), parameters, strict=True)

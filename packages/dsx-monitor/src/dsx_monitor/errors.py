@@ -1,4 +1,6 @@
-"""What dsx-monitor raises. Writers raise only when they are built from a wrong configuration; never while training."""
+"""The errors of dsx-monitor. A writer raises only when it is built from a wrong configuration, never during
+training.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ class MonitorConfigError(ValueError):
 
 
 class BackendMissing(RuntimeError):
-    """A package that a writer needs is not installed. Turned into one warning; training goes on."""
+    """A package that a writer needs is not installed. The monitor turns this into one warning; training goes on."""
 
     def __init__(self, section: str, package: str, extra: str) -> None:
         super().__init__(
@@ -20,4 +22,4 @@ class BackendMissing(RuntimeError):
 
 
 class ReportError(ValueError):
-    """A run directory holds nothing a report could be made of, or something unreadable."""
+    """A run directory holds nothing that a report can show, or a file that cannot be read."""

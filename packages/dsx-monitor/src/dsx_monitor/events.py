@@ -1,8 +1,8 @@
-"""What an event is, and the small rules all writers share about labels, values and folders.
+"""Events, and the rules for labels, values and folders that all writers share.
 
 An event is `(label, value, samples)`: a path-like label such as `Train/Samples/lr`, a number, and how many samples all
-ranks together have seen. Values may be anything that `float()` takes, a tensor with one element included; reading a
-device tensor waits for the device, so hand over numbers you already have where that matters.
+ranks together have seen. A value may be anything that `float()` takes, also a tensor with one element. Reading a tensor
+on a device waits for the device; if that matters, pass plain numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def normalised(events: Iterable[tuple[str, Any, Any]]) -> list[Event]:
             value = value.detach() if hasattr(value, "detach") else value
             label, samples = str(label), int(samples)
             if not label.isascii():
-                label = label.encode("utf-8", "backslashreplace").decode()  # half characters, which no file takes
+                label = label.encode("utf-8", "backslashreplace").decode()  # lone surrogates cannot be written
             if not -_MOST_SAMPLES <= samples < _MOST_SAMPLES:
                 raise ValueError("the number of samples does not fit 64 bits")
             result.append((label, float(value), samples))
@@ -49,9 +49,9 @@ def normalised(events: Iterable[tuple[str, Any, Any]]) -> list[Event]:
 
 
 def label_to_file_name(label: str) -> str:
-    """File name of a label: `/` and blanks become `_`; so do characters that some file system refuses.
+    """File name of a label: `/`, blanks and characters that some file system refuses become `_`.
 
-    A name that is longer than file systems take is cut and ends with a checksum of the label.
+    A name that is too long for file systems is cut and ends with a checksum of the label.
     """
     name = "".join("_" if character in '/ \\:*?"<>|\0\n\r\t' else character for character in label)
     if len(name.encode()) <= _LONGEST_NAME:
@@ -63,16 +63,16 @@ def folder_of(section: Any) -> Path:
     """The folder `output_path/job_name` of a section; not created here.
 
     Raises:
-        MonitorConfigError: the name of the job leads out of `output_path`.
+        MonitorConfigError: the job name leads out of `output_path`.
     """
     return Path(os.path.expanduser(section.output_path or "")) / checked_job_name(section.job_name)
 
 
 def checked_job_name(name: str) -> str:
-    """`name`, if it is empty, a name, or a relative path without `..`: what is written for a job stays in its folder.
+    """Returns `name` if it is empty, a name, or a relative path without `..`: the files of a job stay in its folder.
 
     Raises:
-        MonitorConfigError: it is not.
+        MonitorConfigError: the name is anything else.
     """
     parts = re.split(r"[/\\]", name)
     if ".." in parts or os.path.isabs(name) or os.path.splitdrive(name)[0] or name[:1] in ("/", "\\") or "\0" in name:
@@ -83,7 +83,7 @@ def checked_job_name(name: str) -> str:
 
 
 def last_byte(path: Path) -> bytes:
-    """The last byte of a file, which tells whether a crash cut its last line; empty for an empty or a missing one."""
+    """The last byte of a file, to see whether a crash cut its last line; empty if the file is empty or missing."""
     if not path.exists():
         return b""
     with path.open("rb") as stream:

@@ -1,8 +1,8 @@
-"""How much memory this process and its device hold, from the kernel's own figures.
+"""How much memory this process and its device use, as the operating system counts it.
 
-RSS counts shared pages (libraries, shared-memory transports) in every process that maps them; PSS counts each process'
-share, so the PSS of all ranks add up to what the machine really holds. PSS costs the kernel a walk over the mappings
-(about a millisecond per GiB), so take it now and then, not in every step.
+RSS counts shared pages (libraries, shared-memory transports) in every process that maps them. PSS divides such pages
+among these processes, so the PSS of all ranks add up to the memory that the machine really uses. For PSS the kernel
+walks over all mappings (about a millisecond per GiB), so do not read it in every step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["MemorySnapshot", "memory_breakdown", "memory_in_use", "memory_snapsh
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """Bytes. `pss` is None where the kernel does not tell; device figures are 0 without an initialised CUDA device."""
+    """Bytes. `pss` is None if the kernel does not give it; device figures are 0 without an initialised CUDA device."""
 
     rss: int
     peak_rss: int
@@ -32,15 +32,15 @@ class MemorySnapshot:
 
 
 def memory_snapshot(*, pss: bool = False) -> MemorySnapshot:
-    """Read the current figures; `pss` also asks for the proportional share. Never initialises a device."""
+    """Read the current figures; `pss`: also read the proportional share. This never initialises a device."""
     rss, peak = _resident()
     return MemorySnapshot(rss, peak, _proportional() if pss else None, *_device())
 
 
 def memory_in_use() -> int:
-    """Bytes allocated on this process' CUDA device if it has one in use, else its resident bytes.
+    """Bytes allocated on the CUDA device that this process uses, or its resident bytes if it uses none.
 
-    Cheap: for every step.
+    This is cheap enough for every step.
     """
     allocated = _device()[0]
     if allocated:
@@ -53,11 +53,11 @@ def memory_in_use() -> int:
 
 
 def memory_breakdown(states: Mapping[str, int], snapshot: MemorySnapshot) -> dict[str, int]:
-    """Bytes per class: the model's states as their owner counts them, and what of the rest the process can tell.
+    """Bytes per class: the model's states as their owner counts them, and classes for the rest.
 
     Args:
         states: bytes of each class of state, such as params, master, grads, optimizer, buffers.
-        snapshot: taken at the same moment.
+        snapshot: the memory at the same moment.
 
     Returns:
         The classes of `states`; then, on a device, `activations` (allocated above the states at the peak), `cached`
@@ -86,7 +86,7 @@ def _resident() -> tuple[int, int]:
 
 
 def _resident_elsewhere() -> tuple[int, int]:
-    """Systems without /proc: the peak is all the standard library knows."""
+    """For systems without /proc: the standard library only gives the peak."""
     import resource  # lazy import: Unix only
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

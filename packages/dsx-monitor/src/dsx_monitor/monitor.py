@@ -1,12 +1,12 @@
-"""`MonitorMaster` and its relatives: what a training loop calls to have its numbers written down.
+"""`MonitorMaster` and the single monitors: a training loop calls them to write its numbers to backends.
 
     with MonitorMaster({"csv_monitor": {"enabled": True, "output_path": "runs", "job_name": "first"}}) as monitor:
         monitor.write_events([("Train/Samples/train_loss", loss, samples)])
 
-Only the process with rank 0 writes; on the others every call returns at once. A backend whose package is missing, or
-that fails at any time, costs one warning and never the training run. Events go through a queue (`background`).
+Only the process with rank 0 writes; on other ranks every call returns at once. If the package of a backend is missing,
+or a backend fails at any time, there is one warning and training goes on. Events go through a queue (`background`).
 
-Left out: histograms, images, text. For figures of every rank see `dsx_monitor.run.MemoryLog`.
+Left out: histograms, images, text. `dsx_monitor.run.MemoryLog` writes figures of every rank.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ _BUILDERS: dict[str, Callable[[Any], Writer]] = {
 
 
 class _Monitor:
-    """Writes events to the enabled ones of some sections.
+    """Writes events to the backends of some sections, as far as they are enabled.
 
     Args:
         monitor_config: a `MonitorConfig`, a mapping with its keys, or any object that has its sections as attributes.
-        rank: global rank of this process; None: that of the initialised process group, else the variable RANK, else 0.
+        rank: global rank of this process; None: the rank in the initialised process group, otherwise the environment
+            variable RANK, otherwise 0.
     """
 
     _sections: tuple[str, ...] = ()
@@ -92,10 +93,10 @@ class _Monitor:
 
         Args:
             event_list: labels, numbers (or tensors with one element) and the number of samples seen by all ranks.
-            flush: wait until they are written out, or a writer has hung for ten seconds.
+            flush: wait until they are written out, or until a writer has hung for ten seconds.
 
         Raises:
-            MonitorConfigError: an event is no such triple.
+            MonitorConfigError: an event is not such a triple.
         """
         if self._background is not None:
             self._background.put(normalised(event_list))
@@ -110,9 +111,9 @@ class _Monitor:
         return True if self._background is None else self._background.flush(timeout)
 
     def close(self) -> None:
-        """Write everything out and close the backends. Runs by itself when the process ends.
+        """Write everything out and close the backends. This happens automatically when the process ends.
 
-        Waits as long as the writers get on; one that hangs is given up after ten seconds, with a warning.
+        Waits as long as the writers make progress. A writer that hangs is given up after ten seconds, with a warning.
         """
         if self._background is not None:
             self._background.close()
@@ -130,7 +131,7 @@ class _Monitor:
 
 
 class MonitorMaster(_Monitor):
-    """Fans events out to every enabled backend."""
+    """Writes events to every enabled backend."""
 
     _sections = tuple(_BUILDERS)
 
@@ -166,7 +167,7 @@ class JSONLMonitor(_Monitor):
 
 
 class _Single:
-    """One section in the shape of a whole configuration."""
+    """One section in the form of a configuration with all sections."""
 
     def __init__(self, name: str, section: Any) -> None:
         setattr(self, name, section)

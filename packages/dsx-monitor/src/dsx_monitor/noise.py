@@ -1,9 +1,10 @@
-"""The gradient noise scale: how large a batch may be before averaging more samples stops paying.
+"""The gradient noise scale: the batch size above which averaging more samples helps little.
 
-A gradient over B samples has |G_B|^2 = |G|^2 + tr(S)/B in the mean, G the true gradient and S the covariance of one
-sample's. Two batch sizes measured in the same step give both unknowns (McCandlish et al. 2018, "An Empirical Model of
-Large-Batch Training", appendix A.1); their ratio tr(S)/|G|^2 is the noise scale. The small batch is what one rank sees
-in one backward, the big one the whole step. Each estimate is noisy, so numerator and denominator are smoothed apart.
+Let G be the true gradient and S the covariance of the gradient of one sample. A gradient over B samples has on average
+|G_B|^2 = |G|^2 + tr(S)/B. Two batch sizes measured in the same step give both unknowns (McCandlish et al. 2018, "An
+Empirical Model of Large-Batch Training", appendix A.1); the ratio tr(S)/|G|^2 is the noise scale. The small batch is
+that of one backward on one rank, the big batch that of the whole step. Each estimate is noisy, so numerator and
+denominator are smoothed separately.
 
 `GradientNoise` is arithmetic; `GradientSquares` measures the small batches.
 """
@@ -22,10 +23,10 @@ class GradientNoise:
 
     Args:
         small_batch, big_batch: samples of the two gradients; `big_batch` is the larger.
-        memory: steps that the means reach back, roughly.
+        memory: roughly the number of past steps in the means.
 
     Raises:
-        ValueError: the batches are not of different size.
+        ValueError: the batches do not differ in size.
     """
 
     def __init__(self, small_batch: int, big_batch: int, memory: int = 100) -> None:
@@ -53,10 +54,10 @@ class GradientNoise:
 
 
 class GradientSquares:
-    """Squared norm of what each backward gives each parameter, before it is added to earlier ones or reduced.
+    """Sums the squared norm of each gradient from a backward, before it is added to earlier ones or reduced.
 
     Args:
-        parameters: those that are trained, whole ones.
+        parameters: the trainable parameters, not partitioned.
     """
 
     def __init__(self, parameters: Iterable[Any]) -> None:
@@ -74,7 +75,7 @@ class GradientSquares:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backwards inside do not count."""
+        """Backwards inside the context do not count."""
         self._paused = True
         try:
             yield
@@ -82,7 +83,7 @@ class GradientSquares:
             self._paused = False
 
     def take(self) -> float:
-        """Sum over all backwards since the last call; waits for the device."""
+        """The sum over all backwards since the last call; waits for the device."""
         value, self._sum = self._sum, None
         return 0.0 if value is None else float(value)
 

@@ -1,4 +1,4 @@
-"""Which of how many processes this one is, found without importing torch."""
+"""The rank of this process and the number of processes, without importing torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ __all__ = ["current_rank", "current_world_size"]
 
 
 def current_rank() -> int:
-    """Global rank of this process: that of the initialised process group, else the variable RANK, else 0."""
+    """Global rank of this process: from the initialised process group, otherwise the variable RANK, otherwise 0."""
     group = _process_group()
     return group.get_rank() if group is not None else int(os.environ.get("RANK", "0"))
 
 
 def current_world_size() -> int:
-    """Number of processes of the job: of the initialised process group, else the variable WORLD_SIZE, else 1."""
+    """Number of processes of the job: from the initialised process group, otherwise the variable WORLD_SIZE, otherwise
+    1.
+    """
     group = _process_group()
     return group.get_world_size() if group is not None else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _process_group() -> Any:
-    """`torch.distributed` where it has a default group, else None."""
+    """`torch.distributed` if it has a default group, otherwise None."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     ready = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return distributed if ready else None

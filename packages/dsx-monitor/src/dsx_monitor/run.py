@@ -4,8 +4,8 @@
     RUN/events.jsonl           the events of rank 0 (section `jsonl` with output_path RUN and an empty job_name)
     RUN/memory/rank00000.jsonl one line per snapshot and rank: time, step and the bytes of `MemorySnapshot`
 
-Every file only grows, so a run that is stopped and resumed in the same directory, with any number of ranks, goes on in
-the same curves. Only `start_run` and `MemoryLog` write here; nothing depends on the training framework.
+Every file only grows. So a run that is stopped and resumed in the same directory, with any number of ranks, continues
+the same curves. This module writes `meta.json` and the memory files; it does not depend on the training framework.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ def start_run(
 ) -> Path:
     """Write or extend `meta.json`. Call on rank 0 only, at the start and at each resume.
 
-    A folder that cannot be made, a full disk or a damaged `meta.json` costs a warning, never the training run.
+    If a folder cannot be made, the disk is full or `meta.json` is damaged, there is a warning and training goes on.
 
     Args:
         title: headline of the report.
-        config: the configuration in force; anything JSON cannot hold is written as text.
-        step: samples seen so far (0 at the first start), where the report marks the start.
-        facts: further things worth knowing, such as the number of parameters.
-        quiet: do nothing if this process has told of its start already; for frameworks, whose users may know better.
+        config: the configuration of the run; values that JSON cannot hold are written as text.
+        step: samples seen so far (0 at the first start); the report marks the start there.
+        facts: other facts, such as the number of parameters.
+        quiet: do nothing if this process has recorded its start already. Frameworks set it, so that a call of the user
+            takes precedence.
 
     Returns:
-        The run directory, made if needed.
+        The run directory, which is made if needed.
     """
     folder = Path(run_dir)
     process = f"{platform.node()}:{os.getpid()}:{_born()}"
@@ -67,7 +68,7 @@ def start_run(
         if known and quiet:
             return folder
         if known and meta["starts"][-1].get("step") == step:
-            meta["starts"].pop()  # the same start, told again with more words
+            meta["starts"].pop()  # this process has recorded its start already; the new record replaces it
         meta.update(title=title, config=_text_keys(config), environment=environment(), facts=_text_keys(facts))
         start = {"time": time.time(), "step": step, "world_size": world_size, "command": sys.argv, "process": process}
         meta["starts"].append(start)
@@ -76,7 +77,7 @@ def start_run(
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
-    """What earlier starts wrote; no starts, and a warning, where that cannot be read."""
+    """The data of earlier starts. If the file cannot be read, there is a warning and the list of starts is empty."""
     if not path.exists():
         return {"starts": []}
     try:
@@ -90,7 +91,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file as a whole: a reader never sees half of it. A write that fails leaves nothing behind."""
+    """Write a file atomically: a reader never sees a part of it, and a write that fails leaves nothing behind."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -102,7 +103,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _text_keys(value: Any) -> Any:
-    """Nested mappings with texts as keys, as JSON wants them; an empty one for None."""
+    """Nested mappings with strings as keys, as JSON needs them; an empty mapping for None."""
     if value is None:
         return {}
     if isinstance(value, Mapping):
@@ -111,7 +112,7 @@ def _text_keys(value: Any) -> Any:
 
 
 def _born() -> str:
-    """When this process began, as the kernel counts; tells processes apart that had the same number."""
+    """The start time of this process as the kernel counts it; it tells apart processes that had the same id."""
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as stream:
             return stream.read().rsplit(")", 1)[1].split()[19]
@@ -139,12 +140,12 @@ def environment() -> dict[str, Any]:
 class MemoryLog:
     """Appends this rank's memory to the run directory; every rank has its own file.
 
-    A folder that cannot be made or a file that cannot be written costs one warning, never the training run.
+    If a folder cannot be made or a file cannot be written, there is one warning and training goes on.
 
     Args:
         run_dir: the run directory.
         rank: as for the monitors.
-        interval: least seconds between two lines; calls in between cost a clock read.
+        interval: least seconds between two lines; a call before that only reads the clock.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], *, rank: int | None = None, interval: float = 1.0) -> None:
@@ -167,7 +168,7 @@ class MemoryLog:
                 self._file.append(json.dumps(line) + "\n")
             except OSError:
                 file, self._file = self._file, None
-                with suppress(OSError):  # its buffer cannot be written either
+                with suppress(OSError):  # the rest of its buffer cannot be written either
                     file.close()
                 raise
 

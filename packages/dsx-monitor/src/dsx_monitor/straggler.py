@@ -1,12 +1,11 @@
-"""Which rank holds the others up: each rank's own work, apart from the time it waits for the rest.
+"""Finds stragglers: ranks that make the others wait, by comparing the ranks' own work without their waiting times.
 
-A slow rank makes all ranks' steps equally long, so step times say nothing; what tells is how long a rank worked
-itself: each phase's length less the time spent waiting for communication. `StragglerMonitor` smooths that over steps,
-compares it between ranks once in `every` steps (one tiny gather) and names rank and phase if one of them is far above
-the middle.
+One slow rank makes the steps of all ranks equally long, so step times tell nothing. A rank's own work tells: the length
+of each phase minus the time spent waiting for communication. `StragglerMonitor` smooths it over steps, compares it
+between ranks once in `every` steps (one tiny gather), and names rank and phase if one of them is far above the median.
 
-Arithmetic is in `judge_stragglers`, which needs no ranks. Left out: what a rank's device does while the host runs
-ahead belongs to the phase in which its events lie.
+The arithmetic is in `judge_stragglers`, which needs no ranks. Device time is counted in the phase in which its events
+were recorded, even if the host runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _SHOWN = {OUTSIDE: "data loading and the training loop"}
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that holds the others up. Times in milliseconds per step: its own, and the middle of all ranks'."""
+    """A rank that makes the others wait. Times in milliseconds per step: its own work, and the median of the others."""
 
     rank: int
     phase: str
@@ -47,7 +46,7 @@ class StragglerReport:
     Attributes:
         own: milliseconds of own work per step, by rank and phase (in the order of `PHASES`).
         waiting: milliseconds per step that each rank waited.
-        found: the ranks that hold the others up, the worst first.
+        found: the stragglers, the slowest first.
     """
 
     own: tuple[tuple[float, ...], ...]
@@ -55,7 +54,7 @@ class StragglerReport:
     found: tuple[Straggler, ...]
 
     def table(self) -> str:
-        """All ranks as lines of text."""
+        """A table of all ranks, as text."""
         head = f"{'rank':>6}" + "".join(f"{phase:>12}" for phase in PHASES) + f"{'waiting':>12}"
         lines = [
             f"{rank:>6}" + "".join(f"{value:>12.2f}" for value in (*own, waited))
@@ -68,9 +67,9 @@ def judge_stragglers(rows: Sequence[Sequence[float]], *, ratio: float = 1.3, sha
     """Compare ranks.
 
     Args:
-        rows: of each rank, milliseconds of own work in each of `PHASES`, then of waiting.
-        ratio: a phase is suspicious from this multiple of the middle of all ranks on,
-        share: if what it takes longer is also at least this share of a step.
+        rows: for each rank, milliseconds of own work in each of `PHASES`, then of waiting.
+        ratio: a phase is reported if it takes at least this multiple of the median of the other ranks,
+        share: and if the difference is also at least this share of a step.
     """
     own = tuple(tuple(row[: len(PHASES)]) for row in rows)
     waiting = tuple(row[len(PHASES)] for row in rows)
@@ -79,7 +78,7 @@ def judge_stragglers(rows: Sequence[Sequence[float]], *, ratio: float = 1.3, sha
     for place, phase in enumerate(PHASES):
         values = [row[place] for row in own]
         for rank, value in enumerate(values):
-            # The middle of the others: with two ranks, the other one.
+            # The median of the other ranks; with two ranks, the value of the other one.
             middle = median(values[:rank] + values[rank + 1 :]) if len(values) > 1 else value
             if value > ratio * middle and value - middle > share * step:
                 found.append(Straggler(rank, phase, value, middle))
@@ -88,12 +87,12 @@ def judge_stragglers(rows: Sequence[Sequence[float]], *, ratio: float = 1.3, sha
 
 
 class StragglerMonitor:
-    """Feeds `judge_stragglers` from one rank's steps.
+    """Collects this rank's steps and compares them with those of the other ranks (`judge_stragglers`).
 
     Args:
-        gather: gives all ranks' lists for this rank's list of numbers; called on every rank at the same steps.
+        gather: takes this rank's list of numbers and returns those of all ranks; called at the same steps on all ranks.
         every: steps between two comparisons.
-        memory: how many steps the smoothed figures reach back, roughly.
+        memory: roughly the number of past steps in the smoothed figures.
         ratio, share: as for `judge_stragglers`.
     """
 
@@ -115,9 +114,9 @@ class StragglerMonitor:
         self.latest: StragglerReport | None = None
 
     def step(self, elapsed: Iterable[tuple[str, float]]) -> StragglerReport | None:
-        """End a step with what `WallClock.elapsed` gave for it (may be empty).
+        """End a step; `elapsed` is the result of `WallClock.elapsed` for it (may be empty).
 
-        Returns the report if one is due, on every rank.
+        Returns the report on every rank if one is due.
         """
         now, known = time.perf_counter(), dict(elapsed)
         length = (now - self._last_end) * 1e3
@@ -129,7 +128,7 @@ class StragglerMonitor:
             return None
         smooth = self._smooth or [0.0] * (len(PHASES) + 1)
         self.latest = judge_stragglers(self._gather(smooth), ratio=self._ratio, share=self._share)
-        self._last_end = time.perf_counter()  # the gather is not the next step's
+        self._last_end = time.perf_counter()  # the time of the gather must not count in the next step
         return self.latest
 
     def _add(self, values: list[float]) -> None:

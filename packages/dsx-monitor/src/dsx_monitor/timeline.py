@@ -1,4 +1,4 @@
-"""What a rank did when: spans of computing, gathering, reducing, offloading and waiting, as a Chrome/Perfetto trace.
+"""Traces for Chrome/Perfetto: when a rank was computing, gathering, reducing, offloading and waiting.
 
     timeline = Timeline(rank)
     stop = dsx_comm.observe(timeline)          # every communication, and every wait for one
@@ -7,12 +7,12 @@
     timeline.write(run_dir)                    # RUN/trace/rank00000.json
     merge_traces(run_dir)                      # RUN/trace.json: all ranks in one; `dsx report` does it too
 
-A span is kept as four numbers and written out at the end, so that tracing costs a step some microseconds. On CUDA
-spans are pairs of events, placed on the host's clock by an anchor taken once. Spans that overlap in a lane (several
-gathers under way) are drawn in rows of their own. Ranks of one host share a clock; hosts are brought together by
-`mark_meeting`, called by all ranks right after a barrier.
+A span is kept as four numbers and written out at the end, so that tracing costs a step some microseconds. On CUDA a
+span is a pair of events; one event that is taken together with the host's time converts them to the host's clock. Spans
+that overlap in a lane (several gathers under way) are drawn in separate rows. Ranks of one host share a clock. For
+several hosts, all ranks call `mark_meeting` right after a barrier, which gives the differences between their clocks.
 
-Left out: single kernels; torch.profiler has them, and its traces open in the same viewer.
+Left out: single kernels. torch.profiler records them, and its traces open in the same viewer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRACE, MERGED = "trace", "trace.json"
 
 
 class Span(NamedTuple):
-    """Something that took time; nanoseconds since 1970."""
+    """An activity with its start and end, in nanoseconds since 1970."""
 
     lane: str
     name: str
@@ -56,9 +56,9 @@ class Timeline:
     """Collects spans of one rank; safe to use from several threads.
 
     Args:
-        rank: global rank of this process; None: as for the monitors.
-        device: a CUDA device, to time what runs on it; any other: the host's clock.
-        limit: spans kept; later ones are counted, not kept.
+        rank: global rank of this process; None: found as for the monitors.
+        device: a CUDA device, whose work is timed; for any other device the host's clock is used.
+        limit: the most spans that are kept; later ones are only counted.
     """
 
     def __init__(self, rank: int | None = None, *, device: Any = "cpu", limit: int = 500_000) -> None:
@@ -76,8 +76,8 @@ class Timeline:
 
     @contextmanager
     def range(self, name: str, lane: str = "compute", *, device: Any = None, **arguments: Any) -> Iterator[None]:
-        """Note what runs inside as a span. `device`: a CPU device, where the host's clock is to be used beside a CUDA
-        device.
+        """Record the context as a span. `device`: give a CPU device to use the host's clock, although the timeline is
+        that of a CUDA device.
         """
         start = self._mark(device)
         try:
@@ -86,7 +86,7 @@ class Timeline:
             self._add(lane, name, start, self._mark(device), arguments)
 
     def begin(self, call: Any) -> Any:
-        """A communication call begins (the shape that `dsx_comm.observe` takes)."""
+        """A communication call begins (a method that `dsx_comm.observe` calls)."""
         return self._mark(call.device)
 
     def end(self, token: Any, call: Any, result: Any, is_async: bool) -> None:
@@ -103,10 +103,10 @@ class Timeline:
             arrived()
 
     def transfer(self, op: str, name: str, nbytes: int) -> Callable[[], None]:
-        """A transfer to or from disk begins; call what is returned when it is over, from any thread.
+        """A transfer to or from disk begins. Call the returned function when the transfer has ended, from any thread.
 
-        This is what `on_transfer` of `dsx_nvme`'s swappers takes. Timed by the host's clock, also beside a device:
-        disks do not run on its streams.
+        The swappers of `dsx_nvme` take this method as `on_transfer`. It uses the host's clock, also on CUDA, because
+        disks do not work in the streams of a device.
         """
         start = time.perf_counter_ns()
 
@@ -116,20 +116,20 @@ class Timeline:
         return over
 
     def begin_wait(self) -> Any:
-        """This rank begins to stand still for others."""
+        """This rank begins to wait for other ranks."""
         with self._lock:
             self._waits += 1
             return self._mark() if self._waits == 1 else None
 
     def end_wait(self, token: Any) -> None:
-        """It goes on."""
+        """The wait is over."""
         with self._lock:
             self._waits -= 1
         if token is not None:
             self._add("wait", "wait", token, self._mark(), None)
 
     def mark_meeting(self) -> None:
-        """Note that all ranks are here at this moment, to bring the clocks of several hosts together.
+        """Note a moment that is the same on all ranks, to compare the clocks of several hosts.
 
         Call it right after a barrier.
         """
@@ -154,7 +154,7 @@ class Timeline:
     # - Reading
 
     def spans(self) -> list[Span]:
-        """Everything collected so far, by start; waits for the device."""
+        """All spans so far, sorted by start; waits for the device."""
         found = [
             Span(lane, name, self._moment(start), self._moment(end), arguments or {})
             for lane, name, start, end, arguments in list(self._raw)
@@ -180,22 +180,22 @@ class Timeline:
         content = {"traceEvents": _events(self.rank, self.spans()), "displayTimeUnit": "ms", "otherData": about}
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(partial, path)  # a reader never sees half a file
+        os.replace(partial, path)  # atomic: a reader never sees a part of the file
         return path
 
 
 def merge_traces(run_dir: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Put the traces of all ranks into one file, the clocks of other hosts shifted to rank 0's.
+    """Put the traces of all ranks into one file. The times of other hosts are shifted to the clock of rank 0.
 
     Args:
-        run_dir: what `Timeline.write` was given.
+        run_dir: the folder that `Timeline.write` was given.
         out: file to write; None: `trace.json` in the run directory.
 
     Returns:
         The file written.
 
     Raises:
-        ReportError: no traces there, or one that cannot be read.
+        ReportError: there are no traces, or one cannot be read.
     """
     paths = sorted((Path(run_dir) / TRACE).glob("rank*.json"))
     if not paths:
@@ -231,7 +231,7 @@ def _shift(first: dict[str, Any], other: dict[str, Any]) -> int:
 
 def _events(rank: int, spans: Iterable[Span]) -> list[dict[str, Any]]:
     """Spans in the Trace Event Format: complete events in microseconds; process = rank, thread = row."""
-    rows: dict[str, list[int]] = {}  # of each lane, when its rows are free again
+    rows: dict[str, list[int]] = {}  # by lane: the time at which each of its rows is free again
     names: dict[int, str] = {}
     events: list[dict[str, Any]] = []
     for span in spans:
@@ -252,7 +252,7 @@ def _events(rank: int, spans: Iterable[Span]) -> list[dict[str, Any]]:
 
 
 def _free_row(ends: list[int], span: Span) -> int:
-    """The first row in which nothing overlaps the span without containing it. Compute nests, so it needs one row."""
+    """The first row that is free when the span starts. Spans of the lane "compute" are nested and share one row."""
     if span.lane == "compute":
         return 0
     for row, end in enumerate(ends):
@@ -264,7 +264,7 @@ def _free_row(ends: list[int], span: Span) -> int:
 
 
 def _when_done(result: Any, callback: Any) -> None:
-    """Call back when an asynchronous call's handles have arrived; at once where a handle cannot tell."""
+    """Call `callback` when the handles of an asynchronous call have completed; at once if a handle cannot tell."""
     works = [work for work in (result if isinstance(result, (list, tuple)) else [result]) if work is not None]
     left, lock = [len(works)], threading.Lock()
 

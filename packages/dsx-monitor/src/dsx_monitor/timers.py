@@ -1,11 +1,11 @@
-"""Where the time of a step goes, and how fast training is, without making it slower.
+"""Measures where the time of a step goes and how fast training is, without slowing it down.
 
-`WallClock` measures named ranges. On CUDA a range is a pair of events on the current stream, read only once both have
-happened, so measuring never waits for the device; the figures of a step then arrive a step or two later. On the host a
-range is `time.perf_counter`.
+`WallClock` measures named ranges. On CUDA a range is a pair of events on the current stream. They are read only after
+both have happened, so that measuring never waits for the device; the figures of a step then arrive a step or two later.
+On the host a range is measured with `time.perf_counter`.
 
-`ThroughputTimer` counts samples, tokens and floating-point operations per second. It does not synchronise either: over
-a window of steps the host cannot run far ahead of the device, so the mean is right though single steps need not be.
+`ThroughputTimer` counts samples, tokens and floating-point operations per second. It does not synchronise either. Over
+a window of steps the host cannot run far ahead of the device, so the mean is right even if single steps are not.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ BACKWARD_INNER = "backward_inner"
 BACKWARD_REDUCE = "backward_allreduce"
 STEP = "step"
 WAITING = "waiting:"
-"""Prefix of the time that a range stood still for other ranks."""
+"""Prefix of the time that a range waited for other ranks."""
 OUTSIDE = "outside"
-"""What is in no range: the data loader and the rest of the training loop."""
+"""Time outside of all ranges: the data loader and the rest of the training loop."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class _Frame:
         self.known[name] = self.known.get(name, 0.0) + milliseconds
 
     def resolve(self, wait: bool) -> bool:
-        """Read what has happened; True if nothing is left."""
+        """Read the events that have happened; returns True if none is left."""
         left = []
         for name, start, end in self.pending:
             if wait:
@@ -75,9 +75,9 @@ class WallClock:
 
     Ranges of the same name within a step add up; ranges may be nested. The clock belongs to one thread.
 
-    It also hears of waits (`begin_wait`, `end_wait`; the shape that `dsx_comm.observe` takes): time spent waiting for
-    other ranks adds up under `WAITING + name of the innermost open range`. Backward on a device runs in a thread of
-    autograd's while the owner stands still, so waits may come from there.
+    It is also told of waits (`begin_wait` and `end_wait`, which `dsx_comm.observe` calls): time spent waiting for other
+    ranks adds up under `WAITING + name of the innermost open range`. Backward on a device runs in a thread of autograd
+    while the clock's own thread stands still, so waits may come from that thread.
     """
 
     def __init__(self, device: Any = "cpu") -> None:
@@ -90,7 +90,7 @@ class WallClock:
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Measure what runs inside, also if it raises."""
+        """Measure the context, also if it raises."""
         begin = self._mark()
         self._open.append(name)
         try:
@@ -100,9 +100,9 @@ class WallClock:
             self._add(name, begin)
 
     def begin_wait(self) -> Any:
-        """This process begins to wait for others; what it returns goes to `end_wait`.
+        """This process begins to wait for others. Pass the returned token to `end_wait`.
 
-        A wait inside a wait counts once.
+        A wait inside another wait does not count twice.
         """
         self._waits += 1
         return self._mark() if self._waits == 1 else None
@@ -116,8 +116,8 @@ class WallClock:
     def elapsed(self, *, wait: bool = False) -> list[tuple[str, float]]:
         """End the step and return the `(name, milliseconds)` of the oldest step not yet returned.
 
-        Empty if that step's device events have not happened yet (they come with a later call), unless `wait`: then
-        this call waits for the device.
+        The result is empty if that step's device events have not happened yet; a later call returns them. With `wait`
+        this call waits for the device instead.
         """
         if self._current.known or self._current.pending:
             self._closed.append(self._current)
@@ -145,10 +145,10 @@ def _record() -> Any:
 
 
 def phase_times(elapsed: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
-    """A step's figures as they are reported: forward, backward and its two parts, step.
+    """The figures of a step as they are reported: forward, backward and its two parts, step.
 
-    `backward_allreduce` is the time backward stood still for its reductions (and gathers), `backward_inner` the rest.
-    Reductions that run beside backward cost it nothing, and show in neither.
+    `backward_allreduce` is the time that backward waited for its reductions (and gathers), `backward_inner` the rest.
+    Reductions that run at the same time as backward cost it no time, so they count in neither.
     """
     known = dict(elapsed)
     if BACKWARD in known:
@@ -162,11 +162,10 @@ class ThroughputTimer:
 
     Args:
         batch_size: samples per step, over all ranks.
-        tokens_per_sample: to report tokens per second; None: do not.
-        flops_per_sample: floating-point operations of one sample's forward and backward, to report TFLOPS; None: do
-        not.
+        tokens_per_sample: tokens per sample; None: tokens per second are not reported.
+        flops_per_sample: floating-point operations of one sample's forward and backward; None: TFLOPS are not reported.
         start_step: steps left out at the start (compilation, first allocations).
-        window: steps that count.
+        window: the number of latest steps that count.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class ThroughputTimer:
         self._samples = 0
 
     def step(self, batch_size: int | None = None) -> None:
-        """Call at the end of each step; `batch_size` if this one differed."""
+        """Call this at the end of each step. `batch_size`: the samples of this step, if they differ."""
         self.steps += 1
         if self.steps < self._skip:
             return
@@ -199,7 +198,7 @@ class ThroughputTimer:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave out what runs inside, such as an evaluation or a checkpoint."""
+        """Do not count the time of the context, such as an evaluation or a checkpoint."""
         start = time.perf_counter()
         try:
             yield
@@ -209,7 +208,9 @@ class ThroughputTimer:
 
     @property
     def samples_per_second(self) -> float:
-        """Over the window, all ranks together; 0.0 as long as there are fewer than two steps to compare."""
+        """Samples per second over the window, all ranks together; 0.0 while there are fewer than two steps to
+        compare.
+        """
         if len(self._marks) < 2:
             return 0.0
         (first, before), (last, after) = self._marks[0], self._marks[-1]
@@ -217,7 +218,7 @@ class ThroughputTimer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """As `samples_per_second`, in tokens."""
+        """Tokens per second, like `samples_per_second`."""
         return None if self.tokens_per_sample is None else self.samples_per_second * self.tokens_per_sample
 
     @property
@@ -226,7 +227,7 @@ class ThroughputTimer:
         return None if self.flops_per_sample is None else self.samples_per_second * self.flops_per_sample / 1e12
 
     def events(self, samples: int) -> list[tuple[str, float, int]]:
-        """The figures as monitor events at `samples`; empty while there are none."""
+        """The figures as monitor events at `samples`; an empty list while there are none."""
         if len(self._marks) < 2:
             return []
         values = {

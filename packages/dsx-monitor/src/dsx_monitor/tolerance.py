@@ -1,4 +1,4 @@
-"""One rule for all that writes figures beside training: what cannot be written costs a warning, never the run."""
+"""The rule for all code that writes figures during training: a failed write gives a warning, and training goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("dsx_monitor")
 def tolerating(what: str) -> Iterator[None]:
     """Turn an OSError raised inside (no folder, no rights, a full disk) into one warning that begins with `what`.
 
-    A ReportError (nothing was written that could be put together) is treated alike.
+    A ReportError (there is nothing to put together) is treated the same way.
     """
     try:
         yield

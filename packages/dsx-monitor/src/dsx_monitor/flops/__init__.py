@@ -1,12 +1,12 @@
 """Counting the floating-point operations, time and parameters of each module of a model.
 
-The idea: operations are counted where PyTorch dispatches them, below modules and functional calls, so that einsum,
-attention on any device, custom modules and recomputation are counted by what really runs; hooks on modules only say
-whose operation it was. Backward is counted as it runs, not assumed to be twice the forward pass. An operation that
-does arithmetic and is not known is listed by name. Nothing stays on the model afterwards.
+Operations are counted where PyTorch dispatches them, below modules and functional calls. So einsum, attention on any
+device, custom modules and recomputation are counted by what really runs; hooks on modules only tell to which module an
+operation belongs. Backward is counted as it runs, not assumed to be twice the forward pass. Unknown operations that do
+arithmetic are listed by name. No hook stays on the model afterwards.
 
-Left out: operations inside kernels that PyTorch does not dispatch; a custom operator counts by the formula registered
-for it with `torch.utils.flop_counter.register_flop_formula`, else its name is listed.
+Left out: operations inside kernels that PyTorch does not dispatch. A custom operator is counted by the formula that was
+registered for it with `torch.utils.flop_counter.register_flop_formula`; without one its name is listed.
 """
 
 from .facts import RunFacts

@@ -1,12 +1,12 @@
-"""What watches a profiled step: a dispatch mode that counts operators and hooks that say which module runs.
+"""Watches a profiled step: a dispatch mode counts operators, and hooks tell which module runs.
 
-An operator is booked in one of four places: the forward of a module, the backward of a module (by the owner of the
-autograd node that runs, see `owners`), recomputation, which is part of backward, or outside the model. Outside is also
-what hooks on finished gradients do (their accumulation and reduction over ranks), so that a sharded model counts
-exactly what the plain one does.
+An operator is counted in one of four places: the forward of a module, the backward of a module (the owner of the
+running autograd node, see `owners`), recomputation, which is part of backward, or outside the model. Hooks on finished
+gradients (accumulation, reduction over ranks) count as outside, so that a sharded model has exactly the counts of the
+plain one.
 
-Time in backward is cut at the operators where the owner changes; the pieces, host work between operators included, add
-up to the length of backward.
+Time in backward is cut at the operators where the owner changes. The pieces include the host's work between operators,
+and add up to the length of backward.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _FREE_MODULES = (nn.modules.dropout._DropoutNd,)  # the mask's arithmetic is not
 
 @dataclass
 class Totals:
-    """What has no place in the tree, or is worth knowing as a whole.
+    """Totals, and counts that have no place in the tree.
 
     Attributes:
-        backward_flops, backward_macs: of everything autograd ran, a loss outside the model included.
-        recompute_flops: what of it was a forward done again.
+        backward_flops, backward_macs: everything that autograd ran, including a loss outside the model.
+        recompute_flops: the part of it that was a forward done again.
         backward_seconds: length of all backwards together.
-        outside_flops: outside the model and of autograd: a loss, the reduction of gradients.
+        outside_flops: operations outside the model and outside autograd: a loss, the reduction of gradients.
         unknown: operators without a rule, with how often they ran.
     """
 
@@ -54,13 +54,12 @@ class Totals:
 
 
 class _Counting(TorchDispatchMode):
-    """Hands every operator to the watch, with the rule that counts it."""
+    """Passes every operator to the watch, with the rule that counts it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Asked by the base class, which would wrap the method below at several microseconds a call.
-
-        There is nothing to keep the compiler from: compiled functions run eagerly under a mode.
+        """Returns True. Otherwise the base class would wrap the method below, at several microseconds per call, to hide
+        it from the compiler. That is not needed: under a mode, compiled functions run eagerly.
         """
         return False
 
@@ -68,7 +67,7 @@ class _Counting(TorchDispatchMode):
         super().__init__()
         self._watch = watch
         self._rules: dict[int, Any] = {}  # by id: an operator's own hash is Python code
-        self._seen: list[Any] = []  # operators, so that their ids stay theirs
+        self._seen: list[Any] = []  # keeps the operators alive, so that their ids are not used again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -79,8 +78,8 @@ class _Counting(TorchDispatchMode):
         if rule is VIEW:
             return _run(func, args, kwargs)
         if rule is COMPOUND:
-            # Under inference mode compound operators arrive whole: take them apart to see what they are made of. Those
-            # of nested tensors cannot be taken apart.
+            # Under inference mode compound operators are not decomposed before they arrive here. Decompose them to see
+            # their parts. Operators on nested tensors cannot be decomposed.
             if not any(getattr(argument, "is_nested", False) for argument in args):
                 with self:
                     result = func.decompose(*args, **kwargs)
@@ -92,11 +91,11 @@ class _Counting(TorchDispatchMode):
         result = _run(func, args, kwargs)
         if rule is None:
             watch.note_unknown(func)
-        elif not isinstance(rule, str):  # what costs nothing is a word
+        elif not isinstance(rule, str):  # operators without arithmetic have a string as their rule
             try:
                 flops, macs = rule(args, kwargs, result)
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-                watch.note_unknown(func)  # a form that its rule does not know must not stop the model
+                watch.note_unknown(func)  # a call that its rule cannot read must not stop the model
                 return result
             if flops:
                 watch.book(owner, backward, flops, macs)
@@ -106,22 +105,22 @@ class _Counting(TorchDispatchMode):
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator as it would run without a mode.
 
-    Called from Python it would be offered to `__torch_function__` of tensor subclasses, a level that the call passed
-    before it was dispatched. dsx_zero's gradients refuse there what autograd itself may do with them.
+    A call from Python would go through `__torch_function__` of tensor subclasses, which the call has passed already.
+    dsx_zero's gradients refuse operations there that autograd itself may do with them.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 class _Clock:
-    """Marks in time: the host's clock, or events on the current stream that are read at the end."""
+    """Takes marks in time: with the host's clock, or as events on the current stream that are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
         self._pieces: list[tuple[Any, str, Any, Any]] = []
 
     def mark(self) -> Any:
-        """Now."""
+        """A mark for this moment."""
         if not self._events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -129,7 +128,7 @@ class _Clock:
         return event
 
     def add(self, target: Any, field_name: str, start: Any, end: Any) -> None:
-        """Add what lies between two marks to `target.field_name`, now or in `settle`."""
+        """Add the time between two marks to `target.field_name`, now or in `settle`."""
         if self._events:
             self._pieces.append((target, field_name, start, end))
         else:
@@ -167,9 +166,9 @@ class Watch:
         self._by_name: dict[str, Node] = {"": self.root}
         self._owners = Owners()
         self._stack: list[tuple[Node, Any]] = []  # modules in their forward, with when they began
-        self._again: list[Node] = []  # modules that are recomputed
+        self._again: list[Node] = []  # modules that are being recomputed
         self._silent = 0
-        self._tasks: list[int] = []  # backwards that run, the innermost last
+        self._tasks: list[int] = []  # running backwards, the innermost last
         self._creates_graph = False
         self._piece: tuple[Any, Any] | None = None  # owner and start of the running piece of backward
 
@@ -198,7 +197,7 @@ class Watch:
     # - Operators
 
     def before(self) -> tuple[Any, bool]:
-        """To whom the operator that is about to run belongs, and whether autograd runs it."""
+        """The owner of the operator that is about to run, and whether autograd runs it."""
         task = _task()
         if task == -1:
             return (self._stack[-1][0] if self._stack else _OUTSIDE), False
@@ -210,7 +209,7 @@ class Watch:
         return owner, True
 
     def _owner_in_backward(self) -> Any:
-        """Owner of the autograd node that runs; None for one that no module made."""
+        """Owner of the running autograd node; None for a node that no module made."""
         node = _node()
         if node is None or (sequence := node._sequence_nr()) >= _ACCUMULATE:
             return _OUTSIDE
@@ -222,7 +221,7 @@ class Watch:
             self.totals.unknown[func._overloadpacket._qualified_op_name] += 1
 
     def book(self, owner: Any, backward: bool, flops: int, macs: int) -> None:
-        """Book an operator as `before` found."""
+        """Count an operator for the owner that `before` returned."""
         if self._silent:
             return
         if owner is _OUTSIDE:
@@ -248,7 +247,8 @@ class Watch:
 
     def _begin_backward(self, task: int) -> None:
         if not self._tasks:
-            # Autograd records nothing in backward unless asked to; then recomputation cannot be told from it by that.
+            # Without create_graph autograd records nothing in backward, so a recorded operator is recomputation. With
+            # create_graph the two cannot be told apart this way.
             self._creates_graph = torch.is_grad_enabled()
         self._tasks.append(task)
 
@@ -314,7 +314,7 @@ class Watch:
 
 
 def _sizes(model: nn.Module) -> dict[nn.Module, int]:
-    """Elements of the parameters of every module, shared ones once, in one pass over the tree."""
+    """Number of parameter elements of every module, in one pass over the tree; shared parameters count once."""
     found: dict[nn.Module, dict[int, int]] = {}
 
     def visit(module: nn.Module) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What a profile says about the run around it, and the rows of its summary. No torch in here."""
+"""Facts about the run that a profile is part of, and the rows of its summary. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _MOST_NAMED = 12
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Where and on how much the profiled part ran.
+    """The setting of the profiled part.
 
     Attributes:
         world_size: processes of the job.
-        data_parallel, model_parallel: how many hold the same part of the model, and in how many parts it is; None: not
-            known (several processes and no engine that tells), which the summary leaves out.
-        batch_size: samples this process worked on in the profiled part; None: not known.
-        micro_batches: forwards they were divided into.
+        data_parallel: how many ranks hold the same part of the model; None: not known (several processes, and no engine
+            that knows), then the summary leaves it out.
+        model_parallel: the number of parts of the model; None: not known.
+        batch_size: samples of this process in the profiled part; None: not known.
+        micro_batches: forwards that these samples were divided into.
         step_seconds: length of the optimizer step that followed; None: not measured.
-        system: what ran around the model, such as "ZeRO stage 3".
-        over_ranks: all ranks' figures, where they were gathered.
+        system: the system around the model, such as "ZeRO stage 3".
+        over_ranks: all ranks' figures, if they were gathered.
     """
 
     world_size: int = 1
@@ -49,7 +50,7 @@ class RunFacts:
 
 
 def facts_of_engine(engine: Any) -> RunFacts:
-    """What an engine with the field's usual attributes tells. Without one: the number of processes of this job."""
+    """The facts that an engine gives through the usual attributes. Without an engine, only the number of processes."""
     if engine is None:
         world = current_world_size()
         return RunFacts() if world == 1 else RunFacts(world_size=world, data_parallel=None, model_parallel=None)
@@ -68,9 +69,9 @@ def facts_of_engine(engine: Any) -> RunFacts:
 
 
 def summary_rows(root: Node, totals: Any, facts: RunFacts) -> dict[str, str]:
-    """The summary as name and text, in the order in which it is shown.
+    """The summary as names and texts, in the order in which it is shown.
 
-    Latencies and operations are those of the whole profiled part on this process, `micro_batches` forwards together.
+    Latencies and operations are those of the whole profiled part on this process: all `micro_batches` forwards.
     """
     rows = {"world size": str(facts.world_size)}
     if facts.data_parallel is not None:
@@ -107,7 +108,7 @@ def unknown_text(unknown: Counter[str]) -> str:
 
 
 def _model_rows(root: Node, facts: RunFacts) -> dict[str, str]:
-    """Of the model, as far as this process can tell: its own part times their number, if that is known."""
+    """Rows about the model: this process' part times the number of parts, if that is known."""
     parallel = facts.model_parallel
     if parallel is None:
         return {}
@@ -118,7 +119,7 @@ def _model_rows(root: Node, facts: RunFacts) -> dict[str, str]:
 
 
 def _rows_of_ranks(totals: RankTotals, facts: RunFacts) -> dict[str, str]:
-    """Of the whole step, as all ranks have measured it."""
+    """Rows about the whole step, from the figures of all ranks."""
     count = len(totals.ranks)
     params = "params of all ranks" if facts.data_parallel is None else "params of model, all ranks / dp_size"
     rows = {

@@ -1,9 +1,9 @@
-"""Which module an autograd node belongs to, found by its sequence number.
+"""Finds the module that an autograd node belongs to, by the node's sequence number.
 
-Autograd numbers nodes in the order in which a thread creates them. Noting the next number at each change of module in
-the forward pass therefore tells, for any node that runs in backward, which module's forward made it; no hook on a
-tensor is needed and nothing is kept alive. Only a backward inside a backward (reentrant recomputation) has nodes of
-the thread it runs in; all others belong to the thread that ran the forward.
+Autograd numbers nodes in the order in which a thread creates them. At each change of module in the forward pass the
+next number is noted. For any node that runs in backward, its number then tells which module's forward made it. This
+needs no hooks on tensors and keeps nothing alive. The nodes of a backward inside a backward (reentrant recomputation)
+belong to the thread it runs in; all other nodes belong to the thread that ran the forward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Owners"]
 
 
 class Owners:
-    """Notes changes of module and answers for nodes. Belongs to one profile."""
+    """Notes at which node numbers the module changes, and finds the owner of a node. One object per profile."""
 
     def __init__(self) -> None:
         self._home = threading.get_ident()
@@ -27,14 +27,14 @@ class Owners:
         self._nodes: dict[int, list[Node | None]] = {}
 
     def note(self, node: Node | None) -> None:
-        """What this thread records from now on belongs to `node` (None: to no module)."""
+        """Nodes that this thread creates from now on belong to `node` (None: to no module)."""
         thread = threading.get_ident()
         following = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
         self._starts.setdefault(thread, []).append(following)
         self._nodes.setdefault(thread, []).append(node)
 
     def of(self, sequence: int, *, nested: bool) -> Node | None:
-        """Owner of the node with that number; `nested`: it runs in a backward inside a backward."""
+        """Owner of the autograd node with this number; `nested`: it runs in a backward inside a backward."""
         thread = threading.get_ident() if nested else self._home
         starts = self._starts.get(thread, [])
         place = bisect_right(starts, sequence)

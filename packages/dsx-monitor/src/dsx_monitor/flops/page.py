@@ -1,4 +1,4 @@
-"""A profile as one self-contained HTML page; style and script are files of `assets`, the figures lie inside as JSON."""
+"""A profile as one self-contained HTML page. Style and script come from `assets`; the figures are embedded as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["profile_page"]
 
 
 def profile_page(profile: dict[str, Any]) -> str:
-    """The page of what `FlopsProfiler.as_dict` returns."""
+    """The HTML page for the result of `FlopsProfiler.as_dict`."""
     assets = files("dsx_monitor.flops") / "assets"
     title = f"Flops profile of {profile['model']}, step {profile['step']}"
     replacements = {

@@ -36,24 +36,23 @@ def get_model_profile(
 ) -> tuple[Any, Any, Any]:
     """Operations, multiply-accumulates and parameters of one forward pass (or of `generate`) in evaluation mode.
 
-    The model is in training mode again afterwards, where it was before, and its running statistics are as they were.
-    Operators that are not counted are named in the printed profile; without it a warning of the logger `dsx_monitor`
-    names them.
+    Afterwards every module is in the mode it had before, and running statistics are unchanged. The printed profile
+    names the operators that are not counted; if nothing is printed, a warning of the logger `dsx_monitor` names them.
 
     Args:
-        input_shape: of a tensor of ones to call the model with, in front of `args`.
-        args, kwargs: what to call it with.
-        print_profile, detailed, module_depth, top_modules, output_file: as `FlopsProfiler.print_model_profile`.
+        input_shape: shape of a tensor of ones, which is passed to the model before `args`.
+        args, kwargs: the arguments of the call.
+        print_profile, detailed, module_depth, top_modules, output_file: as for `FlopsProfiler.print_model_profile`.
         warm_up: calls before the one that is measured.
         as_string: return texts with units instead of numbers.
         ignore_modules: classes whose calls are left out.
-        mode: "forward" calls the model, "generate" its method of that name.
+        mode: "forward" calls the model, "generate" calls its method `generate`.
 
     Returns:
         `(flops, macs, params)`.
 
     Raises:
-        ProfilerError: nothing to call the model with, or an unknown mode.
+        ProfilerError: there are no arguments to call the model with, or the mode is unknown.
     """
     if mode not in ("forward", "generate"):
         raise ProfilerError(f"get_model_profile(mode=...): got {mode!r}, expected 'forward' or 'generate'")
@@ -86,7 +85,7 @@ def get_model_profile(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module is in its former mode, which need not be the same for all of them."""
+    """Inside the context the model is in evaluation mode; afterwards every module has its own former mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

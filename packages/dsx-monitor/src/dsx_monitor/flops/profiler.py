@@ -8,8 +8,8 @@
     profiler.write_html("profile.html")
     profiler.end_profile()
 
-Totals are those of the forward pass, as scripts of the field expect; `get_total_backward_flops` has what backward did,
-recomputed forward operations included. `print_*` write to standard output, as their names say; `text` returns the same.
+Totals are those of the forward pass, as existing scripts expect. `get_total_backward_flops` counts the backward pass,
+recomputed forward operations included. `print_*` write to standard output; `text` returns the same text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["FlopsProfiler", "ProfilerError"]
 
 
 class ProfilerError(RuntimeError):
-    """The profiler was asked for something it has not measured."""
+    """The profiler was asked for a figure that it has not measured."""
 
 
 class FlopsProfiler:
@@ -44,10 +44,10 @@ class FlopsProfiler:
     Args:
         model: the module whose calls make the tree; may be sharded or wrapped.
         ds_engine: an engine around it, for the batch size and the world size in the summary.
-        recompute_fwd_factor: accepted for scripts; recomputation is counted as it runs.
+        recompute_fwd_factor: accepted for existing scripts; recomputation is counted as it runs.
 
     Attributes:
-        facts: what the summary says about the run around the model; may be replaced before printing.
+        facts: facts about the run for the summary; may be replaced before printing.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -59,7 +59,7 @@ class FlopsProfiler:
         self._ignored: tuple[type[nn.Module], ...] = ()
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Begin; calls of the classes in `ignore_list` are left out with all they call."""
+        """Start counting. Calls of the classes in `ignore_list` are left out, with everything they call."""
         if self.started:
             raise ProfilerError("start_profile: this profiler is running already; call stop_profile first")
         self._ignored = tuple(ignore_list or ())
@@ -68,13 +68,13 @@ class FlopsProfiler:
         self.started = True
 
     def stop_profile(self) -> None:
-        """End; the figures stay until `reset_profile`, `end_profile` or the next start."""
+        """Stop counting. The figures stay until `reset_profile`, `end_profile` or the next start."""
         if self.started and self._watch is not None:
             self._watch.stop()
         self.started = False
 
     def reset_profile(self) -> None:
-        """Forget all figures; if running, go on from zero."""
+        """Forget all figures. If the profiler is running, it goes on from zero."""
         running = self.started
         self.stop_profile()
         self._watch = None
@@ -95,24 +95,24 @@ class FlopsProfiler:
 
     @property
     def totals(self) -> Totals:
-        """What has no place in the tree."""
+        """Totals, and counts that have no place in the tree."""
         return self._measured().totals
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Of the model's forward pass."""
+        """Floating-point operations of the model's forward pass."""
         return flops_to_string(self.root.flops) if as_string else self.root.flops
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
-        """Of the model's forward pass."""
+        """Multiply-accumulates of the model's forward pass."""
         return macs_to_string(self.root.macs) if as_string else self.root.macs
 
     def get_total_backward_flops(self, as_string: bool = False) -> int | str:
-        """Of everything autograd ran, recomputation included."""
+        """Floating-point operations of everything that autograd ran, recomputation included."""
         value = self.totals.backward_flops
         return flops_to_string(value) if as_string else value
 
     def get_total_recompute_flops(self, as_string: bool = False) -> int | str:
-        """Of the forward operations that ran again during backward."""
+        """Floating-point operations of the forwards that ran again during backward."""
         value = self.totals.recompute_flops
         return flops_to_string(value) if as_string else value
 
@@ -126,21 +126,21 @@ class FlopsProfiler:
         return duration_to_string(value) if as_string else value
 
     def get_total_params(self, as_string: bool = False) -> int | str:
-        """Parameters of the model, shared ones once; whole ones, however they are sharded."""
+        """Number of parameters of the model. Shared ones count once, and sharded ones in full."""
         return params_to_string(self.root.params) if as_string else self.root.params
 
     def get_unknown_operators(self) -> dict[str, int]:
-        """Operators that ran and are not counted, with how often."""
+        """Operators that ran but are not counted, with the number of their calls."""
         return dict(self.totals.unknown)
 
     def gather_ranks(self, gather: Callable[[list[float]], Sequence[Sequence[float]]]) -> RankTotals:
-        """All ranks' figures, and their sum: in a pipeline each rank sees its own stage only. Collective.
+        """Gather the figures of all ranks and sum them: in a pipeline each rank sees only its own stage. Collective.
 
-        The summary shows them from then on. Parameters are those of all ranks over `facts.data_parallel`, where that is
-        known, and else those of all ranks together.
+        From then on the summary shows them. The number of parameters is the sum over all ranks, divided by
+        `facts.data_parallel` if that is known.
 
         Args:
-            gather: gives all ranks' lists for this rank's list of numbers, in the order of the ranks.
+            gather: takes this rank's list of numbers, and returns the lists of all ranks in the order of the ranks.
         """
         totals, root = self.totals, self.root
         own = RankFigures(
@@ -189,8 +189,9 @@ class FlopsProfiler:
     def as_dict(self, profile_step: int = 1) -> dict[str, Any]:
         """Everything measured, as JSON values: `step`, `summary` (texts), `facts`, `totals`, `modules` (a tree).
 
-        Of each module: `name`, `class`, `params`, `calls`, forward `flops`, `macs` and `seconds`, `backward_flops`,
-        `backward_macs`, `backward_seconds` and `recompute_flops`, children included; `own_*` without them; `children`.
+        Each module has `name`, `class`, `params`, `calls`, forward `flops`, `macs` and `seconds`, `backward_flops`,
+        `backward_macs`, `backward_seconds` and `recompute_flops`, which include its children; `own_*` are without
+        them; `children` has the children.
         """
         totals = {**asdict(self.totals), "unknown": dict(self.totals.unknown)}
         return {
@@ -203,7 +204,7 @@ class FlopsProfiler:
         }
 
     def write_json(self, path: str | Path, profile_step: int = 1) -> Path:
-        """Write `as_dict` to a file; returns its path."""
+        """Write `as_dict` to a JSON file; returns its path."""
         return _write(path, json.dumps(self.as_dict(profile_step), indent=1))
 
     def write_html(self, path: str | Path, profile_step: int = 1) -> Path:

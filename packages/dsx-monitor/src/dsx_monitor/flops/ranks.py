@@ -1,9 +1,9 @@
-"""The figures of all ranks together: what the stages of a pipeline, each profiled where it runs, add up to.
+"""The figures of all ranks together: the sum over the stages of a pipeline, each of which is profiled where it runs.
 
-No torch in here.
+A profile sees the operations of its own process. With data parallelism these are all modules on a part of the batch; in
+a pipeline they are some modules. In both cases the sum over the ranks is the operations of the whole step.
 
-A profile sees the operations of its own process. Under data parallelism that is the whole model on a part of the
-batch; in a pipeline it is a part of the model. Added up over the ranks, both are the operations of the whole step.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["RankFigures", "RankTotals"]
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank measured. Operations of the profiled part, seconds, and the parameters it holds (whole ones)."""
+    """The figures of one rank: operations of the profiled part, seconds, and its number of parameters (unsharded)."""
 
     flops: int
     macs: int
@@ -27,13 +27,13 @@ class RankFigures:
     backward_seconds: float
 
     def row(self) -> list[float]:
-        """As numbers, to be gathered; exact up to 2^53."""
+        """The figures as a list of numbers for a gather; exact up to 2^53."""
         whole = (self.flops, self.macs, self.backward_flops, self.recompute_flops, self.params)
         return [*map(float, whole), self.seconds, self.backward_seconds]
 
     @classmethod
     def of_row(cls, row: Sequence[float]) -> RankFigures:
-        """From `row`."""
+        """The figures from the result of `row`."""
         flops, macs, backward, again, params = map(int, row[:5])
         return cls(flops, macs, backward, again, params, float(row[5]), float(row[6]))
 
@@ -43,8 +43,8 @@ class RankTotals:
     """All ranks' figures, by rank.
 
     Attributes:
-        ranks: what each measured.
-        replicas: ranks that hold the same part of the model (the data-parallel size).
+        ranks: the figures of each rank.
+        replicas: how many ranks hold the same part of the model (the data-parallel size).
     """
 
     ranks: tuple[RankFigures, ...]
@@ -67,7 +67,7 @@ class RankTotals:
 
     @property
     def recompute_flops(self) -> int:
-        """What of `backward_flops` was a forward done again."""
+        """The part of `backward_flops` that was a forward done again."""
         return sum(rank.recompute_flops for rank in self.ranks)
 
     @property

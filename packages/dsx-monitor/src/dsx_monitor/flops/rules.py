@@ -1,9 +1,15 @@
 """How many operations a dispatched operator takes, from the shapes of its arguments and results. Pure arithmetic.
 
-A rule returns `(flops, macs)`. A multiply-accumulate is two flops. Attention counts both products in full, causal or
-not. Elementwise operators count one flop per element of the result, reductions and softmax one per element read, norms
-five per element with an affine part and four without. Moving data is free. Of complex numbers the real operations are
-counted: four multiply-accumulates for one, six flops for a product, two for a sum and whatever else is elementwise.
+A rule returns `(flops, macs)`. A multiply-accumulate is two flops.
+
+* Attention: both matrix products in full, causal or not.
+* Elementwise operators: one flop per element of the result.
+* Reductions and softmax: one flop per element read.
+* Norms: five flops per element with an affine part, four without.
+* Moving data: nothing.
+* Complex numbers: the real operations. A multiply-accumulate is four real ones, an elementwise product six flops, and a
+  sum or any other elementwise operator two.
+
 Rarer operators are in `special_rules`.
 """
 
@@ -35,12 +41,12 @@ def _addmm(args: tuple[Any, ...], out: Any) -> Cost:
 
 
 def _linear(args: tuple[Any, ...], out: Any) -> Cost:
-    """Whole where it is not taken apart: in inference mode, and of sequences of different lengths."""
+    """`linear` where PyTorch does not decompose it: in inference mode, and for sequences of different lengths."""
     return _macs(args[0].numel() * args[1].shape[0], out.numel() if len(args) > 2 and args[2] is not None else 0)
 
 
 def _grouped_mm(args: tuple[Any, ...], out: Any) -> Cost:
-    """Rows in groups, a matrix for each group (mixture of experts).
+    """Rows in groups, with one matrix per group (mixture of experts).
 
     (rows, in) by (groups, in, out); (groups, out, in) by (in, columns) with groups of columns; (m, rows) by (rows, n)
     with groups of rows.
@@ -80,7 +86,7 @@ def _conv_backward(args: tuple[Any, ...], out: Any) -> Cost:
 
 
 def _attention_products(query: Any, key: Any, value: Any) -> tuple[int, int]:
-    """Of q k^T and of p v; tensors are (..., length, size of a head)."""
+    """Multiply-accumulates of q k^T and of p v; tensors are (..., length, size of a head)."""
     scores = prod(query.shape[:-1]) * key.shape[-2]
     return scores * query.shape[-1], scores * value.shape[-1]
 
@@ -124,7 +130,7 @@ def _rnn_layer_backward(args: tuple[Any, ...], out: Any) -> Cost:
 
 
 def _rnn_cudnn(args: tuple[Any, ...], out: Any) -> Cost:
-    """All layers of a fused recurrent network; every matrix of the weights meets every time step of every sequence."""
+    """All layers of a fused recurrent network; every weight matrix multiplies every time step of every sequence."""
     x, weights = args[0], args[1]
     return _macs(prod(x.shape[:-1]) * sum(w.numel() for w in weights if w.dim() == 2), 10 * _numel(out))
 
@@ -149,7 +155,7 @@ def _reads(args: tuple[Any, ...], out: Any) -> Cost:
 
 
 def _operations(value: Any) -> int:
-    """Flops per element: one for real and two for complex numbers. Counting in whole numbers is not floating-point."""
+    """Flops per element: one for real numbers, two for complex numbers, none for integers."""
     first = value[0] if isinstance(value, (tuple, list)) and value else value
     if getattr(first, "is_complex", bool)():
         return 2
@@ -204,7 +210,7 @@ RULES: dict[str, Rule] = {
     "_cudnn_rnn": _rnn_cudnn,
     "_cudnn_rnn_backward": _rnn_cudnn_backward,
     "native_layer_norm": _norm(2),
-    "layer_norm": _norm(2),  # whole for nested tensors
+    "layer_norm": _norm(2),  # not decomposed for nested tensors
     "native_group_norm": _norm(1),
     "_fused_rms_norm": _norm(2),
     "native_batch_norm": _batch_norm,
@@ -299,7 +305,7 @@ _FREE = """
     coalesce _indices _values indices values _nnz _linalg_check_errors
 """
 FREE = frozenset(_FREE.split())
-"""Operators that move, make or compare data, or only look at shapes."""
+"""Operators that move, make or compare data, or only read shapes."""
 
 
 _NO_ARITHMETIC = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profiler", "debugprims"})
@@ -326,11 +332,11 @@ _VIEWS = frozenset(
         "diagonal",
     ]
 )
-"""Operators that take no time worth booking either."""
+"""Operators whose time is not counted either."""
 
 VIEW, FREE_OF_ARITHMETIC, COMPOUND = "view", "free", "compound"
-"""What `rule_for` says of operators that only look at memory, of those that count nothing, of those to be taken
-apart.
+"""What `rule_for` returns for operators that only make views, for operators without arithmetic, and for operators that
+are to be decomposed.
 """
 
 
@@ -341,8 +347,8 @@ def rule_for(func: Any) -> FullRule | str | None:
         func: a `torch._ops.OpOverload`.
 
     Returns:
-        A rule to call with args, kwargs and result; `VIEW`; `FREE_OF_ARITHMETIC`; `COMPOUND` for an operator of PyTorch
-        that is not known, and may consist of known ones; None for a custom operator that is not known. What is
+        A rule to call with args, kwargs and result; `VIEW`; `FREE_OF_ARITHMETIC`; `COMPOUND` for an unknown operator of
+        PyTorch, which may consist of known ones; None for an unknown custom operator. An operator with a formula
         registered with `torch.utils.flop_counter.register_flop_formula` is known.
     """
     packet = func._overloadpacket
@@ -368,7 +374,7 @@ def rule_for(func: Any) -> FullRule | str | None:
 def _without_keywords(rule: Rule) -> FullRule:
     def counted(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
         flops, macs = rule(args, out)
-        # A product of complex numbers is four of real ones. What has no products knows complex numbers itself.
+        # A product of complex numbers takes four real ones. Rules without products handle complex numbers themselves.
         return (4 * flops, 4 * macs) if macs and _operations(out) == 2 else (flops, macs)
 
     return counted

@@ -17,8 +17,8 @@ Cost = tuple[int, int]
 def _trilinear(args: tuple[Any, ...], out: Any) -> Cost:
     """The sum over `summed` of i1 * i2 * i3 (`nn.Bilinear` and its gradients), in two products as PyTorch does it.
 
-    Each factor lacks some dimensions (`expand`), where it has size 1. First i1 and i2 are multiplied and summed over
-    what i3 does not have; then the result is multiplied with i3 and summed over the rest.
+    Each factor lacks some dimensions (`expand`) and has size 1 there. First i1 and i2 are multiplied and summed over
+    the dimensions that i3 does not have; then the result is multiplied with i3 and summed over the rest.
     """
     i1, i2, i3, expand1, expand2, expand3, summed = args[:7]
     sizes = [_expanded(tensor.shape, places) for tensor, places in ((i1, expand1), (i2, expand2), (i3, expand3))]
@@ -53,12 +53,12 @@ def _pairs(pairs: int, width: int, power: float) -> Cost:
 
 
 def _distances_backward(args: tuple[Any, ...], out: Any) -> Cost:
-    """By one of the two sides: per pair and coordinate a difference, a factor and a sum."""
+    """The gradient of one of the two sides: per pair and coordinate a difference, a factor and a sum."""
     return 3 * args[0].numel() * args[1].shape[-1], 0
 
 
 def _own_distances_backward(args: tuple[Any, ...], out: Any) -> Cost:
-    """As `_distances_backward`, added to one row of each pair and subtracted from the other."""
+    """Like `_distances_backward`, but added to one row of each pair and subtracted from the other."""
     return 4 * args[0].numel() * args[1].shape[-1], 0
 
 
@@ -86,7 +86,7 @@ def _fourier(factor: float, whole: Any, dims: Any) -> int:
 
 
 def _sparse_addmm(args: tuple[Any, ...], out: Any) -> Cost:
-    """Every stored element of the sparse matrix meets a row of the dense one; the result is added to."""
+    """Every stored element of the sparse matrix multiplies a row of the dense one; then a matrix is added."""
     macs = args[1]._nnz() * args[2].shape[-1]
     return 2 * macs + out.numel(), macs
 
@@ -103,7 +103,7 @@ def _conv_tbc(args: tuple[Any, ...], out: Any) -> Cost:
 
 
 def _affine_grid(args: tuple[Any, ...], out: Any) -> Cost:
-    """A product of every place, with a one behind it, by the rows of theta (batch, 2, 3) or (batch, 3, 4)."""
+    """The product of every place, extended by a one, with the rows of theta (batch, 2, 3) or (batch, 3, 4)."""
     macs = out.numel() * args[0].shape[-1]
     return 2 * macs, macs
 

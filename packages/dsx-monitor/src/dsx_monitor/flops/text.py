@@ -1,4 +1,4 @@
-"""A profile as text: the summary, what is largest at each depth, and the module tree with its figures."""
+"""A profile as text: the summary, the largest modules at each depth, and the module tree with its figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def profile_text(rows: dict[str, str], step: int) -> str:
 
 
 def aggregate_text(root: Node, module_depth: int, top_modules: int, detailed: bool) -> str:
-    """Per depth the classes with the largest shares, down to `module_depth` (-1: the deepest); then the tree."""
+    """For each depth down to `module_depth` (-1: the deepest) the classes with the largest shares; then the tree."""
     levels: dict[int, list[Node]] = defaultdict(list)
     for depth, node in root.walk():
         levels[depth].append(node)

@@ -1,4 +1,4 @@
-"""The record of a profile: a tree of calls, one node per module and place it was called from. No torch in here."""
+"""The record of a profile: a tree of calls, with one node per module and place it was called from. No torch here."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Node:
 
     @property
     def recompute_flops(self) -> int:
-        """What of `backward_flops` was a forward done again."""
+        """The part of `backward_flops` that was a forward done again."""
         return self.own_recompute_flops + sum(child.recompute_flops for child in self.children.values())
 
     @property
@@ -70,7 +70,7 @@ class Node:
         return max(0.0, self.seconds - sum(child.seconds for child in self.children.values()))
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, Node]]:
-        """This node and all below, parents first, with their depth."""
+        """This node and all nodes below it, parents first, with their depth."""
         yield depth, self
         for child in self.children.values():
             yield from child.walk(depth + 1)

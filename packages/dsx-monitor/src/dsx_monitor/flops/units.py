@@ -1,7 +1,7 @@
 """Numbers as people read them: decimal prefixes, two decimals.
 
-`flops_to_string` has the unit that scripts of the field know for both counts and rates. In a profile, which shows both,
-counts are in flops (`count_to_string`) and rates in FLOPS.
+`flops_to_string` uses the unit FLOPS for counts and rates, as existing scripts do. A profile shows both, so its counts
+are in flops (`count_to_string`) and its rates in FLOPS.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIZE = {prefix: size for size, prefix in _PREFIXES}
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """`1381632` as "1.38 M"; `units` is the prefix to use, None picks it."""
+    """`1381632` as "1.38 M". `units` is the prefix to use; None chooses one by the size of the number."""
     if units is None:
         units = next((prefix for size, prefix in _PREFIXES if abs(num) >= size), "") if num else ""
     if units not in _SIZE:

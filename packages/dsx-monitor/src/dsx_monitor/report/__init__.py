@@ -1,4 +1,4 @@
-"""The HTML report of a run directory: one file that holds everything it shows and asks nothing of the network."""
+"""The HTML report of a run directory: one file that contains everything it shows and needs no network."""
 
 from .write import write_report
 

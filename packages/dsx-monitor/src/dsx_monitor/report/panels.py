@@ -1,4 +1,4 @@
-"""Which curves share a chart, under which title, in which order and unit. Pure data in, pure data out."""
+"""Groups curves into charts, with titles, units and an order. The input and the result are plain data."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Panel:
     """One chart.
 
     Attributes:
-        title, unit: what is drawn, and in what.
+        title, unit: the quantity that is drawn, and its unit.
         series: `{"name", "x", "y", "t"}` per curve; y is null where the value was not finite.
         log: whether the y axis may be logarithmic (all values positive and far apart).
-        main: shown at the top; the others are folded away under "more".
+        main: whether the chart is at the top; the others are folded under "more".
     """
 
     title: str
@@ -72,7 +72,7 @@ def _last(label: str) -> str:
 
 
 def _named(label: str, name: str) -> bool:
-    """Whether a label, or the file name the CSV writer made of it, is `name` in some group."""
+    """Whether the last part of a label, or of the file name that the CSV writer made of it, is `name`."""
     return _last(label) == name or label.endswith(f"Samples_{name}")
 
 
@@ -113,7 +113,7 @@ def _memory(data: RunData) -> list[Panel]:
 
 
 def _series(curve: Curve, name: str, scale: float = 1.0) -> dict[str, Any]:
-    """A curve as JSON. Long curves are thinned, keeping in each stretch the lowest and the highest point."""
+    """A curve as JSON. A long curve is thinned: of each stretch the lowest and the highest point are kept."""
     points = _thinned(curve)
     return {
         "name": name,

@@ -1,8 +1,8 @@
-"""Reading a run directory (see `dsx_monitor.run`) into plain curves.
+"""Reads a run directory (see `dsx_monitor.run`) into plain curves.
 
-Made for runs that are still going on or ended badly: a line that a crash cut in half is skipped and counted, a missing
-file means that there is nothing to show of its kind. Without `events.jsonl` the CSV files of `csv_monitor` are read,
-wherever below the directory they lie; without those TensorBoard's event files, if its package is installed.
+It also reads runs that are still going on or were interrupted: a line that a crash cut is skipped and counted, and a
+missing file only means that its charts are missing. If there is no `events.jsonl`, the CSV files of `csv_monitor` below
+the directory are read; if there are none of these, TensorBoard's event files, provided that its package is installed.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class RunData:
     """All that is known of a run.
 
     Attributes:
-        curves: by label.
-        memory: maps a rank to its curves by name (`rss`, `pss`, ...), in bytes.
-        meta: what `start_run` wrote.
+        curves: the curves by label.
+        memory: by rank: the rank's curves by name (`rss`, `pss`, ...), in bytes.
+        meta: the data that `start_run` wrote.
         stragglers: the comparisons of ranks, the oldest first.
-        flops: the summary of the flops profile, name to text.
-        pages: further files of the run directory worth opening, relative to it.
+        flops: the summary of the flops profile, by name.
+        pages: other files to open, relative to the run directory.
     """
 
     curves: dict[str, Curve]
@@ -62,10 +62,10 @@ class RunData:
 
 
 def read_run(run_dir: str | Path) -> RunData:
-    """Read what is there.
+    """Read a run directory.
 
     Raises:
-        ReportError: it is no directory, or nothing in it can be drawn.
+        ReportError: it is not a directory, or nothing in it can be drawn.
     """
     folder = Path(run_dir)
     if not folder.is_dir():
@@ -128,7 +128,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _json_lines(path: Path, data: RunData) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file that have what a line must have."""
+    """The objects of a JSONL file; lines that are not valid are counted and left out."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as stream:

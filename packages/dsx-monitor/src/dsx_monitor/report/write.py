@@ -1,4 +1,4 @@
-"""From run data to one HTML file: the numbers as JSON inside, the page's own style and script around them."""
+"""Writes run data as one HTML file, which contains the numbers as JSON, a style and a script."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def write_report(run_dir: str | os.PathLike[str], out: str | os.PathLike[str] | 
     """Write the report of a run directory.
 
     Args:
-        run_dir: what `start_run`, the `jsonl` or `csv_monitor` writer and `MemoryLog` wrote.
+        run_dir: a folder with files of `start_run`, of the `jsonl` or `csv_monitor` writer, and of `MemoryLog`.
         out: file to write; None: `report.html` in the run directory.
 
     Returns:
         The file written.
 
     Raises:
-        ReportError: nothing there that can be drawn.
+        ReportError: nothing in the folder can be drawn.
     """
     data = read_run(Path(run_dir))
     target = Path(out) if out is not None else Path(run_dir) / "report.html"
@@ -72,7 +72,7 @@ def _subtitle(data: RunData) -> str:
 
 
 def _tiles(data: RunData, panels: list[Panel]) -> str:
-    """The last value of the main curves, which their legends show too, and the run's own facts, as a row of figures."""
+    """A row of figures: the last value of each main curve, and facts of the run."""
     tiles: list[tuple[str, str, str]] = []
     for panel in panels:
         if panel.title not in ("Loss", "Bits per byte", "Throughput"):
@@ -94,7 +94,7 @@ def _tiles(data: RunData, panels: list[Panel]) -> str:
 
 
 def _kind(value: str) -> str:
-    """Figures are set large, words are not."""
+    """The style of a tile's value: numbers are shown large, texts are not."""
     return "" if value[:1].isdigit() or value[:1] == "-" else ' class="text"'
 
 
@@ -150,7 +150,7 @@ def _pages(names: list[str]) -> str:
 
 
 def _ranks(comparisons: list[dict[str, Any]]) -> str:
-    """The last comparison of the ranks' own work, and which ranks were ever found to hold the others up."""
+    """The last comparison of the ranks' own work, and all ranks that were reported as stragglers."""
     if not comparisons:
         return ""
     last = comparisons[-1]
@@ -173,7 +173,7 @@ def _table(title: str, rows: list[tuple[str, str]]) -> str:
 
 
 def _breakable(text: str) -> str:
-    """Text for a cell, where a line may end behind the parts of a name: a long key is not cut inside a word."""
+    """Text for a table cell, with line breaks allowed between the parts of a name, so that no word is cut."""
     return "<wbr>".join(html.escape(part) for part in re.split(r"(?<=[._/,=-])(?=[A-Za-z])", text))
 
 

@@ -1,8 +1,8 @@
-"""A text file that only grows, also across runs, crashes and a folder that is removed in the middle.
+"""A text file that only grows, across several runs and after crashes.
 
-A last line that a crash cut in half is ended before new lines follow. When the file or its folder is removed while the
-run goes on, writing to it would reach nothing that has a name: the file is made again, with its head, and a warning
-says what was lost.
+If a crash cut the last line, that line is ended before new lines follow. If the file or its folder is removed during
+the run, writes would go to a file without a name; then the file is made again, with its head, and a warning says what
+was lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger("dsx_monitor")
 
 
 def is_gone(path: Path, fd: int) -> bool:
-    """Whether `path` does not name the open file `fd` any more."""
+    """Whether `path` no longer names the open file `fd`."""
     try:
         named = os.stat(path)
     except OSError:
@@ -31,7 +31,7 @@ def is_gone(path: Path, fd: int) -> bool:
 
 
 def warn_of_loss(path: Path) -> None:
-    """Say that a file was removed under the run."""
+    """Warn that a file was removed during the run."""
     logger.warning(
         "monitor: %s was removed while the run goes on; what it held is lost, and the file is made again", path
     )
@@ -41,8 +41,8 @@ class AppendedFile:
     """Opens `path` for appending and makes its folder. Raises OSError.
 
     Args:
-        head: first line of a file that is empty.
-        on_loss: called with the path when the file was found to be removed.
+        head: first line of an empty file.
+        on_loss: called with the path if the file was removed.
     """
 
     def __init__(self, path: Path, head: str = "", on_loss: Callable[[Path], None] = warn_of_loss) -> None:
@@ -64,7 +64,7 @@ class AppendedFile:
 
     def _open(self) -> TextIOWrapper:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        last = last_byte(self.path)  # not the whole file: with many labels this runs again and again
+        last = last_byte(self.path)  # not the whole file: with many labels this runs often
         stream = self.path.open("a", encoding="utf-8", newline="")
         if not last:
             stream.write(self._head)

@@ -15,7 +15,7 @@ __all__ = ["CometWriter"]
 
 
 class CometWriter:
-    """Logs to an experiment of its own."""
+    """Logs to a Comet experiment that it opens."""
 
     section = "comet"
     remote = True
@@ -39,7 +39,7 @@ class CometWriter:
             self._experiment.set_name(config.experiment_name)
 
     def write(self, events: list[Event]) -> None:
-        """Send what is due, all values of a step in one call."""
+        """Send the events that are due, all values of a step in one call."""
         for samples, values in _steps(self._due(events)):
             self._experiment.log_metrics(values, step=samples)
 
@@ -52,10 +52,10 @@ class CometWriter:
                 yield event
 
     def flush(self) -> None:
-        """Nothing to do: Comet's own thread sends what is logged."""
+        """Does nothing: Comet's own thread sends what is logged."""
 
     def close(self) -> None:
-        """End the experiment; waits for the upload or writes the archive."""
+        """End the experiment: wait for the upload, or write the archive."""
         self._experiment.end()
 
 

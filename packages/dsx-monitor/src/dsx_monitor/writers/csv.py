@@ -2,9 +2,9 @@
 
 The header is `step,<last part of label>`.
 
-Lines wait in lists of this process until they are flushed, not in a file object's buffer, of which a forked child has a
-copy that it would write, too. Files stay open between events, and a run that starts again in the same folder goes on in
-the same files: the header is written once, and a last line that a crash cut in half is ended before new ones follow.
+Lines wait in lists until they are flushed. They do not wait in a file object's buffer, because a forked child would
+have a copy of that buffer and write it too. Files stay open between events. A run that starts again in the same folder
+continues the same files: the header is written once, and a last line that a crash cut is ended before new ones follow.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class CSVWriter:
         self._paths: dict[str, Path] = {}
         self._open: OrderedDict[str, AppendedFile] = OrderedDict()
         self._lines: dict[str, list[str]] = {}
-        self._lost: Path | None = None  # what was found removed during a flush: a file, or the folder
+        self._lost: Path | None = None  # a file or folder that a flush found to be removed
 
     def write(self, events: list[Event]) -> None:
-        """Take the events in."""
+        """Keep the events until the next flush."""
         for label, value, samples in events:
             # Two numbers need no quoting, so the csv module is not asked.
             self._lines.setdefault(label, []).append(f"{samples},{value!r}\n")
 
     def path(self, label: str) -> Path:
-        """The file of a label. Two labels whose names fall together get different files."""
+        """The file of a label. Labels that would give the same file name get different files."""
         if label not in self._paths:
             path = self.folder / f"{label_to_file_name(label)}.csv"
             if path in self._paths.values():

@@ -1,7 +1,7 @@
 """Events in one file, `output_path/job_name/events.jsonl`, as lines `{"time":, "step":, "label":, "value":}`.
 
-`time` is seconds since 1970, so that curves can be drawn over the clock; values that JSON has no number for are the
-texts "nan", "inf" and "-inf". A run that starts again in the same folder goes on in the same file.
+`time` is seconds since 1970, so that curves can be drawn over time. Values that JSON cannot express as numbers are the
+strings "nan", "inf" and "-inf". A run that starts again in the same folder continues the same file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class JSONLWriter:
         return known
 
     def flush(self) -> None:
-        """Nothing is left to do: `write` has handed everything over."""
+        """Does nothing: `write` has passed everything to the operating system."""
 
     def close(self) -> None:
         """Close the file."""

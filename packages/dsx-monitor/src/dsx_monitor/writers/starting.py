@@ -1,7 +1,7 @@
-"""A writer that is built beside training: a service that hangs when it is reached must not hold up the start.
+"""A writer that is built in the background, so that a service that does not answer cannot delay the start of training.
 
-The writer is built in a thread of its own. Its constructor gets two seconds, in which most mistakes show (a package
-that is missing, nobody logged in); then training goes on, and events wait in the queue until the service is there.
+The writer is built in its own thread. The caller waits at most two seconds for it, in which most mistakes show (a
+missing package, a missing login). Then training goes on, and events wait in the queue until the writer is ready.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _SECONDS = 2.0
 
 
 class StartingWriter:
-    """What `build(config)` gives, as soon as it gives it. Called by the queue's thread, it waits for that.
+    """Passes calls to the writer that `build(config)` makes. Calls come from the queue's thread and wait for the
+    writer.
 
     Args:
         section: name of the configuration section.
@@ -30,7 +31,7 @@ class StartingWriter:
         config: the section.
 
     Raises:
-        BaseException: whatever `build` raised within that time. What it raises later, the next call raises.
+        BaseException: the exception of `build`, if it comes within that time; otherwise the next call raises it.
     """
 
     remote = True

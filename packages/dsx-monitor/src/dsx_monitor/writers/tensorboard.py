@@ -1,7 +1,7 @@
 """Events as TensorBoard scalars in `output_path/job_name`.
 
-Uses the record format of the `tensorboard` package itself, so that neither torch nor tensorflow is needed, but not its
-event-file writer, which has a thread and a queue of its own: there is one in front of this writer already.
+It uses the record format of the `tensorboard` package, so that neither torch nor tensorflow is needed. It does not use
+that package's event-file writer, which has a thread and a queue: this writer already has a queue in front of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorBoardWriter:
         self._event: Any = vars(event_pb2)["Event"]
         self._summary: Any = vars(summary_pb2)["Summary"]
         self._folder = folder_of(config)
-        # Not the file's own buffer: a forked child has a copy of that and would write it, too.
+        # Not the file's own buffer: a forked child would have a copy of that and write it too.
         self._waiting = io.BytesIO()
         self._records = RecordWriter(self._waiting)
         self._open()
@@ -45,7 +45,7 @@ class TensorBoardWriter:
         """Begin a new file."""
         self._folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
-        # The name that TensorBoard looks for; the last part tells apart two runs of one process in one second.
+        # TensorBoard looks for this form of name. The last part differs for two writers that start in the same second.
         name = f"events.out.tfevents.{now:.0f}.{platform.node()}.{os.getpid()}.{time.monotonic_ns()}"
         self._path = self._folder / name
         self._file = self._path.open("wb")
@@ -56,7 +56,7 @@ class TensorBoardWriter:
         self._waiting.write(waiting)
 
     def write(self, events: list[Event]) -> None:
-        """Take the events in."""
+        """Keep the events until the next flush."""
         now, value_of = time.time(), self._summary.Value
         for samples, group in groupby(events, key=lambda event: event[2]):
             summary = self._summary(value=[value_of(tag=label, simple_value=value) for label, value, _ in group])
@@ -75,7 +75,7 @@ class TensorBoardWriter:
         self._file.flush()
 
     def _take(self) -> bytes:
-        """What waits to be written; nothing waits any more."""
+        """Return the bytes that wait to be written, and empty the buffer."""
         data = self._waiting.getvalue()
         self._waiting.seek(0)
         self._waiting.truncate()

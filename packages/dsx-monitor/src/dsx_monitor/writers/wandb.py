@@ -15,7 +15,7 @@ __all__ = ["WandbWriter"]
 
 
 class WandbWriter:
-    """Logs to a run of its own."""
+    """Logs to a run of Weights & Biases that it starts."""
 
     section = "wandb"
     remote = True
@@ -35,8 +35,8 @@ class WandbWriter:
             self._run.log({label: value for label, value, _ in group}, step=samples)
 
     def flush(self) -> None:
-        """Nothing to do: the run's own service process holds the data as soon as they are logged."""
+        """Does nothing: the service process of the run has the data as soon as they are logged."""
 
     def close(self) -> None:
-        """Finish the run; waits for the upload."""
+        """Finish the run and wait for the upload."""
         self._run.finish()
