@@ -6,7 +6,7 @@
     handle.wait()
 
 `Engine` is the layer below (tickets, any number of files); `TensorFile` and `TensorStore` are the layer above (names,
-checksums). `python -m dsx_nvme` reports what runs here and why.
+checksums). `python -m dsx_nvme` reports which engines run on this machine, and why.
 """
 
 from ._version import __version__

@@ -1,4 +1,4 @@
-"""`python -m dsx_nvme`: the command `dsx-nvme`; without arguments, what runs here and why."""
+"""`python -m dsx_nvme`: the command `dsx-nvme`. Without arguments it reports which engines run here, and why."""
 
 from __future__ import annotations
 

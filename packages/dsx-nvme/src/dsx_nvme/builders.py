@@ -1,4 +1,4 @@
-"""`AsyncIOBuilder().load().aio_handle(...)`: the way scripts reach DeepNVMe.
+"""`AsyncIOBuilder().load().aio_handle(...)`: the way existing scripts get DeepNVMe's handles.
 
 Nothing is built: `load()` returns this package.
 """
@@ -13,7 +13,7 @@ from . import cufile, native
 
 
 class AsyncIOBuilder:
-    """Accessor of `aio_handle`, `aio_read`, `aio_write`, `deepspeed_memcpy`."""
+    """Gives access to `aio_handle`, `aio_read`, `aio_write` and `deepspeed_memcpy`."""
 
     NAME = "async_io"
 
@@ -22,23 +22,23 @@ class AsyncIOBuilder:
         return importlib.import_module("dsx_nvme")
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Always true: where no native engine runs, a thread pool serves. `verbose` writes which it is to stderr."""
+        """Returns True: without a native engine a thread pool does the work. `verbose` writes to stderr which it is."""
         if verbose:
             sys.stderr.write(f"{self.NAME}: {native.reason() or 'native engines'}\n")
         return True
 
     def builder(self) -> AsyncIOBuilder:
-        """Itself; there is nothing to build."""
+        """Returns this object; there is nothing to build."""
         return self
 
 
 class GDSBuilder(AsyncIOBuilder):
-    """Accessor of `gds_handle`."""
+    """Gives access to `gds_handle`."""
 
     NAME = "gds"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether cuFile loads.
+        """Whether cuFile can be loaded.
 
         Without it `load().gds_handle` goes through host memory. `verbose` writes the reason to stderr.
         """

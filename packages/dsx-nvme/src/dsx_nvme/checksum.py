@@ -1,4 +1,6 @@
-"""CRC-32 (zlib's) of a tensor's bytes, by carry-less multiplication where the compiled module and the CPU have it."""
+"""CRC-32 (as zlib's) of a tensor's bytes. If the compiled module and the CPU have it, carry-less multiplication is
+used.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ PIECE = 64 << 20
 
 
 def crc32(tensor: torch.Tensor) -> int:
-    """The checksum of a tensor's bytes in row-major order. Tensors on a device are copied to the host for it."""
+    """The checksum of a tensor's bytes in row-major order. A tensor on a device is copied to the host first."""
     flat = staging.as_bytes(tensor.detach().contiguous().cpu())
     if flat.numel() == 0:
         return 0

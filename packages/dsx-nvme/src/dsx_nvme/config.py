@@ -1,6 +1,6 @@
-"""The `aio` section of a configuration, as a frozen dataclass: this package validates without further libraries.
+"""The `aio` section of a configuration, as a frozen dataclass: this package validates it without other libraries.
 
-Names and defaults are those that configurations for DeepNVMe carry. `dsx` turns it into a strict model of its own.
+Names and defaults are those of configurations for DeepNVMe. `dsx` makes a strict pydantic model from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .engine import Engine
 from .errors import OptionError
 from .handle import aio_handle
 
-# Other names under which the same setting is written; booleans as text are what older tuners printed.
+# Other names of the same setting, and booleans as text: older tuners print them.
 ALIASES = {"thread_count": "intra_op_parallelism", "num_threads": "intra_op_parallelism"}
 TEXT = {"true": True, "false": False}
 

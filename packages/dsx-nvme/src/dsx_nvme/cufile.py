@@ -1,7 +1,7 @@
-"""NVIDIA's cuFile (GPUDirect Storage), found and loaded at run time, through the few functions needed here.
+"""NVIDIA's cuFile (GPUDirect Storage), found and loaded at run time. Only the functions that are needed are declared.
 
-Without nvidia-fs cuFile itself goes through host memory. The declarations follow NVIDIA's cuFile API reference; no
-header of theirs is used. The calls use the calling thread's current CUDA device; `gds.py` sets it.
+Without nvidia-fs, cuFile itself copies through host memory. The declarations follow NVIDIA's cuFile API reference; its
+headers are not used. The calls use the calling thread's current CUDA device; `gds.py` sets it.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class CuFile:
         self._check(self._open(), "cuFileDriverOpen")
 
     def register_file(self, fd: int) -> int:
-        """A handle for an open file; give it back with `deregister_file`."""
+        """Register an open file; returns its handle, which `deregister_file` releases."""
         descriptor = _Descriptor(OPAQUE_FD, _Handle(fd=fd), None)
         handle = ctypes.c_void_p()
         self._check(self._register(ctypes.byref(handle), ctypes.byref(descriptor)), "cuFileHandleRegister")
         return handle.value or 0
 
     def deregister_file(self, handle: int) -> None:
-        """Give a handle back."""
+        """Release a handle."""
         self._deregister(handle)
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Register device memory, so that transfers go straight to it."""
+        """Register device memory, so that transfers reach it without a copy."""
         self._check(self._pin(address, nbytes, 0), "cuFileBufRegister")
 
     def unpin(self, address: int) -> None:

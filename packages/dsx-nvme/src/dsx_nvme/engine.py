@@ -1,8 +1,9 @@
-"""Starts transfers between tensors and files, and keeps account of what is in flight.
+"""Starts transfers between tensors and files, and keeps track of those in flight.
 
-One `Engine` serves any number of files on any file systems: for each it picks the native engine (see `files.py`) and
-makes it when it is first needed. It keeps tensors and descriptors alive while the kernel works on them, refuses a
-transfer that would race with another one, waits for everything before it goes, and starts afresh in a forked child.
+One `Engine` serves any number of files on any file systems: for each file it chooses a native engine (see `files.py`),
+which is made when it is first needed. It keeps tensors and descriptors alive while the kernel works on them, refuses a
+transfer that would race with another one, waits for all transfers before it is closed, and starts empty in a forked
+child.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .ticket import Description, EngineJob, FutureJob, Guard, Job, Ticket
 
 MAX_THREADS = 8  # of the engines that block in system calls, when only a queue depth is given
 THREADS = "dsx-nvme"  # how the names of all threads of this package begin
-PRUNE_ABOVE = 64  # tickets; how many may lie around finished before they are cleared away
+PRUNE_ABOVE = 64  # tickets; so many finished tickets may be kept before they are removed
 MAX_OPTION = (1 << 31) - 1
 MAX_OFFSET = (1 << 63) - 1  # what the kernel can address
 Begin = Callable[[str, torch.Tensor, OpenFile, int], Job]  # (op, tensor, file, offset)
@@ -34,7 +35,7 @@ Begin = Callable[[str, torch.Tensor, OpenFile, int], Job]  # (op, tensor, file, 
 
 @dataclass(frozen=True)
 class Options:
-    """How an engine works. Names as in the `aio` section of a configuration, sizes in bytes."""
+    """The options of an engine. Names as in the `aio` section of a configuration, sizes in bytes."""
 
     engine: str = "auto"
     block_size: int = 1 << 20
@@ -53,7 +54,7 @@ class Options:
 
     @property
     def blocking_threads(self) -> int:
-        """Threads of an engine whose threads block in calls, so that each has one submission in flight."""
+        """Number of threads of an engine whose threads block in system calls: each has one submission in flight."""
         return max(self.threads, min(self.queue_depth, MAX_THREADS))
 
     def make(self, kind: str) -> Any:
@@ -67,14 +68,14 @@ class Options:
 
 
 class _State:
-    """What must outlive the `Engine` object until nothing is in flight: native engines, tickets, open files."""
+    """Native engines, tickets and open files. They must outlive the `Engine` object while transfers are in flight."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.reset()
 
     def reset(self) -> None:
-        """Empty. In a forked child this drops the parent's engines, which then do nothing."""
+        """Start empty. In a forked child this drops the parent's engines, which then do nothing."""
         self.pid = os.getpid()
         self.lock = threading.RLock()
         self.engines: dict[str, Any] = {}
@@ -98,12 +99,12 @@ class _State:
             return self.engines[kind]
 
     def prune(self) -> None:
-        """Clear away what has finished; failures are kept for `wait_all`."""
+        """Remove finished tickets; failed ones are kept for `wait_all`."""
         for ticket in list(self.tickets.values()):
             ticket.settle_if_done()
 
     def over(self, number: int, file: OpenFile | None) -> None:
-        """A ticket has nothing in flight any more."""
+        """The transfer of a ticket has ended."""
         with self.lock:
             ticket = self.tickets.pop(number, None)
             if ticket is not None and ticket.failed:
@@ -113,7 +114,7 @@ class _State:
                     del self.files[key]
 
     def drain(self) -> None:
-        """Wait for everything, then end the threads."""
+        """Wait for all transfers, then end the threads."""
         for ticket in list(self.tickets.values()):
             ticket.exception()
         if self.stager is not None:
@@ -134,7 +135,7 @@ def _drain(state: _State) -> None:
     if os.getpid() != state.pid:
         return
     if threading.current_thread().name.startswith(THREADS):
-        # The garbage collector ran in a thread of ours, which cannot wait for its own work.
+        # The garbage collector ran in one of our threads, which cannot wait for its own work.
         threading.Thread(target=state.drain, name=f"{THREADS}-end").start()
     else:
         state.drain()
@@ -146,7 +147,7 @@ class Engine:
     `block_size`: bytes per submission; `queue_depth`: submissions in flight per ring; `threads`: rings;
     `single_submit`: one system call per submission; `overlap_events`: take each completion as it comes instead of
     several at a time; `engine`: "auto" (by file), "io_uring", "libaio", "threads" or "python" (the environment's
-    DSX_NVME_ENGINE comes first); `direct`: whether to go past the page cache where that is possible. Raises
+    DSX_NVME_ENGINE overrides it); `direct`: bypass the page cache (O_DIRECT) where that is possible. Raises
     OptionError.
     """
 
@@ -161,7 +162,9 @@ class Engine:
 
     @classmethod
     def _over(cls, state: _State) -> Engine:
-        """Another object on a state that the first one ends: the staging thread works on when the caller drops it."""
+        """A second object on the same state, for the staging thread, which goes on after the caller dropped the
+        first.
+        """
         made = cls.__new__(cls)
         made.options, made._state = state.options, state
         return made
@@ -173,7 +176,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Wait for everything in flight and end the threads. Does not raise errors of tickets without a `wait`."""
+        """Wait for all transfers and end the threads. Errors of tickets that were never waited for are not raised."""
         self._finalizer()
 
     def open(self, path: str | os.PathLike | int, *, write: bool) -> OpenFile:
@@ -187,7 +190,7 @@ class Engine:
         return file
 
     def close_file(self, file: OpenFile) -> None:
-        """Close a file of `open`; transfers in flight end first by themselves. Also after `close`."""
+        """Close a file of `open`. Transfers in flight keep it open until they end. Also works after `close`."""
         state = self._state
         with state.lock:
             for (pid, kind), slot in file.slots.items():
@@ -197,9 +200,9 @@ class Engine:
             file.release()
 
     def register(self, tensor: torch.Tensor) -> None:
-        """Announce memory that will be used often (at most 1 GiB in one piece), so that its pages are pinned once.
+        """Register memory that will be used often (at most 1 GiB in one piece), so that its pages are pinned only once.
 
-        Where the kernel does not allow it, nothing changes; `stats()` says why. `unregister` it before it is freed.
+        If the kernel refuses, transfers work as before; `stats()` says why. Call `unregister` before it is freed.
         """
         address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         state = self._state
@@ -222,9 +225,9 @@ class Engine:
     ) -> Ticket:  # fmt: skip
         """Start writing a tensor's bytes to `file`, at `offset` bytes.
 
-        `offset=None` says that the tensor is the whole file: it begins at 0, and what an older, longer file has beyond
-        it is cut off; when such a write fails half-way, the file is left empty. The tensor must not be written to
-        before `wait`. `after` runs once, in the waiting thread, after success.
+        With `offset=None` the tensor becomes the whole content of the file: it begins at 0, and a longer file is cut.
+        If such a write fails half-way, the file is left empty. Do not write to the tensor before `wait`. `after` runs
+        once, in the waiting thread, after success.
         """
         return self.start("write", tensor, file, offset, after=after)
 
@@ -232,13 +235,13 @@ class Engine:
         self, tensor: torch.Tensor, file: str | os.PathLike | int | OpenFile, offset: int | None = 0, *,
         after: Callable[[], None] | None = None,
     ) -> Ticket:  # fmt: skip
-        """Start filling a tensor from `file`, from `offset` bytes on. The tensor must not be used before `wait`."""
+        """Start filling a tensor from `file`, from `offset` bytes on. Do not use the tensor before `wait`."""
         return self.start("read", tensor, file, offset, after=after)
 
     def wait_all(self) -> int:
-        """Wait for everything that is in flight; returns how many transfers that were.
+        """Wait for all transfers in flight; returns how many there were.
 
-        Raises the first error of those, or of an earlier transfer whose ticket was never waited for.
+        Raises the first error of these, or of an earlier transfer whose ticket was never waited for.
         """
         state = self._state
         tickets = list(state.tickets.values())
@@ -252,7 +255,7 @@ class Engine:
         return len(tickets)
 
     def in_flight(self) -> int:
-        """How many transfers are not over."""
+        """The number of transfers that have not ended."""
         self._state.prune()
         return len(self._state.tickets)
 
@@ -269,7 +272,7 @@ class Engine:
         self, op: str, tensor: torch.Tensor, target: Any, offset: int | None, *, begin: Begin | None = None,
         after: Callable[[], None] | None = None,
     ) -> Ticket:  # fmt: skip
-        """What `read` and `write` do, for another way of moving the bytes.
+        """Start a transfer like `read` and `write`, but with another way of moving the bytes.
 
         `begin(op, tensor, file, offset)` starts it and returns its job.
         """
@@ -304,7 +307,7 @@ class Engine:
         with state.lock:
             job = begin(what.op, guard.tensor, file, what.offset)
             if isinstance(job, FutureJob) and job.through_torch and what.op == "read":
-                guard.version = None  # delivering the pieces raises it
+                guard.version = None  # copying the pieces into the tensor raises its version
             state.next_ticket += 1
             number = state.next_ticket
             steps = (after,) if after is not None else ()
@@ -336,7 +339,7 @@ class Engine:
         return FutureJob([state.stager.start(op, tensor, file, offset)], through_torch=True)
 
     def _refuse_race(self, op: str, guard: Guard) -> None:
-        """Two transfers of the same memory are a race unless both only read the memory (that is: write files)."""
+        """Refuse a race: two transfers of the same memory, unless both only read the memory (that is: write files)."""
         for other in list(self._state.tickets.values()):
             g = other.guard
             if op == "write" and other.what.op == "write":
@@ -348,7 +351,7 @@ class Engine:
                 )
 
     def _acquire(self, target: Any, write: bool) -> OpenFile:
-        """An open file with one user more: the caller's, one that is open already, or a new one."""
+        """An open file with one more user: the caller's, one that is open already, or a new one."""
         state = self._state
         if isinstance(target, OpenFile):
             if target.users < 1:
@@ -372,7 +375,7 @@ class Engine:
                 waiting = next(iter(state.tickets.values()), None)
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or waiting is None:
                     raise
-                waiting.exception()  # its descriptors come free
+                waiting.exception()  # waits for it, which closes its descriptors
         if not isinstance(target, int):
             with state.lock:
                 state.files[key] = file
@@ -380,7 +383,7 @@ class Engine:
 
 
 def _checked_offset(offset: object, tensor: torch.Tensor) -> int:
-    """`offset` as an int; raises OptionError for what is no whole number, or is out of what a file can have."""
+    """`offset` as an int; raises OptionError if it is not a whole number, or if no file can be that long."""
     try:
         value = operator.index(offset)  # type: ignore[arg-type]
     except TypeError:

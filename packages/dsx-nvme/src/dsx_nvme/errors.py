@@ -1,7 +1,7 @@
-"""The errors of dsx-nvme: each says what it got, what it expected and what to do.
+"""The errors of dsx-nvme. Each says what it got, what it expected and what to do.
 
-What a file system or the kernel refuses is a `TransferError`, which is an `OSError` with errno and file name; what the
-caller got wrong is a `ValueError`; what went wrong between threads is a `RuntimeError`.
+If a file system or the kernel refuses something, that is a `TransferError`: an `OSError` with errno and file name. A
+mistake of the caller is a `ValueError`. A conflict between threads or processes is a `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 
 
 class NvmeError(RuntimeError):
-    """Base of what goes wrong at run time in dsx-nvme without a system call being at fault."""
+    """Base class of errors at run time that do not come from a system call."""
 
 
 class DataRaceError(NvmeError):
-    """A tensor was used while a transfer from or to it was in flight. What arrived is undefined."""
+    """A tensor was used while a transfer from or to it was in flight. The transferred bytes are undefined."""
 
 
 class FolderInUseError(NvmeError):
@@ -23,11 +23,11 @@ class FolderInUseError(NvmeError):
 
 
 class ForkError(NvmeError):
-    """A transfer begun by the parent process is waited for in a forked child."""
+    """A forked child waits for a transfer that its parent process has begun."""
 
 
 class BudgetError(NvmeError):
-    """A buffer pool has no room for what was asked of it."""
+    """A buffer pool or a store has too little room for a request."""
 
 
 class TensorError(ValueError):
@@ -39,7 +39,7 @@ class OptionError(ValueError):
 
 
 class FormatError(ValueError):
-    """A file that is not what it is opened as."""
+    """A file does not have the format that was expected."""
 
 
 class TransferError(OSError):
@@ -53,18 +53,18 @@ class TransferError(OSError):
 
     @classmethod
     def of(cls, number: int, path: str, *, op: str, offset: int, nbytes: int) -> TransferError:
-        """The error for an errno. `offset`: where it struck; `nbytes`: size of the whole transfer."""
+        """The error for an errno. `offset`: the place of the failure; `nbytes`: size of the whole transfer."""
         hint = _HINTS.get(number, "")
         text = f"{os.strerror(number)}: {op} of {nbytes} bytes failed at file offset {offset}{hint}"
         return cls(number, text, path, op=op, offset=offset, nbytes=nbytes)
 
-    def __reduce__(self) -> tuple:  # OSError's own drops the keywords
+    def __reduce__(self) -> tuple:  # OSError's own method drops the keywords
         state = {"op": self.op, "offset": self.offset, "nbytes": self.nbytes}
         return (_rebuild, (type(self), self.errno, self.strerror, self.filename, state))
 
 
 class EndOfFileError(TransferError):
-    """A file ends before the bytes that were to be read from it."""
+    """A file ends before the bytes that were to be read."""
 
     @classmethod
     def at(cls, end: int, path: str, *, offset: int, where: int, nbytes: int) -> EndOfFileError:
@@ -74,7 +74,7 @@ class EndOfFileError(TransferError):
 
 
 class ChecksumError(TransferError):
-    """What was read is not what was written."""
+    """The bytes that were read are not those that were written."""
 
 
 _HINTS = {

@@ -1,6 +1,6 @@
-"""Ranges of free bytes, given out first fit and joined with their neighbours when they come back: pure arithmetic.
+"""Ranges of free bytes: allocated first fit, and joined with their neighbours when they are freed. Pure arithmetic.
 
-`BufferPool` cuts its memory with it, `TensorStore` its data file.
+`BufferPool` divides its memory with it, `TensorStore` its data file.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class FreeRanges:
         return sum(size for _, size in self._ranges)
 
     def copy(self) -> FreeRanges:
-        """The same ranges, to try something out."""
+        """A copy of the ranges, to try allocations on."""
         return FreeRanges(self._ranges)
 
     def take(self, size: int) -> int | None:
-        """Take `size` bytes from the first range that has them; its start, or None when no range has."""
+        """Take `size` bytes from the first range that is large enough; returns their start, or None if none is."""
         for index, (start, room) in enumerate(self._ranges):
             if room >= size:
                 self._ranges[index : index + 1] = [(start + size, room - size)] if room > size else []
@@ -35,7 +35,7 @@ class FreeRanges:
         return None
 
     def give(self, start: int, size: int) -> None:
-        """Give [start, start + size) back."""
+        """Return [start, start + size) to the free ranges."""
         index = bisect.bisect_left(self._ranges, (start, 0))
         if index < len(self._ranges) and start + size == self._ranges[index][0]:
             size += self._ranges.pop(index)[1]
@@ -46,7 +46,7 @@ class FreeRanges:
         self._ranges.insert(index, (start, size))
 
     def cut(self, end: int) -> int:
-        """Remove the range that reaches up to `end`. Returns where it began, or `end` when there is no such range."""
+        """Remove the free range that ends at `end`. Returns its start, or `end` if there is no such range."""
         if self._ranges and sum(self._ranges[-1]) == end:
             return self._ranges.pop()[0]
         return end

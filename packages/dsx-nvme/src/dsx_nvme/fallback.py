@@ -1,8 +1,7 @@
 """The engine in pure Python: positioned reads and writes of a thread pool, through the page cache.
 
-It answers to the same calls as the compiled engine, so that nothing above it knows the difference. It is the fallback
-where there is no compiler, and the plain reference that tests compare the others with. It leaves out direct I/O and
-registration.
+It has the same methods as the compiled engine. It is the fallback where there is no compiler, and the reference that
+tests compare the other engines with. Direct I/O and registration are left out.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ class PythonEngine:
         try:
             return self._pool.submit(self._piece, *piece)
         except RuntimeError:
-            # The interpreter is ending and starts no work in pools, but what another thread still has under way must
-            # come to its end: here, then.
+            # At interpreter exit the pool accepts no work any more. A transfer that another thread has under way must
+            # still be finished, so this thread does the work.
             done: Future[tuple[int, int, int]] = Future()
             done.set_result(self._piece(*piece))
             return done
@@ -97,7 +96,7 @@ class PythonEngine:
         return done, 0, 0
 
     def wait(self, number: int, seconds: float) -> tuple[int, int, int] | None:
-        """Outcome of a transfer (bytes, error, offset of the error), or None when the time is over first."""
+        """The outcome of a transfer (bytes, error, offset of the error), or None if it is not there after `seconds`."""
         jobs = self._jobs[number]
         if wait(jobs, None if seconds < 0 else seconds).not_done:
             return None
@@ -112,18 +111,18 @@ class PythonEngine:
         return all(job.done() for job in self._jobs.get(number, ()))
 
     def add_buffer(self, memory: int, nbytes: int) -> int:
-        """There is nothing to register with."""
+        """Does nothing: this engine has no registration."""
         return -1
 
     def drop_buffer(self, slot: int) -> None:
-        """Nothing was registered."""
+        """Does nothing: nothing was registered."""
 
     def add_file(self, fd: int) -> int:
-        """There is nothing to register with."""
+        """Does nothing: this engine has no registration."""
         return -1
 
     def drop_file(self, slot: int) -> None:
-        """Nothing was registered."""
+        """Does nothing: nothing was registered."""
 
     def statistics(self) -> dict[str, Any]:
         """Counters, under the names of the compiled engine."""
@@ -134,5 +133,5 @@ class PythonEngine:
             return {**self._stats, **zero, "fixed_submissions": 0, "registration_refused": "the engine is pure Python"}
 
     def close(self) -> None:
-        """Wait for everything and end the threads."""
+        """Wait for all transfers and end the threads."""
         self._pool.shutdown(wait=True)

@@ -1,6 +1,6 @@
 """A file object for `torch.save` and other code that writes bytes in order.
 
-It collects them in two buffers and writes one while the other fills.
+It collects the bytes in two buffers, and writes one buffer while the other is being filled.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .ticket import Ticket
 class FastFileWriter:
     """`write`, `flush`, `close` of a file opened for writing; use as a context manager.
 
-    The file holds what was written and nothing else. `buffer_bytes` is the memory it takes, in two halves. Errors of a
-    half are raised by the next `write`, `flush` or `close`.
+    The file holds exactly the bytes that were written. `buffer_bytes` is the memory of both buffers together. An error
+    in writing a buffer is raised by the next `write`, `flush` or `close`.
     """
 
     def __init__(self, path: str | os.PathLike, *, buffer_bytes: int = 64 << 20, engine: Engine | None = None) -> None:
@@ -33,7 +33,7 @@ class FastFileWriter:
         self._file = self._engine.open(path, write=True)
         os.ftruncate(self._file.plain_fd, 0)
         self._halves = [empty(half, dtype=torch.uint8, pin="auto") for _ in range(2)]
-        # The same memory for bytes: a tensor on what is written, mostly `bytes`, would warn that it must not be
+        # Views of the same memory as bytes. Making a tensor of the data instead would warn, because `bytes` cannot be
         # written to.
         self._rooms = [memoryview((ctypes.c_char * half).from_address(t.data_ptr())).cast("B") for t in self._halves]
         self._tickets: list[Ticket | None] = [None, None]
@@ -47,7 +47,7 @@ class FastFileWriter:
         self.close()
 
     def write(self, data: Any) -> int:
-        """Take bytes (or anything with a buffer) in; returns how many."""
+        """Write bytes (or any object with a buffer); returns how many."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
@@ -61,13 +61,13 @@ class FastFileWriter:
         return len(view)
 
     def flush(self) -> None:
-        """Wait until everything taken in so far is in the file."""
+        """Wait until all bytes so far are in the file."""
         self._send()
         for which in (0, 1):
             self._wait(which)
 
     def tell(self) -> int:
-        """Bytes taken in so far."""
+        """The number of bytes so far."""
         return self._written + self._filled
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Opens a file for transfers and decides how: which engine, past the page cache or through it, with which alignment.
+"""Opens a file for transfers and decides how: with which engine, with or without the page cache, with which alignment.
 
-A file is opened twice where the file system offers direct I/O: once with O_DIRECT for the aligned body of transfers,
-once without for heads and tails. The decision is a record (`Access`) that says its reasons; `explain(path)` prints it.
-Pipes and sockets are refused: they have no offsets, and opening a pipe blocks until another process opens it too.
+If the file system offers direct I/O, a file is opened twice: with O_DIRECT for the aligned middle of a transfer, and
+without it for the unaligned head and tail. The decision is a record (`Access`) with its reasons; `explain(path)` prints
+it. Pipes and sockets are refused: they have no offsets, and opening a pipe blocks until another process opens it too.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ ENGINES = ("auto", *native.ENGINES, "python")
 PAGE = 4096
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"}
-# What posix calls these means that reserving is not offered; writing may still work.
+# These errors mean that space cannot be reserved here; writing may still work.
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 
 
 @dataclass(frozen=True)
 class Access:
-    """How a file is reached, and why so."""
+    """How a file is accessed, and the reasons."""
 
     engine: str
     direct: bool
-    memory_align: int  # bytes; what direct I/O asks of addresses
-    offset_align: int  # bytes; of offsets and lengths
+    memory_align: int  # bytes; direct I/O needs addresses that are multiples of this
+    offset_align: int  # bytes; and offsets and lengths that are multiples of this
     reasons: tuple[str, ...]
 
 
 class Registrar(Protocol):
-    """A library that knows open files by handles of its own (cuFile)."""
+    """A library that has its own handles for open files (cuFile)."""
 
     def register_file(self, fd: int) -> int:
-        """A handle for an open file."""
+        """Register an open file; returns its handle."""
         ...
 
     def deregister_file(self, handle: int) -> None:
-        """Give a handle back."""
+        """Release a handle."""
         ...
 
 
@@ -59,7 +59,7 @@ class OpenFile:
     plain_fd: int
     direct_fd: int
     identity: tuple[int, int]  # device and inode
-    # Registered with engines, by process and name: a forked child's engines know nothing of its parent's numbers.
+    # Registrations with engines, by process and name: the engines of a forked child do not know its parent's numbers.
     slots: dict[tuple[int, str], int] = field(default_factory=dict)
     # Handles of libraries, by process and library; each library is asked once per open file.
     handles: dict[tuple[int, Registrar], int] = field(default_factory=dict)
@@ -70,14 +70,16 @@ class OpenFile:
         return self.plain_fd
 
     def handle_of(self, library: Registrar) -> int:
-        """This file's handle in `library`; registered at the first call, given back when the file is closed."""
+        """This file's handle in `library`. It is registered at the first call and released when the file is closed."""
         key = (os.getpid(), library)
         if key not in self.handles:
             self.handles[key] = library.register_file(self.direct_fd if self.direct_fd >= 0 else self.plain_fd)
         return self.handles[key]
 
     def end_before(self, where: int) -> int:
-        """The file's size, or `where` if that is smaller or the file is a device: where a read found no more bytes."""
+        """Where the file ended when a read found no more bytes: its size, or `where` if that is smaller or the file is
+        a device.
+        """
         info = os.fstat(self.plain_fd)
         return min(where, info.st_size) if stat.S_ISREG(info.st_mode) else where
 
@@ -90,7 +92,7 @@ class OpenFile:
         return self.identity == (info.st_dev, info.st_ino)
 
     def release(self) -> bool:
-        """One user less; True when that closed the file."""
+        """Remove one user; returns True if that closed the file."""
         self.users -= 1
         if self.users > 0:
             return False
@@ -106,7 +108,7 @@ class OpenFile:
 
 
 def check_engine(name: str) -> str:
-    """`name`, or what DSX_NVME_ENGINE says in its place; raises OptionError for an unknown name."""
+    """The engine in DSX_NVME_ENGINE if that is set, otherwise `name`; raises OptionError for an unknown name."""
     chosen = os.environ.get("DSX_NVME_ENGINE", "") or name
     if chosen not in ENGINES:
         raise OptionError(f"engine {chosen!r}: expected one of {', '.join(ENGINES)}")
@@ -115,7 +117,7 @@ def check_engine(name: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def file_system(device: int) -> str:
-    """Type of the mounted file system with this device number; empty when the kernel does not list it."""
+    """The type of the mounted file system with this device number; empty if the kernel does not list it."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
@@ -129,9 +131,9 @@ def file_system(device: int) -> str:
 
 
 def open_file(path: str | os.PathLike | int, *, write: bool, engine: str = "auto", direct: bool = True) -> OpenFile:
-    """Open `path` (or a descriptor, which stays the caller's) and decide how to reach it.
+    """Open `path` (or a descriptor, which the caller keeps) and decide how to access it.
 
-    A file opened for writing is made when it is missing; its content stays. Raises OSError (TransferError for a folder,
+    A file opened for writing is made if it is missing; its content stays. Raises OSError (TransferError for a folder,
     a pipe, a socket, or a descriptor that was opened for the other direction).
     """
     flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
@@ -170,11 +172,11 @@ def _refuse_stream(name: str, info: os.stat_result) -> None:
 
 
 def _twin(fd: int, write: bool) -> int:
-    """A descriptor of our own for the same file.
+    """A second descriptor for the same file.
 
-    A duplicate shares the flags of the original. One that was opened with O_DIRECT would refuse unaligned heads and
-    tails, one with O_APPEND would write at the end whatever the offset: such a file is opened once more. Raises
-    OptionError where that is not possible, TransferError when the descriptor is not open for this direction.
+    A duplicate shares the flags of the original. With O_DIRECT it would refuse unaligned heads and tails; with O_APPEND
+    it would write at the end, whatever the offset. In both cases the file is opened once more. Raises OptionError where
+    that is not possible, and TransferError if the descriptor is not open for this direction.
     """
     try:
         import fcntl  # not of every platform
@@ -221,7 +223,7 @@ def _open_direct(name: str, plain_fd: int, write: bool, wanted: bool, info: os.s
         flags = (os.O_RDWR if write else os.O_RDONLY) | O_DIRECT | os.O_CLOEXEC
         try:
             try:
-                return os.open(f"/proc/self/fd/{plain_fd}", flags)  # the same file even if the name has gone
+                return os.open(f"/proc/self/fd/{plain_fd}", flags)  # the same file, even if its name was removed
             except FileNotFoundError:
                 return os.open(name, flags)  # no /proc here
         except OSError as error:
@@ -274,9 +276,9 @@ def _engine(asked: str, direct: bool, reasons: list[str]) -> str:
 def reserve(file: OpenFile, offset: int, nbytes: int, *, exact: bool) -> int:
     """Make the file ready to receive bytes [offset, offset + nbytes). Returns the size that it had before.
 
-    Blocks of a file that grows are reserved at once, so that a full disk shows now and blocks can be written in any
-    order. `exact`: the transfer is the whole file; what an older, longer file has beyond it goes. Raises TransferError;
-    then the file is as it was.
+    The blocks of a growing file are reserved first, so that a full disk shows before the transfer, and blocks can be
+    written in any order. `exact`: the transfer is the whole content of the file, so a longer file is cut. Raises
+    TransferError; then the file is unchanged.
     """
     info = os.fstat(file.plain_fd)
     size, end = info.st_size, offset + nbytes
@@ -295,11 +297,11 @@ def reserve(file: OpenFile, offset: int, nbytes: int, *, exact: bool) -> int:
 
 
 def undo_growth(file: OpenFile, offset: int, nbytes: int, *, exact: bool, size: int) -> None:
-    """After a failed write: give the disk space back that it took, so that a full disk does not stay full.
+    """After a failed write: free the disk space that it took, so that a full disk does not stay full.
 
-    `exact` (the tensor was to be the whole file): the file becomes empty, since its content is of no use. Else the
-    blocks that the write added behind `size`, the size before it, are freed and read as zeros; bytes of other writers
-    of the same file are never touched, and the file keeps its length.
+    `exact` (the tensor was to be the whole content): the file becomes empty, because its content is useless. Otherwise
+    the blocks that the write added beyond `size`, the earlier size, are freed and read as zeros. Bytes of other writers
+    of the same file are not touched, and the file keeps its length.
     """
     if stat.S_ISREG(os.fstat(file.plain_fd).st_mode):
         _give_back(file, max(offset, size), offset + nbytes, 0 if exact else None)
@@ -308,7 +310,7 @@ def undo_growth(file: OpenFile, offset: int, nbytes: int, *, exact: bool, size: 
 def _give_back(file: OpenFile, start: int, end: int, length: int | None) -> None:
     """Cut the file to `length`, or free the blocks of [start, end) where the file system can do that."""
     if length is not None:
-        with contextlib.suppress(OSError):  # the error of the write itself is the one to tell
+        with contextlib.suppress(OSError):  # the caller must see the error of the write, not one of this cleanup
             os.ftruncate(file.plain_fd, length)
     elif end > start and native.module() is not None:
         native.module().punch(
@@ -317,7 +319,7 @@ def _give_back(file: OpenFile, start: int, end: int, length: int | None) -> None
 
 
 def sync_folder(path: str | os.PathLike) -> None:
-    """Wait until names made or replaced in a folder are on the device: syncing a file does not see to its name."""
+    """Wait until new or replaced names in a folder are on the device. Syncing a file does not sync its name."""
     if not hasattr(os, "O_DIRECTORY"):  # where folders cannot be opened
         return
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -328,7 +330,7 @@ def sync_folder(path: str | os.PathLike) -> None:
 
 
 def access(path: str | os.PathLike, *, engine: str = "auto") -> Access:
-    """How transfers to a file or folder would go. Opens the file, or a nameless one in the folder; changes nothing."""
+    """How a file, or a file in a folder, would be accessed. Opens the file, or a nameless one; changes nothing."""
     import tempfile  # lazy import: only this question needs it
 
     if os.path.isdir(path):

@@ -1,8 +1,9 @@
-"""A folder of one process at a time, taken with the kernel's lock on a file in it.
+"""Lets one process at a time use a folder, with the kernel's lock on a file in it.
 
-The lock goes with its holder. After a kill it lives for as long as the kernel still writes what the dead process had
-begun, up to a second: then it is waited for, because those writes must not meet the ones of a new store. A file `owner`
-names the holder, to tell this from a folder in use, which is refused at once.
+The lock ends with the process that holds it. After a kill it lasts as long as the kernel still finishes writes of the
+dead process, up to a second. Then the new store waits for it, because those writes must not mix with its own. A file
+`owner` names the holder. So a folder whose process has died is told apart from a folder in use, which is refused at
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .process_identity import ProcessIdentity
 __all__ = ["OWNER", "FolderLock"]
 
 OWNER = "owner"
-PATIENCE = 10.0  # seconds; how long a folder is waited for whose process has died
+PATIENCE = 10.0  # seconds to wait for a folder whose process has died
 POLL = 0.01
 
 
@@ -31,7 +32,7 @@ class FolderLock:
         self._path = os.path.join(folder, OWNER)
 
     def acquire(self) -> None:
-        """Take the folder. Raises FolderInUseError when another process (or store) has it."""
+        """Take the folder. Raises FolderInUseError if another process (or store) has it."""
         if sys.platform == "win32":
             return
         import fcntl  # not of every platform
@@ -54,13 +55,13 @@ class FolderLock:
         self._name_owner()
 
     def release(self) -> None:
-        """Give the folder back. A forked child does nothing: the lock is its parent's."""
+        """Release the folder. In a forked child this does nothing, because the lock belongs to its parent."""
         if sys.platform == "win32" or os.getpid() != self._pid:
             return
         import fcntl  # not of every platform
 
-        # Closing the descriptor does not always do it: a ring may hold the file of a request it has just finished for a
-        # moment longer, and a forked child holds it for good.
+        # Closing the descriptor is not always enough: an io_uring may hold the file for a moment after its last
+        # request, and a forked child holds it until it ends.
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _owner(self) -> ProcessIdentity | None:
@@ -73,7 +74,7 @@ class FolderLock:
             return None
 
     def _name_owner(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, only its holder has no name
+        with contextlib.suppress(OSError):  # on a full disk the lock still works, but its holder is not named
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
             with open(self._path, "x", encoding="ascii") as file:

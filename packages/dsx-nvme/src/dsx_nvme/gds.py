@@ -1,8 +1,8 @@
-"""`gds_handle`: transfers straight between disk and GPU memory where cuFile is there.
+"""`gds_handle`: transfers straight between disk and GPU memory, if cuFile is installed.
 
-Where it is not, they go through host buffers, with the same results. cuFile's calls block, so a pool of threads makes
-them. A transfer is cut into its parts when it is started, in the caller's thread: a pool whose jobs wait for other jobs
-of the same pool stands still as soon as all its threads wait (test_nvme_gds.py).
+Without cuFile they go through host buffers, with the same results. cuFile's calls block, so threads of a pool make
+them. A transfer is cut into its parts in the caller's thread, when it is started. If jobs of the pool did that and
+waited for their parts in the same pool, it would deadlock when all its threads wait (test_nvme_gds.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PAGE = 4096
 
 
 class gds_handle(aio_handle):
-    """`aio_handle` with a direct way for device tensors. Host tensors go as there.
+    """An `aio_handle` that transfers device tensors directly. Host tensors are transferred as by `aio_handle`.
 
-    `mode` is "cufile" or "bounce"; `reason` says why not cuFile. `intra_op_parallelism` threads share one transfer. A
-    file that is opened once (`handle.engine.open(path, write=True)`) and passed in the place of its name is registered
-    with cuFile once.
+    `mode` is "cufile" or "bounce"; `reason` says why cuFile is not used. `intra_op_parallelism` threads share one
+    transfer. To register a file with cuFile only once, open it (`handle.engine.open(path, write=True)`) and pass the
+    result instead of the name.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class gds_handle(aio_handle):
 
     @property
     def mode(self) -> str:
-        """How device tensors are transferred."""
+        """How device tensors are transferred: "cufile" or "bounce"."""
         return "bounce" if self._cufile is None else "cufile"
 
     def close(self) -> None:
-        """Wait for what is in flight, unpin what is pinned, end the threads."""
+        """Wait for all transfers, unpin all tensors and end the threads."""
         super().close()
         self._pool.shutdown(wait=True)
         for tensor in list(self._pinned.values()):
@@ -58,7 +58,7 @@ class gds_handle(aio_handle):
     def new_pinned_device_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """A pinned 1-D tensor of the example's dtype on its device.
 
-        For an example on the CPU it lies on the current GPU, or in host memory where there is none.
+        If the example is on the CPU, the tensor is on the current GPU, or in host memory if there is no GPU.
         """
         device = example_tensor.device
         if not staging.on_device(example_tensor):
@@ -70,9 +70,9 @@ class gds_handle(aio_handle):
         return tensor
 
     def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Unpin a tensor of `new_pinned_device_tensor`; its memory goes with the last reference.
+        """Unpin a tensor of `new_pinned_device_tensor`; its memory is freed with the last reference.
 
-        Returns False when it is not one of this handle's tensors.
+        Returns False if this handle did not make the tensor.
         """
         return self.unpin_device_tensor(tensor) or self.free_cpu_locked_tensor(tensor)
 
@@ -94,7 +94,7 @@ class gds_handle(aio_handle):
         return True
 
     def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Undo `pin_device_tensor`, after what is in flight with it; False when it is not pinned here."""
+        """Undo `pin_device_tensor` after transfers of the tensor have ended; returns False if it is not pinned here."""
         if self._pinned.get(tensor.data_ptr()) is None:
             return False
         for ticket in self._pending:
@@ -106,11 +106,11 @@ class gds_handle(aio_handle):
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether transfers of this tensor need no bounce copy."""
+        """Whether transfers of this tensor need no copy through a bounce buffer."""
         return tensor.data_ptr() in self._pinned or super().is_pinned(tensor)
 
     def goes_directly(self, tensor: torch.Tensor) -> bool:
-        """Whether the bytes of a tensor pass host memory by."""
+        """Whether a tensor is transferred without a copy in host memory."""
         return self._cufile is not None and staging.on_device(tensor) and tensor.is_contiguous()
 
     def _start(self, op: str, buffer: torch.Tensor, filename: PathOrFd, offset: int | None) -> Ticket:
@@ -132,20 +132,20 @@ class gds_handle(aio_handle):
                 place = (handle, tensor.data_ptr(), start, nbytes, offset + start, file.path, file.end_before)
                 parts.append(self._pool.submit(_move, library, op, tensor.device, event, place))
         except BaseException:
-            futures.wait(parts)  # the file is closed next, and its handle with it
+            futures.wait(parts)  # the caller closes the file next, and with it its handle
             raise
         return FutureJob(parts)
 
     def _split(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """(start, bytes) of at most `intra_op_parallelism` parts, each but the last of whole pages."""
+        """(start, bytes) of at most `intra_op_parallelism` parts; all but the last consist of full pages."""
         threads = self.get_intra_op_parallelism()
         part = max(PAGE, -(-nbytes // threads // PAGE) * PAGE)
         return ((start, min(part, nbytes - start)) for start in range(0, nbytes, part))
 
 
 class DirectEngine:
-    """What a `TensorStore` needs of an `Engine`, with the direct way of a `gds_handle` for tensors on a device. Tensors
-    in host memory go as the handle's own engine sends them. Closing it closes the handle.
+    """The methods of an `Engine` that a `TensorStore` needs; tensors on a device are transferred directly by a
+    `gds_handle`, tensors in host memory by the handle's engine. Closing this object closes the handle.
     """
 
     def __init__(self, handle: gds_handle) -> None:
@@ -181,5 +181,5 @@ def _move(library: cufile.CuFile, op: str, device: torch.device, ready: Any, pla
     """One part of a transfer, in a thread of the pool; returns its bytes."""
     with staging.device_guard(device):
         if ready is not None:
-            ready.synchronize()  # cuFile knows nothing of streams
+            ready.synchronize()  # cuFile does not wait for streams
         return library.transfer(op, *place)

@@ -1,8 +1,8 @@
-"""`aio_handle`: the calls that scripts know from DeepNVMe, over `Engine`.
+"""`aio_handle`: the interface of DeepNVMe's handle, on top of `Engine`.
 
-Differences, all towards telling the truth: what fails raises an `OSError` with file, offset and errno instead of
-returning -1 or success; any size, alignment and number of threads works; a tensor written as a whole file (no
-`file_offset`) leaves no stale tail of an older file behind.
+It differs in three points. A failure raises an `OSError` with file, offset and errno, instead of returning -1 or
+success. Any size, alignment and number of threads works. A tensor that is written without `file_offset` is the whole
+content of the file afterwards: the tail of an older, longer file is cut.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class aio_handle:
         self.close()
 
     def close(self) -> None:
-        """Wait for what is in flight and end the threads. `wait()` first to learn of errors."""
+        """Wait for all transfers and end the threads. Call `wait()` before to see errors."""
         self.engine.close()
 
     def get_block_size(self) -> int:
@@ -60,7 +60,7 @@ class aio_handle:
         return self.engine.options.queue_depth
 
     def get_single_submit(self) -> bool:
-        """Whether each submission is a system call of its own."""
+        """Whether each submission is a separate system call."""
         return self.engine.options.single_submit
 
     def get_overlap_events(self) -> bool:
@@ -72,18 +72,20 @@ class aio_handle:
         return self.engine.options.threads
 
     def get_alignment(self) -> int:
-        """What upstream asks sizes to be multiples of: 512 bytes per thread. Here every size works."""
+        """512 bytes per thread: DeepNVMe needs sizes that are multiples of this. Here every size works."""
         return SECTOR * self.engine.options.threads
 
     def async_pread(self, buffer: torch.Tensor, filename: PathOrFd, file_offset: int | None = None) -> int:
-        """Start filling `buffer` from a file; returns 0. `wait()` tells how it went. A missing file raises at once."""
+        """Start filling `buffer` from a file; returns 0. `wait()` raises if it failed. A missing file raises at
+        once.
+        """
         self._pending.append(self._start("read", buffer, filename, file_offset))
         return 0
 
     def async_pwrite(self, buffer: torch.Tensor, filename: PathOrFd, file_offset: int | None = None) -> int:
         """Start writing `buffer` to a file (or open descriptor); returns 0.
 
-        Without `file_offset` the tensor is the whole file.
+        Without `file_offset` the tensor becomes the whole content of the file.
         """
         self._pending.append(self._start("write", buffer, filename, file_offset))
         return 0
@@ -129,14 +131,14 @@ class aio_handle:
         return self._general("write", buffer, filename, validate, False, file_offset)
 
     def wait(self) -> int:
-        """Wait for everything started asynchronously since the last `wait`; returns how many transfers that were.
+        """Wait for all asynchronous transfers since the last `wait`; returns how many there were.
 
-        Raises the first error (file, offset, errno), after all have ended.
+        Raises the first error (with file, offset and errno) after all of them have ended.
         """
         pending, self._pending = self._pending, []
         for ticket in pending:
             ticket.exception()
-            ticket.reported = True  # by the first error of this call
+            ticket.reported = True  # the first error of this call stands for it
         for ticket in pending:
             ticket.wait()
         return len(pending)
@@ -144,7 +146,7 @@ class aio_handle:
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """A 1-D CPU tensor of the example's dtype on page-aligned memory that is registered with the ring.
 
-        Its pages are locked as far as the system allows. Raises TensorError for a number that is no size.
+        Its pages are locked if the system allows it. Raises TensorError if `num_elem` is not a size.
         """
         if isinstance(num_elem, bool) or not isinstance(num_elem, int) or num_elem < 0:
             raise TensorError(f"num_elem={num_elem!r}: expected a whole number of at least 0")
@@ -155,9 +157,9 @@ class aio_handle:
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Forget a tensor of `new_cpu_locked_tensor`, after what is in flight with it.
+        """Forget a tensor of `new_cpu_locked_tensor` after its transfers have ended.
 
-        Its memory goes with the last reference to it. Returns False when this handle did not make the tensor.
+        Its memory is freed with the last reference. Returns False if this handle did not make the tensor.
         """
         known = self._locked.pop(tensor.data_ptr(), None)
         if known is None:
@@ -169,7 +171,9 @@ class aio_handle:
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether transfers of this CPU tensor need no bounce copy: made by this handle, or page-locked by torch."""
+        """Whether transfers of this CPU tensor need no copy through a bounce buffer: this handle made it, or torch has
+        page-locked it.
+        """
         storage = tensor.untyped_storage().data_ptr()
         if any(t.untyped_storage().data_ptr() == storage for t in self._locked.values()):
             return True
@@ -213,7 +217,7 @@ def aio_read(
     buffer: torch.Tensor, filename: PathOrFd, block_size: int, queue_depth: int, single_submit: bool,
     overlap_events: bool, validate: bool,
 ) -> int:  # fmt: skip
-    """Fill `buffer` from a file with settings for this one call; returns 1."""
+    """Fill `buffer` from a file, with settings for this call only; returns 1."""
     with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
         return handle.read(buffer, filename, validate)
 
@@ -222,7 +226,7 @@ def aio_write(
     buffer: torch.Tensor, filename: PathOrFd, block_size: int, queue_depth: int, single_submit: bool,
     overlap_events: bool, validate: bool,
 ) -> int:  # fmt: skip
-    """Write `buffer` to a file with settings for this one call; returns 1."""
+    """Write `buffer` to a file, with settings for this call only; returns 1."""
     with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
         return handle.write(buffer, filename, validate)
 

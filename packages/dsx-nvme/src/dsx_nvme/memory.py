@@ -1,6 +1,6 @@
-"""Host memory that devices reach without a copy: page-aligned, optionally page-locked, in huge pages where possible.
+"""Host memory that devices access without a copy: page-aligned, optionally page-locked, in huge pages where possible.
 
-torch aligns its own CPU memory to 64 bytes; direct I/O usually wants 512 or 4096. Tensors made here always fit.
+torch aligns its CPU memory to 64 bytes; direct I/O usually needs 512 or 4096. Tensors made here are always aligned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HUGE = 2 << 20
 
 @dataclass(frozen=True)
 class Locked:
-    """How memory is locked: by "cuda", by "mlock", or not ("none") and why."""
+    """How memory is locked: by "cuda", by "mlock", or not ("none"), and then why not."""
 
     by: str
     reason: str = ""
@@ -33,7 +33,7 @@ class Locked:
 
 @dataclass(frozen=True)
 class Memory:
-    """A piece of page-aligned, zeroed memory. It lives as long as this or any tensor on it."""
+    """A piece of page-aligned, zeroed memory. It lives as long as this object or any tensor on it."""
 
     region: mmap.mmap
     address: int
@@ -48,8 +48,8 @@ class Memory:
 def allocate(nbytes: int, pin: Pin = False) -> Memory:
     """`nbytes` (at least 1) of memory, rounded up to pages.
 
-    `pin`: True locks its pages (for CUDA where there is CUDA, else by mlock) or raises `NvmeError`; "auto" tries and
-    goes on without; False leaves them.
+    `pin`: True locks its pages (with CUDA if there is CUDA, otherwise with mlock) or raises `NvmeError`; "auto" tries
+    to lock them and goes on if that fails; False does not lock them.
     """
     region = _map(max(1, nbytes))
     address = ctypes.addressof(ctypes.c_char.from_buffer(region))
@@ -62,7 +62,7 @@ def allocate(nbytes: int, pin: Pin = False) -> Memory:
 def empty(
     *shape: int | tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32, pin: Pin = False
 ) -> torch.Tensor:
-    """A zeroed CPU tensor on page-aligned memory of its own; `pin` as for `allocate`."""
+    """A zeroed CPU tensor on new page-aligned memory; `pin` as for `allocate`."""
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     numel = math.prod(sizes)  # type: ignore[arg-type]
     if numel == 0:
@@ -74,9 +74,9 @@ def _map(nbytes: int) -> mmap.mmap:
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
-    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory would get no huge pages
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared mappings get no huge pages
     if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages; only speed is at stake
+        with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
             region.madvise(mmap.MADV_HUGEPAGE)
     return region
 

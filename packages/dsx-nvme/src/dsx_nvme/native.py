@@ -1,5 +1,5 @@
-"""The compiled module, and what the kernel allows its engines. Without it a thread pool in Python serves the whole API
-through the page cache.
+"""The compiled module, and which of its engines the kernel allows. Without the module, a thread pool in Python does all
+transfers through the page cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _unfit() -> str:
 
 
 _loader = NativeLoader("dsx_nvme._C", abi=2, unfit=_unfit)
-_refusals: dict[str, str] = {}  # what each engine answered; asked of the kernel once
+_refusals: dict[str, str] = {}  # the kernel's answer for each engine; each is asked once
 module = _loader.module
 reason = _loader.why_not
 
@@ -33,9 +33,9 @@ def refusal(engine: str) -> str:
 
 
 def native_status() -> dict[str, Any]:
-    """What is built and what runs.
+    """What was built, and what runs on this machine.
 
-    Keys: `native` (bool), `reason` (why not, else ""), `engines` (name -> "" or why the kernel refuses it),
+    Keys: `native` (bool), `reason` (why not, or ""), `engines` (name -> "" or why the kernel refuses it),
     `sanitizer`.
     """
     found = module()

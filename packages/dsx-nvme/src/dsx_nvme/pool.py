@@ -1,7 +1,7 @@
-"""Host buffers under a byte budget: one page-aligned arena, cut into pieces on request, first fit.
+"""Host buffers within a byte budget: one page-aligned arena, from which buffers are allocated first fit.
 
-A request for more than is free waits until a buffer is given back; a request for more than the budget raises at once.
-The arena is one mapping, so it can be registered with the kernel once and never grows.
+A request for more bytes than are free waits until a buffer is released; a request for more than the budget raises at
+once. The arena is one mapping that never grows, so it is registered with the kernel once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ ALIGN = 4096
 
 
 class Buffer:
-    """A piece of a pool; give it back with `release()` or as a context manager. Its memory is undefined at first."""
+    """A buffer of a pool. Release it with `release()`, or use it as a context manager. Its first contents are
+    undefined.
+    """
 
     def __init__(self, pool: BufferPool, start: int, nbytes: int) -> None:
         self._pool, self.start, self.nbytes = pool, start, nbytes
         self._held = True
 
     def tensor(self, dtype: torch.dtype = torch.uint8, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """The memory as a tensor: 1-D over all of it, or of `shape` from its beginning.
+        """The memory as a tensor: 1-D over all bytes, or of `shape` from the beginning.
 
-        It must not be used after `release`.
+        Do not use it after `release`.
         """
         if not self._held:
             raise BudgetError("this buffer was given back to its pool; take a new one")
@@ -42,7 +44,7 @@ class Buffer:
         return flat if shape is None else flat.view(shape)
 
     def release(self) -> None:
-        """Give it back; a second call does nothing."""
+        """Release the buffer; a second call does nothing."""
         if self._held:
             self._held = False
             self._pool._give_back(self.start, self.nbytes)
@@ -74,9 +76,9 @@ class BufferPool:
         return self._memory.locked
 
     def acquire(self, nbytes: int, *, timeout: float | None = None) -> Buffer:
-        """A buffer of at least `nbytes`; waits for room.
+        """A buffer of at least `nbytes`; waits until there is room.
 
-        Raises BudgetError when that is more than the budget, or after `timeout` seconds.
+        Raises BudgetError if `nbytes` is more than the budget, or after `timeout` seconds.
         """
         size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
         if size > self.budget:
@@ -93,7 +95,7 @@ class BufferPool:
         return buffer
 
     def try_acquire(self, nbytes: int) -> Buffer | None:
-        """A buffer, or None when there is no room now."""
+        """A buffer, or None if there is no room now."""
         with self._changed:
             return self._take(max(ALIGN, -(-nbytes // ALIGN) * ALIGN))
 

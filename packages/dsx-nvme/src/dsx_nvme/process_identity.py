@@ -1,7 +1,7 @@
-"""Who holds a folder: a process by number, start time and machine, and whether that process still runs.
+"""Identifies the process that holds a folder, by process id, start time and machine, and tells whether it still runs.
 
-A number alone is not enough: after a process has died another one may get its number. Where there is no /proc, only the
-number is compared.
+The id alone is not enough: after a process has died, another one may get its id. Without /proc, only the id is
+compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class ProcessIdentity(NamedTuple):
     """A process on a machine."""
 
     pid: int
-    started: str  # ticks since the machine started, or "" where the system does not tell
+    started: str  # clock ticks since the machine started, or "" if the system does not tell
     machine: str
 
     @classmethod
@@ -27,7 +27,7 @@ class ProcessIdentity(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> ProcessIdentity | None:
-        """What `str()` of an identity gave, or None for another text."""
+        """The identity from its `str()`, or None for any other text."""
         words = text.split()
         if len(words) != 3 or not words[0].isdigit():
             return None
@@ -37,7 +37,7 @@ class ProcessIdentity(NamedTuple):
         return f"{self.pid} @{self.started} {self.machine}"
 
     def is_running(self) -> bool:
-        """Whether the process runs. One on another machine is taken to run, since nothing here can tell."""
+        """Whether the process runs. A process on another machine is assumed to run, since this machine cannot tell."""
         if self.machine != _machine():
             return True
         if self.started:
@@ -52,17 +52,17 @@ class ProcessIdentity(NamedTuple):
 
 
 def _started(pid: int) -> str:
-    """Start time of a running process; "" for one that has ended (also if its parent has not asked yet) or no /proc."""
+    """Start time of a running process; "" without /proc, or if the process has ended (also as a zombie)."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()  # the name before it may hold spaces
+            fields = file.read().rpartition(")")[2].split()  # the program's name, before the ")", may contain spaces
     except OSError:
         return ""
     return "" if len(fields) < 20 or fields[0] in ("Z", "X") else fields[19]
 
 
 def _machine() -> str:
-    """The same for all processes since this machine was started."""
+    """An identifier of this machine since its last boot, the same for all its processes."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

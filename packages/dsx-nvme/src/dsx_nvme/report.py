@@ -1,4 +1,6 @@
-"""`dsx-nvme explain`: what is built, what the kernel allows, whether cuFile loads, how folders or files are reached."""
+"""`dsx-nvme explain`: what is built, what the kernel allows, whether cuFile loads, how files and folders are
+accessed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from ._version import __version__
 
 
 def status() -> dict[str, Any]:
-    """The facts."""
+    """The facts that the report shows."""
     library, reason = cufile.load()
     return {
         **native.native_status(),
@@ -38,7 +40,7 @@ def text(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; 1 when a path cannot be opened."""
+    """Print the report; returns 1 if a path cannot be opened."""
     parser = argparse.ArgumentParser(prog="dsx-nvme explain", description=__doc__)
     parser.add_argument("paths", nargs="*", help="folders or files")
     parser.add_argument("--json", action="store_true", help="for machines")

@@ -1,8 +1,8 @@
-"""Tensors whose bytes the kernel cannot reach where they lie: on a GPU, or scattered over memory.
+"""Transfers tensors whose bytes the kernel cannot access directly: on a GPU, or not contiguous in memory.
 
-They go through page-locked host buffers, piece by piece, so that copying a piece and moving the one before it overlap.
-One thread per engine does it, in the order of the calls. Device copies wait for what the caller's stream had queued, on
-a stream of their own.
+They go through page-locked host buffers, piece by piece, so that the copy of one piece overlaps with the I/O of the
+piece before it. One thread per engine does this, in the order of the calls. Device copies run on a separate stream,
+after the work that the caller's stream had queued.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PIECES = 4
 
 
 def check(tensor: torch.Tensor) -> None:
-    """Raise TensorError for what has no bytes of its own."""
+    """Raise TensorError for anything that is not a dense tensor with its own storage."""
     if not isinstance(tensor, torch.Tensor):
         raise TensorError(f"got {type(tensor).__name__}, expected a torch.Tensor")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -37,15 +37,15 @@ def check(tensor: torch.Tensor) -> None:
 
 
 def on_device(tensor: torch.Tensor) -> bool:
-    """Whether the bytes lie in a device's memory."""
+    """Whether the bytes are in a device's memory."""
     return tensor.device.type != "cpu"
 
 
 def device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes `device` the calling thread's current CUDA device for a while; does nothing for others.
+    """Inside the context `device` is the calling thread's current CUDA device; does nothing for other devices.
 
-    A new thread has device 0. A call for a tensor on another one would run in the wrong context there, or make a
-    context on GPU 0.
+    A new thread begins with device 0. Without this, a call for a tensor on another GPU would run in the wrong context,
+    or make a context on GPU 0.
     """
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -75,7 +75,7 @@ class Stager:
         return self._pool.submit(self._run, op, tensor.detach(), file, offset, ready)
 
     def close(self) -> None:
-        """End the thread once everything queued is done."""
+        """End the thread after everything that is queued."""
         self._pool.shutdown(wait=True)
 
     def _run(self, op: str, tensor: torch.Tensor, file: Any, offset: int, ready: Any) -> int:
@@ -109,7 +109,7 @@ class Stager:
                     moving[number - PIECES].wait()
                 piece = source[start : start + PIECE]
                 buffer = self._buffer(number)[: piece.numel()]
-                buffer.copy_(piece)  # returns when the bytes are there
+                buffer.copy_(piece)  # returns after the bytes have arrived
                 moving.append(self._engine.write(buffer, file, offset + start))
         finally:
             _end(moving)
@@ -137,7 +137,7 @@ class Stager:
         target[start : start + nbytes].copy_(self._buffer(number)[:nbytes])
 
     def _buffer(self, number: int) -> torch.Tensor:
-        """The host buffer of a piece; they are made when first needed and used in turn."""
+        """The host buffer for a piece. Buffers are made when they are first needed, and used in turn."""
         index = number % PIECES
         while len(self._buffers) <= index:
             self._buffers.append(empty(PIECE, dtype=torch.uint8, pin="auto"))
@@ -145,6 +145,6 @@ class Stager:
 
 
 def _end(tickets: list[Any]) -> None:
-    """Wait for every ticket, whatever came of it: no buffer may be used again while one is in flight."""
+    """Wait for every ticket, also for failed ones: no buffer may be used again while a transfer is in flight."""
     for ticket in tickets:
         ticket.exception()

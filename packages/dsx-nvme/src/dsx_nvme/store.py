@@ -1,12 +1,12 @@
-"""`TensorStore`: tensors by name on disk, put and taken while a program runs.
+"""`TensorStore`: tensors by name on disk, stored and read while a program runs.
 
-One data file, grown as needed, with an extent per name. The index (names, shapes, checksums) is written by `flush`, as
-a whole, by an atomic rename. What the index on disk refers to is never overwritten: a tensor that is put again goes to
-another extent, and the old one is free after the next flush. So a process that is killed leaves exactly what it
-flushed last, whatever it was writing. A tensor that was not flushed yet is overwritten in place, so that the file does
-not grow with the steps; with a flush per step it grows to twice the tensors.
+The store has one data file, which grows as needed, with an extent per name. `flush` writes the index (names, shapes,
+checksums) and replaces the old one by an atomic rename. Extents that the index on disk refers to are never overwritten:
+a tensor that is put again goes to another extent, and the old extent is free after the next flush. So after a kill the
+folder has exactly the tensors of the last flush. A tensor that was not flushed yet is overwritten in place, so that the
+file does not grow with the steps. With a flush per step it grows to twice the size of the tensors.
 
-Writes and reads of one name keep their order; different names go in any order.
+Writes and reads of one name keep their order; those of different names may overtake each other.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ DATA, INDEX = "tensors.dat", "index.json"
 class TensorStore:
     """Named tensors in a folder. Use as a context manager.
 
-    `budget`: bytes the data file may take (None: what the disk has); what the last flush wrote keeps its room until the
-    next one. `checksum`: whether to write and check CRC-32s; `keep`: False removes the files at `close` (swap space);
-    `engine`: an `Engine` to share. A folder in use by another process is refused (NvmeError); one whose process was
-    just killed is waited for. One thread at a time calls it; what it returns may be waited for anywhere. Tensors that
-    pass host memory by (`DirectEngine`) have no checksums: their bytes would have to be copied for them.
+    `budget`: the most bytes of the data file (None: no limit); tensors of the last flush keep their room until the next
+    flush. `checksum`: whether to write and check CRC-32s; `keep`: False removes the files at `close` (swap space);
+    `engine`: an `Engine` to share. A folder in use by another process is refused (NvmeError); if its process was just
+    killed, the store waits for it. Only one thread at a time may call the store; any thread may wait for its results.
+    Tensors that are transferred directly to a device (`DirectEngine`) have no checksums, because computing them would
+    need a copy on the host.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class TensorStore:
         return self._entry(name).extent
 
     def put(self, name: str, tensor: torch.Tensor) -> Ticket:
-        """Start storing a tensor under `name`, in place of an older one.
+        """Start storing a tensor under `name`; it replaces an older one.
 
-        The tensor must not be written to before the ticket's `wait`. Raises BudgetError when the store would outgrow
-        its budget, OSError when the disk is full. A put that fails leaves the version that was flushed last, if any.
+        Do not write to the tensor before the ticket's `wait`. Raises BudgetError if the store would outgrow its budget,
+        OSError if the disk is full. After a put that failed, the store has the version of the last flush, if any.
         """
         self._own()
         if not isinstance(name, str):
@@ -114,7 +115,7 @@ class TensorStore:
             if not in_place:
                 self._free(offset, room)
             raise
-        replaced = self._entries.get(name)  # None also where `_allocate` took its room
+        replaced = self._entries.get(name)  # also None if `_allocate` took its room
         self._entries[name] = Entry(Extent(tuple(tensor.shape), tensor.dtype, offset), room, checksum)
         self._moving[name] = [ticket]
         if replaced is not None and not in_place:
@@ -146,7 +147,7 @@ class TensorStore:
         return Reading(ticket, out)
 
     def delete(self, name: str) -> None:
-        """Forget a tensor; its room is used again, after the next flush if it was flushed. Raises KeyError."""
+        """Delete a tensor. Its room is free at once, or after the next flush if it was flushed. Raises KeyError."""
         self._own()
         entry = self._entry(name)
         self._finish(name)
@@ -155,10 +156,10 @@ class TensorStore:
         self._release(entry)
 
     def flush(self, *, durable: bool = False) -> None:
-        """Wait for all writes and write the index: from now on a killed process leaves these tensors.
+        """Wait for all writes and write the index. From now on these tensors survive a kill of the process.
 
         `durable` also waits for the device, so that they survive a loss of power too (if every flush of the folder is
-        durable). Raises the first error of a write; then the index on disk stays as it was.
+        durable). Raises the first error of a write; then the index on disk stays unchanged.
         """
         self._own()
         for name in list(self._moving):
@@ -167,7 +168,7 @@ class TensorStore:
             os.fsync(self._file.plain_fd)
         current = {entry.extent.offset: entry.room for entry in self._entries.values()}
         before = self._flushed
-        self._flushed = {**before, **current}  # until the new index is surely the one on disk
+        self._flushed = {**before, **current}  # both, until the new index is certainly on disk
         write_index(os.path.join(self.folder, INDEX), self._entries, durable=durable)
         self._flushed = current
         self._previous.clear()
@@ -176,9 +177,9 @@ class TensorStore:
                 self._free(offset, room)
 
     def close(self) -> None:
-        """Flush (or, with keep=False, wait and remove the files) and close. Closes even when a write failed.
+        """Flush (or, with keep=False, wait and remove the files) and close. Closes even if a write failed.
 
-        In a forked child it only closes: the store is its parent's.
+        In a forked child it only closes, because the store belongs to its parent.
         """
         if self._file.users < 1:
             return
@@ -210,7 +211,7 @@ class TensorStore:
                 self.engine.close_file(file)
                 self._close_engine()
                 raise
-            self.engine.close_file(file)  # a store with keep=False removed the file before its lock came free
+            self.engine.close_file(file)  # another store, with keep=False, has removed the file and then its lock
 
     def _goes_directly(self, tensor: torch.Tensor) -> bool:
         return isinstance(self.engine, DirectEngine) and self.engine.goes_directly(tensor)
@@ -234,7 +235,7 @@ class TensorStore:
             raise ForkError(f"{self.folder} belongs to the parent process; make a store of another folder here")
 
     def _finish(self, name: str) -> None:
-        """Wait for what is under way with a name; after a failed write its last flushed version is the one stored."""
+        """Wait for the transfers of a name. After a failed write the version of the last flush is the stored one."""
         tickets = self._moving.pop(name, [])
         for ticket in tickets:
             ticket.exception()
@@ -246,7 +247,7 @@ class TensorStore:
                 ticket.wait()
 
     def _allocate(self, name: str, room: int, old: Entry | None) -> int:
-        """Room for a tensor. Where there is none otherwise, `old`, a version that was never flushed, makes way."""
+        """Room for a tensor. If there is no other room, that of `old` is used, a version that was never flushed."""
         offset = self._holes.take(room)
         if offset is None and self._fits(room, self._end):
             self._end += room
@@ -269,7 +270,7 @@ class TensorStore:
         return self.budget is None or end + room <= self.budget
 
     def _release(self, entry: Entry) -> None:
-        """Give an extent back, unless the index on disk refers to it: then `flush` does."""
+        """Free an extent. If the index on disk refers to it, `flush` frees it later."""
         if entry.extent.offset not in self._flushed:
             self._free(entry.extent.offset, entry.room)
 

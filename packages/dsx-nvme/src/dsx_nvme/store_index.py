@@ -1,8 +1,8 @@
-"""The index of a `TensorStore`: a JSON file with its own checksum, replaced as a whole.
+"""The index of a `TensorStore`: a JSON file with its own checksum, which is replaced atomically.
 
 `{"version": 2, "crc32": ..., "tensors": {name: {"shape", "dtype", "offset", "room", "crc32"}}}`; the first checksum is
-that of `tensors` as JSON without spaces and with sorted keys. Version 1 had none. Whatever does not fit is refused: a
-damaged index must not give other tensors than were stored.
+that of `tensors` as JSON without spaces and with sorted keys. Version 1 had no such checksum. An index that does not
+fit is refused, because a damaged index could give other tensors than were stored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Entry:
 
 
 def write_index(path: str, entries: Mapping[str, Entry], *, durable: bool) -> None:
-    """Replace the index at `path`; `durable` waits for the device. Raises OSError; then the old index is there."""
+    """Replace the index at `path`; `durable` waits for the device. Raises OSError; then the old index is unchanged."""
     table = {
         name: {
             "shape": list(e.extent.shape), "dtype": NAMES[e.extent.dtype], "offset": e.extent.offset,
@@ -45,7 +45,7 @@ def write_index(path: str, entries: Mapping[str, Entry], *, durable: bool) -> No
         for name, e in entries.items()
     }  # fmt: skip
     partial = f"{path}.partial"
-    with contextlib.suppress(FileNotFoundError):  # of a process that was killed while it flushed
+    with contextlib.suppress(FileNotFoundError):  # left by a process that was killed while it flushed
         os.unlink(partial)
     try:
         with open(partial, "x", encoding="utf-8") as file:

@@ -1,7 +1,7 @@
-"""JSON from files that may be damaged or hostile: refuses what Python's parser accepts and no writer of ours makes.
+"""Reads JSON from files that may be damaged or hostile. It refuses some texts that Python's parser accepts.
 
-Refused are two values under one key (the last would win), numbers that are no JSON (NaN), and nesting too deep for the
-parser. Fields are checked by type: `True` is no number here, and 4.0 no size.
+Refused are two values under one key (Python keeps the last), numbers that are not JSON (NaN), and nesting that is too
+deep for the parser. The types of fields are checked: `True` is not a number here, and 4.0 is not a size.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def parse(text: str | bytes) -> Any:
 
 
 def table(value: Any, what: str) -> dict[str, Any]:
-    """`value`, if it is an object. Raises ValueError."""
+    """Returns `value` if it is a JSON object. Raises ValueError."""
     if not isinstance(value, dict):
         raise ValueError(f"{what}: expected an object, got {type(value).__name__}")
     return value
 
 
 def size(value: Any, what: str) -> int:
-    """`value`, if it is a number of bytes or elements. Raises ValueError."""
+    """Returns `value` if it is a number of bytes or elements. Raises ValueError."""
     if type(value) is not int or not 0 <= value <= LARGEST:
         raise ValueError(f"{what}: expected a whole number from 0 to {LARGEST}, got {value!r:.40}")
     return value

@@ -1,12 +1,16 @@
-"""`TensorFile`: named tensors in extents of one safetensors file, known before the first byte is written.
+"""`TensorFile`: named tensors in one safetensors file, whose extents are fixed before the first byte is written.
 
-Format: the safetensors format (8 bytes of header length, JSON header, data), with three additions inside what it
-allows. The header is padded so that the data begin on a page. Tensors named `__pad_N__` fill the space between extents,
-so that every extent begins on a page. `__metadata__` holds a CRC-32 per tensor as eight hexadecimal digits (`--------`:
-none) and one of names, shapes, types and places (`header_crc32`). Only the digits per tensor ever change, in place: a
-torn header page shows as a wrong checksum of a tensor.
+The format is safetensors (8 bytes of header length, JSON header, data), with three additions that it allows:
 
-Extents are preallocated: several writers can fill one file, each its own slices. What it leaves out: changing names or
+* the header is padded so that the data begin on a page;
+* tensors named `__pad_N__` fill the space between extents, so that every extent begins on a page;
+* `__metadata__` holds a CRC-32 per tensor as eight hexadecimal digits (`--------`: none), and one over names, shapes,
+  types and places (`header_crc32`).
+
+After the file was made, only the digits per tensor change, in place. A header page that was written partly before a
+crash shows as a wrong checksum of a tensor.
+
+Extents are preallocated, so that several writers can fill one file, each its own slices. Left out: changing names or
 shapes later (see `TensorStore`).
 """
 
@@ -50,7 +54,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a tensor lies: `offset` bytes from the beginning of the file."""
+    """The place of a tensor: `offset` bytes from the beginning of the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,20 +73,20 @@ class Extent:
 
 @dataclass
 class Reading:
-    """A tensor on its way from disk. `result()` (or `await`) gives it; `wait()` is the same."""
+    """A tensor that is being read from disk. `result()` (or `await`) returns it; `wait()` is the same."""
 
     ticket: Ticket
     tensor: torch.Tensor
 
     def result(self, timeout: float | None = None) -> torch.Tensor:
-        """The tensor, once it is there. Raises what `Ticket.wait` raises, and ChecksumError."""
+        """Wait for the tensor and return it. Raises the errors of `Ticket.wait`, and ChecksumError."""
         self.ticket.wait(timeout)
         return self.tensor
 
     wait = result
 
     def done(self) -> bool:
-        """Whether `result` would answer at once."""
+        """Whether `result` would return at once."""
         return self.ticket.done()
 
     def __await__(self) -> Generator[Any, None, torch.Tensor]:
@@ -128,15 +132,15 @@ def header(extents: Mapping[str, Extent], sums: Mapping[str, str]) -> bytes:
 
 
 def _sum_of_table(table: Mapping[str, Any]) -> str:
-    """Checksum of everything in a header but `__metadata__`."""
+    """Checksum of everything in a header except `__metadata__`."""
     return f"{zlib.crc32(json.dumps(table, separators=(',', ':'), sort_keys=True).encode()):08x}"
 
 
 def parse(path: str, data: bytes, size: int) -> tuple[dict[str, Extent], dict[str, str]]:
     """Extents (from the beginning of the file) and checksums of a header.
 
-    Raises FormatError for what is no header, or does not fit the file: extents that overlap, lie outside, or have
-    another size than their shape says, names that occur twice, a header that does not have its own checksum.
+    Raises FormatError if the data are not a header, or do not fit the file: extents that overlap, are outside the file
+    or have another size than their shape, names that occur twice, a header with a wrong checksum.
     """
     try:
         table = strict_json.table(strict_json.parse(data[8:]), "header")
@@ -189,7 +193,8 @@ def _refuse_overlap(extents: Mapping[str, Extent]) -> None:
 class TensorFile:
     """Named tensors in one file. Make one with `create` or `open`; use as a context manager.
 
-    `engine`: an `Engine` to share; without one the file has its own. `flush` raises errors of writes without a `wait`.
+    `engine`: an `Engine` to share; without one the file makes its own. `flush` raises errors of writes that were not
+    waited for.
     """
 
     def __init__(self, path: str | os.PathLike, mode: str, engine: Engine | None, checksum: bool) -> None:
@@ -213,10 +218,10 @@ class TensorFile:
     def create(
         cls, path: str | os.PathLike, specs: Mapping[str, Any], *, engine: Engine | None = None, checksum: bool = True
     ) -> TensorFile:
-        """A new file with extents for `specs`: name -> tensor (only its shape and type count) or (shape, dtype).
+        """A new file with extents for `specs`: name -> tensor (only its shape and dtype are used) or (shape, dtype).
 
-        Replaces an existing file, once there is room for the new one. Its content is zeros until written. Raises
-        OSError when the disk has no room for it; then an existing file is as it was.
+        Replaces an existing file when there is room for the new one. The content is zeros until it is written. Raises
+        OSError if the disk has no room for it; then an existing file is unchanged.
         """
         extents, nbytes = layout(specs)
         path = os.fspath(path)
@@ -231,7 +236,7 @@ class TensorFile:
                 os.posix_fallocate(self._file.plain_fd, 0, len(first) + nbytes)
             os.ftruncate(self._file.plain_fd, len(first) + nbytes)
             self._write_header(first)
-            os.replace(partial, path)  # a process that has the old one open keeps it
+            os.replace(partial, path)  # a process that has the old file open can still read that
         except BaseException:
             self.close()
             with contextlib.suppress(FileNotFoundError):
@@ -282,7 +287,7 @@ class TensorFile:
         return len(self.extents)
 
     def write(self, name: str, tensor: torch.Tensor, *, start: int = 0) -> Ticket:
-        """Start writing a tensor, or a run of its elements from number `start` on (then it has no checksum)."""
+        """Start writing a tensor, or some of its elements from number `start` on (then it has no checksum)."""
         extent = self._extent(name, tensor, start)
         if not self.writable:
             raise OptionError(f"{self.path} is open for reading; open it with mode 'r+'")
@@ -295,9 +300,9 @@ class TensorFile:
         return ticket
 
     def read(self, name: str, out: torch.Tensor | None = None, *, start: int = 0) -> Reading:
-        """Start reading a tensor into `out` (a shorter one takes elements from `start` on), or into a new aligned one.
+        """Start reading a tensor into `out` (if it is shorter, elements from `start` on), or into a new aligned tensor.
 
-        A whole tensor with a checksum is checked when it is there (ChecksumError).
+        If all elements of a tensor with a checksum are read, they are checked (ChecksumError).
         """
         extent = self._extent(name, out, start)
         if out is None:
@@ -328,7 +333,7 @@ class TensorFile:
             sync_folder(os.path.dirname(os.path.abspath(self.path)))
 
     def close(self) -> None:
-        """Flush and close. The file is closed even when a write failed."""
+        """Flush and close. The file is closed even if a write failed."""
         if self._file.users < 1:
             return
         try:

@@ -1,8 +1,8 @@
-"""A transfer in flight: what to wait for, what it keeps alive, what it checks when it is over.
+"""A transfer in flight: it can be waited for, keeps its memory alive, and checks the result.
 
-A ticket holds the tensor and its memory until the transfer is over, compares the tensor's version with the one at the
-start (a tensor written to while its bytes were on their way is a data race, not a surprise in a file), and turns the
-kernel's answer into an exception with file, offset and errno.
+A ticket keeps the tensor and its memory alive until the transfer has ended. It compares the tensor's version with the
+one at the start: a write to the tensor during the transfer raises a data-race error, instead of leaving unexpected
+bytes in a file. It turns the kernel's answer into an exception with file, offset and errno.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from .errors import DataRaceError, EndOfFileError, ForkError, TransferError
 
 END_OF_FILE = -1
-SLICE = 0.2  # seconds between looks at Python's signals
+SLICE = 0.2  # seconds; a wait checks for Python's signals so often
 _NOTHING = torch.empty(0)
 
 
@@ -37,14 +37,14 @@ class Outcome(NamedTuple):
 
 
 class Job(Protocol):
-    """Something that runs without us."""
+    """Work that runs in the background."""
 
     def wait(self, seconds: float) -> Outcome | None:
-        """The outcome, or None when it is not there after `seconds`. The outcome can be had once."""
+        """The outcome, or None if it is not there after `seconds`. The outcome is returned only once."""
         ...
 
     def poll(self) -> bool:
-        """Whether `wait` would answer at once."""
+        """Whether `wait` would return the outcome at once."""
         ...
 
 
@@ -65,18 +65,18 @@ class EngineJob:
 
 @dataclass
 class FutureJob:
-    """Work of threads in one or several parts, each of which returns its bytes or raises an error of its own.
+    """Work of threads in one or several parts; each part returns its number of bytes or raises.
 
-    It is over when all parts are; the error is that of the first part that has one. `through_torch`: a read fills the
-    tensor by torch's own calls, which raise its version.
+    It has ended when all parts have ended; the error is that of the first part that failed. `through_torch`: a read
+    fills the tensor with torch's functions, which raise its version.
     """
 
     parts: Sequence[Future[int]]
     through_torch: bool = False
 
     def wait(self, seconds: float) -> Outcome | None:
-        # Not by result(seconds): what that raises in the end is a TimeoutError from Python 3.11 on only, and the work
-        # may raise one itself.
+        # Not with result(seconds): its timeout is a TimeoutError only from Python 3.11 on, and the work may raise one
+        # itself.
         if futures.wait(self.parts, seconds).not_done:
             return None
         try:
@@ -90,7 +90,7 @@ class FutureJob:
 
 @dataclass(frozen=True)
 class Description:
-    """What a transfer is about, for messages and checks."""
+    """The facts of a transfer, for messages and checks."""
 
     op: str  # "read" or "write"
     path: str
@@ -102,8 +102,8 @@ class Description:
 class Guard:
     """The tensor of a transfer, its place in memory, and (if it has a storage of its own) its version at the start.
 
-    It keeps the storage, so that a tensor that is given another one (`set_`, `.data =`) does not free memory that the
-    kernel writes to. `UntypedStorage.resize_` frees it all the same: nothing outside of torch can prevent that.
+    It keeps the storage alive. So memory that the kernel writes to is not freed when the tensor gets another storage
+    (`set_`, `.data =`). `UntypedStorage.resize_` still frees it; nothing outside of torch can prevent that.
     """
 
     tensor: torch.Tensor
@@ -114,15 +114,15 @@ class Guard:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Guard:
-        """Take the tensor's present state."""
+        """Record the tensor's present state."""
         start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        # A slice shares its version with all of its storage, whose other parts the caller may well write to.
+        # A slice shares its version with its whole storage, and the caller may write to other parts of that.
         storage = tensor.untyped_storage()
         whole = not tensor.is_inference() and nbytes == storage.nbytes()
         return cls(tensor, start, start + nbytes, tensor._version if whole else None, storage)
 
     def check(self, what: Description) -> None:
-        """Raise DataRaceError when the tensor was written to, moved or freed since."""
+        """Raise DataRaceError if the tensor was written to, moved or freed since."""
         moved = self.tensor.data_ptr() != self.start
         changed = self.version is not None and self.tensor._version != self.version
         if moved or changed:
@@ -148,7 +148,7 @@ _LOST: list[Guard] = []
 
 @dataclass
 class Ticket:
-    """A transfer in flight; what `Engine.read` and `Engine.write` return. Also `await`-able.
+    """A transfer in flight. `Engine.read` and `Engine.write` return it. It can be awaited too.
 
     `wait()` returns the number of bytes moved, or raises; it may be called from any thread, any number of times.
     """
@@ -156,7 +156,7 @@ class Ticket:
     job: Job
     what: Description
     guard: Guard
-    over: Callable[[], None] = field(repr=False)  # called once, when nothing is in flight any more
+    over: Callable[[], None] = field(repr=False)  # called once, when the transfer has ended
     after: tuple[Callable[[], None], ...] = field(default=(), repr=False)  # called once, in order, after success
     failed_write: Callable[[], None] = field(default=_nothing, repr=False)  # called once, after an error, before `over`
     end_before: Callable[[int], int] = field(default=_at, repr=False)  # the file's end, for an error at an offset
@@ -170,12 +170,12 @@ class Ticket:
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether the transfer is over (well or badly)."""
+        """Whether the transfer has ended, well or badly."""
         self._own()
         return self._settled or self.job.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Bytes moved.
+        """Wait for the transfer; returns the number of bytes moved.
 
         Raises `TransferError` (an OSError), `DataRaceError`, or TimeoutError after `timeout` seconds.
         """
@@ -202,7 +202,7 @@ class Ticket:
     result = wait
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What `wait` would raise, or None."""
+        """The exception that `wait` would raise, or None."""
         self._own()
         reported = self.reported
         with contextlib.suppress(Exception):
@@ -219,7 +219,7 @@ class Ticket:
         return loop.run_in_executor(None, self.wait).__await__()
 
     def settle_if_done(self) -> bool:
-        """Take the outcome in when it is there, without waiting; True when the transfer is over."""
+        """Take the outcome if it is there, without waiting; returns True if the transfer has ended."""
         if not self._settled and self._lock.acquire(blocking=False):
             try:
                 if not self._settled and self.job.poll():
@@ -230,12 +230,14 @@ class Ticket:
 
     @property
     def settled(self) -> bool:
-        """Whether a wait or a look has found the transfer over. Does not look itself: allowed in a forked child too."""
+        """Whether an earlier call has seen the end of the transfer. It does not ask the engine, so a forked child may
+        use it too.
+        """
         return self._settled
 
     @property
     def failed(self) -> bool:
-        """Whether the transfer is over and went wrong."""
+        """Whether the transfer has ended with an error."""
         return self._error is not None
 
     def _own(self) -> None:
@@ -249,7 +251,7 @@ class Ticket:
         )
 
     def _try_settle(self, seconds: float) -> None:
-        """Under the lock."""
+        """Take the outcome; the caller holds the lock."""
         try:
             outcome = self.job.wait(seconds)
             if outcome is None:
@@ -258,7 +260,7 @@ class Ticket:
             self._error = self._judge(outcome)
             if outcome.lost:
                 _LOST.append(self.guard)
-                self.failed_write = _nothing  # the kernel may still be writing the file, too
+                self.failed_write = _nothing  # the kernel may still be writing to the file too
         except Exception as error:  # noqa: BLE001  kept, and raised by wait()
             self._error = error
         if isinstance(self._error, TransferError):
@@ -271,7 +273,7 @@ class Ticket:
         except Exception as error:  # noqa: BLE001  kept, and raised by wait()
             self._error = error
         self.after = ()
-        self.guard = Guard(_NOTHING)  # the caller may use the tensor again; keeping the ticket does not keep it
+        self.guard = Guard(_NOTHING)  # the caller may use the tensor again, and a kept ticket must not keep it alive
         self._settled = True
 
     def _judge(self, outcome: Outcome) -> BaseException | None:
@@ -291,7 +293,7 @@ class Ticket:
         try:
             self.guard.check(what)
         except DataRaceError as race:
-            return race.with_traceback(None)  # whose frames would keep the memory for as long as the error is kept
+            return race.with_traceback(None)  # frames of the traceback would keep the memory alive with the error
         if what.op == "read" and not self.guard.tensor.is_inference():
-            torch.autograd.graph.increment_version(self.guard.tensor)  # autograd must see that it was written to
+            torch.autograd.graph.increment_version(self.guard.tensor)  # so that autograd sees the write
         return None

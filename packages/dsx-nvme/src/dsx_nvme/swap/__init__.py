@@ -1,4 +1,4 @@
-"""Swappers: optimizer states and parameters that live on disk and visit memory in turn."""
+"""Swappers: optimizer states and parameters that live on disk and are brought into memory one after the other."""
 
 from .optimizer import OptimizerSwapper, Visit
 from .parameter import ParameterSwapper

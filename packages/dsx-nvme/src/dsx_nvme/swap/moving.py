@@ -1,9 +1,9 @@
-"""A transfer of a swapper, and the listener that is told of its beginning and end.
+"""A transfer of a swapper, and the listener that is called at its beginning and end.
 
-`on_transfer(op, name, nbytes)` is called when a transfer begins (op: "read" or "write") and returns what is called
-once when the swapper has learnt that it is over, well or badly. `dsx_monitor.Timeline.transfer` has this shape. An end
-is learnt where it is waited for: a transfer that is over earlier, while the program computes, seems to last until
-then.
+`on_transfer(op, name, nbytes)` is called when a transfer begins (op: "read" or "write"). It returns a function, which
+is called once when the swapper sees that the transfer has ended, well or badly. `dsx_monitor.Timeline.transfer` is such
+a listener. The swapper sees the end where it waits for it. So a transfer that ends earlier, while the program computes,
+seems to last until the wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def no_listener(op: str, name: str, nbytes: int) -> Callable[[], None]:
 
 
 class Moving:
-    """A ticket, and whom to tell when it is over."""
+    """A ticket, and the function to call when its transfer has ended."""
 
     def __init__(self, ticket: Ticket, over: Callable[[], None]) -> None:
         self._ticket, self._over = ticket, over
@@ -38,7 +38,7 @@ class Moving:
     def begin(
         cls, listener: OnTransfer, op: str, name: str, tensor: torch.Tensor, start: Callable[[], Ticket]
     ) -> Moving:
-        """Tell `listener`, then `start` the transfer of `tensor`; one that does not start is over at once."""
+        """Call `listener`, then `start` the transfer of `tensor`. If it cannot start, its end is reported at once."""
         over = listener(op, name, tensor.numel() * tensor.itemsize)
         try:
             return cls(start(), over)
@@ -47,24 +47,24 @@ class Moving:
             raise
 
     def wait(self) -> int:
-        """As `Ticket.wait`."""
+        """See `Ticket.wait`."""
         try:
             return self._ticket.wait()
         finally:
             self._tell()
 
     def exception(self) -> BaseException | None:
-        """As `Ticket.exception`."""
+        """See `Ticket.exception`."""
         try:
             return self._ticket.exception()
         finally:
             self._tell()
 
     def done(self) -> bool:
-        """As `Ticket.done`."""
+        """See `Ticket.done`."""
         return self._ticket.done()
 
     def _tell(self) -> None:
-        if self._ticket.done():  # not where a signal ended the wait
+        if self._ticket.done():  # it is not done if a signal ended the wait
             over, self._over = self._over, _nothing
             over()

@@ -1,9 +1,8 @@
-"""Optimizer states that live on disk and visit memory in pieces: read ahead, updated, written behind.
+"""Optimizer states that live on disk and are brought into memory in pieces: read ahead, updated, written behind.
 
-A fixed pool of buffers holds the pieces that are in memory.
-All states of a piece lie side by side in one file, so that a piece is one read and one write. The file is this job's
-alone and keeps its size. An optimizer whose rule is elementwise may be cut anywhere (the bits do not change); for
-others set `divisible=False`.
+A fixed pool of buffers holds the pieces that are in memory. All states of a piece are next to each other in one file,
+so that a piece is one read and one write. The file belongs to this job alone and keeps its size. If the optimizer's
+rule is elementwise, its states may be cut anywhere (the results have the same bits); otherwise set `divisible=False`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SLOTS = 1 + 2 * DEPTH  # at most
 
 @dataclass(frozen=True)
 class Visit:
-    """A piece in memory: elements [start, stop) of group `key`; `states` are 1-D tensors to be changed in place."""
+    """A piece in memory: elements [start, stop) of group `key`; change the 1-D tensors in `states` in place."""
 
     key: str
     start: int
@@ -39,7 +38,7 @@ class Visit:
 
 @dataclass
 class SwapTimes:
-    """Where the seconds of passes went, and how many bytes moved."""
+    """The seconds that passes spent waiting, and the bytes that they moved."""
 
     reading: float = 0.0  # waiting for reads
     writing: float = 0.0  # waiting for writes
@@ -59,13 +58,13 @@ class OptimizerSwapper:
     """States of an optimizer on disk.
 
     `sizes`: elements per group; `states`: their names, all of `dtype`; `read_only`: those that a pass does not write
-    back (gradients). `buffer_count` buffers of `buffer_size` elements are all the memory it takes, besides groups of
-    together `max_in_cpu` elements that stay in memory. `pipeline_read`, `pipeline_write`: read the next piece, write
-    the last one, while one is updated. `fast_init`: `initialize` writes whole pieces in one pass; without it, it
-    writes state by state as it is given them. States are zeros at first.
+    back (gradients). It uses `buffer_count` buffers of `buffer_size` elements; in addition, groups with together at
+    most `max_in_cpu` elements stay in memory. `pipeline_read`, `pipeline_write`: read the next piece, write the last
+    one, while one is updated. `fast_init`: `initialize` writes complete pieces in one pass; without it, it writes one
+    state after the other. States are zeros at first.
 
-    The file is `<folder>/optimizer-rank<rank>.swp`; `keep=False` removes it at `close`. `on_transfer` hears of every
-    read and write (see `moving`).
+    The file is `<folder>/optimizer-rank<rank>.swp`; `keep=False` removes it at `close`. `on_transfer` is called for
+    every read and write (see `moving`).
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class OptimizerSwapper:
             )
         if buffer_count < len(states):
             raise OptionError(f"buffer_count={buffer_count}: expected at least one for each of {len(states)} states")
-        # What is only read comes first, so that what is written back is one run of bytes.
+        # States that are only read come first, so that those that are written back are one run of bytes.
         self.states = (*[s for s in states if s in read_only], *[s for s in states if s not in read_only])
         self.dtype, self.fast_init, self.keep = dtype, fast_init, keep
         self._skipped = len(read_only)
@@ -152,12 +151,12 @@ class OptimizerSwapper:
                     self._move_state("write", piece, name, given.detach().contiguous().view(-1).to(self.dtype))
 
     def sweep(self) -> Iterator[Visit]:
-        """One pass: every piece in memory once, in order.
+        """One pass: every piece is in memory once, in order.
 
-        What the loop's body does to the states is what comes to be on disk.
+        Changes that the loop's body makes to the states are written to disk.
 
-        A tensor of a visit is valid until the next one. Raises TransferError; after that the states on disk are not of
-        one pass, and the swapper refuses to go on.
+        The tensors of a visit are valid until the next visit. Raises TransferError. After that the states on disk are a
+        mixture of two passes, and the swapper refuses to go on.
         """
         return self._sweep(fresh=False)
 
@@ -168,7 +167,7 @@ class OptimizerSwapper:
         return self.times
 
     def get_state(self, key: str, state: str, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A whole state of a group, from disk or memory. Raises KeyError."""
+        """A state of a group, all elements, from disk or memory. Raises KeyError."""
         pieces = self._pieces(key, state)
         numel = pieces[-1].stop if pieces else 0
         out = empty(numel, dtype=self.dtype) if out is None else out
@@ -178,7 +177,9 @@ class OptimizerSwapper:
         return out
 
     def set_state(self, key: str, state: str, tensor: torch.Tensor) -> None:
-        """Replace a whole state of a group (a loaded checkpoint, the gradients of a step). Raises KeyError."""
+        """Replace all elements of a state of a group (from a checkpoint, or the gradients of a step). Raises
+        KeyError.
+        """
         pieces = self._pieces(key, state)
         self._check(tensor, pieces[-1].stop if pieces else 0)
         flat = tensor.detach().contiguous().view(-1)
@@ -186,7 +187,7 @@ class OptimizerSwapper:
             self._move_state("write", piece, state, flat[piece.start : piece.stop])
 
     def close(self) -> None:
-        """Wait for everything, close the file and, unless `keep`, remove it."""
+        """Wait for all transfers and close the file; remove it unless `keep` is set."""
         if self._file.users < 1:
             return
         for slot in getattr(self, "_slots", ()):

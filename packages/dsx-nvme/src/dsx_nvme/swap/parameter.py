@@ -1,8 +1,9 @@
-"""Parameters that live on disk and visit memory while they are used, read ahead in the order of the pass before.
+"""Parameters that live on disk and are in memory while they are used. They are read ahead in the order of the last
+pass.
 
-Memory is a pool of `buffer_count` x `buffer_size` elements. A parameter takes as much of it as it needs: one that is
-larger than a buffer takes several. What is given back stays until another parameter needs the room, so that a parameter
-used twice in a row is read once.
+Memory is a pool of `buffer_count` x `buffer_size` elements. A parameter takes as much of it as it needs; one that is
+larger than a buffer takes several. A released parameter stays in memory until another one needs the room, so that a
+parameter used twice in a row is read once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class _Loaded:
 
 @dataclass
 class SwapCounts:
-    """How well the prefetch did: fetches served from memory, from a read under way, and by a read begun then."""
+    """How well the prefetch worked: fetches of a parameter in memory, of one being read, and of one not yet being
+    read.
+    """
 
     hits: int = 0
     prefetched: int = 0
@@ -47,9 +50,9 @@ class SwapCounts:
 class ParameterSwapper:
     """See the module's text. Use as a context manager.
 
-    `max_in_cpu`: elements of parameters that stay in memory for good (first come, first kept); `ahead`: how many
-    parameters to read ahead, as far as there is room; `checksum`: check what is read. The files lie in
-    `<folder>/parameters-rank<rank>`; `keep=False` removes them. `on_transfer` hears of every read and write (see
+    `max_in_cpu`: elements of parameters that always stay in memory (the first ones that are added); `ahead`: how many
+    parameters to read ahead if there is room; `checksum`: check every read. The files are in
+    `<folder>/parameters-rank<rank>`; `keep=False` removes them. `on_transfer` is called for every read and write (see
     `moving`).
     """
 
@@ -86,9 +89,9 @@ class ParameterSwapper:
         self.close()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a parameter over, in place of an older one of that name; the caller may free its own copy.
+        """Add a parameter; it replaces an older one of that name. The caller may free its own copy.
 
-        Raises BudgetError when it can never be in memory, NvmeError when the older one is in use.
+        Raises BudgetError if it is too large for the memory, NvmeError if the older one is in use.
         """
         if tensor.numel() * self.dtype.itemsize > self.pool.budget:
             raise BudgetError(
@@ -103,7 +106,7 @@ class ParameterSwapper:
         self._begin("write", name, tensor.detach().to(self.dtype).contiguous()).wait()
 
     def fetch(self, name: str) -> torch.Tensor:
-        """The parameter in memory, to be given back with `release`.
+        """The parameter in memory; call `release` after its use.
 
         Waits for its read. Raises KeyError, BudgetError.
         """
@@ -129,9 +132,9 @@ class ParameterSwapper:
         return entry.tensor
 
     def release(self, name: str, *, dirty: bool = False) -> None:
-        """Give a fetched parameter back. Raises NvmeError when it was not fetched.
+        """Say that a fetched parameter is no longer used. Raises NvmeError if it was not fetched.
 
-        `dirty`: its new values go to disk.
+        `dirty`: write its new values to disk.
         """
         if name in self._kept:
             return
@@ -163,7 +166,7 @@ class ParameterSwapper:
         return ready
 
     def end_pass(self) -> None:
-        """A pass over the parameters is over: its order is the one to prefetch along from now on."""
+        """Say that a pass over the parameters has ended. From now on parameters are read ahead in its order."""
         if self._seen:
             self._order, self._seen = self._seen, []
         self._next = 0
@@ -174,7 +177,7 @@ class ParameterSwapper:
             self._settle_write(entry)
 
     def close(self) -> None:
-        """Wait for everything and close; unless `keep`, remove the files."""
+        """Wait for all transfers and close; remove the files unless `keep` is set."""
         try:
             for entry in self._loaded.values():
                 if entry.reading is not None:
@@ -190,7 +193,7 @@ class ParameterSwapper:
                 self.engine.close()
 
     def _forget(self, name: str) -> None:
-        """Let nothing of an older parameter of that name be read again."""
+        """Make sure that nothing of an older parameter of that name is read again."""
         entry = self._loaded.get(name)
         if entry is not None and entry.users:
             raise NvmeError(f"{name} is added again while it is in use; release it first")
@@ -210,9 +213,9 @@ class ParameterSwapper:
         entry.buffer.release()
 
     def _advance(self, name: str) -> None:
-        """Find our place in the recorded order and read ahead from it.
+        """Find the present place in the recorded order and read ahead from there.
 
-        A pass that leaves the order finds it again later.
+        If a pass leaves the recorded order, the place is found again later.
         """
         order = self._order
         if not order:
@@ -250,9 +253,9 @@ class ParameterSwapper:
         return Moving.begin(self._on_transfer, op, name, tensor, start)
 
     def _evict(self, *, wanted: bool) -> bool:
-        """Make one parameter leave memory; False when none may leave.
+        """Evict one parameter from memory; returns False if none can be evicted.
 
-        Reading ahead (`wanted` is False) drives out only parameters that are not needed soon.
+        Reading ahead (`wanted` is False) evicts only parameters that are not needed soon.
         """
         soon = set(self._order[self._next : self._next + self.ahead])
         for name, entry in self._loaded.items():

@@ -1,9 +1,10 @@
-"""What is read, updated and written when, over a fixed number of buffers: pure arithmetic, no I/O.
+"""The schedule of a pass: when pieces are read, updated and written, over a fixed number of buffers. No I/O is done
+here.
 
-Groups of elements are cut into pieces that fit a slot. A slot holds all states of one piece; the pieces go through the
-slots in turn. One slot: read, update, write, one after the other. `DEPTH` slots more for reading ahead, as many for
-writing behind: more and smaller pieces keep the disk busy at the two ends of a pass, too. The schedule is a list of
-actions that can be printed and checked before anything runs.
+Groups of elements are cut into pieces that fit a slot. A slot holds all states of one piece, and the pieces go through
+the slots in turn. With one slot a piece is read, updated and written before the next one. Reading ahead takes `DEPTH`
+more slots, and so does writing behind: with more and smaller pieces the disk is also busy at both ends of a pass. The
+schedule is a list of actions that can be printed and checked before anything runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Kind = Literal["read", "wait_read", "update", "write", "wait_write"]
 class Piece:
     """Elements [start, stop) of a group.
 
-    `offset`: of its states in the file, in bytes; `room`: bytes of one state in file and slot.
+    `offset`: the place of its states in the file, in bytes; `room`: bytes of one state in file and slot.
     """
 
     index: int
@@ -32,7 +33,7 @@ class Piece:
     stop: int
     offset: int
     room: int
-    resident: bool = False  # lives in memory, is never read or written
+    resident: bool = False  # stays in memory, and is never read or written
 
     @property
     def numel(self) -> int:
@@ -61,7 +62,7 @@ class SwapPlan:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the file that holds every piece that is not resident."""
+        """The size of the file, which holds all pieces that are not resident."""
         return sum(p.room * self.states for p in self.pieces if not p.resident)
 
     def render(self) -> str:
@@ -71,7 +72,7 @@ class SwapPlan:
         return "\n".join([head, *(f"{a.kind:10} {names[a.piece]} slot {a.slot}" for a in self.actions)])
 
     def validate(self) -> None:
-        """Raise OptionError when a slot is used by two pieces at once, or a piece misses a turn."""
+        """Raise OptionError if two pieces use a slot at the same time, or a piece is left out."""
         holder: dict[int, int] = {}
         seen: dict[int, list[Kind]] = {p.index: [] for p in self.pieces}
         for action in self.actions:
@@ -97,9 +98,9 @@ def make_plan(
 ) -> SwapPlan:  # fmt: skip
     """The plan for groups of `sizes` elements with `states` states each.
 
-    `buffer_bytes`: all memory there is for slots; `resident_elements`: whole groups, first ones first, of together at
-    most that many elements stay in memory; `divisible=False`: a group is never cut. Raises BudgetError when a slot
-    cannot hold what it must.
+    `buffer_bytes`: memory for all slots together; `resident_elements`: the first groups, with together at most that
+    many elements, stay in memory; `divisible=False`: a group is never cut. Raises BudgetError if the slots are too
+    small.
     """
     slots = 1 + DEPTH * read_ahead + DEPTH * write_behind
     slot_bytes = buffer_bytes // (slots * states) // PAGE * PAGE
@@ -132,7 +133,7 @@ def _cut(key: str, numel: int, largest: int, divisible: bool) -> list[tuple[int,
             f"group {key!r} has {numel} elements, a slot holds {largest}; raise buffer_size or buffer_count"
         )
     count = -(-numel // largest)
-    unit = 1024  # elements; keeps cuts on pages for every dtype of at least 4 bytes
+    unit = 1024  # elements; so cuts are at page boundaries for every dtype of at least 4 bytes
     size = min(largest, -(-numel // count // unit) * unit) if count > 1 else numel
     size = max(1, size)
     return [(start, min(start + size, numel)) for start in range(0, numel, size)]
@@ -142,7 +143,7 @@ def _schedule(pieces: Sequence[Piece], slots: int, read_ahead: bool, write_behin
     moving = [p for p in pieces if not p.resident]
     actions: list[Action] = []
     writing: dict[int, int] = {}  # slot -> piece whose write is not waited for
-    read = turn = 0  # how many moving pieces are read, and have had their turn
+    read = turn = 0  # how many non-resident pieces were read, and were updated
 
     for piece in pieces:
         if piece.resident:
@@ -167,9 +168,9 @@ def _schedule(pieces: Sequence[Piece], slots: int, read_ahead: bool, write_behin
 def _read(
     moving: Sequence[Piece], until: int, read: int, slots: int, writing: dict[int, int], actions: list[Action]
 ) -> int:
-    """Read pieces up to number `until`; a slot whose write is under way is waited for first.
+    """Read pieces up to number `until`; before a slot is used again, its write is waited for.
 
-    Returns how many are read.
+    Returns how many pieces have been read.
     """
     while read < min(until, len(moving)):
         place = read % slots

@@ -1,1 +1,1 @@
-"""The programs `dsx-nvme tune` and `dsx-nvme bench`: what they measure, how they search, how they show it."""
+"""The programs `dsx-nvme tune` and `dsx-nvme bench`: measurement, search and display."""

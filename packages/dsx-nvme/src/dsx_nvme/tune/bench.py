@@ -1,4 +1,4 @@
-"""`dsx-nvme bench`: one benchmark of tensor I/O: GB/s, latency percentiles, JSON and a picture."""
+"""`dsx-nvme bench`: a benchmark of tensor I/O, with GB/s, latency percentiles, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -130,12 +130,12 @@ def _text(r: dict[str, Any]) -> str:
 def _processes(args: argparse.Namespace, places: list[tuple[str, int | None]]) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(places))
-    left: dict[Any, Any] = {}  # where each child's answer comes from
+    left: dict[Any, Any] = {}  # the pipes that children's answers come from
     for folder, device in places:
         answer, write = context.Pipe(duplex=False)
         child = context.Process(target=_child, args=(args, folder, device, barrier, write))
         child.start()
-        write.close()  # the child's end alone: when it dies, reading says so
+        write.close()  # then only the child has this end, and reading fails when the child dies
         left[answer] = child
     results: list[Any] = []
     while left:
@@ -148,7 +148,7 @@ def _processes(args: argparse.Namespace, places: list[tuple[str, int | None]]) -
             except EOFError:
                 child.join()
                 results.append(f"process {child.pid} ended without an answer, exit code {child.exitcode}")
-                barrier.abort()  # the others do not wait for it
+                barrier.abort()  # so that the other processes do not wait for it
     for result in results:
         if isinstance(result, str):
             raise NvmeError(result)
@@ -170,7 +170,7 @@ def _one(
     together: Callable[[], Any],
     tell: Callable[[float, str], None],
 ) -> dict[str, Any]:
-    """All loops of one process: seconds of each, seconds of the warm-up, latencies of single blocks."""
+    """Run all loops of one process; returns seconds of each, seconds of the warm-up, latencies of single blocks."""
     os.makedirs(folder, exist_ok=True)
     stem = os.path.join(folder, f"dsx-nvme-bench-{uuid.uuid4().hex}")
     kind = gds_handle if args.use_gds else aio_handle
@@ -222,7 +222,7 @@ def _tensor(args: argparse.Namespace, handle: aio_handle, device: int | None) ->
 
 
 def _mover(args: argparse.Namespace, handle: aio_handle) -> Callable[[str, torch.Tensor, str], Any]:
-    """How the chosen engine moves a tensor."""
+    """A function that transfers a tensor with the chosen engine."""
     overlap, legacy = not args.sequential_requests, not args.torch_legacy_save
 
     def by_handle(op: str, tensor: torch.Tensor, path: str) -> None:

@@ -1,10 +1,11 @@
 """Finds a good setting without trying all of them.
 
-What is measured is a function; this is only the order of the trials.
+The measurement is a function that the caller gives; this module only chooses the order of the trials.
 
-Guided: from a starting point, one dimension at a time is tried out with the others held; a better value is taken over.
-The best few are then measured in turns until the time is up, because a disk drifts: only settings measured in the same
-seconds compare. Exhaustive: every setting once, then the same finish.
+Guided: from a starting point, the values of one dimension at a time are tried while the others are fixed; a better
+value is kept. The best few settings are then measured in turns until the time is over. The speed of a disk drifts, so
+only settings that were measured in the same seconds can be compared. Exhaustive: every setting once, then the same
+finish.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .space import DIMENSIONS, Setting, Space
 Measure = Callable[[Setting], Mapping[str, float]]  # GB/s by direction
 Tell = Callable[[float, str], None]
 FINALISTS = 3
-SHARE_OF_CLIMB = 0.65  # of the time; the rest is for the finalists
-MARGIN = 1.02  # a change must be better by more than the noise of one trial
+SHARE_OF_CLIMB = 0.65  # of the time goes to the first part; the rest is for the finalists
+MARGIN = 1.02  # a change must be better by this factor, which is more than the noise of one trial
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Found:
     seconds: float
 
     def score(self, setting: Setting) -> float:
-        """Median over the trials of the sum of directions."""
+        """The median over the trials of the sum of both directions."""
         return statistics.median(sum(t.values()) for t in self.trials[setting])
 
 
@@ -53,7 +54,7 @@ class _Search:
         return self.clock() - self.started
 
     def room(self, until: float) -> bool:
-        """Whether one more trial ends in time."""
+        """Whether one more trial would end in time."""
         return self.spent() + self.longest <= until
 
     def trial(self, setting: Setting) -> float:
@@ -101,7 +102,7 @@ def guided(
             rivals = [r for r in rivals if r not in search.trials]
             if not rivals or not search.room(climbing):
                 continue
-            here = max(search.trial(best), search.score(best))  # again, in the same seconds as its rivals
+            here = max(search.trial(best), search.score(best))  # again, in the same seconds as the other values
             scores = {r: search.trial(r) for r in rivals if search.room(climbing)}
             if scores and max(scores.values()) > here * MARGIN:
                 best, changed = max(scores, key=lambda r: scores[r]), True

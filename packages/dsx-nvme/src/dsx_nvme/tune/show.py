@@ -1,4 +1,4 @@
-"""What a person sees: a progress bar on stderr, bars of text, and a picture as SVG, without a plotting library."""
+"""Output for people: a progress bar on stderr, bars of text, and a picture as SVG, without a plotting library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of "400M", "1G", 4096. Raises ValueError."""
+    """The number of bytes that "400M", "1G" or 4096 stand for. Raises ValueError."""
     if isinstance(text, int):
         return text
     word = text.strip().upper().removesuffix("IB").removesuffix("B")
@@ -42,7 +42,7 @@ def size_text(nbytes: int) -> str:
 
 @dataclass
 class Progress:
-    """A bar that redraws itself on a terminal, and says nothing elsewhere but its last line."""
+    """A bar that redraws itself on a terminal. Elsewhere only its last line is written."""
 
     title: str
     stream: TextIO = field(default_factory=lambda: sys.stderr)

@@ -1,4 +1,4 @@
-"""Settings of a handle and the space of them that a search goes through: pure data."""
+"""Settings of a handle, and the space of settings that a search covers: pure data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = {
     "io_parallel": "threads", "single_submit": "single_submit", "overlap_events": "overlap_events",
     "sequential_requests": "overlap_events",
 }  # fmt: skip
-DIMENSIONS = ("threads", "queue_depth", "block_size", "overlap_events", "single_submit")  # what matters most first
+DIMENSIONS = ("threads", "queue_depth", "block_size", "overlap_events", "single_submit")  # the most important first
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Setting:
     overlap_events: bool = True
 
     def section(self) -> dict[str, Any]:
-        """As the `aio` section of a configuration."""
+        """The setting as an `aio` section of a configuration."""
         return {
             "single_submit": self.single_submit, "overlap_events": self.overlap_events,
             "intra_op_parallelism": self.threads, "queue_depth": self.queue_depth, "block_size": self.block_size,
@@ -39,7 +39,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Short and unique."""
+        """A short and unique name."""
         submit, overlap = (
             "single" if self.single_submit else "batch",
             "overlap" if self.overlap_events else "sequential",
@@ -64,7 +64,7 @@ class Space:
         return [Setting(**dict(zip(names, values))) for values in itertools.product(*(self.values[n] for n in names))]
 
     def nearest(self, setting: Setting) -> Setting:
-        """The setting, with values that the space does not have replaced by ones it has."""
+        """The setting, in which values that the space lacks are replaced by values that it has."""
         found = setting
         for name in DIMENSIONS:
             value, options = getattr(setting, name), self.values[name]

@@ -1,4 +1,4 @@
-"""What is measured: tensors to and from one file in each of some folders, all folders at once."""
+"""The transfers that are measured: a tensor to and from one file in each folder, all folders at the same time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .space import Setting
 
 @dataclass
 class Target:
-    """`folders`, each with a file and a tensor of `nbytes`. Use as a context manager: it removes its files."""
+    """Several folders, each with a file and a tensor of `nbytes`. As a context manager it removes its files."""
 
     folders: Sequence[str]
     nbytes: int
@@ -46,7 +46,7 @@ class Target:
         return kind(s.block_size, s.queue_depth, s.single_submit, s.overlap_events, s.threads)
 
     def speed(self, setting: Setting, op: str, *, share: float = 1.0) -> float:
-        """GB/s of one transfer per folder, all at once; `share` of the bytes. A read needs a write before it."""
+        """GB/s of one transfer per folder, all at the same time, with `share` of the bytes. Write before you read."""
         nbytes = max(4096, int(self.nbytes * share) // 4096 * 4096)
         with self.handle(setting) as handle:
             tensors = self._tensors(handle, nbytes)
@@ -65,7 +65,7 @@ class Target:
         return nbytes * len(self.files) / seconds / 1e9
 
     def forget_pages(self) -> None:
-        """Drop what the page cache holds of the files; needs no rights."""
+        """Drop the files from the page cache; this needs no special rights."""
         if not hasattr(os, "posix_fadvise"):
             return
         for path in self.files:
@@ -82,7 +82,7 @@ class Target:
             for _ in self.files:
                 if self.device == "cpu":
                     tensor = handle.new_cpu_locked_tensor(self.nbytes, example)
-                    tensor.view(torch.int64)[: self.nbytes // 8].random_()  # a device must not win by compressing
+                    tensor.view(torch.int64)[: self.nbytes // 8].random_()  # random, because some devices compress
                 else:
                     tensor = torch.randint(0, 256, (self.nbytes,), dtype=torch.uint8, device=self.device)
                 self.tensors.append(tensor)

@@ -1,4 +1,4 @@
-"""`dsx-nvme tune`: finds the settings with which a folder's drive is fastest, and prints them as an `aio` section."""
+"""`dsx-nvme tune`: finds the fastest settings for a folder's drive, and prints them as an `aio` section."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _start(config: dict[str, Any]) -> Setting:
 
 
 def _calibrate(target: Target, start: Setting, directions: list[str], seconds: float, loops: int) -> float:
-    """The share of the bytes with which some forty trials fit into the time. The file is written whole, once."""
+    """The share of the bytes with which about forty trials fit into the time. It writes the complete file once."""
     speed = target.speed(start, "write")
     if directions == ["read"]:
         speed = target.speed(start, "read")
