@@ -4,8 +4,8 @@
     layout = BigBirdSparsityConfig(num_heads=8, block=64).make_layout(4096)
     out = block_sparse_attention(q, k, v, layout)          # q, k, v: [batch, heads, 4096, dim]
 
-`python -m dsx_sparse_attn` reports what is built and what runs; `python -m dsx_sparse_attn show bigbird` draws a
-layout.
+`python -m dsx_sparse_attn` reports which implementations are built and run on this machine;
+`python -m dsx_sparse_attn show bigbird` draws a layout.
 """
 
 from ._version import __version__

@@ -1,4 +1,4 @@
-"""`python -m dsx_sparse_attn`: what is built and runs; `show` draws a layout.
+"""`python -m dsx_sparse_attn` reports which implementations run on this machine; `show` draws a layout.
 
 python -m dsx_sparse_attn                                  the report (--json for machines)
 python -m dsx_sparse_attn show bigbird --seq 2048 --block 64 --out layout.svg
@@ -58,7 +58,7 @@ def _section(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(arguments: argparse.Namespace) -> str:
-    """Draw what the arguments say; one line about it."""
+    """Draw the layout that the arguments describe; returns one line about it."""
     from pydantic import ValidationError  # lazy import: the report needs no pydantic
 
     from .config import SparseAttentionConfig
@@ -68,8 +68,8 @@ def show(arguments: argparse.Namespace) -> str:
         config = SparseAttentionConfig(**_section(arguments))
     except ValidationError as error:
         raise LayoutError(str(error)) from error
-    # A section without num_random_blocks has none (what training does with it); a pattern that is only named is its
-    # class's.
+    # A section without num_random_blocks has no random blocks, as in training. A pattern that is only named has the
+    # defaults of its class.
     pattern = config.sparsity_config(arguments.heads, defaults="section" if arguments.config else "class")
     layout = pattern.make_layout(arguments.seq)
     path = layout.plot(arguments.out, cell=arguments.cell)

@@ -1,8 +1,7 @@
-"""Compiles the Triton kernels for a GPU that is not there, and says what they would need of it.
+"""Compiles the Triton kernels ahead of time, for a GPU that this machine need not have, and reports their resources.
 
-Triton's compiler runs without a GPU. What is compiled are the launches of a call (`triton_gpu.launches`), with the
-types and divisibilities that Triton would find in its arguments. The assembler's report gives registers and spilled
-bytes.
+Triton's compiler runs without a GPU. It compiles the launches of a call (`triton_gpu.launches`), with the types and
+divisibilities that Triton would find in its arguments. The assembler's report gives registers and spilled bytes.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 _ALIGNED = 16
 
 LONGEST = 60.0  # CPU seconds that compiling a row may take
-# Calls that a row must be good for, beside the bias that it is for: (causal, mask of the keys and dropout, head
-# dimension below the row's).
+# A row must work for calls with these options: (causal, mask of the keys and dropout, head dimension below the row's).
+# Whether a bias is added is part of the row.
 OPTIONS: dict[str, tuple[bool, bool, bool]] = {
     "plain": (False, False, False),
     "causal": (True, False, False),
@@ -40,8 +39,8 @@ OPTIONS: dict[str, tuple[bool, bool, bool]] = {
 
 
 class Compiled(NamedTuple):
-    """What a compiled kernel needs: shared memory in bytes, registers and spilled bytes per thread; and the CPU seconds
-    of compiling.
+    """The resources of a compiled kernel: bytes of shared memory, registers and spilled bytes per thread; and the CPU
+    seconds that compiling took.
     """
 
     shared: int
@@ -64,7 +63,7 @@ def compile_row(row: Row, arch: int, option: str = "all") -> Compiled:
 
 
 def broken_promises(row: Row, arch: int, found: Compiled) -> list[str]:
-    """Where a compiled kernel needs more than its row says; empty when it does not."""
+    """The points in which a compiled kernel needs more than its row says; empty if there are none."""
     promised = row.shared[ARCHITECTURES.index(arch)]
     wrong = []
     if promised is None or found.shared > promised:
@@ -114,7 +113,9 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
 
 @contextlib.contextmanager
 def _reporting(knobs: Any) -> Iterator[None]:
-    """The assembler's report goes to stdout, and nothing comes from Triton's cache, which has no report."""
+    """Inside the context the assembler's report goes to stdout. Triton's cache is not used, because it has no
+    report.
+    """
     with knobs.nvidia.scope(), knobs.compilation.scope():
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True
@@ -122,7 +123,7 @@ def _reporting(knobs: Any) -> Iterator[None]:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of the assemblers it waited for."""
+    """CPU seconds of this process and of the assemblers that it waited for."""
     import resource
 
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -130,7 +131,9 @@ def _cpu_seconds() -> float:
 
 
 def _source(launch: Launch) -> Any:
-    """A launch's arguments as Triton would type them: 1 and None are constants, multiples of 16 are known as such."""
+    """A launch's arguments with the types that Triton gives them: 1 and None are constants, and multiples of 16 are
+    marked.
+    """
     from triton.compiler import ASTSource
 
     kernel = launch.kernel

@@ -1,8 +1,8 @@
-"""`block_sparse_attention`: attention that computes the blocks a layout names, forward and backward.
+"""`block_sparse_attention`: attention that computes only the blocks of a layout, forward and backward.
 
 out = dropout(softmax(q k^T * scale + rpe + masks)) v, where scores outside the layout are -inf. A query that may see no
-key gives zeros. Nothing of the size of the score matrix is ever made by the kernels (a `rpe` or `attn_mask` you pass is
-one).
+key gives zeros. The kernels never allocate a tensor of the size of the score matrix (but a `rpe` or `attn_mask` that
+you pass has that size).
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def block_sparse_attention(
             Under `torch.autocast` q, k and v may differ.
         k, v: [batch, kv_heads, seq, dim]; heads is a multiple of kv_heads (grouped queries).
         layout: [heads or 1, blocks, blocks], nonzero where a block is computed: a `Layout`, or a plain tensor.
-        scale: of the scores; default 1 / sqrt(dim).
+        scale: factor on the scores; default 1 / sqrt(dim).
         key_padding_mask: [batch, seq]. Bool: True is seen. Floats: added to the scores ("add"). Any numbers: 0 hides
             ("mul").
-        attn_mask: [seq, seq] or anything that broadcasts to [batch, heads, seq, seq] from 4 dimensions; as above,
-            default "mul".
+        attn_mask: [seq, seq], or 4 dimensions that broadcast to [batch, heads, seq, seq]; same kinds as above, default
+            "mul".
         rpe: relative position bias added to the scores, [seq, seq], [heads, seq, seq] or 4-D as above; gets a gradient.
         causal: a query sees no later key, also inside blocks.
         dropout_p: probability of dropping a weight, in [0, 1).
@@ -71,7 +71,7 @@ def block_sparse_attention(
     Raises:
         LayoutError: the layout fits neither heads nor length.
         ArgumentError: a shape, dtype, device or number is wrong.
-        BackendError: the backend asked for cannot do this; `reasons` says why of each.
+        BackendError: the requested backend cannot do this; `reasons` has the reasons of each backend.
     """
     dispatch.check_name(backend)
     options = Options(
@@ -93,10 +93,10 @@ def block_sparse_attention(
 
 
 def explain_backends(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, **options: Any) -> dict[str, list[str]]:
-    """For a call with these arguments, why each backend refuses; an empty list means it can do it.
+    """For each backend, why it cannot do a call with these arguments; an empty list means that it can.
 
     Raises:
-        as `block_sparse_attention`.
+        The same as `block_sparse_attention`.
     """
     known = set(Options._fields)
     unknown = sorted(set(options) - known)
@@ -121,7 +121,7 @@ class Options(NamedTuple):
 
 
 def checked(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, options: Options) -> AttentionCall:
-    """Everything checked and brought into one form. Raises `ArgumentError` and `LayoutError`."""
+    """Check all arguments and bring them into one form. Raises `ArgumentError` and `LayoutError`."""
     if not (q.dtype == k.dtype == v.dtype):
         q, k, v = _cast_as_autocast(q, k, v)
     _check_tensors(q, k, v)
@@ -149,8 +149,8 @@ def checked(q: Tensor, k: Tensor, v: Tensor, layout: Tensor, options: Options) -
 
 
 def _cast_as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under `torch.autocast` tensors of different precision (queries that were rotated in float32) in the one it
-    computes products in.
+    """Under `torch.autocast`, tensors of different precision (such as queries rotated in float32) are cast to the
+    precision in which autocast computes products.
     """
     kind = q.device.type
     mixed = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (q, k, v))
@@ -184,7 +184,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _checked_block(layout: Tensor, block: int | None, q: Tensor) -> int:
-    """The block size, once layout and tensors fit."""
+    """Check that layout and tensors fit; returns the block size."""
     heads, seq = q.shape[1], q.shape[2]
     if layout.dim() != 3 or layout.shape[1] != layout.shape[2] or layout.shape[1] == 0:
         raise LayoutError(f"got a layout of shape {tuple(layout.shape)}, expected [heads, blocks, blocks]")
@@ -231,7 +231,7 @@ def _broadcast_4d(name: str, x: Tensor, q: Tensor) -> Tensor:
 
 
 def _bias(q: Tensor, options: Options, dtype: torch.dtype) -> Tensor | None:
-    """rpe and attn_mask as one tensor; autograd carries its gradient back to rpe."""
+    """rpe and attn_mask as one tensor; autograd passes its gradient on to rpe."""
     bias = None
     if options.rpe is not None:
         if options.rpe.device != q.device:

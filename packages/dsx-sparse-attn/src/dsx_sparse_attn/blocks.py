@@ -1,8 +1,8 @@
-"""Block-sparse matrix products and softmax: `MatMul` and `Softmax`, the pieces attention is made of.
+"""Block-sparse matrix products and softmax: `MatMul` and `Softmax`, the parts of attention.
 
 A block-sparse tensor is [batch, nnz, block, block]: the computed blocks of all heads in the order of
-`layout.nonzero()`. Plain PyTorch (gather, batched product, scatter-add), so everything differentiates, twice too, on
-any device. Attention itself never makes these tensors; use `block_sparse_attention` for it.
+`layout.nonzero()`. This is plain PyTorch (gather, batched product, scatter-add), so everything can be differentiated,
+also twice, on any device. For attention use `block_sparse_attention`, which never makes these tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _refuse_bench(bench: bool) -> None:
 
 
 class _BlockOperator:
-    """An operator over the blocks of a layout; it keeps their indices on every device it was used on."""
+    """An operator over the blocks of a layout. It keeps their indices on every device that it was used on."""
 
     def __init__(self, layout: Tensor, block: int) -> None:
         layout = _plain(layout)
@@ -65,7 +65,7 @@ class MatMul(_BlockOperator):
     * "dsd": sparse [m, k] x dense [b, h, k, n] -> dense [b, h, m, n];
     * "dds": dense [b, h, m, k] x sparse [k, n] -> dense [b, h, m, n].
 
-    `trans_a`, `trans_b` multiply by the transpose of what is given (the layout is that of the matrix given).
+    `trans_a`, `trans_b` multiply by the transpose of the given matrix (the layout is that of the given matrix).
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class MatMul(_BlockOperator):
             mode: "sdd", "dsd" or "dds".
             trans_a: multiply by the transpose of the first matrix.
             trans_b: multiply by the transpose of the second matrix.
-            bench: taken as False only; it is there for scripts that pass it. DeepSpeed's True timed every call.
+            bench: must be False; existing scripts pass it. In DeepSpeed, True timed every call.
 
         Raises:
             LayoutError: the layout has another number of dimensions.
@@ -139,8 +139,9 @@ class MatMul(_BlockOperator):
 class Softmax(_BlockOperator):
     """Softmax over the computed blocks of every row of a block-sparse tensor. Rows without an allowed element are 0.
 
-    The result is a new tensor. DeepSpeed's operator writes it into `x` and returns `x`: a script must use what is
-    returned. In place, autograd could not differentiate twice, and refuses a leaf that requires a gradient.
+    The result is a new tensor. DeepSpeed's operator writes the result into `x` and returns `x`, so a script must use
+    the returned tensor. Working in place would prevent second derivatives, and autograd refuses it for a leaf that
+    requires a gradient.
     """
 
     def __init__(self, layout: Tensor, block: int, bench: bool = False) -> None:
@@ -163,9 +164,8 @@ class Softmax(_BlockOperator):
         Args:
             x: [batch, nnz, block, block].
             rpe: [heads, rows, columns] or with a batch in front (1 or batch); gets a gradient.
-            key_padding_mask: [batch, columns]; attn_mask: [rows, columns]. "add" (the default of both here, as scripts
-                expect it of this operator) adds floats, "mul" hides where a mask is 0; a bool mask hides where it is
-                False.
+            key_padding_mask: [batch, columns]; attn_mask: [rows, columns]. "add" (the default of both in this operator,
+                as scripts expect) adds floats, "mul" hides where a mask is 0; a bool mask hides where it is False.
 
         Raises:
             ArgumentError: a shape or mode does not fit.

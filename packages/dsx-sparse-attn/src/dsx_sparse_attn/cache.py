@@ -1,8 +1,8 @@
-"""Values made from a layout, kept for as long as the layout lives: its copy on a device, lists of tiles, block masks.
+"""A cache of values made from a layout: its copy on a device, lists of tiles, block masks.
 
-A layout is used in every layer and step, while what kernels need of it (moved, sorted) stays the same. Values are kept
-weakly: they go when the layout tensor goes. A layout that was written to since gets new values, which is why its
-version is kept with them.
+A layout is used in every layer and step, and the values that kernels need of it (moved, sorted) stay the same. The
+cache refers to layouts weakly: values are freed with the layout tensor. If a layout was written to, its values are made
+again; therefore the layout's version is kept with them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class _Entry:
         self.values: dict[Hashable, Any] = {}
 
 
-_entries = WeakTensorKeyDictionary()  # layout tensor -> _Entry; only a cache: what it holds changes no result
+_entries = WeakTensorKeyDictionary()  # layout tensor -> _Entry; global, but only a cache: it changes no result
 
 
 def derived(layout: Tensor, key: Hashable, make: Callable[[], T]) -> T:
-    """The value that `make` gives for this layout, made once per `key`.
+    """The value that `make` returns for this layout; it is made once per `key`.
 
-    It must not refer to the layout, which would then never be freed.
+    The value must not refer to the layout, which would then never be freed.
     """
     if not _keeps_a_version(layout):
         return make()
@@ -45,7 +45,7 @@ def derived(layout: Tensor, key: Hashable, make: Callable[[], T]) -> T:
 
 
 def on_device(layout: Tensor, device: torch.device) -> Tensor:
-    """The layout on a device: itself, or a bool copy that is made once."""
+    """The layout on a device: the layout itself if it is there, otherwise a bool copy that is made once."""
     if layout.device == device:
         return layout
     if torch.compiler.is_compiling():
@@ -54,7 +54,7 @@ def on_device(layout: Tensor, device: torch.device) -> Tensor:
 
 
 def _keeps_a_version(layout: Tensor) -> bool:
-    """Whether a write to the layout can be noticed: inference tensors count no versions, and a traced tensor has no
-    values to keep.
+    """Whether a write to the layout can be seen. Inference tensors have no version, and a traced tensor has no values
+    to cache.
     """
     return type(layout) in (Tensor, torch.nn.Parameter) and not layout.is_inference() and not layout.is_meta

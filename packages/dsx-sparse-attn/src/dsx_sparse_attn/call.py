@@ -1,4 +1,4 @@
-"""One attention call as a record: what every backend gets, checked once.
+"""One attention call as a record, which is checked once and passed to every backend.
 
 Shapes: q [batch, heads, seq, dim], k and v [batch, kv_heads, seq, dim], layout [1 or heads, blocks, blocks],
 bias (added to the scaled scores) [1 or batch, 1 or heads, 1 or seq, seq], key_bias [batch, seq], seed int64 [1].
@@ -15,7 +15,9 @@ __all__ = ["AttentionCall", "Gradients", "compute_dtype"]
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of one call (a tuple: it is made in every call, and a frozen dataclass takes ten times as long)."""
+    """The arguments of one call. It is a tuple, because it is made in every call and a frozen dataclass takes ten times
+    as long.
+    """
 
     q: Tensor
     k: Tensor
@@ -23,7 +25,7 @@ class AttentionCall(NamedTuple):
     layout: Tensor
     bias: Tensor | None
     key_bias: Tensor | None
-    seed: Tensor | None  # of the dropout mask; None without dropout
+    seed: Tensor | None  # the seed of the dropout mask; None without dropout
     scale: float
     block: int
     causal: bool
@@ -41,17 +43,17 @@ class AttentionCall(NamedTuple):
 
     @property
     def drop_below(self) -> int:
-        """A weight is dropped when its 32-bit hash is below this."""
+        """A weight is dropped if its 32-bit hash is below this."""
         return min(int(self.dropout_p * 2**32), 2**32 - 1) if self.seed is not None else 0
 
     @property
     def keep_scale(self) -> float:
-        """What kept weights are multiplied by."""
+        """The factor on weights that are kept."""
         return 1.0 / (1.0 - self.dropout_p) if self.seed is not None else 1.0
 
     @property
     def work(self) -> float:
-        """Multiplications of a dense forward pass."""
+        """The number of multiplications of a dense forward pass."""
         batch, heads, seq, dim = self.q.shape
         return 2.0 * batch * heads * seq * seq * dim
 
@@ -70,7 +72,7 @@ class AttentionCall(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What backward returns; `bias` is None when it was not asked for."""
+    """The result of backward; `bias` is None if its gradient was not asked for."""
 
     q: Tensor
     k: Tensor

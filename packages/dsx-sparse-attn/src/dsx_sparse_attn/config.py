@@ -1,8 +1,8 @@
-"""The `sparse_attention` section of a training configuration, and the sparsity config it means.
+"""The `sparse_attention` section of a training configuration, and the sparsity config that it describes.
 
-Only code that reads a configuration imports this module (pydantic). Keys and defaults are DeepSpeed's. Each mode reads
-its own keys; `unread` names keys of other modes that were set to something else than their default, so that who applies
-a section can say so.
+Only code that reads a configuration imports this module, because it needs pydantic. Keys and defaults are those of
+DeepSpeed. Each mode reads its own keys. `unread` names keys that the mode does not read although they were set to
+something else than their default, so that the code that applies a section can warn.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["MODES", "SparseAttentionConfig"]
 
 
 def _without_fraction(value: Any) -> Any:
-    """Let 1e2 through as 100, as JSON written by hand has it; the strict check judges the rest."""
+    """Turn 1e2, as people write it in JSON, into 100; the strict check judges all other values."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 _Count = Annotated[int, BeforeValidator(_without_fraction), Field(ge=1)]
 _Size = Annotated[int, BeforeValidator(_without_fraction), Field(ge=0)]
 
-# mode -> (class, keys it reads beside block)
+# mode -> (class, keys it reads in addition to block)
 _WINDOWED = ("num_random_blocks", "local_window_blocks", "global_block_indices", "global_block_end_indices")
 MODES: dict[str, tuple[type[SparsityConfig], tuple[str, ...]]] = {
     "dense": (DenseSparsityConfig, ("different_layout_per_head",)),
@@ -84,21 +84,21 @@ class SparseAttentionConfig(BaseModel):
     )
 
     def unread(self) -> list[str]:
-        """Keys that were set to something and that this mode does not read. Published files carry them at will."""
+        """Keys that were set although this mode does not read them. Published configurations often have such keys."""
         read = {"mode", "block", *MODES[self.mode][1]}
         fields = type(self).model_fields
         return sorted(k for k in self.model_fields_set - read if getattr(self, k) != fields[k].default)
 
     def sparsity_config(self, num_heads: int, *, defaults: Literal["section", "class"] = "section") -> SparsityConfig:
-        """The config of this mode for so many heads.
+        """The sparsity config of this mode for `num_heads` heads.
 
         Args:
             num_heads: heads of the attention.
-            defaults: whose defaults keys have that were not set. They differ in one: `num_random_blocks` is 0 in a
-                section and 1 in `BigBirdSparsityConfig`, as DeepSpeed has it.
+            defaults: the defaults for keys that were not set: those of the section or of the class. They differ in one
+                key: `num_random_blocks` is 0 in a section and 1 in `BigBirdSparsityConfig`, as in DeepSpeed.
 
         Raises:
-            LayoutError: a combination that has no meaning; the text names the section.
+            LayoutError: a combination of keys has no meaning; the text names the section.
         """
         kind, keys = MODES[self.mode]
         if defaults == "class":

@@ -1,6 +1,7 @@
-"""Which implementation does a call: the backends, the order in which `auto` asks them, and the reasons against each.
+"""Chooses the implementation for a call: the backends, the order in which `auto` asks them, and their reasons to
+refuse.
 
-`flex` is not among the kernels that our operator calls: FlexAttention brings its own autograd and is called around the
+`flex` is not among the kernels that our operator calls: FlexAttention has its own autograd and is called instead of the
 operator (see `backends/flex.py`).
 """
 
@@ -23,7 +24,7 @@ BACKENDS = ("auto", *_ALL)
 
 
 class Place(NamedTuple):
-    """A place in the order of `auto`: a backend, for which calls it stands there, and why there."""
+    """A place in the order of `auto`: a backend, the calls for which it is there, and the reason."""
 
     backend: str
     why: str
@@ -34,7 +35,7 @@ def _no_bias_gradient(call: AttentionCall) -> bool:
     return call.bias is None or not call.bias.requires_grad
 
 
-# `auto` takes the first backend of the device's order that stands there for the call and does not refuse it.
+# `auto` takes the first backend in the device's order that is there for the call and does not refuse it.
 ORDER: dict[str, tuple[Place, ...]] = {
     "cuda": (
         Place(
@@ -56,12 +57,12 @@ _ELSEWHERE = (Place("torch", "the only one for other devices"),)
 
 
 def explain(call: AttentionCall) -> dict[str, list[str]]:
-    """For every backend why it refuses this call; an empty list means it can do it."""
+    """For every backend, why it refuses this call; an empty list means that it can do it."""
     return {name: backend.refusals(call) for name, backend in _ALL.items()}
 
 
 def backend_status() -> dict[str, str]:
-    """For every backend why it runs nothing on this machine; an empty string means that it runs.
+    """For every backend, why it cannot run on this machine; an empty string means that it can.
 
     For one call see `explain_backends`.
     """
@@ -69,13 +70,13 @@ def backend_status() -> dict[str, str]:
 
 
 def check_name(backend: str) -> None:
-    """Raise `ArgumentError` for a name that is no backend."""
+    """Raise `ArgumentError` if the name is not that of a backend."""
     if backend not in BACKENDS:
         raise ArgumentError(f"got backend={backend!r}, expected one of {', '.join(BACKENDS)}")
 
 
 def first_choice(call: AttentionCall, *, flex_too: bool) -> str:
-    """The backend that `auto` takes for a call, with or without FlexAttention among them."""
+    """The backend that `auto` takes for a call. `flex_too`: FlexAttention may be chosen."""
     return next(
         place.backend
         for place in ORDER.get(call.q.device.type, _ELSEWHERE)
@@ -86,7 +87,7 @@ def first_choice(call: AttentionCall, *, flex_too: bool) -> str:
 def kernels_for(call: AttentionCall, backend: str) -> ModuleType:
     """The module whose kernels do this call inside our operator.
 
-    Raises `BackendError` when the one asked for refuses.
+    Raises `BackendError` if the requested backend refuses.
     """
     if backend == "auto":
         return _ALL[first_choice(call, flex_too=False)]
@@ -95,17 +96,17 @@ def kernels_for(call: AttentionCall, backend: str) -> ModuleType:
 
 
 def prefers_flex(call: AttentionCall, backend: str) -> bool:
-    """Whether FlexAttention does this call: it was asked for, or it is the first choice of `auto`.
+    """Whether FlexAttention does this call: it was requested, or it is the first choice of `auto`.
 
     Raises:
-        BackendError: it was asked for and refuses.
+        BackendError: it was requested and refuses.
     """
     if backend == "flex":
         _check_accepts(call, backend)
         return True
     if backend != "auto":
         return False
-    if torch.compiler.is_compiling():  # asks FlexAttention alone: looking at the device is nothing to trace
+    if torch.compiler.is_compiling():  # ask only FlexAttention: questions about the device cannot be traced
         first = ORDER.get(call.q.device.type, _ELSEWHERE)[0]
         return first.backend == "flex" and first.when(call) and not flex.refusals(call)
     return first_choice(call, flex_too=True) == "flex"

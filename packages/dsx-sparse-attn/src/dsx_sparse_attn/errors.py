@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 
 class SparseAttentionError(RuntimeError):
-    """Base of what goes wrong at run time in dsx-sparse-attn."""
+    """Base class of errors at run time in dsx-sparse-attn."""
 
 
 class LayoutError(ValueError):
@@ -18,7 +18,7 @@ class ArgumentError(ValueError):
 
 
 class BackendError(SparseAttentionError):
-    """No backend, or not the one asked for, can do this call; `reasons` holds every backend's."""
+    """No backend can do this call, or the requested one cannot; `reasons` has the reasons of every backend."""
 
     def __init__(self, asked: str, call: str, reasons: Mapping[str, Sequence[str]]) -> None:
         self.reasons = {name: list(why) for name, why in reasons.items()}

@@ -1,9 +1,9 @@
-"""How many floating-point operations a call does, for counters: `torch.utils.flop_counter`, dsx-monitor's profiler.
+"""The number of floating-point operations of a call, for `torch.utils.flop_counter` and dsx-monitor's profiler.
 
 One product of a block of queries with a block of keys over `dim` numbers costs 2 * rows * columns * dim. Forward has
-two of them for every block of the layout (scores, output), backward five (scores again, and the gradients of weights,
-values, queries and keys). What a causal or padding mask hides inside a block is computed, and so counted. Left out, as
-usual: softmax, masks, dropout.
+two products for every block of the layout (scores, output), backward five (scores again, and the gradients of weights,
+values, queries and keys). Elements of a block that a causal or padding mask hides are computed, and so they are
+counted. Left out, as usual: softmax, masks, dropout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FORWARD, _BACKWARD = 2, 5
 
 
 def _seen_pairs(layout: Tensor, seq: int, block: int, heads: int) -> int:
-    """Pairs of query and key that the layout computes, over all heads; all pairs when a layout is traced."""
+    """Pairs of query and key that the layout computes, over all heads; all pairs if the layout is being traced."""
     if layout.is_meta or type(layout) is not Tensor:
         return heads * seq * seq
     blocks = layout.shape[-1]
@@ -49,11 +49,11 @@ def _backward_flops(
 
 @cache
 def register_flop_formulas() -> None:
-    """Tell torch's registry of formulas about the operators. Calling it again does nothing.
+    """Register the operators' formulas with torch. Calling it again does nothing.
 
     A call of the operator under a dispatch mode does this, which is early enough for dsx-monitor. A `FlopCounterMode`
-    copies the registry when it is made, so call this before. It is not done at import: the registry's module imports
-    triton where it is installed.
+    copies the registry when it is made, so call this function before. It is not done at import, because the registry's
+    module imports triton if that is installed.
     """
     from torch.utils.flop_counter import register_flop_formula
 

@@ -1,8 +1,8 @@
 """Layouts: which blocks of the score matrix are computed.
 
 A `Layout` is an int64 tensor [heads, blocks, blocks] of zeros and ones (row: block of queries, column: block of keys)
-that knows its block size, its density and how to draw itself. Operations on it give plain tensors. Where a function
-takes a layout, a plain tensor of that shape does too; then the block size comes from the sequence length.
+that knows its block size and density and can draw itself. Operations on it give plain tensors. Every function that
+takes a layout also takes a plain tensor of that shape; then the block size is computed from the sequence length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Layout(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
     block: int
-    _blocks: Tensor  # the same memory; torch.compile cannot make it from the subclass
+    _blocks: Tensor  # a plain tensor over the same memory; torch.compile cannot make it from the subclass
 
     @staticmethod
     def __new__(cls, blocks: Tensor, block: int) -> Layout:
@@ -41,12 +41,12 @@ class Layout(Tensor):
         """A layout from any block mask.
 
         Args:
-            mask: [blocks, blocks] or [heads, blocks, blocks]; bool, or numbers of which nonzero means computed.
+            mask: [blocks, blocks] or [heads, blocks, blocks]; bool, or numbers, where nonzero means computed.
             block: positions per block.
-            heads: repeat a mask of one head over this many.
+            heads: repeat a mask of one head for this many heads.
 
         Raises:
-            LayoutError: not square, or heads do not match.
+            LayoutError: the mask is not square, or the heads do not match.
         """
         if mask.dim() == 2:
             mask = mask.unsqueeze(0)
@@ -63,7 +63,7 @@ class Layout(Tensor):
 
     @property
     def seq_len(self) -> int:
-        """Positions covered."""
+        """The number of positions that the layout covers."""
         return self.shape[-1] * self.block
 
     @property
@@ -87,7 +87,7 @@ class Layout(Tensor):
         return write_picture(self.plain(), self.block, Path(path), heads, cell)
 
     def _repr_svg_(self) -> str:
-        """What notebooks show."""
+        """The picture that notebooks show."""
         from .plot import svg  # lazy import: only notebooks ask
 
         return svg(self.plain(), self.block)

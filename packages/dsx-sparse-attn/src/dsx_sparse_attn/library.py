@@ -1,11 +1,11 @@
 """Attention as operators of torch: `torch.ops.dsx_sparse_attn.attention` and its backward.
 
-Registered with fakes and an autograd formula, they are one node for torch.compile, activation checkpointing and
-`torch.library.opcheck`. Which backend runs is decided when real tensors arrive.
+They are registered with fakes and an autograd formula, so they are one node for torch.compile, activation checkpointing
+and `torch.library.opcheck`. The backend is chosen when real tensors arrive.
 
-Every call goes through the dispatcher. A second path around it, taken where private hooks of torch said that nothing
-watches, saved 46 microseconds of a training step (118 instead of 164, one thread, 2026-11-22) and was deleted: at 512
-positions the kernels take 3 ms.
+Every call goes through the dispatcher. A path around it, for calls that no mode of torch watches, saved 46 microseconds
+of a training step (118 instead of 164, one thread, 2026-11-22). It was deleted, because the kernels take 3 ms at 512
+positions.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _fake_backward(dout: Tensor, out: Tensor, lse: Tensor, want_bias: bool, *arg
 
 
 class _Attention(torch.autograd.Function):
-    """The autograd formula; what it calls are the operators below autograd."""
+    """The autograd formula; it calls the operators below autograd."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -81,14 +81,14 @@ class _Attention(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         want_bias = tensors[4] is not None and ctx.needs_input_grad[4]
         operator = torch.ops.dsx_sparse_attn.attention_backward
-        # With create_graph the operator's own autograd is needed: it refuses second derivatives.
+        # With create_graph the operator's own autograd is needed, because it refuses second derivatives.
         run = operator if torch.is_grad_enabled() else functools.partial(_below_autograd, operator)
         dq, dk, dv, dbias = run(grads[0], out, lse, want_bias, *tensors, *ctx.options)
         return dq, dk, dv, None, dbias if want_bias else None, *[None] * 7
 
 
 def _below_autograd(operator: Any, *arguments: Any) -> Any:
-    # The guard with which torch.library's own autograd wrappers reach the kernels under them.
+    # torch.library's own autograd wrappers use this guard to call the kernels below them.
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
 
@@ -111,8 +111,8 @@ _library.impl("attention", _forward, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::attention", _fake_forward, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::attention_backward", _fake_backward, lib=_library)
-# Registered by hand: with the wrapper that `torch.library.register_autograd` makes, a training step takes 224
-# microseconds instead of 164 beside its kernels (the measurement of the module's head).
+# Registered by hand: with the wrapper of `torch.library.register_autograd`, the overhead of a training step is 224
+# microseconds instead of 164 (the measurement in the module's docstring).
 _library.impl("attention", _with_autograd, "Autograd")
 torch.library.register_autograd(f"{NAMESPACE}::attention_backward", _no_second, lib=_library)
 

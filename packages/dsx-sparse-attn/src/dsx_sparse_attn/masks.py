@@ -1,10 +1,11 @@
-"""Masks and biases as what is added to scores, and the rule by which a very low number hides.
+"""Masks and biases as numbers that are added to scores, and the rule that very low numbers hide a key.
 
-A mask hides a key from a query where it is False, where it is 0 in mode "mul", or where what is added to the score is
-lower than `HIDES_BELOW`. The last covers -inf and the lowest finite number of float32 and bfloat16, which Hugging Face
-models add to hide (`torch.finfo(dtype).min`); in a float16 mask its own lowest number, -65504, hides. A query from
-which all keys are hidden gives zeros and passes no gradient. Without the rule such a row would be the mean of values
-that no query may see. The kernels compute in powers of two: multiplied by log2(e), a number below the limit is -inf.
+A mask hides a key from a query where it is False, where it is 0 in mode "mul", or where the number added to the score
+is lower than `HIDES_BELOW`. The last case covers -inf and the lowest finite number of float32 and bfloat16, which
+Hugging Face models add to hide keys (`torch.finfo(dtype).min`). In a float16 mask its own lowest number, -65504, hides.
+A query from which all keys are hidden gives zeros and passes no gradient. Without this rule its result would be the
+mean of values that it may not see. The kernels compute in powers of two: multiplied by log2(e), a number below the
+limit is -inf.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HIDES_BELOW = torch.finfo(torch.float32).min * math.log(2.0)  # -2.36e38
 
 
 def check_mask(name: str, mask: Tensor, mode: str) -> None:
-    """Raise `ArgumentError` for an unknown mode, or for integers that "add" would add as numbers."""
+    """Raise `ArgumentError` for an unknown mode, or for an integer mask, which "add" would add as numbers."""
     if mode not in ("add", "mul"):
         raise ArgumentError(f'got {name}_mode={mode!r}, expected "add" or "mul"')
     if mode == "add" and not (mask.dtype == torch.bool or mask.is_floating_point()):
@@ -42,5 +43,5 @@ def additive(mask: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
 
 
 def hide(added: Tensor) -> Tensor:
-    """-inf in place of numbers below `HIDES_BELOW`, in the sum of all that is added to a score."""
+    """Replace numbers below `HIDES_BELOW` by -inf. `added` is the sum of everything that is added to a score."""
     return added.masked_fill(added < HIDES_BELOW, float("-inf"))

@@ -1,5 +1,5 @@
-"""The compiled module, and what follows when it is missing: the PyTorch implementation serves, with the same results to
-rounding; much work on that slow path warns once.
+"""The compiled module. If it is missing, the PyTorch implementation is used, with the same results except for rounding;
+there is one warning if much work takes that slow path.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ reference_only = _loader.reference_only
 
 
 def threads() -> int:
-    """How many threads a kernel may use: torch's setting."""
+    """The number of threads that a kernel may use: torch's setting."""
     return torch.get_num_threads()
 
 
 def warn_slow(work: float) -> None:
-    """Warn once per process when much work (multiplications) goes over PyTorch for lack of native code."""
+    """Warn once per process if much work (multiplications) is done by PyTorch because there is no native code."""
     if work >= WARN_ABOVE and _loader.reason:
         _loader.warn_once(
             f"block-sparse attention runs over plain PyTorch, which is several times slower; {_loader.reason}"
@@ -33,9 +33,9 @@ def warn_slow(work: float) -> None:
 
 
 def native_status() -> dict[str, Any]:
-    """What is built and what runs.
+    """What was built, and what runs on this machine.
 
-    Keys: `native` (bool), `reason` (why not, else ""), `isa` in use, `isas` this CPU can run, `threads` (backend and
+    Keys: `native` (bool), `reason` (why not, or ""), `isa` in use, `isas` that this CPU can run, `threads` (backend and
     count), `sanitizer`, `triton` (installed), `torch`.
     """
     found = module()

@@ -1,11 +1,11 @@
 """Sparsity configs: rules that make a layout for any sequence length.
 
 Names, parameters, defaults and the order of random draws are those of DeepSpeed's sparse attention, so that a script's
-seed gives the layout it always gave: random blocks come from Python's global `random`, per head that has a layout of
-its own first the random blocks (rows from the top, one `random.sample` each), then the local ones, then the global
-ones. With `different_layout_per_head=False` only head 0 is drawn and the others are its copies.
+seed gives the same layout as there. Random blocks come from Python's global `random`: for each head with its own
+layout, first the random blocks (rows from the top, one `random.sample` each), then the local blocks, then the global
+blocks. With `different_layout_per_head=False` only head 0 is drawn, and the other heads are copies of it.
 
-All parameters are checked when the config is made; what depends on the length, in `make_layout`.
+Parameters are checked when the config is made; checks that depend on the length are done in `make_layout`.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def _checked_direction(value: str) -> str:
 
 
 class SparsityConfig:
-    """What all patterns share: heads, block size, and whether heads differ."""
+    """Base class of all patterns: heads, block size, and whether heads differ."""
 
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
         """
         Args:
             num_heads: heads of the attention.
             block: positions per block, in both directions.
-            different_layout_per_head: draw a layout for every head instead of one for all.
+            different_layout_per_head: draw a layout for every head instead of one for all heads.
 
         Raises:
-            LayoutError: a number below 1.
+            LayoutError: a number is below 1.
         """
         self.num_heads = _checked_int("num_heads", num_heads, 1)
         self.block = _checked_int("block", block, 1)
@@ -63,7 +63,7 @@ class SparsityConfig:
         self.num_layout_heads = num_heads if different_layout_per_head else 1
 
     def setup_layout(self, seq_len: int) -> Tensor:
-        """Zeros [heads, blocks, blocks]. Raises `LayoutError` when `seq_len` is not a multiple of the block."""
+        """Zeros [heads, blocks, blocks]. Raises `LayoutError` if `seq_len` is not a multiple of the block."""
         if seq_len < 1 or seq_len % self.block != 0:
             raise LayoutError(
                 f"Sequence Length, {seq_len}, needs to be dividable by Block size {self.block}! "
@@ -73,7 +73,7 @@ class SparsityConfig:
         return torch.zeros((self.num_heads, blocks, blocks), dtype=torch.int64)
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
-        """Copy head 0 to all heads unless they have layouts of their own. In place; returns `layout`."""
+        """Copy head 0 to all heads, unless each has its own layout. In place; returns `layout`."""
         if not self.different_layout_per_head:
             layout[1:] = layout[:1]
         return layout
@@ -82,7 +82,7 @@ class SparsityConfig:
         """The layout for `seq_len` positions, int64 [heads, blocks, blocks].
 
         Raises:
-            LayoutError: the length is no multiple of the block, or too short for the pattern.
+            LayoutError: the length is not a multiple of the block, or is too short for the pattern.
         """
         layout = self.setup_layout(seq_len)
         self.check_length(layout.shape[-1])
@@ -91,11 +91,13 @@ class SparsityConfig:
         return Layout(self.check_and_propagate_first_head_layout(layout), self.block)
 
     def covering(self, seq_len: int) -> Layout:
-        """The layout for `seq_len` rounded up to whole blocks; `block_sparse_attention` takes shorter tensors, too."""
+        """The layout for `seq_len`, rounded up to a multiple of the block; `block_sparse_attention` takes shorter
+        tensors.
+        """
         return self.make_layout(-(-seq_len // self.block) * self.block)
 
     def check_length(self, blocks: int) -> None:
-        """Raise `LayoutError` when the pattern needs more blocks."""
+        """Raise `LayoutError` if the pattern needs more blocks."""
 
     def fill(self, rows: Tensor, head: int) -> None:
         """Set the ones of one head, [blocks, blocks], in place."""
@@ -105,15 +107,15 @@ class SparsityConfig:
 
 
 class DenseSparsityConfig(SparsityConfig):
-    """Every block: dense attention in the same interface, for comparison."""
+    """All blocks: dense attention with the same interface, for comparison."""
 
     def fill(self, rows: Tensor, head: int) -> None:
-        """All ones."""
+        """Set all blocks."""
         rows.fill_(1)
 
 
 class FixedSparsityConfig(SparsityConfig):
-    """Local windows, each represented to the others by its last blocks (Child et al. 2019, "fixed")."""
+    """Local windows; all windows see the last blocks of each window (Child et al. 2019, "fixed")."""
 
     def __init__(
         self,
@@ -129,13 +131,13 @@ class FixedSparsityConfig(SparsityConfig):
         """
         Args:
             num_local_blocks: blocks per window.
-            num_global_blocks: blocks of each window that all others see; divides the window.
-            attention: "unidirectional" sees no later block.
+            num_global_blocks: blocks of each window that all others see; must divide the window.
+            attention: "unidirectional": a block sees no later block.
             horizontal_global_attention: those blocks also see everything; needs "bidirectional".
-            num_different_global_patterns: over how many heads the choice of those blocks goes round.
+            num_different_global_patterns: after so many heads the choice of those blocks begins again.
 
         Raises:
-            LayoutError: a combination that has no meaning.
+            LayoutError: a combination of values has no meaning.
         """
         super().__init__(num_heads, block, different_layout_per_head)
         self.num_local_blocks = _checked_int("num_local_blocks", num_local_blocks, 1)
@@ -164,7 +166,7 @@ class FixedSparsityConfig(SparsityConfig):
             )
 
     def fill(self, rows: Tensor, head: int) -> None:
-        """Windows, then their representatives."""
+        """Set the windows, then their global blocks."""
         blocks, window = rows.shape[0], self.num_local_blocks
         for start in range(0, blocks, window):
             _set_square(rows, start, min(start + window, blocks), self.attention)
@@ -184,17 +186,19 @@ class FixedSparsityConfig(SparsityConfig):
 
 
 class _RandomAndGlobal(SparsityConfig):
-    """Pieces that several patterns use."""
+    """Base class with methods that several patterns use."""
 
     def set_random(self, rows: Tensor, count: int, causal: bool) -> None:
-        """`count` random blocks per row; with `causal` of the blocks up to the row, all while those are fewer."""
+        """Set `count` random blocks per row. With `causal` they are chosen from the blocks up to the row; all of these
+        if they are fewer.
+        """
         blocks = rows.shape[0]
         for row in range(blocks):
             limit = row + 1 if causal else blocks
             rows[row, random.sample(range(0, limit), min(count, limit))] = 1
 
     def set_sliding(self, rows: Tensor, width: int, attention: str) -> None:
-        """A band around the diagonal."""
+        """Set a band around the diagonal."""
         blocks, reach = rows.shape[0], width // 2
         for row in range(blocks):
             stop = min(row + reach + 1, blocks) if attention == "bidirectional" else row + 1
@@ -207,7 +211,7 @@ def _set_square(rows: Tensor, start: int, stop: int, attention: str) -> None:
 
 
 def _global_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
-    """[begin, end) of every global range. Raises `LayoutError` when the lists do not fit."""
+    """[begin, end) of every global range. Raises `LayoutError` if the lists do not fit."""
     for index in indices:
         _checked_int("global_block_indices", index, 0)
     if ends is None:
@@ -240,14 +244,14 @@ class VariableSparsityConfig(_RandomAndGlobal):
         """
         Args:
             num_random_blocks: random blocks per row (also later ones in "unidirectional").
-            local_window_blocks: sizes of the windows; the last one repeats to the end.
-            global_block_indices: blocks that all see; with `global_block_end_indices`, starts of ranges.
-            global_block_end_indices: exclusive ends, as many.
-            attention: "unidirectional" sees no later block in windows and global columns.
+            local_window_blocks: sizes of the windows; the last size is repeated to the end.
+            global_block_indices: blocks that all blocks see; with `global_block_end_indices`, starts of ranges.
+            global_block_end_indices: the exclusive ends of these ranges.
+            attention: "unidirectional": a block sees no later block in windows and global columns.
             horizontal_global_attention: global blocks also see everything; needs "bidirectional".
 
         Raises:
-            LayoutError: a combination that has no meaning.
+            LayoutError: a combination of values has no meaning.
         """
         super().__init__(num_heads, block, different_layout_per_head)
         self.num_random_blocks = _checked_int("num_random_blocks", num_random_blocks, 0)
@@ -263,12 +267,12 @@ class VariableSparsityConfig(_RandomAndGlobal):
             raise LayoutError('horizontal_global_attention=True needs attention="bidirectional"')
 
     def check_length(self, blocks: int) -> None:
-        """As many blocks as random ones."""
+        """Require at least as many blocks as random ones."""
         if blocks < self.num_random_blocks:
             raise LayoutError(f"got {blocks} blocks, expected at least num_random_blocks={self.num_random_blocks}")
 
     def fill(self, rows: Tensor, head: int) -> None:
-        """Random, windows, global."""
+        """Set random blocks, then windows, then global blocks."""
         blocks = rows.shape[0]
         if self.num_random_blocks:
             self.set_random(rows, self.num_random_blocks, causal=False)
@@ -300,14 +304,14 @@ class BigBirdSparsityConfig(_RandomAndGlobal):
     ) -> None:
         """
         Args:
-            num_random_blocks: random blocks per row; "unidirectional": from the blocks up to the row, all while those
-                are fewer.
+            num_random_blocks: random blocks per row; "unidirectional": chosen from the blocks up to the row, or all of
+                these if they are fewer.
             num_sliding_window_blocks: width of the band around the diagonal.
-            num_global_blocks: first blocks that see all and are seen by all.
-            attention: "unidirectional" keeps the lower triangle.
+            num_global_blocks: so many first blocks see all blocks, and all blocks see them.
+            attention: "unidirectional" keeps only the lower triangle.
 
         Raises:
-            LayoutError: a number out of range.
+            LayoutError: a number is out of range.
         """
         super().__init__(num_heads, block, different_layout_per_head)
         self.num_random_blocks = _checked_int("num_random_blocks", num_random_blocks, 0)
@@ -316,7 +320,7 @@ class BigBirdSparsityConfig(_RandomAndGlobal):
         self.attention = _checked_direction(attention)
 
     def check_length(self, blocks: int) -> None:
-        """As many blocks as each kind asks for."""
+        """Require at least as many blocks as each kind needs."""
         for name in ("num_random_blocks", "num_sliding_window_blocks", "num_global_blocks"):
             if blocks < getattr(self, name):
                 raise LayoutError(
@@ -325,7 +329,7 @@ class BigBirdSparsityConfig(_RandomAndGlobal):
                 )
 
     def fill(self, rows: Tensor, head: int) -> None:
-        """Random, sliding, global; then the triangle."""
+        """Set random, sliding and global blocks; then keep the lower triangle if "unidirectional"."""
         causal = self.attention == "unidirectional"
         if self.num_random_blocks:
             self.set_random(rows, self.num_random_blocks, causal)
@@ -352,12 +356,12 @@ class BSLongformerSparsityConfig(_RandomAndGlobal):
         """
         Args:
             num_sliding_window_blocks: width of the band around the diagonal.
-            global_block_indices: blocks that see all and are seen by all; with ends, starts of ranges.
-            global_block_end_indices: exclusive ends, as many.
-            attention: "unidirectional" keeps the lower triangle.
+            global_block_indices: blocks that see all blocks and that all blocks see; with ends, starts of ranges.
+            global_block_end_indices: the exclusive ends of these ranges.
+            attention: "unidirectional" keeps only the lower triangle.
 
         Raises:
-            LayoutError: a combination that has no meaning.
+            LayoutError: a combination of values has no meaning.
         """
         super().__init__(num_heads, block, different_layout_per_head)
         self.num_sliding_window_blocks = _checked_int("num_sliding_window_blocks", num_sliding_window_blocks, 1)
@@ -367,14 +371,14 @@ class BSLongformerSparsityConfig(_RandomAndGlobal):
         self.attention = _checked_direction(attention)
 
     def check_length(self, blocks: int) -> None:
-        """As many blocks as the window."""
+        """Require at least as many blocks as the window has."""
         if blocks < self.num_sliding_window_blocks:
             raise LayoutError(
                 f"got {blocks} blocks, expected at least num_sliding_window_blocks={self.num_sliding_window_blocks}"
             )
 
     def fill(self, rows: Tensor, head: int) -> None:
-        """Sliding, global; then the triangle."""
+        """Set sliding and global blocks; then keep the lower triangle if "unidirectional"."""
         self.set_sliding(rows, self.num_sliding_window_blocks, "bidirectional")
         for first, stop in self.ranges:
             rows[first : min(stop, rows.shape[0]), :] = 1
@@ -392,22 +396,22 @@ class LocalSlidingWindowSparsityConfig(_RandomAndGlobal):
         """
         Args:
             num_sliding_window_blocks: width of the band around the diagonal.
-            attention: "unidirectional" sees no later block.
+            attention: "unidirectional": a block sees no later block.
 
         Raises:
-            LayoutError: a number out of range.
+            LayoutError: a number is out of range.
         """
         super().__init__(num_heads, block)
         self.num_sliding_window_blocks = _checked_int("num_sliding_window_blocks", num_sliding_window_blocks, 1)
         self.attention = _checked_direction(attention)
 
     def check_length(self, blocks: int) -> None:
-        """As many blocks as the window."""
+        """Require at least as many blocks as the window has."""
         if blocks < self.num_sliding_window_blocks:
             raise LayoutError(
                 f"got {blocks} blocks, expected at least num_sliding_window_blocks={self.num_sliding_window_blocks}"
             )
 
     def fill(self, rows: Tensor, head: int) -> None:
-        """The band."""
+        """Set the band."""
         self.set_sliding(rows, self.num_sliding_window_blocks, self.attention)

@@ -1,6 +1,6 @@
 """Pictures of layouts as SVG or PNG, without a plotting library (PNG is a zlib stream with a header).
 
-Heads with equal patterns are drawn once, side by side, queries down and keys across.
+Heads are drawn side by side, queries down and keys across; heads with equal patterns are drawn once.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def write_picture(layout: Tensor, block: int, path: Path, heads: int | None, cell: int | None) -> Path:
-    """Write by suffix. Raises `LayoutError` for one that is neither .svg nor .png."""
+    """Write a picture in the format of the suffix. Raises `LayoutError` if that is neither .svg nor .png."""
     if path.suffix.lower() == ".svg":
         path.write_text(svg(layout, block, heads, cell), encoding="utf-8")
     elif path.suffix.lower() == ".png":

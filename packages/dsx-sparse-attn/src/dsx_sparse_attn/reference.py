@@ -1,8 +1,10 @@
-"""Attention over a layout in plain PyTorch: the oracle, and the implementation where no kernel fits.
+"""Attention over a layout in plain PyTorch: the oracle for tests, and the implementation for calls that no kernel can
+do.
 
-* `dense_attention` materialises all scores and lets autograd differentiate them. Tests compare the others with it.
-* `forward` and `backward` gather the computed blocks and multiply them in batches: the same formulas as the kernels
-  (weights recomputed from the log-sum-exp in backward), any dtype and device, memory in proportion to the number of
+* `dense_attention` computes all scores and lets autograd differentiate them. Tests compare other implementations with
+  it.
+* `forward` and `backward` gather the computed blocks and multiply them in batches. They use the formulas of the kernels
+  (backward recomputes weights from the log-sum-exp), any dtype and device, and memory in proportion to the number of
   blocks.
 
 The dropout mask is a hash of (seed, batch x head, query, key), so that backward, a recomputation, and every backend
@@ -43,13 +45,13 @@ def _dropout_keys(call: AttentionCall, length: int) -> tuple[Tensor, Tensor]:
 
 
 def dropout_keep(call: AttentionCall) -> Tensor:
-    """The whole dropout mask, bool [batch, heads, seq, seq], True where a weight is kept."""
+    """The dropout mask of all scores, bool [batch, heads, seq, seq], True where a weight is kept."""
     rows, cols = _dropout_keys(call, call.q.shape[2])
     return _mix(rows.unsqueeze(-1) ^ cols.unsqueeze(-2)) >= call.drop_below
 
 
 def allowed(call: AttentionCall) -> Tensor:
-    """bool [1 or heads, seq, seq]: what layout and causality let through."""
+    """bool [1 or heads, seq, seq]: the pairs that layout and causality allow."""
     seq = call.q.shape[2]
     full = (call.layout != 0).repeat_interleave(call.block, 1).repeat_interleave(call.block, 2)[:, :seq, :seq]
     return full.tril() if call.causal else full
@@ -109,7 +111,7 @@ class _Blocks:
         return total.view(self.batch, heads, side, x.shape[-1])[:, :, : self.seq]
 
     def scores(self) -> Tensor:
-        """Scaled, biased and masked, [batch, nnz, block, block]."""
+        """The scores after scaling, biases and masks, [batch, nnz, block, block]."""
         call, n = self.call, self.call.block
         s = self.of_rows(call.q) @ self.of_cols(call.k).transpose(-1, -2) * call.scale
         inside = torch.arange(n, device=s.device)
@@ -186,7 +188,7 @@ def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor, want_bias: bool) -> Gradients:
-    """Gradients by the formulas of the kernels; `lse` as `forward` gave it."""
+    """Gradients by the formulas of the kernels; `lse` is the one that `forward` returned."""
     b = _Blocks(call)
     p = torch.exp(b.scores() - b.by_line(lse.masked_fill(lse == float("-inf"), float("inf"))))
     delta = (dout.to(b.dtype) * out.to(b.dtype)).sum(-1)

@@ -1,8 +1,8 @@
 """PyTorch's FlexAttention with the layout as its block mask.
 
-It brings its own autograd, so it is called around our operator. Compiled, it is a fast kernel on CUDA and a
-forward-only one on CPU; a new combination of shapes and options compiles once. `dispatch.ORDER` says when `auto` takes
-it.
+It has its own autograd, so it is called instead of our operator. When compiled, it is a fast kernel on CUDA, and a
+forward-only kernel on CPU. Each new combination of shapes and options is compiled once. `dispatch.ORDER` says when
+`auto` takes it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..masks import HIDES_BELOW
 
 __all__ = ["block_mask", "compiled_attention", "refusals", "run", "unavailable"]
 
-CUDA_BLOCK = 128  # FlexAttention's CUDA kernels step over their mask in pieces of 128
+CUDA_BLOCK = 128  # FlexAttention's CUDA kernels go over their mask in blocks of 128
 _LEAST_DIM = 16
-_RECOMPILES = 64  # of one process; torch stops at 8 and then computes all scores
+_RECOMPILES = 64  # per process; torch's own limit is 8, after which it computes all scores
 
 
 def unavailable() -> str:
-    """It is part of every torch that this package runs with."""
+    """Returns "": every torch that this package runs with has it."""
     return ""
 
 
@@ -54,7 +54,7 @@ def refusals(call: AttentionCall) -> list[str]:
 def block_mask(call: AttentionCall) -> Any:
     """The layout as a `BlockMask`, made once per layout and length.
 
-    Blocks that need no look at their elements are listed apart from those that the causal diagonal or the end of the
+    Blocks that are computed completely are listed separately from those that the causal diagonal or the end of the
     sequence cuts.
     """
     seq, n, heads, causal = call.q.shape[2], call.block, call.q.shape[1], call.causal
@@ -75,7 +75,7 @@ def _block_mask(layout: Tensor, seq: int, n: int, heads: int, causal: bool) -> A
         full[:, -1], full[:, :, -1] = False, False
 
     def mask_mod(_b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        inside = active[h, i // n, j // n]  # the eager path looks at nothing else
+        inside = active[h, i // n, j // n]  # the uncompiled function uses only this
         return inside & (i >= j) if causal else inside
 
     counts, order = _lists(active & ~full)
@@ -115,9 +115,8 @@ def _score_mod(call: AttentionCall) -> Callable[..., Tensor] | None:
 def compiled_attention(backend: str = "inductor") -> Callable[..., Any]:
     """`flex_attention` under `torch.compile`, wrapped once per process.
 
-    torch compiles again for a new combination of shapes and options. It must not give up after its usual number of
-    those, because the uncompiled function computes all scores: the limit is raised, and beyond it torch raises an error
-    instead of falling back.
+    torch compiles again for each new combination of shapes and options. After a limit it falls back to the uncompiled
+    function, which computes all scores. So the limit is raised, and beyond it torch raises an error.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -134,7 +133,7 @@ def compiled_attention(backend: str = "inductor") -> Callable[..., Any]:
 
 
 def run(call: AttentionCall, *, compiled: bool | None = None) -> Tensor:
-    """Output like q. `compiled` (default: on CUDA) goes through torch.compile, else it materialises the scores."""
+    """The output, like q. `compiled` (default: on CUDA) uses torch.compile; otherwise all scores are in memory."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if compiled is None:

@@ -20,12 +20,12 @@ MAX_DIM = 256
 
 
 def unavailable() -> str:
-    """Why the kernels run nothing on this machine; empty when they run."""
+    """Why the kernels cannot run on this machine; empty if they can."""
     return native.missing()
 
 
 def refusals(call: AttentionCall) -> list[str]:
-    """Why the kernels cannot do this call; empty when they can."""
+    """Why the kernels cannot do this call; empty if they can."""
     why = []
     if call.q.device.type != "cpu":
         why.append(f"tensors are on {call.q.device.type}, it works on cpu")
@@ -54,7 +54,7 @@ def _bias_numbers(bias: Tensor | None) -> list[int]:
 
 
 class _Prepared:
-    """The tensors of a call in the form the kernels read; holds them while a kernel runs."""
+    """The tensors of a call in the form that the kernels read. It keeps them alive while a kernel runs."""
 
     def __init__(self, call: AttentionCall) -> None:
         self.call = call
@@ -89,7 +89,7 @@ def _loaded() -> Any:
 
 
 def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Output like q, and the log-sum-exp, float32 [batch, heads, seq]."""
+    """The output, like q, and the log-sum-exp, float32 [batch, heads, seq]."""
     prepared = _Prepared(call)
     out = torch.empty_like(prepared.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32)
@@ -108,7 +108,7 @@ def backward(call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor, want_b
     dbias = torch.zeros_like(prepared.bias) if want_bias and prepared.bias is not None else None
     parts = module.parts_for(batch * prepared.k.shape[1], prepared.threads)
     width = -(-dim // _PAD) * _PAD
-    # fp32 sums, in whole blocks; for whole fp32 tensors this is the gradient itself.
+    # Sums in fp32, padded to full blocks. If q is fp32 and needs no padding, this is the gradient itself.
     dq = torch.zeros(parts, batch, heads, call.blocks * call.block, width)
     delta = torch.empty(batch, heads, seq)
     if dq.numel():

@@ -15,12 +15,12 @@ __all__ = ["backward", "forward", "refusals", "unavailable"]
 
 
 def unavailable() -> str:
-    """It runs wherever torch does."""
+    """Returns "": it runs wherever torch runs."""
     return ""
 
 
 def refusals(call: AttentionCall) -> list[str]:
-    """It takes everything."""
+    """Returns an empty list: it can do every call."""
     return []
 
 
@@ -39,8 +39,8 @@ def backward(call: AttentionCall, *rest) -> Gradients:
 
 
 def _no_autocast(call: AttentionCall) -> AbstractContextManager[object]:
-    """Inside an autocast products would be of low precision, and those of backward, which runs outside of it, would
-    not.
+    """Switches autocast off. Under autocast the products of forward would have low precision, but not those of
+    backward, which runs outside of it.
     """
     kind = call.q.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

@@ -1,8 +1,8 @@
 """CUDA tensors through the Triton kernels; CPU tensors too under Triton's interpreter (`TRITON_INTERPRET=1`, in tests).
 
 `forward` and `backward` describe every start of a kernel as a `Launch`: kernel, number of programs, arguments, options.
-`_run` starts one; `ahead.py` compiles one for a GPU that is not there, so that its test sees exactly what a GPU would
-get. `triton_table` says with which tiles a kernel is started.
+`_run` starts a launch. `ahead.py` compiles a launch without a GPU, so that its test sees exactly what a GPU would get.
+`triton_table` chooses the tiles with which a kernel is started.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .triton_tiles import Grid, TileLists, tile_lists
 __all__ = ["Launch", "backward", "forward", "launches", "refusals", "unavailable"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_INSTALLED = importlib.util.find_spec("triton") is not None  # looks for its folder, imports nothing
+_INSTALLED = importlib.util.find_spec("triton") is not None  # only looks for its folder, without importing it
 _NOT_INSTALLED = "triton is not installed (pip install dsx-sparse-attn[triton])"
 _DELTA_ROWS = 64
 _MAX_STRIDE = 1 << 23  # kernels multiply a row inside a tile (below 128) with the row stride in 32 bits
-_PROGRAMS_PER_PROCESSOR = 4  # with fewer, the query heads that share keys get programs of their own
+_PROGRAMS_PER_PROCESSOR = 4  # with fewer, query heads that share keys get separate programs
 
 
 def unavailable() -> str:
-    """Why the kernels run nothing on this machine; empty when they run. Asks for CUDA devices."""
+    """Why the kernels cannot run on this machine; empty if they can. It asks for CUDA devices."""
     if not _INSTALLED:
         return _NOT_INSTALLED
     return "" if _interpreted() or torch.cuda.is_available() else "there is no CUDA device"
 
 
 def refusals(call: AttentionCall) -> list[str]:
-    """Why the kernels cannot do this call; empty when they can."""
+    """Why the kernels cannot do this call; empty if they can."""
     why, dim = [], call.q.shape[-1]
     if not _INSTALLED:
         why.append(_NOT_INSTALLED)
@@ -60,7 +60,7 @@ def refusals(call: AttentionCall) -> list[str]:
 
 
 def _lack_of_memory(call: AttentionCall) -> list[str]:
-    """One reason when a kernel of this call fits into the device's shared memory with no tiles of the table."""
+    """One reason if the table has no tiles with which a kernel of this call fits into the device's shared memory."""
     device = device_of(call.q.device)
     if column_of(device.capability) is None:
         got = ".".join(map(str, device.capability))
@@ -80,7 +80,7 @@ def _lack_of_memory(call: AttentionCall) -> list[str]:
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """What the table needs to know of a device. Under the interpreter: an H200, without its limit."""
+    """The facts of a device that the table needs. Under the interpreter: those of an H200, without a limit."""
     if device.type != "cuda":
         return Device((9, 0), 1 << 30, 132)
     found = torch.cuda.get_device_properties(device)
@@ -88,7 +88,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Output like q, and the log-sum-exp, float32 [batch, heads, seq]."""
+    """The output, like q, and the log-sum-exp, float32 [batch, heads, seq]."""
     out = torch.empty_like(_last_contiguous(call.q))
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
     if out.numel():
@@ -106,7 +106,7 @@ def backward(call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor, want_b
 
 
 def launches(call: AttentionCall) -> Iterator[_Described]:
-    """The launches of a forward and backward pass, without running any; each waits for its tiles."""
+    """The launches of a forward and backward pass. None is started; each is still without its tiles."""
     out, lse = torch.empty_like(call.q), torch.empty(call.q.shape[:3])
     yield forward_launch(call, out, lse)
     yield from backward_launches(call, Buffers(call, torch.empty_like(out), out, lse, True))
@@ -116,9 +116,9 @@ def launches(call: AttentionCall) -> Iterator[_Described]:
 
 
 class Buffers:
-    """What backward reads and writes.
+    """The tensors that backward reads and writes.
 
-    Where query heads that share a key head run in several programs, k and v get one sum for each of these `parts`.
+    If the query heads that share a key head run in several programs, k and v get one sum for each of these `parts`.
     """
 
     def __init__(self, call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor, want_bias: bool) -> None:
@@ -153,8 +153,8 @@ class Buffers:
 
 
 def group_parts(call: AttentionCall) -> int:
-    """Into how many parts the query heads of one key head are cut for the gradients of k and v: the fewest that keep
-    the device busy.
+    """The number of parts into which the query heads of one key head are divided for the gradients of k and v: the
+    smallest number that keeps the device busy.
     """
     group, device = call.group, device_of(call.q.device)
     (tiles, *_) = fitting(_need("dkv", call), device) or (None,)
@@ -187,7 +187,7 @@ class Launch(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """A launch but for its tiles."""
+    """A launch whose tiles are not chosen yet."""
 
     need: Need | None  # None: the kernel has no choice of tiles
     make: Callable[[Tiles], Launch]
@@ -309,11 +309,11 @@ def _need(kernel: str, call: AttentionCall) -> Need:
 def _run(described: _Described, call: AttentionCall) -> None:
     """Start a kernel on the tensors' device with the first tiles that Triton lets start.
 
-    The table's figures are those of one version of Triton; another may need more shared memory. Then the next, smaller
-    tiles are taken.
+    The table's figures hold for one version of Triton; another version may need more shared memory. Then the next,
+    smaller tiles are tried.
 
     Raises:
-        SparseAttentionError: no tiles start.
+        SparseAttentionError: the kernel starts with no tiles of the table.
     """
     from triton.runtime.errors import OutOfResources  # lazy import: importing Triton takes a second
 
@@ -338,7 +338,7 @@ def _start(launch: Launch, device: torch.device) -> None:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, wherever the tensors lie."""
+    """Makes `device` the current one: Triton launches on the current device, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

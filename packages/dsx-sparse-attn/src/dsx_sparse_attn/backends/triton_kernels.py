@@ -1,10 +1,10 @@
 """Triton kernels of block-sparse attention: forward, gradient of q, gradients of k and v. Imported only by
 `triton_gpu`.
 
-One program computes one tile of queries (forward, dq) or of keys (dk, dv) of one head and walks the list of tiles it
-meets; the lists are made by `triton_tiles`. A tile is 16 to 128 positions wide and may hold several blocks of the
-layout: then a bit per block says which are computed. Every list has two parts: partial tiles, whose elements are masked
-one by one, and full tiles, which need no mask.
+One program computes one tile of queries (forward, dq) or of keys (dk, dv) of one head. It walks over a list of the
+tiles that it is combined with; `triton_tiles` makes the lists. A tile is 16 to 128 positions wide and may hold several
+blocks of the layout: then a bit per block says which are computed. Every list has two parts: partial tiles, whose
+elements are masked one by one, and full tiles, which need no mask.
 
 The formulas are those of the CPU kernels: a running softmax in powers of two, weights recomputed from the log-sum-exp
 in backward, dropout by the hash that `reference.py` describes. There are no atomics, so the results are the same in
@@ -50,9 +50,9 @@ def _kept(seed, bh, i, j, drop_below):
 
 @triton.jit
 def _line_and_copy(ORDER, lines, long_lines, copies):
-    """The tile list of this program, and which copy of it.
+    """The number of this program's tile list, and which copy of it (batch and head) the program computes.
 
-    Long lists come first over all copies, so that none of them starts last.
+    Long lists come first, for all copies, so that none of them starts last.
     """
     pid = tl.program_id(0)
     is_long = pid < copies * long_lines
@@ -93,7 +93,7 @@ def _masked(
     s, in_i, in_j, first_i, first_j, bits, shift, cols_per_tile, b, h, BIAS, bias_b, bias_h, bias_i, KEY_BIAS, seq,
     HAS_BIAS: tl.constexpr, HAS_KEY_BIAS: tl.constexpr, CAUSAL: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile (in units of log 2) with biases added, -inf where they are not to be seen.
+    """Scores of a tile (in units of log 2) with biases added, and -inf where they are masked.
 
     in_i, in_j: positions inside the tile, shaped to broadcast to that of s. bits: bit (row of blocks * cols_per_tile +
     column of blocks) says whether the layout computes that block; shift is log2 of the block.
@@ -128,7 +128,7 @@ def _forward_step(
     HAS_KEY_BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """Takes one tile of keys into the running softmax."""
+    """Adds one tile of keys to the running softmax."""
     first_j = tl.load(ITEMS + at) * COLS
     in_i = tl.arange(0, ROWS)[:, None]
     in_j = tl.arange(0, COLS)[None, :]
@@ -276,7 +276,7 @@ def dq_kernel(
     HAS_KEY_BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     WANT_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of queries, and of the bias where it is wanted."""
+    """Gradient of one tile of queries, and of the bias if it is wanted."""
     line, copy = _line_and_copy(ORDER, lines, long_lines, copies)
     h = (line // tiles + copy % copies_per_batch).to(tl.int64)
     b = (copy // copies_per_batch).to(tl.int64)
@@ -355,7 +355,7 @@ def dkv_kernel(
     """Gradients of one tile of keys and values from `members` of the query heads that share them, starting at head
     `part * members`.
 
-    head_lines: how many lists one query head has after the other (0: the layout is one for all heads).
+    head_lines: number of lists of one query head, which are stored one after the other (0: all heads share a layout).
     """
     line, copy = _line_and_copy(ORDER, lines, long_lines, copies)
     part = (line // tiles + copy % copies_per_batch).to(tl.int64)

@@ -1,16 +1,17 @@
-"""With which tiles, warps and stages a Triton kernel is started: a table, and the choice of the rows that fit a device.
+"""The tiles, warps and stages with which a Triton kernel is started: a table, and the choice of rows that fit a device.
 
-A row is good for a kernel, numbers of 16 or 32 bits, head dimensions up to `dim`, calls with or without a bias, and
-layout blocks from `least_block` on (tiles of 128 would hold too few computed blocks of 16). It holds the shared memory
-that the kernel needs with any other options, as compiled by Triton 3.7 for sm_80, sm_90 and sm_100. None: not for that
-architecture, because it does not compile in 60 s there or spills more than `MOST_SPILLED` bytes per thread.
+A row is for a kernel, numbers of 16 or 32 bits, head dimensions up to `dim`, calls with or without a bias, and layout
+blocks of at least `least_block` (tiles of 128 would hold too few computed blocks of 16). It has the shared memory that
+the kernel needs with any other options, as compiled by Triton 3.7 for sm_80, sm_90 and sm_100. None means that the row
+is not used on that architecture: the kernel does not compile in 60 s or spills more than `MOST_SPILLED` bytes per
+thread.
 
-Rows for the same calls stand in the order in which they are tried: larger tiles first, which load less for each
-product, then smaller ones for devices with less shared memory (a program has 166912 bytes on an A100, 232448 on an H100
-or B200, 101376 on an L40 or RTX 4090). No row has been timed on a GPU.
+Rows for the same calls are in the order in which they are tried: first larger tiles, which load less per product, then
+smaller ones for devices with less shared memory. (A program has 166912 bytes on an A100, 232448 on an H100 or B200,
+101376 on an L40 or RTX 4090.) No row has been timed on a GPU.
 
 `bench/triton_table.py` compiles the rows and prints these numbers; `tests/test_sparse_triton_ahead.py` compares them
-with what the compiler says. There is no row for float32 above 128: every choice of tiles spilled 1 KB or more.
+with the compiler's. There is no row for float32 above 128: every choice of tiles spilled 1 KB or more.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MOST_SPILLED = 512
 
 
 class Device(NamedTuple):
-    """What the choice depends on: compute capability, bytes of shared memory of one program, multiprocessors."""
+    """The facts of a device: compute capability, bytes of shared memory for one program, number of multiprocessors."""
 
     capability: tuple[int, int]
     shared_memory: int
@@ -47,7 +48,7 @@ class Device(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a call asks of a kernel. wide: 32 bits instead of 16. biased: a bias of [queries, keys] is added."""
+    """The demands of a call on a kernel. wide: 32 bits instead of 16. biased: a bias of [queries, keys] is added."""
 
     kernel: str
     wide: bool
@@ -65,7 +66,7 @@ class Tiles(NamedTuple):
     stages: int
 
     def options(self) -> dict[str, int]:
-        """As Triton's launch takes them."""
+        """The options of Triton's launch."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
@@ -149,16 +150,16 @@ TABLE: tuple[Row, ...] = (
 
 
 def column_of(capability: tuple[int, int]) -> int | None:
-    """The column of a compute capability; None where Triton does not run.
+    """The table's column for a compute capability; None if Triton does not run there.
 
-    GPUs of 12.x have the tensor cores of 8.x in this respect.
+    For this purpose GPUs of 12.x have the tensor cores of 8.x.
     """
     return {8: 0, 9: 1, 10: 2, 11: 2, 12: 0}.get(capability[0])
 
 
 @functools.lru_cache(maxsize=1024)
 def fitting(need: Need, device: Device) -> tuple[Tiles, ...]:
-    """All tiles that a device can run a kernel with, the best first; empty where there are none."""
+    """All tiles with which a device can run a kernel, the best first; empty if there are none."""
     column = column_of(device.capability)
     if column is None:
         return ()

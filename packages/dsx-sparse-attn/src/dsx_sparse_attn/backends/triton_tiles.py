@@ -1,10 +1,11 @@
 """Lists of the tiles that the Triton kernels compute, made from a layout.
 
 A tile is as wide as a kernel's products (16 to 128 positions), whatever the layout's block: several small blocks make
-one tile, and a large block makes several tiles. A tile with at least one computed block is listed; bits say which of
-its blocks are. Tiles in which every element is computed are listed apart ("full"), because a kernel need not mask them.
+one tile, and a large block makes several tiles. A tile with at least one computed block is listed, with bits that say
+which of its blocks are computed. Tiles in which every element is computed are listed separately ("full"), because a
+kernel need not mask them.
 
-Plain PyTorch on any device; the caller keeps the result (`cache.py`), since making one sorts the layout.
+This is plain PyTorch on any device. The caller caches the result (`cache.py`), because making it sorts the layout.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_BLOCKS_PER_TILE = 32  # bits of an int32
 
 
 class Grid(NamedTuple):
-    """What decides where the tiles of a call lie: positions, positions per block, and rows and columns of a tile."""
+    """The sizes that determine the tiles of a call: positions, positions per block, rows and columns of a tile."""
 
     seq: int
     block: int
@@ -31,7 +32,7 @@ class Grid(NamedTuple):
 
     @property
     def blocks_per_tile(self) -> tuple[int, int]:
-        """Blocks of a tile down and across; 1 where a block is as wide as the tile or wider."""
+        """Blocks of a tile down and across; 1 if a block is at least as wide as the tile."""
         return max(1, self.rows // self.block), max(1, self.cols // self.block)
 
 
@@ -45,7 +46,7 @@ class TileLists(NamedTuple):
     starts: Tensor  # int32 [2 * lists + 1]
     items: Tensor  # int32 [tiles listed]: column of tiles (row of tiles in lists of columns)
     bits: Tensor  # int32 [tiles listed]: bit (row of blocks * blocks across + column of blocks) of the computed blocks
-    order: Tensor  # int32 [lines]: in which order programs take the lines, long ones first; a line is `together` lists
+    order: Tensor  # int32 [lines]: the order in which programs take lines, long ones first; a line is `together` lists
     long_lines: int  # how many lines at the front of `order` are long
     tiles: int  # lists per head of the layout
 
@@ -56,7 +57,7 @@ def tile_lists(layout: Tensor, grid: Grid, *, columns: bool, together: int = 1) 
     Args:
         layout: [1 or heads, blocks, blocks], nonzero where a block is computed.
         grid: the sizes; a tile may hold at most `MAX_BLOCKS_PER_TILE` blocks.
-        columns: lists of the rows that meet a column, instead of the columns that meet a row.
+        columns: list the rows that are computed with each column, instead of the columns computed with each row.
         together: how many heads of the layout one program takes (the query heads that share a key head).
     """
     bits = _bits_of_tiles(layout, grid)
@@ -70,7 +71,7 @@ def tile_lists(layout: Tensor, grid: Grid, *, columns: bool, together: int = 1) 
     counts = kinds.sum(-1, dtype=torch.int64)
     starts = F.pad(counts.flatten().cumsum(0), (1, 0))
     per_line = counts.sum(-1).view(layouts // together, together, tiles).sum(1).flatten()
-    # A list twice as long as the average (that of a global block) would finish long after the others if it started
+    # A list that is twice as long as the average (of a global block) would end long after the others if it started
     # last.
     long = per_line > 2 * (per_line.sum() // per_line.numel() + 1)
     return TileLists(
@@ -110,5 +111,5 @@ def _inside(high: int, wide: int, grid: Grid, device: torch.device) -> Tensor:
 
 
 def _wrapped(bits: Tensor) -> Tensor:
-    """Unsigned 32-bit numbers in int64 as the int32 of the same bits."""
+    """Unsigned 32-bit numbers, given as int64, as int32 numbers with the same bits."""
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)

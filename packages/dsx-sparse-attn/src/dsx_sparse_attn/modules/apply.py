@@ -22,28 +22,28 @@ class SparsitySection(Protocol):
     """A validated section, such as `config.SparseAttentionConfig`."""
 
     def sparsity_config(self, num_heads: int) -> SparsityConfig:
-        """The pattern for so many heads."""
+        """The pattern for `num_heads` heads."""
         ...
 
 
 def apply_sparse_attention(
     model: nn.Module, section: SparsitySection | Mapping[str, Any] | SparsityConfig, *, max_position: int | None = None
 ) -> list[str]:
-    """Give a model a pattern. In place, before it is sharded.
+    """Give a model a pattern, in place. Call it before the model is sharded.
 
-    * A model with `SparseSelfAttention` modules: each gets the pattern in place of its own.
+    * A model with `SparseSelfAttention` modules: the pattern replaces that of each module.
     * A Hugging Face BERT or RoBERTa: its self-attention layers are replaced.
     * A causal Hugging Face model whose attention goes through transformers' registry (GPT-2, Llama, Mistral, Qwen,
       ...): each attention layer gets the pattern; later keys stay hidden, whatever the pattern says.
 
-    A Hugging Face model gets a configuration of its own; the one it was made from stays as it is.
+    A Hugging Face model gets a copy of its configuration; the original stays unchanged.
 
     Args:
         model: see above.
-        section: the keys of the `sparse_attention` section as a dictionary, the section validated
+        section: the keys of the `sparse_attention` section as a dictionary, the validated section
             (`config.SparseAttentionConfig`), or a sparsity config.
-        max_position: the longest sequence of a Hugging Face model; default: all the positions that it has. Each layer
-            keeps (max_position / block)^2 bytes for its layout, times the heads where they differ.
+        max_position: the longest sequence of a Hugging Face model; default: all positions of the model. Each layer
+            keeps (max_position / block)^2 bytes for its layout, times the heads if their layouts differ.
 
     Returns:
         The names of the `SparseSelfAttention` modules that have the pattern.

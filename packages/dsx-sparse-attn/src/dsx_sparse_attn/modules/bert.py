@@ -68,12 +68,12 @@ class BertSparseSelfAttention(nn.Module):
 
         Args:
             hidden_states: [batch, seq, hidden].
-            attention_mask: of the keys, [batch, seq] or BERT's extended [batch, 1, 1, seq]: added to the scores when it
-                is floats (the lowest ones hide, see `masks.py`), True is seen when bool. A mask that differs between
+            attention_mask: a mask of the keys, [batch, seq] or BERT's extended [batch, 1, 1, seq]. Floats are added to
+                the scores (the lowest ones hide, see `masks.py`); with bool, True is seen. A mask that differs between
                 queries is [batch, 1, seq, seq].
 
         Raises:
-            ArgumentError: a mask of another shape, or of the keys in integers.
+            ArgumentError: the mask has another shape, or is a mask of the keys in integers.
         """
         batch, seq, hidden = hidden_states.shape
         q, k, v = (self.transpose_for_scores(layer(hidden_states)) for layer in (self.query, self.key, self.value))

@@ -23,11 +23,11 @@ def make_causal_model_sparse(model: nn.Module, max_position: int | None, pattern
     """Give every attention layer of a causal model a pattern. In place; returns the names of the modules that were
     added.
 
-    The model's configuration becomes a copy with `use_cache=False`, because decoding with a cache is not there.
+    The model gets a copy of its configuration with `use_cache=False`, because decoding with a cache is not supported.
 
     Args:
-        max_position: longest sequence (default: all the positions that the model has).
-        pattern: for the query heads of the model. Later keys stay hidden, whatever it says.
+        max_position: longest sequence (default: all positions of the model).
+        pattern: the pattern for the query heads of the model. Later keys stay hidden, whatever it says.
 
     Raises:
         ArgumentError: the model does not follow the rule, or has fewer positions.

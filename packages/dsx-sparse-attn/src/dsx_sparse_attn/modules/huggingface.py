@@ -1,9 +1,9 @@
-"""What Hugging Face models of every kind need: a configuration of their own, and attention and masks under our name.
+"""Common code for all Hugging Face models: a private copy of the configuration, and registered attention and masks.
 
-`transformers` asks a registry for the function that computes attention and for the one that makes masks; the model's
-configuration holds the name under which they are found. `use_sparse_attention` registers ours and writes the name into
-a copy of the configuration that only this model has: the caller's configuration stays as it is, so other models can be
-made from it.
+`transformers` has a registry for functions that compute attention and for functions that make masks; the model's
+configuration holds the name under which they are looked up. `use_sparse_attention` registers our functions and writes
+their name into a copy of the configuration that only this model has. The caller's configuration stays unchanged, so
+other models can be made from it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .self_attention import SparseSelfAttention
 
 __all__ = ["NAME", "check_causal_model", "config_of", "give_own_config", "use_sparse_attention"]
 
-NAME = "dsx_sparse"  # of the attention implementation, for transformers
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")  # what some models add to their attention
+NAME = "dsx_sparse"  # the name of the attention implementation in transformers
+_UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")  # arguments of some models that change their attention
 
 
 def config_of(model: nn.Module) -> Any:
-    """The configuration of a model, or of the outermost module inside it that has one; None without."""
+    """The configuration of a model, or of the outermost module inside it that has one; None if there is none."""
     return next((module.config for module in model.modules() if hasattr(module, "config")), None)
 
 
@@ -52,12 +52,12 @@ def use_sparse_attention(model: nn.Module) -> bool:
     """Have transformers call our attention and mask functions for this model.
 
     Returns:
-        False when this version of transformers has no registries, so that nothing was changed.
+        False if this version of transformers has no registries; then nothing was changed.
     """
     try:
         masking = importlib.import_module("transformers.masking_utils")
         attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
-    except (ImportError, AttributeError):  # models need not come from transformers, or from a version that has them
+    except (ImportError, AttributeError):  # the model is not from transformers, or from a version without registries
         return False
     if "q_length" not in inspect.signature(masking.sdpa_mask).parameters:
         return False
@@ -80,9 +80,8 @@ def _mask_function(masking: Any) -> Any:
         kv_offset: int = 0,
         **options: Any,
     ) -> Tensor | None:
-        """The mask of the keys, bool [batch, keys], where a model masks nothing else; else the mask of queries by keys.
-
-        The latter is bool [batch, 1, queries, keys]. Plain causality is left to the attention module.
+        """A mask of the keys, bool [batch, keys], if the model masks nothing else; otherwise a mask of queries by keys,
+        bool [batch, 1, queries, keys]. Plain causality is left to the attention module.
         """
         plain = mask_function in (masking.causal_mask_function, masking.bidirectional_mask_function)
         if plain and q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0:
@@ -106,12 +105,11 @@ def _attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer as transformers calls it: [batch, heads, seq, dim] in, ([batch, seq, heads, dim], None)
-    out.
+    """Attention of one layer, as transformers calls it: takes [batch, heads, seq, dim], returns
+    ([batch, seq, heads, dim], None).
 
     Raises:
-        SparseAttentionError: the layer was given no pattern, or it asks for something that sparse attention does not
-            compute.
+        SparseAttentionError: the layer has no pattern, or it asks for something that sparse attention does not compute.
     """
     sparse = getattr(module, "sparse_self_attention", None)
     if not isinstance(sparse, SparseSelfAttention):
@@ -138,7 +136,7 @@ def check_causal_model(model: nn.Module) -> dict[str, nn.Module]:
     """The self-attention modules of a causal Hugging Face model, by name.
 
     The rule: the model leaves attention to transformers' registry (`_supports_attention_backend`), and each of its
-    attention modules says `is_causal = True`, as those of GPT-2, Llama, Mistral, Qwen and others do.
+    attention modules has `is_causal = True`, as in GPT-2, Llama, Mistral, Qwen and others.
 
     Raises:
         ArgumentError: the model does not follow the rule; the text says where.

@@ -15,15 +15,15 @@ from ..patterns import FixedSparsityConfig, SparsityConfig
 
 __all__ = ["SparseSelfAttention"]
 
-_KEPT_LENGTHS = 16  # of which a module keeps the cut layout (and with it what kernels made of it)
+_KEPT_LENGTHS = 16  # a module keeps the cut layouts of so many lengths, and the kernels' values made from them
 
 
 class SparseSelfAttention(nn.Module):
     """Scores, masks, softmax and weighted values over a layout; no parameters.
 
-    The layout is made once, for `max_seq_length`, and cut for shorter sequences: it is a buffer (saved with the model,
-    moved with it, the same on every rank that loads or broadcasts it) and belongs to this module alone. Lengths that
-    are no multiple of the block are fine.
+    The layout is made once, for `max_seq_length`, and cut for shorter sequences. It is a buffer of this module: it is
+    saved and moved with the model, and is the same on every rank that loads or broadcasts it. Lengths that are not
+    multiples of the block are allowed.
     """
 
     master_layout: Tensor
@@ -44,7 +44,7 @@ class SparseSelfAttention(nn.Module):
             sparsity_config: the pattern; default `FixedSparsityConfig(num_heads=4)`.
             key_padding_mask_mode, attn_mask_mode: "add" adds a mask to the scores, "mul" hides where it is 0.
             max_seq_length: longest sequence; a multiple of the block.
-            dropout: of the weights, in training mode.
+            dropout: probability of dropping a weight, in training mode.
             causal: no query sees a later key.
             backend: see `block_sparse_attention`.
 
@@ -67,11 +67,11 @@ class SparseSelfAttention(nn.Module):
         )
 
     def set_sparsity(self, sparsity_config: SparsityConfig) -> None:
-        """Take another pattern, for the same longest sequence (rounded up to its blocks).
+        """Replace the pattern, for the same longest sequence (rounded up to the new blocks).
 
         Raises:
-            ArgumentError: it has other heads.
-            LayoutError: it does not fit the length.
+            ArgumentError: the pattern has another number of heads.
+            LayoutError: the pattern does not fit the length.
         """
         heads = self.sparsity_config.num_heads
         if sparsity_config.num_heads != heads:
@@ -81,10 +81,10 @@ class SparseSelfAttention(nn.Module):
         self.sparsity_config, self.max_seq_length = sparsity_config, layout.seq_len
 
     def get_layout(self, seq_len: int) -> Tensor:
-        """The layout of so many positions, uint8 [1 or heads, blocks, blocks]: 1 where the pattern is the same in all
-        heads.
+        """The layout for `seq_len` positions, uint8 [1 or heads, blocks, blocks]; it has one head if all heads have the
+        same pattern.
 
-        The same tensor every time, so that what kernels make of a layout can be kept with it.
+        Returns the same tensor every time, so that values that kernels make from a layout can be cached with it.
 
         Raises:
             LayoutError: the sequence is longer than `max_seq_length`.
@@ -103,17 +103,17 @@ class SparseSelfAttention(nn.Module):
         cut_from, cut = self._views.pop(blocks, (None, None))
         if cut is None or cut_from is not whole:
             cut = whole[:, :blocks, :blocks]
-        self._views[blocks] = whole, cut  # the latest at the end
+        self._views[blocks] = whole, cut  # the most recent is the last
         if len(self._views) > _KEPT_LENGTHS:
             del self._views[next(iter(self._views))]
         return cut
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copied view would no longer be a view: writes to the copied layout would not be seen in it.
+        # A copy of a view is not a view any more: writes to the copied layout would not show in it.
         return {**self.__dict__, "_views": {}}
 
     def density(self, seq_len: int | None = None) -> float:
-        """Share of blocks computed for so many positions (default: the most)."""
+        """Share of the blocks that are computed for `seq_len` positions (default: the longest sequence)."""
         return (self.get_layout(seq_len or self.max_seq_length) != 0).float().mean().item()
 
     def forward(
@@ -127,9 +127,9 @@ class SparseSelfAttention(nn.Module):
     ) -> Tensor:
         """[batch, heads, seq, dim] from tensors of that shape; see `block_sparse_attention` for masks and errors.
 
-        A key that is transposed already, [batch, heads, dim, seq], and a mask of the keys of shape [batch, 1, 1, seq]
-        are taken too. A shorter sequence uses the first blocks of the layout of `max_seq_length`. For some patterns
-        (random blocks, a fixed pattern's short last window) that differs from a layout made for the shorter length.
+        A transposed key, [batch, heads, dim, seq], and a mask of the keys of shape [batch, 1, 1, seq] are accepted too.
+        A shorter sequence uses the first blocks of the layout of `max_seq_length`. For some patterns (random blocks, a
+        fixed pattern's short last window) that differs from a layout that is made for the shorter length.
         """
         self._check_heads(query)
         if key.shape != query.shape and key.dim() == 4 and key.mT.shape == query.shape:
@@ -153,20 +153,19 @@ class SparseSelfAttention(nn.Module):
         scale: float | None = None,
         dropout: float | None = None,
     ) -> Tensor:
-        """Attention with one mask, as models of the Hugging Face library have it; its shape and dtype say what it
-        means.
+        """Attention with one mask, as Hugging Face models have it; the mask's shape and dtype say what it means.
 
         Args:
             query: [batch, heads, seq, dim].
             key, value: [batch, key heads, seq, dim].
-            mask: of the keys, [batch, seq] or [batch, 1, 1, seq], beside the causality of this module; or of queries by
-                keys, [batch, 1 or heads, seq, seq], which says all (it holds the causality too). Bool: True is seen;
-                floats are added.
-            scale: of the scores; default 1 / sqrt(dim).
+            mask: a mask of the keys, [batch, seq] or [batch, 1, 1, seq], in addition to this module's causality; or a
+                mask of queries by keys, [batch, 1 or heads, seq, seq], which must contain the causality too. Bool: True
+                is seen; floats are added.
+            scale: factor on the scores; default 1 / sqrt(dim).
             dropout: probability of dropping a weight; default: this module's, in training mode.
 
         Raises:
-            ArgumentError: the mask has another shape, or holds integers.
+            ArgumentError: the mask has another shape, or consists of integers.
         """
         self._check_heads(query)
         masks = masks_by_shape(mask, query.shape[0], query.shape[2])
@@ -192,14 +191,16 @@ class SparseSelfAttention(nn.Module):
 
 
 def _stored(config: SparsityConfig, layout: Layout) -> Tensor:
-    """uint8, and of one head where the pattern is one for all heads: a layout for long texts is large."""
+    """The layout as uint8, with one head if all heads have the same pattern, because a layout for long texts is
+    large.
+    """
     blocks = layout.plain()
     same = not config.different_layout_per_head and bool((blocks == blocks[:1]).all())
     return (blocks[:1] if same else blocks).to(torch.uint8).contiguous()
 
 
 def masks_by_shape(mask: Tensor | None, batch: int, seq: int) -> dict[str, Any]:
-    """A mask as the option of `block_sparse_attention` that its shape stands for; see `SparseSelfAttention.attend`."""
+    """The option of `block_sparse_attention` for a mask of this shape; see `SparseSelfAttention.attend`."""
     if mask is None:
         return {}
     if mask.dim() == 2:

@@ -1,5 +1,4 @@
-"""`SparseAttentionUtils`: what a pretrained BERT or RoBERTa of Hugging Face needs to read longer texts with sparse
-attention.
+"""`SparseAttentionUtils`: lets a pretrained BERT or RoBERTa of Hugging Face read longer texts with sparse attention.
 
 SparseAttentionUtils.extend_position_embedding(model, 4096)
 SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(model, 4096, sparsity_config)
@@ -25,13 +24,13 @@ __all__ = ["SparseAttentionUtils"]
 
 
 class _LayerSelfAttention(BertSparseSelfAttention):
-    """In the place of a Hugging Face layer's self-attention: its arguments, and a pair as its result."""
+    """Replaces the self-attention of a Hugging Face layer: it takes the same arguments and returns a pair."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *rest: Any, **options: Any) -> Any:
-        """(context, None): there are no attention weights to return.
+        """Returns (context, None), because there are no attention weights.
 
         Raises:
-            SparseAttentionError: it was called with a cache, or for cross-attention.
+            SparseAttentionError: the call has a cache, or is cross-attention.
         """
         refused = ("encoder_hidden_states", "past_key_values", "past_key_value", "head_mask")
         given = [name for name in refused if options.get(name) is not None]
@@ -44,7 +43,7 @@ class _LayerSelfAttention(BertSparseSelfAttention):
 
 
 def _base(model: nn.Module) -> tuple[nn.Module, int]:
-    """The encoder model inside `model`, and how many positions its table has in front of the first token."""
+    """The encoder model inside `model`, and the number of positions in its table before that of the first token."""
     for name in ("bert", "roberta"):
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module):
@@ -60,23 +59,23 @@ def _base(model: nn.Module) -> tuple[nn.Module, int]:
 
 
 class SparseAttentionUtils:
-    """Helpers; all static."""
+    """Static helper functions."""
 
     @staticmethod
     def positions(model: nn.Module) -> int:
-        """How many positions a BERT or RoBERTa has. Raises `ArgumentError` for another kind of model."""
+        """The number of positions of a BERT or RoBERTa. Raises `ArgumentError` for another kind of model."""
         base, offset = _base(model)
         embeddings: Any = base.embeddings
         return embeddings.position_embeddings.weight.shape[0] - offset
 
     @staticmethod
     def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
-        """Give the model exactly `max_position` positions by repeating the table it has. In place; returns the model.
+        """Give the model exactly `max_position` positions by repeating its table. In place; returns the model.
 
-        The model gets a configuration of its own that says so; the caller's stays as it is.
+        The model gets a changed copy of its configuration; the caller's stays unchanged.
 
         Raises:
-            ArgumentError: another kind of model, or it has as many already.
+            ArgumentError: it is another kind of model, or it has as many positions already.
         """
         base, offset = _base(model)
         embeddings: Any = base.embeddings
@@ -102,7 +101,7 @@ class SparseAttentionUtils:
 
     @staticmethod
     def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
-        """Let the tokenizer make sequences of `max_position`. In place; returns the tokenizer."""
+        """Let the tokenizer make sequences of up to `max_position` tokens. In place; returns the tokenizer."""
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
         return tokenizer
@@ -113,8 +112,7 @@ class SparseAttentionUtils:
     ) -> nn.Module:
         """Sparse attention in every encoder layer, with the layer's own projections. In place; returns the model.
 
-        The model gets a configuration of its own; the one it was made from stays as it is, and other models can be made
-        from it.
+        The model gets a copy of its configuration. The original stays unchanged, and other models can be made from it.
 
         Args:
             model: BERT or RoBERTa, with or without a head.
@@ -122,7 +120,8 @@ class SparseAttentionUtils:
             sparsity_config: default `FixedSparsityConfig(num_heads=config.num_attention_heads)`.
 
         Raises:
-            ArgumentError: another kind of model, a decoder, too few positions, or other heads.
+            ArgumentError: the model is of another kind, is a decoder, has too few positions, or the pattern has another
+                number of heads.
         """
         base, offset = _base(model)
         config: Any = base.config
@@ -134,7 +133,7 @@ class SparseAttentionUtils:
             )
         encoder: Any = base.encoder
         SparseAttentionUtils._replace(config, encoder.layer, sparsity_config, max_position)
-        use_sparse_attention(model)  # without it masks come as [batch, 1, 1, seq], which is as good
+        use_sparse_attention(model)  # if that is not possible, masks come as [batch, 1, 1, seq], which works too
         return model
 
     @staticmethod
@@ -169,14 +168,15 @@ class SparseAttentionUtils:
         pad_token_id: int = 0,
         model_embeddings: Any = None,
     ) -> tuple[int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Lengthen a batch to whole blocks: (pad_len, input_ids, attention_mask, token_type_ids, position_ids,
-        inputs_embeds).
+        """Pad a batch to a multiple of the block: returns (pad_len, input_ids, attention_mask, token_type_ids,
+        position_ids, inputs_embeds).
 
-        All [batch, seq] but inputs_embeds [batch, seq, hidden]. What is None stays None, but a padded batch always gets
+        All are [batch, seq], except inputs_embeds [batch, seq, hidden]. None stays None, but a padded batch always gets
         an attention mask that hides the padding. `model_embeddings` embeds the padding of `inputs_embeds`.
 
         Raises:
-            ArgumentError: neither ids nor embeddings, or embeddings to pad and nothing to embed with.
+            ArgumentError: there are neither ids nor embeddings, or embeddings must be padded and `model_embeddings` is
+                missing.
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
@@ -203,5 +203,5 @@ class SparseAttentionUtils:
 
     @staticmethod
     def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-        """Cut the padding off again, [batch, seq, ...]."""
+        """Remove the padding from a result, [batch, seq, ...]."""
         return sequence_output[:, : sequence_output.shape[1] - pad_len] if pad_len else sequence_output
