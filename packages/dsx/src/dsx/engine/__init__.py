@@ -1,9 +1,16 @@
 """The training engine: `dsx.initialize` builds one (`entry.py`, `wiring.py`), `Engine` is its type.
 
-Files: `engine.py` the three calls of a step; `accessors.py` what can be asked; `saving.py`, `weights.py` whole weights;
-`checkpointing.py`, `training_state.py` checkpoints, and what they hold beside tensors; `accumulation.py`, `stepper.py`,
-`schedule.py`, `inputs.py`, `clock.py`, `observers.py` the parts, with a null object each; `parts.py` the list of parts;
-`request.py` what the caller brought.
+Map:
+
+* `engine.py` has the three calls of a step. Its base classes: `accessors.py` and `switches.py` (questions),
+  `as_module.py` (the engine as an `nn.Module`), `by_hand.py`, `checkpoints.py`, `saving.py`. `pipeline.py` is the
+  engine of a pipeline.
+* `parts.py` lists the parts of an engine, most of them with a null object: `accumulation.py`, `backwards.py`,
+  `stepper.py`, `schedule.py`, `inputs.py`, `efficiency.py`, `clock.py`, `hooks.py`, `observers.py`, `sessions.py`.
+  `request.py` has the caller's arguments.
+* Checkpoints: `checkpointing.py` saves and loads; `training_state.py`, `hyperparameters.py`, `randomness.py`,
+  `registered.py` and `places.py` are what it saves besides tensors; `gate.py` and `preemption.py` stop all ranks
+  together; `weights.py` gathers full weights.
 """
 
 from .engine import Engine

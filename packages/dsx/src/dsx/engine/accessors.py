@@ -1,4 +1,6 @@
-"""What an engine can be asked: sizes, counters, rates, norms, place. Nothing in here changes anything."""
+"""Questions to an engine: sizes, counters, rates, norms, ranks. Nothing here changes the engine, except
+`lr_scheduler`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class BatchInfo:
 
 
 def moments(groups: list[dict[str, Any]]) -> list[Any]:
-    """Momentum of each parameter group: `betas` where there are some, else `momentum`, else 0.0."""
+    """Momentum of each parameter group: its `betas`, otherwise its `momentum`, otherwise 0.0."""
     return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
 
@@ -87,7 +89,9 @@ class EngineAccessors:
 
     @property
     def monitor(self) -> Any:
-        """The writers of events, for events of one's own: `engine.monitor.write_events([(label, value, samples)])`."""
+        """The writers of events. Use it for your own events: `engine.monitor.write_events([(label, value,
+        samples)])`.
+        """
         return self._parts.monitor
 
     # - Optimizer
@@ -104,10 +108,11 @@ class EngineAccessors:
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
-        """Let the engine step another scheduler, or none (None: the caller steps it); checkpoints follow.
+        """Let the engine step another scheduler. None: the engine steps none, the caller may. Checkpoints save the new
+        one.
 
         Raises:
-            EngineArgumentError: it is no scheduler.
+            EngineArgumentError: it is not a scheduler.
         """
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
             raise EngineArgumentError(
@@ -131,7 +136,7 @@ class EngineAccessors:
         return [float(group["lr"]) for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
-        """Momentum of each parameter group: `betas` where the optimizer has them, else `momentum`, else 0.0."""
+        """Momentum of each parameter group: its `betas`, otherwise its `momentum`, otherwise 0.0."""
         return moments(self._groups())
 
     def get_type(self) -> str:
@@ -147,14 +152,14 @@ class EngineAccessors:
         return self._parts.settings.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
-        """0, 1, 2 or 3."""
+        """The ZeRO stage: 0, 1, 2 or 3."""
         return self._parts.settings.zero_stage
 
     # - Place
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process among all."""
+        """Rank of this process among all processes."""
         return self._parts.topology.rank
 
     @property
@@ -163,7 +168,7 @@ class EngineAccessors:
         return self._parts.topology.local_rank
 
     def get_data_parallel_rank(self) -> int:
-        """Rank of this process among those over which gradients are averaged."""
+        """Rank of this process among the ranks over which gradients are averaged."""
         return self._parts.topology.batches[0]
 
     @property
@@ -188,11 +193,11 @@ class EngineAccessors:
 
     @property
     def precision(self) -> Any:
-        """Which number has which data type: a `dsx.precision.Precision`."""
+        """The data types of parameters, gradients and other numbers: a `dsx.precision.Precision`."""
         return self._parts.config.precision
 
     def describe(self) -> str:
-        """What the engine is made of, as lines of text; what `dump_state` logs."""
+        """The parts of the engine, as lines of text; `dump_state` logs this."""
         return describe(self._parts)
 
     def __repr__(self) -> str:

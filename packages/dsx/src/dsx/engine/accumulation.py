@@ -1,9 +1,9 @@
 """Gradient accumulation: which micro-batch is the last before an update, and when gradients are reduced.
 
-Two questions, two small objects. `Accumulation` counts micro-batches and says "this one is the boundary". `SyncWindow`
-turns that into the optimizer's `no_sync()`: it is opened before a micro-batch's backward and closed at the next
-`step()`, rather than around one call, so that `engine.scale(loss).backward()` and several backwards per micro-batch are
-covered by the same mechanism as `engine.backward(loss)`.
+Two objects answer these questions. `Accumulation` counts micro-batches and says which one is at the boundary.
+`SyncWindow` uses the optimizer's `no_sync()`: it enters it before a micro-batch's backward and leaves it at the next
+`step()`. It is not limited to one call, so it also covers `engine.scale(loss).backward()` and several backwards per
+micro-batch.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Accumulation:
         self._done = self._unstepped = 0
 
     def override(self, boundary: bool | None) -> None:
-        """Decide the boundary by hand until told otherwise; None returns to what was configured."""
+        """Set the boundary by hand until the next call; None returns to the configured steps."""
         self._override = self._default if boundary is None else boundary
 
     def note_backward(self) -> None:
-        """Note a backward. One before the boundary counts as a micro-batch if no `step()` of its own follows it."""
+        """Note a backward. A backward before the boundary counts as a micro-batch even if no `step()` follows it."""
         if not self.is_boundary():
             self._unstepped += 1
 
@@ -69,8 +69,8 @@ class Accumulation:
         """End the running micro-batch.
 
         Returns:
-            How many micro-batches have ended since the last call: one where `step()` follows every micro-batch, and all
-            of the update where it is called at boundaries only, as Accelerate does.
+            How many micro-batches have ended since the last call: one if `step()` follows every micro-batch, and all
+            micro-batches of the update if `step()` is called at boundaries only, as Accelerate does.
         """
         boundary = self.is_boundary()
         ended = 1 + self._unstepped if boundary else 1
@@ -94,7 +94,7 @@ class SyncWindow:
         self._held = 0
 
     def before_backward(self, *, boundary: bool) -> None:
-        """Enter or leave `no_sync()` as the coming backward needs it."""
+        """Enter or leave `no_sync()`, as the coming backward needs it."""
         accumulate_only = self._held > 0 or not (boundary or self._every)
         if not accumulate_only:
             self.close()
@@ -117,7 +117,7 @@ class SyncWindow:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Backwards inside only accumulate, whatever the boundary."""
+        """Backwards inside the context only accumulate, also at the boundary."""
         self._held += 1
         try:
             yield

@@ -1,10 +1,10 @@
-"""The engine as a `torch.nn.Module`: what programs that take any module ask of it.
+"""The engine as a `torch.nn.Module`, for programs that take any module.
 
-The engine is a module with one child, `module`, so that `isinstance(engine, nn.Module)` holds, `.module` unwraps it and
-`train()`, `eval()` and forward hooks work. Parameters, buffers and state dicts are those of the child, under its own
+The engine is a module with one child, `module`, so that `isinstance(engine, nn.Module)` is true, `.module` unwraps it,
+and `train()`, `eval()` and forward hooks work. Parameters, buffers and state dicts are those of the child, with its
 names and without a prefix. Attributes that the engine does not have are looked up in the child: `engine.generate(...)`
-reaches the model's method. Left out: moving and casting the engine is moving and casting a sharded model, which
-dsx-zero judges.
+calls the model's method. Left out: moving or casting the engine moves or casts a sharded model; dsx-zero decides
+whether that is allowed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EngineModule(nn.Module):
         super().__init__()
         self.module = module
 
-    # - Mode. The child's flag is the only one: who puts it into evaluation mode by hand has put the engine into it.
+    # - Mode. Only the child has a flag: `engine.module.eval()` puts the engine into evaluation mode too.
 
     @property
     def training(self) -> bool:  # type: ignore[override]
@@ -55,19 +55,19 @@ class EngineModule(nn.Module):
     # - Parameters, buffers, state
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the module, with its names."""
+        """The same as of the module, with its names."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the module, with its names."""
+        """The same as of the module, with its names."""
         return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """That of the module; at stage 3 use `module_state_dict()`, which gathers."""
+        """The state dict of the module. At stage 3 use `module_state_dict()`, which gathers."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """That of the module; `load_module_state_dict` also brings the optimizer's masters along."""
+        """Load into the module. `load_module_state_dict` also updates the optimizer's masters."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     @property
@@ -93,7 +93,7 @@ class EngineModule(nn.Module):
         Args:
             backend: as for `torch.compile`.
             compile_kwargs: further arguments of `torch.compile`.
-            schedule: must be None: passes over the graph that schedule gathers are not available.
+            schedule: must be None. DeepCompile's graph passes, which schedule gathers, are not available.
 
         Raises:
             EngineArgumentError: a schedule is given.
@@ -111,7 +111,7 @@ class EngineModule(nn.Module):
     else:
 
         def __getattr__(self, name: str) -> Any:
-            # Only called for what neither the engine nor nn.Module keeps in its tables.
+            # Python calls this only for names that neither the engine nor nn.Module has.
             try:
                 return super().__getattr__(name)
             except AttributeError:

@@ -1,9 +1,9 @@
-"""Backwards that the engine was not told of: `loss.backward()` instead of `engine.backward(loss)`.
+"""Backwards that the user starts without the engine: `loss.backward()` instead of `engine.backward(loss)`.
 
-`engine.scale` puts a hook on the loss it returns, so that the backward of that loss is known from its first moment.
-Every other backward that brings the model's parameters gradients has an unscaled loss. Its gradients are divided by the
-accumulation steps when they arrive. A loss scale cannot be made up for afterwards, because small gradients are lost in
-backward already: then such a backward is refused before it has changed anything.
+`engine.scale` puts a hook on the loss it returns, so that the engine recognises the backward of that loss when it
+begins. Every other backward that gives gradients to the model's parameters has an unscaled loss. Its gradients are
+divided by the accumulation steps when they arrive. With a loss scale that is not possible: without the scale, backward
+has already lost small gradients. Then such a backward is refused before it has changed anything.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class _ScaledLoss:
 
 
 class _Running:
-    """A backward of a scaled loss, for as long as it runs. Autograd keeps it among the callbacks for its end, and drops
-    those when an error ends the backward too (see `test_an_error_in_backward_ends_it`).
+    """Exists while a backward of a scaled loss runs. Autograd holds it as a callback for the end of the backward, and
+    drops its callbacks also when an error ends the backward (see `test_an_error_in_backward_ends_it`).
     """
 
     def __init__(self, backwards: Backwards) -> None:
         self._backwards = weakref.ref(backwards)
 
     def __call__(self) -> None:
-        """Nothing to do: its own end is the message."""
+        """Does nothing: the end of this object marks the end of the backward."""
 
     def __del__(self) -> None:
         found = self._backwards()
@@ -51,9 +51,9 @@ class Backwards:
     """Judges each backward for the sharded gradients (`dsx_zero`'s `BackwardWatch`).
 
     Args:
-        accumulation, window: those of the engine.
+        accumulation, window: the objects of the engine.
         scaled_losses: whether there is a loss scale.
-        watchers: the engine's hooks and observers; some cannot work without `engine.backward`.
+        watchers: the engine's hooks and observers; some of them need `engine.backward`.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Backwards:
         self._running = 0
 
     def watch(self, scaled: torch.Tensor) -> None:
-        """The backward of this loss will be one that the engine knows."""
+        """Recognise the backward of this loss when it begins."""
         hook = _ScaledLoss(self)
         scaled.register_hook(hook)
         self._waiting.add(hook)
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """Whatever is differentiated inside comes from a loss that the engine has scaled (a pipeline's stages)."""
+        """Backwards inside the context are of a loss that the engine has scaled (in a pipeline's stages)."""
         self._running += 1
         try:
             yield
@@ -86,11 +86,12 @@ class Backwards:
         torch.autograd.Variable._execution_engine.queue_callback(_Running(self))
 
     def end_scaled(self) -> None:
-        """It has ended, or an error ended it."""
+        """The backward of a scaled loss has ended, possibly with an error."""
         self._running -= 1
 
     def _is_scaled(self) -> bool:
-        # A loss that still waits may be a part of the one that runs: `(engine.scale(loss) + penalty).backward()`.
+        # A scaled loss whose backward has not begun may be part of another: `(engine.scale(loss) +
+        # penalty).backward()`.
         return self._running > 0 or len(self._waiting) > 0
 
     @property
@@ -104,16 +105,16 @@ class Backwards:
         return self.refuses or self._accumulation.steps > 1
 
     def factor(self) -> float:
-        """What the running backward's gradients are to be multiplied with; 0.0 if `begin` will refuse it."""
+        """The factor for the running backward's gradients; 0.0 if `begin` will refuse it."""
         if self._is_scaled():
             return 1.0
         return 0.0 if self.refuses else 1.0 / self._accumulation.steps
 
     def begin(self) -> float:
-        """The running backward has brought its first gradient; the factor.
+        """Called with the first gradient of the running backward; returns the factor for its gradients.
 
         Raises:
-            EngineError: the loss was not scaled, and has to be.
+            EngineError: the loss was not scaled although it must be.
         """
         if self._is_scaled():
             return 1.0

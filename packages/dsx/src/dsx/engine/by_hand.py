@@ -1,7 +1,7 @@
-"""What a training loop may do by hand that the engine otherwise does by itself: reduce now, free now, load weights.
+"""Calls for things that the engine otherwise does automatically: reduce gradients, free memory, load weights.
 
-Programs that drive the engine from outside (Accelerate, Lightning, RL loops) call these by the names that DeepSpeed
-gave them. A loop of `engine.backward` and `engine.step` needs none of them.
+Programs that drive the engine from outside (Accelerate, Lightning, RL loops) call them by DeepSpeed's names. A loop of
+`engine.backward` and `engine.step` does not need them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EngineByHand:
-    """The calls; mixed into `Engine`."""
+    """A base class of `Engine` with these calls."""
 
     _parts: EngineParts
 
@@ -27,12 +27,12 @@ class EngineByHand:
         raise NotImplementedError  # the engine's own
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Average over the ranks what backwards have accumulated so far. Collective.
+        """Average the gradients that were accumulated so far over the ranks. Collective.
 
-        `step()` does this by itself; call it to look at reduced gradients before the step.
+        `step()` does this too. Call it to look at reduced gradients before the step.
 
         Args:
-            bucket_size: must be None: `zero_optimization.reduce_bucket_size` holds.
+            bucket_size: must be None; `zero_optimization.reduce_bucket_size` is used.
 
         Raises:
             EngineArgumentError: a bucket size is given.
@@ -47,10 +47,11 @@ class EngineByHand:
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backwards of one micro-batch, reduced once: inside they only accumulate, on leaving they are reduced.
+        """For several backwards of one micro-batch: inside the context they only accumulate, and at its end the
+        gradients are reduced once.
 
-        Legal in every ZeRO stage; in stages 2 and 3 the whole local gradients are kept meanwhile. An error inside
-        leaves the gradients unreduced and is passed on.
+        Allowed in every ZeRO stage. In stages 2 and 3 the complete local gradients are kept until then. An error inside
+        the context leaves the gradients unreduced and is passed on.
         """
         optimizer = self._with_optimizer("coalesce_grad_reduction")
         with self._living().window.hold():
@@ -58,10 +59,10 @@ class EngineByHand:
         optimizer.reduce_gradients()
 
     def empty_partition_cache(self) -> None:
-        """Stage 3: free every parameter that is gathered, kept for reuse or read ahead; nothing at other stages.
+        """Stage 3: free every parameter that is gathered, kept for reuse or read ahead. Does nothing at other stages.
 
-        Call it on every rank, between forwards and backwards: after evaluation, or before something else needs the
-        memory.
+        Call it on every rank, between forwards and backwards, for example after an evaluation, or before something else
+        needs the memory.
         """
         self._with_optimizer("empty_partition_cache").free_gathered()
 
@@ -72,8 +73,8 @@ class EngineByHand:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move states of training to host memory, so that something else (generation) can use the device. Every rank
-        must call it, between steps.
+        """Move training states to host memory, so that other work (generation) can use the device. Every rank must call
+        it, between steps.
 
         Args:
             include: classes of state (`dsx.zero.OffloadStateTypeEnum`); None: all.
@@ -87,7 +88,9 @@ class EngineByHand:
         self._living().shards.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` moved. Every rank must call it before the next step."""
+        """Bring the states that `offload_states` moved back to the device. Every rank must call it before the next
+        step.
+        """
         self._living().shards.reload_states(non_blocking)
 
     def load_module_state_dict(
@@ -97,18 +100,17 @@ class EngineByHand:
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> Any:
-        """Load whole weights into the module, and into the optimizer's masters where it has some. Every rank must call
-        it.
+        """Load full weights into the module, and into the optimizer's masters if it has some. Every rank must call it.
 
         Args:
-            state_dict: whole tensors by the module's names, the same on every rank.
-            strict: names that do not fit are an error.
+            state_dict: full tensors by the module's names, the same on every rank.
+            strict: raise an error for names that do not fit.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of `module.load_state_dict`.
-            fetch_z3_params: gather all parameters first, for a `custom_load_fn` that writes them; writes of rank 0
-                count.
+            fetch_z3_params: gather all parameters first, for a `custom_load_fn` that writes to them; the values that
+                rank 0 writes are kept.
 
         Returns:
-            What `module.load_state_dict` returns: missing and unexpected names.
+            The result of `module.load_state_dict`: missing and unexpected names.
         """
         parts = self._living()
         if custom_load_fn is None:

@@ -1,5 +1,5 @@
-"""What a checkpoint says of the run that saved it: configuration, versions, layout. For people and tools; no load needs
-it.
+"""Facts about a run that its checkpoints contain: configuration, versions, layout. People and tools read them; a load
+does not need them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SECRET = ("api_key", "token", "password", "secret")
 
 
 def checkpoint_facts(config: Any, world_size: int) -> dict[str, dict[str, Any]]:
-    """`config` (what was set; keys of services are left out), `versions` and `layout`."""
+    """`config` (the values that were set, without secret keys of services), `versions` and `layout`."""
     zero = config.zero
     placement = {
         name: "none" if section is None else section.device

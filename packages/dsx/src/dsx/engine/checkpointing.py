@@ -1,13 +1,14 @@
-"""The engine's checkpointer: the sharded tensors, and the training state beside them, to a folder and back.
+"""The engine's checkpointer: saves the sharded tensors and the training state to a folder, and loads them.
 
-The tensors and the files are the business of `dsx.checkpoint`. This part adds the training state (`training_state.py`),
-agrees with the other ranks on folder and tag, and decides what of a checkpoint is taken.
+`dsx.checkpoint` handles the tensors and the files. This part adds the training state (`training_state.py`), agrees with
+the other ranks on folder and tag, and decides which parts of a checkpoint are restored.
 
 A load changes nothing until every rank has read and verified everything it needs. Then the small parts are restored,
-which can be taken back, and last the tensors.
+whose changes can be undone, and last the tensors.
 
-What belongs to a rank alone (random states, the position of a loader that counts for its rank, objects registered with
-`per_rank=True`) is given back where as many ranks load as have saved; else it begins anew, and a line says so.
+Some state belongs to one rank alone: random states, the position of a loader that counts samples per rank, objects
+registered with `per_rank=True`. It is restored if as many ranks load as have saved; otherwise it starts new, and a log
+line says so.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ __all__ = ["Checkpointer", "Wanted"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a load is to restore beside the weights."""
+    """Which parts a load restores in addition to the weights."""
 
     strict: bool = True
     optimizer: bool = True
@@ -61,8 +62,8 @@ class Wanted:
 
 
 def counts_globally(loader: Any) -> bool:
-    """Whether a loader's state says how many samples all ranks together have used, so that any number of ranks can go
-    on there. Others' states count for their rank.
+    """Whether a loader's state says how many samples all ranks together have used, so that any number of ranks can
+    continue there. The states of other loaders are valid for their rank only.
     """
     inner = loader.loader if isinstance(loader, RepeatingLoader) else loader
     return isinstance(inner, TrainingLoader)
@@ -77,8 +78,8 @@ class Rest:
     """Data position and random states between two updates.
 
     Attributes:
-        data: the loader's state, if it counts for all ranks; else empty.
-        rank_data: the loader's state, if it counts for this rank alone; else None.
+        data: the loader's state if it is valid for all ranks; otherwise empty.
+        rank_data: the loader's state if it is valid for this rank only; otherwise None.
         random: see `randomness.py`.
     """
 
@@ -88,7 +89,7 @@ class Rest:
 
     @staticmethod
     def take(loader: Any) -> Rest:
-        """What they are now."""
+        """The present position and random states."""
         known = counts_globally(loader)
         return Rest(
             data=loader.state_dict() if known else {},
@@ -104,19 +105,20 @@ class Checkpointer:
     Attributes:
         module: the sharded model; its persistent buffers are saved.
         shards: the sharded state: parameters, masters and optimizer states.
-        optimizer: whose parameter groups' numbers are saved; None without one.
-        counters, schedule, scaler: the parts whose state is saved.
-        scheduled: whether a schedule drives the rates.
+        optimizer: the optimizer; the numbers in its parameter groups are saved. None without one.
+        counters, schedule, scaler: parts of the engine; their states are saved.
+        scheduled: whether a schedule sets the learning rates.
         precision: the precision record as plain values.
         settings: the `checkpoint` section.
-        gate: where all ranks stop together between two updates.
+        gate: stops all ranks together between two updates.
         facts: `config`, `versions` and `layout` of the training state; for people and tools.
-        rank: number of this process in the job.
-        places: for tensors of which this rank holds a part (`dsx.checkpoint.Place`): model parallelism says so here.
-        registered: objects of the caller.
-        parts: further objects with `state_dict` and `load_state_dict`, by name. Rank 0's state is saved; one whose
+        rank: rank of this process in the job.
+        places: the place (`dsx.checkpoint.Place`) of each tensor of which this rank holds only a part, because of model
+            parallelism.
+        registered: the objects that the caller registered.
+        parts: other objects with `state_dict` and `load_state_dict`, by name. Rank 0's state is saved. An object whose
             state is spread over the ranks gathers it in a method `whole_state`.
-        gather: makes parameters whole and writes back what rank 0 has changed.
+        gather: gathers parameters, and writes back the values that rank 0 has changed.
     """
 
     module: Any
@@ -148,14 +150,14 @@ class Checkpointer:
 
     @functools.cached_property
     def _ranks_of_own(self) -> Any:
-        """Ranks that can send host memory to each other. Made by all ranks together, when the first of them saves."""
+        """A group of ranks that can send host memory to each other. All ranks make it together, at the first save."""
         from ..checkpoint.ranks import ranks_of_own
 
         return ranks_of_own()
 
     @functools.cached_property
     def _disks(self) -> Any:
-        """How the ranks reach the folder: None where all see the same one, else the disks of the nodes."""
+        """The disks of the nodes, if each node has its own folder; None if all ranks see the same folder."""
         if not self.settings.use_node_local_storage:
             return None
         from ..checkpoint.nodes.disks import NodeDisks
@@ -164,7 +166,7 @@ class Checkpointer:
 
     @functools.cached_property
     def behind(self) -> Any:
-        """What writes saves behind training (`dsx.checkpoint.behind.WriteBehind`); made when it is first needed."""
+        """Writes saves while training goes on (`dsx.checkpoint.behind.WriteBehind`); made when it is first needed."""
         from ..checkpoint.behind import WriteBehind
         from ..checkpoint.ranks import ranks_of_own
 
@@ -176,18 +178,18 @@ class Checkpointer:
         return made
 
     def wait(self) -> None:
-        """Until every save is on disk. Raises `CheckpointError` where one is not."""
+        """Wait until every save is on disk. Raises `CheckpointError` if one failed."""
         for behind in self._behind:
             behind.wait()
 
     def close(self) -> None:
-        """Wait for the saves in flight, and end their thread. Raises `CheckpointError` as `wait` does."""
+        """Wait for the saves in flight, and end their thread. Raises `CheckpointError` like `wait`."""
         for behind in self._behind:
             behind.close()
 
     def note_rest(self, loader: Any) -> None:
-        """Keep what a save between this update and the next one has to say of data and random states: by the time that
-        a signal arrives, the next batch may have been read.
+        """Keep data position and random states for a save between this update and the next one. When a signal arrives,
+        the next batch may have been read already.
         """
         self._rest[:] = [Rest.take(loader)]
 
@@ -205,12 +207,12 @@ class Checkpointer:
         asynchronous: bool | None = None,
         at_rest: bool = False,
     ) -> str:
-        """Save collectively; the folder written, or that will be written.
+        """Save. Collective. Returns the folder that was written, or will be.
 
         Args:
-            loader: the training loader, None without one.
-            asynchronous: write behind training; None: as the configuration says.
-            at_rest: data and random states are those of `note_rest`.
+            loader: the training loader; None without one.
+            asynchronous: write while training goes on; None: as the configuration says.
+            at_rest: use the data position and random states of `note_rest`.
         """
         behind = self.behind if (self.settings.asynchronous if asynchronous is None else asynchronous) else None
         self.wait() if behind is None else behind.raise_failures()
@@ -233,15 +235,15 @@ class Checkpointer:
         latest: bool = True,
         exclude_frozen: bool = False,
     ) -> PlannedSave:
-        """A save of which everything is decided, and nothing written. Collective.
+        """Plan a save: everything is decided, and nothing is written. Collective.
 
         Args:
-            rest: data position and random states; None: those of `note_rest`, or of now where there are none.
+            rest: data position and random states; None: those of `note_rest`, or the present ones if there are none.
         """
         from ..checkpoint.keeping import Keeping
         from ..checkpoint.writing import plan_save
 
-        self.shards.synchronize()  # where ranks' parameters differ between two steps
+        self.shards.synchronize()  # with some optimizers the ranks' parameters differ between two steps
         rest = rest or (self._rest[0] if self._rest else Rest.take(None))
         return plan_save(
             save_dir,
@@ -274,7 +276,7 @@ class Checkpointer:
         )
 
     def _agreed_tag(self, save_dir: Any, tag: str, client_state: Any) -> str:
-        """Rank 0's tag; that others have another one is ignored, warned about or refused, as the config says."""
+        """Rank 0's tag. If other ranks have another tag, that is ignored, warned about or refused, as configured."""
         from ..checkpoint import CheckpointArgumentError
         from ..checkpoint.folder import check_folder, check_tag
 
@@ -306,10 +308,10 @@ class Checkpointer:
         loader: Any,
         disks: LoadDisks | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load collectively; folder and client state, or (None, {}) where there is no checkpoint.
+        """Load. Collective. Returns folder and client state, or (None, {}) if there is no checkpoint.
 
         Args:
-            disks: how the ranks reach the folder (`dsx.checkpoint.prepare_load`); None: as the configuration says.
+            disks: the disks of the nodes (`dsx.checkpoint.prepare_load`); None: as the configuration says.
         """
         from ..checkpoint import prepare_load
         from ..checkpoint.selecting import Selection
@@ -346,7 +348,7 @@ class Checkpointer:
         return str(prepared.loaded.path), state.get("client", {})
 
     def _load_by_hand(self, path: Path, custom: Callable[..., Any]) -> None:
-        """Let the caller's function fill the module from the weights; what it does on rank 0 counts for all."""
+        """Let the caller's function fill the module from the weights. The values on rank 0 are used for all ranks."""
         from ..checkpoint.whole import WholeTensors
 
         def fill() -> None:
@@ -377,7 +379,7 @@ class Checkpointer:
         if wanted.optimizer:
             undo.restore_state_of(self.scaler)
             self.scaler.load_state_dict(state.loss_scaler)
-        self._restore_groups(state, wanted, undo)  # before the schedule, which may have more to say
+        self._restore_groups(state, wanted, undo)  # before the schedule, which may change the groups again
         if wanted.lr_scheduler and state.lr_scheduler:
             undo.restore_state_of(self.schedule)
             self.schedule.load_state_dict(state.lr_scheduler)
@@ -394,7 +396,7 @@ class Checkpointer:
             loader.load_state_dict(state.data)
 
     def _apply_rank_state(self, saved: Any, wanted: Wanted, loader: Any, undo: Undo) -> None:
-        """What this rank alone had."""
+        """Restore the state that belongs to this rank alone."""
         self._restore_objects(saved["objects"], undo, per_rank=True)
         if saved["data"] is not None and _has_position(loader) and not counts_globally(loader):
             undo.restore_state_of(loader)
@@ -421,7 +423,7 @@ class Checkpointer:
             )  # fmt: skip
 
     def _restore_groups(self, state: TrainingState, wanted: Wanted, undo: Undo) -> None:
-        """Rates and other numbers of the groups. Where a schedule begins anew, what it sets stays as it has set it."""
+        """Restore rates and other numbers of the groups. If a schedule starts new, the numbers that it set are kept."""
         saved = state.param_groups
         if self.optimizer is None or not saved:
             return
@@ -442,7 +444,7 @@ class Checkpointer:
             logger.info("load_checkpoint: as saved, not as configured: %s", "; ".join(changes))
 
     def _compare_precision(self, saved: dict[str, Any]) -> None:
-        """Say where the numbers come from another precision; loading converts them."""
+        """Log which numbers were saved in another precision; loading converts them."""
         if not saved or self.rank != 0:
             return
         now = self.precision

@@ -1,4 +1,4 @@
-"""The part of `Engine` that saves, loads, and ends when the machine is taken away."""
+"""The part of `Engine` that saves and loads checkpoints, and ends the run when the machine is taken away."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Folder = str | os.PathLike[str]
 
 
 class Companion(Protocol):
-    """Something that acts between updates, on every rank, and ends with the engine (`Engine.accompany`)."""
+    """An object that is called between updates on every rank, and is closed with the engine (`Engine.accompany`)."""
 
     def after_update(self) -> None: ...
 
@@ -35,7 +35,7 @@ class EngineCheckpoints:
         raise NotImplementedError
 
     def forget_micro_batches(self) -> None:
-        """Begin an update anew."""
+        """Restart the current update."""
         raise NotImplementedError
 
     def save_checkpoint(
@@ -47,18 +47,18 @@ class EngineCheckpoints:
         exclude_frozen_parameters: bool = False,
         asynchronous: bool | None = None,
     ) -> str:
-        """Save everything needed to go on, under `save_dir/tag`; every rank must call it.
+        """Save everything that is needed to continue, under `save_dir/tag`; every rank must call it.
 
         Args:
             tag: name of the checkpoint; None: `global_step<N>`.
-            client_state: a dictionary that `load_checkpoint` gives back: numbers, text, lists, tuples, dicts, tensors,
-                numpy values, `argparse.Namespace`, dtypes and devices. Rank 0's is kept.
-            save_latest: make it the one that `load_checkpoint` finds without a tag.
+            client_state: a dictionary that `load_checkpoint` returns: numbers, text, lists, tuples, dicts, tensors,
+                numpy values, `argparse.Namespace`, dtypes and devices. The dictionary of rank 0 is saved.
+            save_latest: `load_checkpoint` without a tag loads this checkpoint.
             exclude_frozen_parameters: leave out parameters that are not trained.
             asynchronous: copy to host memory, return, and write while training goes on; None: as
-                `checkpoint.asynchronous` says. The checkpoint is there when it has its name; `wait_for_checkpoints`
-                waits for that. An error is raised on all ranks by the same later `step()`, or by the next save,
-                `wait_for_checkpoints` or `destroy`.
+                `checkpoint.asynchronous` says. The folder gets its name when the checkpoint is complete;
+                `wait_for_checkpoints` waits for that. An error is raised on all ranks by the same later `step()`, or by
+                the next save, `wait_for_checkpoints` or `destroy`.
 
         Returns:
             The folder that was written, or will be.
@@ -91,25 +91,25 @@ class EngineCheckpoints:
         key_mapping: Mapping[str, str] | None = None,
         padded_vocabulary: Sequence[str] = (),
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load what any stage and any number of ranks saved; every rank must call it.
+        """Load a checkpoint that was saved at any stage and with any number of ranks; every rank must call it.
 
-        At the number of ranks that saved, the next steps are those of the run that went on, bit for bit. Where no tag
-        is given and the latest checkpoint is damaged, the one before it is loaded, and a warning says so.
+        With the same number of ranks, the next steps have the same bits as those of an uninterrupted run. If no tag is
+        given and the latest checkpoint is damaged, the one before it is loaded, with a warning.
 
         Args:
-            tag: which checkpoint; None: the latest.
-            load_module_strict: names that do not fit are an error; else what fits is loaded.
-            load_optimizer_states, load_lr_scheduler_states: False starts these anew.
-            load_module_only: load weights and buffers and nothing else, counters included.
-            custom_load_fn: called as `custom_load_fn(src=weights, dst=module)` to fill the module, in the place of
-                loading weights by name. `weights` reads each tensor when it is asked for; what is written on rank 0
-                counts for all ranks. Optimizer states are loaded where names and shapes fit.
-            load_random_states: False leaves the random generators as they are.
-            only: regular expressions; what none of them matches stays as it is, and is not missed. An adapter alone:
-                `only=["lora_"]`.
-            key_mapping: regular expression -> replacement; from names in the checkpoint to names in the model.
+            tag: the checkpoint's tag; None: the latest.
+            load_module_strict: names that do not fit are an error; False: the names that fit are loaded.
+            load_optimizer_states, load_lr_scheduler_states: False starts these new.
+            load_module_only: load only weights and buffers, and not the counters either.
+            custom_load_fn: called as `custom_load_fn(src=weights, dst=module)` to fill the module, instead of loading
+                weights by name. `weights` reads each tensor when it is asked for. The values that the function writes
+                on rank 0 are used for all ranks. Optimizer states are loaded where names and shapes fit.
+            load_random_states: False leaves the random generators unchanged.
+            only: regular expressions; tensors that none of them matches stay unchanged and may be missing in the
+                checkpoint. For an adapter alone: `only=["lora_"]`.
+            key_mapping: regular expression -> replacement, from names in the checkpoint to names in the model.
             padded_vocabulary: regular expressions of tensors that may have another number of rows than in the
-                checkpoint; rows that it does not have become zeros.
+                checkpoint; new rows become zeros.
 
         Returns:
             Folder and client state, or `(None, {})` if there is no checkpoint.
@@ -140,15 +140,15 @@ class EngineCheckpoints:
         self._living().checkpointer.wait()
 
     def register_for_checkpointing(self, *objects: Any, name: str | None = None, per_rank: bool = False) -> None:
-        """Save and load the state of further objects with the engine's: an average of the weights, a sampler, ...
+        """Save and load the state of other objects together with the engine: an average of the weights, a sampler, ...
 
         Register the same objects in the same order before `load_checkpoint`.
 
         Args:
-            objects: each has `state_dict()`, whose values may be what a client state may hold, and
+            objects: each has `state_dict()`, with values of the kinds that a client state may have, and
                 `load_state_dict(state)`.
-            name: under which the only object is kept; None: its class and a number.
-            per_rank: keep each rank's state, and give it back where as many ranks load; else rank 0's is kept for all.
+            name: name of the state in the checkpoint, for a single object; None: its class and a number.
+            per_rank: save each rank's state, and restore it if as many ranks load; False: rank 0's state is for all.
         """
         self._living().checkpointer.registered.add(objects, name, per_rank)
 
@@ -162,12 +162,12 @@ class EngineCheckpoints:
         """When one of these signals reaches any rank, save on all ranks after the same update and end the process with
         the exit code 75 (`dsx.exit_codes.RESUME_EXIT_CODE`); every rank must call this, on its main thread.
 
-        Ending is a `SystemExit` raised from `step()`, `forward` or `train_batch`, so that `finally` blocks run.
-        Evaluations under `torch.no_grad()` are left in the middle. `dsx launch` hands the exit code on.
+        The process ends with a `SystemExit` raised from `step()`, `forward` or `train_batch`, so that `finally` blocks
+        run. An evaluation under `torch.no_grad()` is interrupted. `dsx launch` passes the exit code on.
 
         Args:
             save_dir, tag: as for `save_checkpoint`.
-            client_state: saved with it, or a function that gives it when the time has come.
+            client_state: as for `save_checkpoint`, or a function that returns it at that moment.
             signals: names of signals.
         """
         from ..checkpoint.ranks import ranks_of_own
@@ -189,15 +189,15 @@ class EngineCheckpoints:
         parts.checkpointer.note_rest(self.training_dataloader)
 
     def accompany(self, companion: Companion) -> None:
-        """Call `companion.after_update()` behind each update and `companion.close()` when the engine is destroyed.
+        """Call `companion.after_update()` after each update, and `companion.close()` when the engine is destroyed.
 
-        For parts of dsx that are built on top of the engine; every rank must do so at the same time.
+        For parts of dsx that are built on top of the engine; every rank must call it at the same point.
         """
         self._living()
         self._companions = (*self._companions, companion)
 
     def _after_update(self) -> None:
-        """The update is over: this is where ranks stop together, if they have agreed to."""
+        """Called when an update is over. Here the ranks stop together, if they have agreed to."""
         if self._preemption is not None or self._companions:
             self._parts.checkpointer.note_rest(self.training_dataloader)
         for companion in self._companions:
@@ -205,7 +205,7 @@ class EngineCheckpoints:
         self._parts.gate.end_update()
 
     def _close_checkpoints(self) -> None:
-        """Give signals back, and wait for what is being written."""
+        """Restore the signal handlers, and wait for saves in flight."""
         if self._preemption is not None:
             self._preemption.close()
             self._preemption = None
@@ -218,7 +218,7 @@ class EngineCheckpoints:
 
 
 def job_store() -> Any:
-    """The job's store: a few bytes by name, without a collective."""
+    """The job's store, which holds a few bytes by name and needs no collective."""
     import torch
 
     return torch.distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateImportUsage]

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: ranges named forward, backward and step.
+"""Measures the parts of a step: ranges named forward, backward and step.
 
-`NoClock` measures nothing. The one that measures is `dsx_monitor.WallClock`, which has this shape: on CUDA it records
-events and reads them once they have happened, so that timing never waits for the device.
+`NoClock` measures nothing. `dsx_monitor.WallClock` has the same methods and measures: on CUDA it records events and
+reads them after they have happened, so that timing never waits for the device.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ class NoClock:
         return _NOTHING
 
     def elapsed(self) -> list[tuple[str, float]]:
-        """No figures."""
+        """Returns no figures."""
         return []

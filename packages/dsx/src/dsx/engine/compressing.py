@@ -1,4 +1,4 @@
-"""Advances a compression schedule after every applied step, and saves it where a model lies in stages."""
+"""Advances a compression schedule after every applied step, and saves it for models that are divided into stages."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ class CompressionSession:
 
 
 class StagedSchedule:
-    """The state of a compression schedule for a checkpoint, where each rank has the techniques of its own stages.
+    """The state of a compression schedule for a checkpoint, if each rank has the techniques of its own stages.
 
     Args:
         scheduler: a `dsx_compress.CompressionScheduler`.
-        gather: from an object to those of all ranks. Collective.
+        gather: takes this rank's object and returns those of all ranks. Collective.
     """
 
     def __init__(self, scheduler: Any, gather: Callable[[Any], list[Any]]) -> None:
         self._scheduler, self._gather = scheduler, gather
 
     def state_dict(self) -> dict[str, Any]:
-        """That of this rank's techniques."""
+        """The state of this rank's techniques."""
         return self._scheduler.state_dict()
 
     def whole_state(self) -> dict[str, Any]:
-        """That of all ranks' techniques. Collective."""
+        """The state of all ranks' techniques. Collective."""
         states = self._gather(self.state_dict())
         techniques = {name: one for state in states for name, one in state["techniques"].items()}
         return {**self.state_dict(), "techniques": techniques}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from either; what belongs to other stages is passed over."""
+        """Load a state of either kind; techniques of other stages are ignored."""
         own = self.state_dict()["techniques"]
         techniques = {name: one for name, one in state["techniques"].items() if name in own}
         self._scheduler.load_state_dict({**state, "techniques": techniques})

@@ -1,8 +1,7 @@
-"""The line that says what an optimizer which averages in one bit sends, and what it saves.
+"""Logs the traffic of an optimizer with one-bit averaging: the bytes it sends, and the time it saves.
 
-Bytes are this rank's, summed since the line before. The gain is the optimizer's estimate from what it measured at its
-first step (`dsx_comm.StepTraffic`), which it does with `compression: "auto"` only; without a measurement no gain is
-shown.
+Bytes are those of this rank since the line before. The gain is the optimizer's estimate, from measurements at its first
+step (`dsx_comm.StepTraffic`). It measures only with `compression: "auto"`; otherwise no gain is shown.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from .report import StepReport
 
 
 class CompressionLine:
-    """Logs every `every` steps.
+    """Logs a line every `every` steps.
 
     Args:
         every: steps between two lines.
-        latest: the optimizer's record of its latest step; None before the first.
+        latest: returns the optimizer's record of its latest step, or None before the first.
     """
 
     def __init__(self, every: int, latest: Callable[[], Any]) -> None:
@@ -27,7 +26,7 @@ class CompressionLine:
         self._sent = self._uncompressed = self._gain = 0.0
 
     def after_step(self, report: StepReport) -> None:
-        """Add the step's bytes; at the end of an interval say the sums."""
+        """Add the step's bytes; at the end of an interval log the sums."""
         traffic = self._latest()
         if report.applied and traffic is not None:
             self._sent += traffic.sent

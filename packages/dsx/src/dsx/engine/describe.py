@@ -1,4 +1,4 @@
-"""What an engine is made of, as text (`dump_state`)."""
+"""Describes the parts of an engine as text (`dump_state`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MIB = 2**20
 
 
 def describe(parts: EngineParts) -> str:
-    """One line per part: place, model, optimizer, memory of the states, who watches."""
+    """One line per part: ranks, model, optimizer, memory of the states, observers."""
     rows = list(_rows(parts))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:{width}}  {value}" for name, value in rows)

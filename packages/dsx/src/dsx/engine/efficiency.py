@@ -1,8 +1,8 @@
-"""What the sections on data efficiency do inside an engine's step.
+"""The parts of an engine for the configuration's sections on data efficiency.
 
-Each part is a transform of the batch, an observer of the step, or both, and has a state for the checkpoint:
-`SeqlenCurriculum` cuts sequences, `LayerDropping` and `TokenDropping` drive the layers that skip work, `TokenBatches`
-weighs the losses of micro-batches of unequal size and scales the learning rate. The arithmetic is that of dsx_data.
+Each part is a transform of the batch, an observer of the step, or both, and has a state for the checkpoint.
+`SeqlenCurriculum` cuts sequences. `LayerDropping` and `TokenDropping` drive layers that skip work. `TokenBatches`
+weights the losses of micro-batches of unequal size and scales the learning rate. dsx_data has the arithmetic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .report import Counters, StepReport
 
 
 class Batches(Protocol):
-    """Size of an update, and the weights and learning rates that follow from it."""
+    """The size of an update, and the weights and learning rates that depend on it."""
 
     @property
     def known_before(self) -> bool:
@@ -44,39 +44,39 @@ class FixedBatches:
     known_before = True
 
     def note(self, size: Any) -> None:
-        """The size is known."""
+        """Does nothing: the size is fixed."""
 
     def weight(self) -> float:
-        """All losses weigh alike."""
+        """Returns 1: all losses have the same weight."""
         return 1.0
 
     def gradient_scale(self) -> float:
-        """The mean of the gradients is what the update needs."""
+        """Returns 1: the update uses the mean of the gradients as it is."""
         return 1.0
 
     def samples(self, configured: int) -> int:
-        """The configured number."""
+        """Returns the configured number."""
         return configured
 
     def rates(self) -> AbstractContextManager[object]:
-        """Nothing to scale."""
+        """A context that changes no learning rate."""
         return nullcontext()
 
 
 class TokenBatches:
-    """Updates of micro-batches of unequal size: weighs their losses, counts samples, scales the learning rates.
+    """Updates whose micro-batches differ in size: weights their losses, counts samples, scales the learning rates.
 
-    With n the tokens (or samples) of a micro-batch and N their sum over the update's micro-batches and ranks, the
-    update's gradient is the sum of n / N times the micro-batches' gradients: that of one batch of all of them, where
-    a loss is a mean over tokens (samples). N is known only in the end. So each loss weighs n / unit, and the mean of
-    the gradients is divided by N / (unit x micro-batches x ranks).
+    Let n be the tokens (or samples) of a micro-batch, and N their sum over all micro-batches and ranks of the update.
+    The gradient of the update is the sum of n / N times the gradients of the micro-batches. This is the gradient of one
+    batch of all of them, if a loss is a mean over tokens (samples). N is known only at the end. So each loss gets the
+    weight n / unit, and the mean of the gradients is divided by N / (unit x micro-batches x ranks).
 
     Args:
         base: samples of the update for which the learning rate was chosen.
-        factor: from samples and base to the factor on the learning rate.
+        factor: (samples, base) -> the factor on the learning rate.
         groups: the optimizer's parameter groups.
-        by: "tokens", "samples", or "none": all losses weigh alike.
-        unit: any positive number; weights are near 1 where it is about the size of a micro-batch.
+        by: "tokens", "samples", or "none" (all losses have the same weight).
+        unit: any positive number; with the usual size of a micro-batch, weights are near 1.
         parts: micro-batches of an update over all ranks.
     """
 
@@ -88,13 +88,13 @@ class TokenBatches:
     ) -> None:  # fmt: skip
         self._base, self._factor, self._groups = base, factor, groups
         self._by, self._unit, self._parts = by, unit, parts
-        # A backward that the engine does not see would add gradients without their weight.
+        # A backward that does not go through the engine would add gradients without their weight.
         self.needs_engine_backward = by != "none"
         self._samples = self._sum = self._new = 0
         self._weight = 1.0
 
     def note(self, size: Any) -> None:
-        """A micro-batch (`dsx_data.BatchSize`) is about to be handed out."""
+        """The loader is about to return a micro-batch of this size (`dsx_data.BatchSize`)."""
         self._samples += size.samples
         if self._by != "none":
             own, both = (getattr(size, f"{whose}_{self._by}") for whose in ("own", "sum"))
@@ -103,10 +103,10 @@ class TokenBatches:
             self._new += 1
 
     def weight(self) -> float:
-        """Weight of the loss whose backward comes: that of the batch handed out last.
+        """The weight of the loss whose backward comes next, from the batch that was taken last.
 
         Raises:
-            EngineError: several batches were taken since the last backward, so which one the loss is of is not known.
+            EngineError: several batches were taken since the last backward, so the batch of this loss is not known.
         """
         if self._new > 1:
             raise EngineError(
@@ -118,11 +118,11 @@ class TokenBatches:
         return self._weight
 
     def gradient_scale(self) -> float:
-        """How many times too large the mean of the weighted gradients is."""
+        """The factor by which the mean of the weighted gradients is too large."""
         return self._sum / (self._unit * self._parts()) if self._sum else 1.0
 
     def samples(self, configured: int) -> int:
-        """Samples of the update that has just ended; counting begins again."""
+        """The samples of the update that has just ended; counting starts again."""
         samples = self._samples
         self._samples = self._sum = self._new = 0
         self._weight = 1.0
@@ -130,7 +130,7 @@ class TokenBatches:
 
     @contextmanager
     def rates(self) -> Iterator[None]:
-        """The learning rates of an update of this size; the scheduler's come back afterwards."""
+        """Inside the context the learning rates are those for an update of this size; afterwards the scheduler's."""
         if not self._samples:
             raise EngineError(
                 "dynamic_batching: this update used no batch of the engine's loader, so its size is not known; pass"
@@ -149,10 +149,10 @@ class TokenBatches:
 
 
 class SeqlenCurriculum:
-    """Sequences of the difficulty of the coming step.
+    """Cuts sequences to the length for the coming step.
 
-    A model whose forward has an argument `curriculum_seqlen` gets the length and cuts by itself; for others the batch
-    is cut.
+    A model whose forward has an argument `curriculum_seqlen` gets the length and cuts the sequences itself; for other
+    models the batch is cut.
 
     Args:
         scheduler: a `dsx_data.CurriculumScheduler`.
@@ -168,7 +168,7 @@ class SeqlenCurriculum:
         self._length = 0
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Cut a training batch; evaluations see whole sequences."""
+        """Cut a training batch; evaluations get uncut sequences."""
         if not self._module.training:
             return args, kwargs
         length = self.scheduler.update_difficulty(self._counters.global_steps + 1)
@@ -177,17 +177,17 @@ class SeqlenCurriculum:
         return self._truncate(args, kwargs, length)
 
     def changed(self) -> bool:
-        """Go to the length of the coming step; whether it is another one than in the step before."""
+        """Set the length for the coming step; returns whether it differs from the step before."""
         before, self._length = self._length, self.scheduler.update_difficulty(self._counters.global_steps + 1)
         return before != self._length
 
     def cut(self, item: Any) -> Any:
-        """What a loader gave, inputs and labels, with sequences of the coming step's length."""
+        """An item of a loader (inputs and labels), cut to the coming step's length."""
         (found,), _ = self._truncate((item,), {}, self.scheduler.update_difficulty(self._counters.global_steps + 1))
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the schedule."""
+        """The state of the schedule."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ class LayerDropping:
 
     Args:
         schedule: theta(t), a `dsx_data.ProgressiveLayerDrop`.
-        layers: what the converted layers share, a `dsx_data.LayerDrop`; None: the model takes arguments.
+        layers: the object that converted layers share, a `dsx_data.LayerDrop`; None: the model takes arguments.
     """
 
     def __init__(self, schedule: Any, layers: Any, module: nn.Module) -> None:
@@ -209,7 +209,7 @@ class LayerDropping:
         self._named = _named_arguments(module) if layers is None else set()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Give a model that drops layers by itself the arguments it names."""
+        """Add the arguments that a model with its own layer dropping names."""
         if not self._named or not self._module.training:
             return args, kwargs
         state = self._schedule.get_state()
@@ -226,22 +226,22 @@ class LayerDropping:
             self._layers.update_state(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, and the seed of converted layers."""
+        """The step, and the seed of converted layers."""
         return {"step": self._step, "seed": None if self._layers is None else self._layers.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a step."""
+        """Continue from the saved step."""
         if self._layers is not None and state["seed"] is not None:
             self._layers.seed = int(state["seed"])
         self._go_to(int(state["step"]))
 
 
 class TokenDropping:
-    """Drives random-LTD: gives converted layers their schedule, and moves it on.
+    """Drives random-LTD: gives converted layers their schedule, and advances it.
 
     Args:
         drop: a `dsx_data.TokenDrop`.
-        bind: gives a module's converted layers that schedule; returns their number.
+        bind: gives this schedule to a module's converted layers; returns their number.
     """
 
     def __init__(self, drop: Any, bind: Callable[[nn.Module, Any], int], module: nn.Module) -> None:
@@ -249,7 +249,7 @@ class TokenDropping:
         self._bound = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Before the first batch in training mode: find the converted layers."""
+        """Find the converted layers before the first batch in training mode."""
         if not self._bound and self._module.training:
             if not self._bind(self._module, self.drop):
                 raise EngineError(
@@ -260,11 +260,11 @@ class TokenDropping:
         return args, kwargs
 
     def after_step(self, report: StepReport) -> None:
-        """Count the step's layer tokens, and set the kept tokens of the next."""
+        """Count the step's layer tokens, and set the number of kept tokens for the next step."""
         self.drop.schedule.update_seq(report.global_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the schedule."""
+        """The state of the schedule."""
         return self.drop.schedule.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -273,30 +273,30 @@ class TokenDropping:
 
 
 class EngineData:
-    """The data side of `Engine`: functions of the caller for curricula and batches."""
+    """The part of `Engine` for data: the caller's functions for curricula and batches."""
 
     _parts: Any
     training_dataloader: Any
 
     @property
     def random_ltd(self) -> Any:
-        """What the layers that drop tokens share, a `dsx_data.TokenDrop`; None where random-LTD is off."""
+        """The object that token-dropping layers share, a `dsx_data.TokenDrop`; None if random-LTD is off."""
         part = self._parts.efficiency.get("random_ltd")
         return None if part is None else part.drop
 
     @property
     def random_ltd_scheduler(self) -> Any:
-        """The schedule of kept tokens; None where random-LTD is off."""
+        """The schedule of kept tokens; None if random-LTD is off."""
         return None if self.random_ltd is None else self.random_ltd.schedule
 
     @property
     def curriculum_scheduler_legacy(self) -> Any:
-        """The schedule of `curriculum_learning`; None where that section is off."""
+        """The schedule of `curriculum_learning`; None if that section is off."""
         part = self._parts.efficiency.get("curriculum_learning")
         return None if part is None else part.scheduler
 
     def set_custom_curriculum_learning_schedule(self, schedule: Any) -> None:
-        """Give the functions of "custom" schedules: from step (1 is the first) to difficulty.
+        """Set the functions of "custom" schedules: from the step (1 is the first) to the difficulty.
 
         Args:
             schedule: a dictionary from metric to function; for the section `curriculum_learning` also one function.
@@ -333,6 +333,6 @@ class EngineData:
 
 
 def _named_arguments(module: nn.Module) -> set[str]:
-    """Arguments that the forward names; what it takes as `**kwargs` it may ignore."""
+    """The arguments that the forward names. Arguments that it takes as `**kwargs` it may ignore."""
     about = inspect.signature(module.forward).parameters
     return {name for name, item in about.items() if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)}

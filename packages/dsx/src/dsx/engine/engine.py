@@ -4,14 +4,14 @@
     engine.backward(loss)          # loss x scale / accumulation, autograd, gradients reduced as units complete
     engine.step()                  # at a boundary: unscale, check, clip, update, schedule, report
 
-`loss.backward()` in the place of `engine.backward(loss)` gives the same gradients, or raises where it cannot (see
+`loss.backward()` instead of `engine.backward(loss)` gives the same gradients, or raises if it cannot (see
 `backwards.py`).
 
-The engine holds parts that were chosen once from the configuration (see `parts.py`); nothing in here asks whether a
-feature is on. The loss itself is scaled, once, whatever the model returned: a term added to the loss after the forward
-pass is scaled like the rest.
+The engine holds parts that were chosen once from the configuration (see `parts.py`); this module never asks whether a
+feature is on. The loss is scaled in `backward` and not in the forward pass, so a term that is added to the loss
+afterwards is scaled too.
 
-Left out: pipelines (an engine of their own), several optimizers in one engine (build one engine per model).
+Left out: pipelines (`pipeline.py` has another engine), several optimizers in one engine (build one engine per model).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
     # - Training step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on a micro-batch and return what it returns; inputs are cast as the precision asks."""
+        """Run the module on a micro-batch and return its result; inputs are cast as the precision requires."""
         parts = self._living()
         parts.gate.begin_update() if torch.is_grad_enabled() else parts.gate.at_rest()
         args, kwargs = parts.inputs(args, kwargs)
@@ -72,7 +72,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
             scale_wrt_gas: False if the loss already contains the 1 / accumulation steps.
 
         Raises:
-            EngineArgumentError: `loss` is nothing that can be differentiated to a scalar.
+            EngineArgumentError: `loss` is not a single number that can be differentiated.
         """
         parts = self._living()
         _check_loss(loss)
@@ -90,8 +90,8 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
         return scaled
 
     def _begin_backward(self, *, boundary: bool) -> None:
-        """A backward is about to begin, of a loss or of gradients from another stage; `boundary`: it is the last one of
-        its update.
+        """Called before a backward, of a loss or of gradients from another stage; `boundary`: it is the last one of its
+        update.
         """
         self._parts.window.before_backward(boundary=boundary)
 
@@ -100,7 +100,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
         return loss.float() * (self._parts.scaler.scale * weight / divisor)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Accumulate the gradients of a micro-batch's loss; reduce them over the ranks where it is time to.
+        """Accumulate the gradients of a micro-batch's loss, and reduce them over the ranks when that is due.
 
         Args:
             loss: as for `scale`.
@@ -170,13 +170,14 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
         return self._parts.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide by hand whether the running micro-batch is the last; stays until called again (None: count again)."""
+        """Set by hand whether the running micro-batch is the last one, until the next call (None: count again)."""
         self._living().accumulation.override(is_boundary)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside only accumulate local gradients; legal in every ZeRO stage. `step()` inside is an error.
+        """Backwards inside the context only accumulate local gradients. Allowed in every ZeRO stage; `step()` inside is
+        an error.
 
-        In stages 2 and 3 this keeps full local gradients until the next backward outside.
+        In stages 2 and 3 this keeps full local gradients until the next backward outside of the context.
         """
         return self._living().window.hold()
 
@@ -184,7 +185,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
         """Change the global batch size from the next update on, by changing the accumulation steps.
 
         Raises:
-            EngineArgumentError: it is no multiple of micro batch size times data-parallel ranks.
+            EngineArgumentError: it is not a multiple of micro batch size times data-parallel ranks.
         """
         parts = self._living()
         per_micro_step = self.train_micro_batch_size_per_gpu() * parts.topology.batches[1]
@@ -197,9 +198,10 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
         parts.shards.follow_backward(parts.backwards)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Tell the engine that micro-batches have another size from the next update on; the global size follows.
+        """Tell the engine that micro-batches have another size from the next update on. The global size changes with
+        it.
 
-        Only the counting of samples changes: the loader keeps the size it was built with.
+        This changes only the counting of samples: the loader keeps the size it was built with.
         """
         if micro_batch_size <= 0:
             raise EngineArgumentError(f"set_train_micro_batch_size: got {micro_batch_size}, expected a positive number")
@@ -215,7 +217,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
             parts.optimizer.zero_grad(set_to_none=set_to_none)
 
     def forget_micro_batches(self) -> None:
-        """Begin an update anew: gradients, losses and the count of micro-batches since the last update are dropped."""
+        """Restart the current update: drop gradients, losses and the count of micro-batches since the last update."""
         parts = self._living()
         parts.window.close()
         parts.gate.abandon_update()
@@ -240,9 +242,9 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
 
         Args:
             batch_size: samples per micro-batch and rank; None: the configured micro-batch size.
-            route: "train" shuffles, with another order each epoch; "eval" and "predict" keep the dataset's order.
-            data_sampler: use this order instead; it must already be this rank's share.
-            num_local_io_workers: worker processes that read; None or 0 reads in this process.
+            route: "train" shuffles, with another order in each epoch; "eval" and "predict" keep the dataset's order.
+            data_sampler: use this order instead; it must contain this rank's share only.
+            num_local_io_workers: number of worker processes that read; None or 0: this process reads.
         """
         if route not in _ROUTES:
             raise EngineArgumentError(f"deepspeed_io(route=...): got {route!r}, expected one of {', '.join(_ROUTES)}")
@@ -265,7 +267,7 @@ class Engine(EngineCheckpoints, WeightsMixin, EngineByHand, EngineData, EngineSw
     # - Life
 
     def destroy(self) -> None:
-        """Remove every hook from the module and let go of all state; the engine cannot be used afterwards.
+        """Remove every hook from the module and release all state; the engine cannot be used afterwards.
 
         Raises:
             dsx.checkpoint.CheckpointError: an asynchronous save has failed.

@@ -1,4 +1,4 @@
-"""What can go wrong while an engine is used, by name."""
+"""The errors of the engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..errors import DsxError
 
 
 class EngineError(DsxError, RuntimeError):
-    """An engine was used in a way or at a moment that cannot work."""
+    """An engine was used in a way, or at a moment, that is not possible."""
 
 
 class EngineArgumentError(DsxError, ValueError):

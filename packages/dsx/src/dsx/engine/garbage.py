@@ -1,5 +1,5 @@
-"""Python's garbage collector between steps only (`disable_python_gc`): a collection in the middle of a step stalls one
-rank, and the others wait for it.
+"""Runs Python's garbage collector only between steps (`disable_python_gc`). A collection in the middle of a step would
+stall one rank, and the other ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _FULL_EVERY = 100
 
 
 class CollectBetweenSteps:
-    """Switches automatic collection off, and collects after each step: young objects, and every hundredth step all.
+    """Switches automatic collection off, and collects young objects after each step, and all objects every 100 steps.
 
-    It is a switch of the whole process. `close` puts back what was before.
+    The switch acts on the whole process. `close` restores its earlier state.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class CollectBetweenSteps:
         gc.disable()
 
     def after_step(self, report: StepReport) -> None:
-        """Collect."""
+        """Collect garbage."""
         self._steps += 1
         gc.collect(2 if self._steps % _FULL_EVERY == 0 else 1)
 
     def close(self) -> None:
-        """Automatic collection as it was before."""
+        """Restore automatic collection as it was before."""
         if self._was_on:
             gc.enable()

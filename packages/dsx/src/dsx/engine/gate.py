@@ -1,14 +1,14 @@
 """Points between two updates at which all ranks stop together, agreed on by threads while training goes on.
 
-A thread of each rank has something that every rank must do between the same two updates: raise the error of a save
-behind, or save and end because a signal came. The threads call `agree` together. Each says which update its rank has
-begun last; the action is due on every rank when the latest of these is over. A rank that is about to begin an update
-while its thread asks waits for the answer, which takes one exchange of numbers between threads and never depends on
-another rank's training.
+Some actions must happen on every rank between the same two updates: raising the error of an asynchronous save, or
+saving and ending because of a signal. A thread of each rank has such an action, and the threads call `agree` together.
+Each thread says which update its rank has begun last; the action is due on every rank after the latest of these
+updates. A rank that is about to begin an update while its thread is asking waits for the answer. The answer takes one
+exchange of numbers between threads, and never depends on the training of another rank.
 
-So no rank begins an update that others do not take part in, and no collective is left waiting: a rank that has begun
-one ends it, and one that is behind catches up, since the updates up to that point have been begun by some rank.
-Evaluation changes nothing, so a rank also stops in the middle of one.
+So no rank begins an update in which others do not take part, and no collective waits for ever: a rank that has begun an
+update ends it, and a rank that is behind catches up, because some rank has begun the updates up to that point.
+Evaluation changes nothing, so a rank may also stop in the middle of an evaluation.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class _Gatherer(Protocol):
 
 
 class StepGate:
-    """Stops one rank's training where all ranks' threads have agreed.
+    """Stops one rank's training at the update that the threads of all ranks have agreed on.
 
     Args:
-        updates: how many updates are over.
+        updates: returns how many updates are over.
     """
 
     def __init__(self, updates: Callable[[], int]) -> None:
@@ -39,8 +39,8 @@ class StepGate:
         self._due: list[tuple[int, Callable[[], None]]] = []
 
     def agree(self, ranks: _Gatherer, action: Callable[[], None]) -> int:
-        """Have `action` run by every rank's training thread after the same update; returns its number. Collective over
-        the threads that call it, and never called by a thread that trains.
+        """Let every rank's training thread run `action` after the same update; returns the number of that update.
+        Collective over the calling threads. A thread that trains must not call it.
         """
         with self._changed:
             self._asking += 1
@@ -56,7 +56,9 @@ class StepGate:
                 self._changed.notify_all()
 
     def begin_update(self) -> None:
-        """Run what is due; then no rank stops before this update is over. Called again within an update, nothing."""
+        """Run actions that are due. After that no rank stops before this update is over. A second call within an update
+        does nothing.
+        """
         if self._in_update:
             return
         with self._changed:
@@ -69,16 +71,16 @@ class StepGate:
         self.begin_update()
 
     def end_update(self) -> None:
-        """Run what is due after this update."""
+        """Run the actions that are due after this update."""
         self._in_update = False
         self.at_rest()
 
     def abandon_update(self) -> None:
-        """The update that was begun is not gone on with; another one may begin."""
+        """Drop the update that was begun; another one may begin."""
         self._in_update = False
 
     def at_rest(self) -> None:
-        """Run what is due, unless an update is under way."""
+        """Run actions that are due, unless an update is under way."""
         while not self._in_update:
             with self._changed:
                 found = next((one for one in self._due if one[0] <= self._updates()), None)

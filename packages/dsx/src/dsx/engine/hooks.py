@@ -1,6 +1,6 @@
-"""What may look into a step while it runs: before each forward, each backward and the update.
+"""Hooks that are called while a step runs: before each forward, before each backward and before the update.
 
-An engine calls its hooks in order; without any it calls nothing. Observers (`observers.py`) come after the step.
+An engine calls its hooks in order. Observers (`observers.py`) are called after the step.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ class StepHook:
     """Does nothing; subclasses override what they need."""
 
     needs_engine_backward = False
-    """Whether it cannot work with backwards of losses that the engine did not scale (`loss.backward()`); observers
-    may have it too.
+    """Whether it needs `engine.backward`, and cannot work with `loss.backward()`. Observers may have this attribute
+    too.
     """
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The module is about to run on a micro-batch; these are its arguments, to be looked at only."""
+        """Called before the module runs on a micro-batch, with its arguments, which must not be changed."""
 
     def before_backward(self, loss: torch.Tensor, boundary: bool) -> None:
-        """`loss`, unscaled, is about to be differentiated; `boundary`: it is the last of its update."""
+        """Called before the backward of `loss` (unscaled); `boundary`: it is the last one of its update."""
 
     def before_update(self) -> None:
-        """All gradients of the update have arrived."""
+        """Called when all gradients of the update have arrived."""
 
 
 class TokenCount(StepHook):
-    """Counts the tokens of a language model's inputs: elements of the first whole-number tensor of two dimensions."""
+    """Counts the tokens of a language model's inputs: the elements of the first 2-D tensor of integers."""
 
     def __init__(self) -> None:
         self._tokens = 0

@@ -1,10 +1,9 @@
-"""The numbers in an optimizer's parameter groups (lr, betas, weight_decay, ...): out of it for a checkpoint, and back.
+"""Saves and restores the numbers in an optimizer's parameter groups (lr, betas, weight_decay, ...).
 
-They change while training goes on: schedules set rates and momenta, scripts set what they like. Most of torch's
-schedules compute the next rate from the one in the group, so that a run which does not get its rates back trains with
-wrong ones from there on.
+They change during training: schedules set rates and momenta, and scripts set other numbers. Most of torch's schedules
+compute the next rate from the one in the group, so a run whose rates are not restored would train with wrong rates.
 
-Switches (`amsgrad`, `fused`, ...) are left out: they are the configuration's, and may differ between machines.
+Switches (`amsgrad`, `fused`, ...) are left out: they belong to the configuration, and may differ between machines.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 SCHEDULED = frozenset({"lr", "initial_lr", "betas", "momentum"})
-"""What schedules set."""
+"""The entries that schedules set."""
 
 
 def numbers_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -23,7 +22,7 @@ def numbers_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _numbers_of(group: dict[str, Any]) -> dict[str, Any]:
-    # Parameters are no numbers, though a list of 0-dim ones would look like some.
+    # Parameters are left out by name, because a list of 0-dim parameters would look like numbers.
     options = ((name, value) for name, value in group.items() if name not in ("params", "param_names"))
     return {name: plain for name, value in options if (plain := _plain(value)) is not None}
 
@@ -31,13 +30,14 @@ def _numbers_of(group: dict[str, Any]) -> dict[str, Any]:
 def restore_numbers(
     groups: list[dict[str, Any]], saved: list[dict[str, Any]], *, scheduled: bool, others: bool
 ) -> list[str]:
-    """Put saved numbers back into groups that have them, in the form they have there; returns what changed, as text.
+    """Put saved numbers back into groups that have such entries, in the form they have there. Returns the changes as
+    text.
 
     Args:
-        groups: those of the optimizer; as many as were saved.
-        saved: from `numbers_of`.
-        scheduled: also what schedules set.
-        others: also what they do not.
+        groups: the optimizer's groups, as many as were saved.
+        saved: the result of `numbers_of`.
+        scheduled: restore the entries that schedules set.
+        others: restore all other entries.
     """
     changes = []
     for index, (group, values) in enumerate(zip(groups, saved, strict=True)):

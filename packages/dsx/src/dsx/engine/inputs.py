@@ -1,7 +1,7 @@
-"""What happens to a batch on its way into the model: a chain of transforms, the last of which casts floating tensors.
+"""Transforms a batch before it reaches the model: a chain of transforms, the last of which casts floating tensors.
 
-Chosen once from the configuration. A transform returns the arguments that the next one gets; nobody changes the
-caller's own. Containers are rebuilt only along the way to a tensor that changes.
+The chain is chosen once from the configuration. A transform returns the arguments for the next one, and does not change
+the caller's objects. Only containers around a changed tensor are rebuilt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class InputChain:
     """The transforms in order, and the cast at the end.
 
     Args:
-        transforms: what changes the batch.
+        transforms: the transforms.
         cast: applied to the positional arguments and to the keyword arguments.
     """
 
@@ -33,14 +33,14 @@ class InputChain:
         self._transforms, self.cast = tuple(transforms), cast
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments that the model is called with."""
+        """The arguments for the model."""
         for transform in self._transforms:
             args, kwargs = transform(args, kwargs)
         return self.cast(args), self.cast(kwargs)
 
 
 class PassInputs:
-    """Inputs reach the model as they are."""
+    """Leaves inputs unchanged."""
 
     def __call__(self, value: Any) -> Any:
         """Return `value` itself."""
@@ -48,9 +48,9 @@ class PassInputs:
 
 
 class CastInputs:
-    """Floating-point tensors in positional and keyword arguments are cast to `dtype`; integers and masks are kept.
+    """Casts floating-point tensors in positional and keyword arguments to `dtype`; integers and masks are kept.
 
-    Lists, tuples (also named ones) and mappings are searched; other objects are passed as they are.
+    Lists, tuples (also named ones) and mappings are searched; other objects are passed unchanged.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

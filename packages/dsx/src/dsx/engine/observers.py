@@ -1,6 +1,6 @@
-"""Who looks on at each step: the progress line, the metrics, the memory line.
+"""Observers of each step: the progress line, the metrics, the memory line.
 
-Observers are called in order after each boundary step with its report. What is switched off is simply not in the tuple.
+Observers are called in order after each boundary step, with its report. An observer that is switched off is not built.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class StepObserver(Protocol):
 class StepTimes:
     """Reads the clock once per step and keeps the figures for the observers after it.
 
-    On a device they are those of the latest step whose work has ended, not necessarily of this one.
+    On a device they are the figures of the latest step whose work has ended, which may be an earlier one.
 
     Args:
-        clock: what measures.
-        phases: makes the reported figures of the measured ones.
+        clock: measures the parts of a step.
+        phases: makes the reported figures from the measured ones.
     """
 
     def __init__(self, clock: Clock, phases: Callable[[list[tuple[str, float]]], list[tuple[str, float]]]) -> None:
@@ -55,8 +55,8 @@ class Throughput:
 
     Args:
         timer: the timer.
-        tokens: how many tokens this rank has seen since it was asked last; 0 where there are none.
-        ranks: data-parallel ranks, which share a step's samples.
+        tokens: returns how many tokens this rank has seen since the last call; 0 if there are none.
+        ranks: number of data-parallel ranks, which share a step's samples.
     """
 
     def __init__(self, timer: Any, tokens: Callable[[], int] = lambda: 0, ranks: int = 1) -> None:
@@ -75,9 +75,7 @@ class Throughput:
 
 
 class ProgressLine:
-    """Logs `step=..., skipped=..., lr=[...], mom=[...]` every `every` steps, with the throughput where it is
-    measured.
-    """
+    """Logs `step=..., skipped=..., lr=[...], mom=[...]` every `every` steps, with the throughput if it is measured."""
 
     def __init__(
         self, every: int, counters: Counters, moments: Callable[[], Sequence[Any]], speed: Callable[[], float]
@@ -100,8 +98,8 @@ class ProgressLine:
 
 
 class TimeLine:
-    """Logs `time (ms) | forward: ... | backward: ... | step: ...` every `every` steps: means over the steps since
-    then.
+    """Logs `time (ms) | forward: ... | backward: ... | step: ...` every `every` steps: means over the steps since the
+    line before.
     """
 
     def __init__(self, every: int, times: StepTimes) -> None:
@@ -122,11 +120,11 @@ class TimeLine:
 
 
 class MonitorEvents:
-    """Sends what each step did to the monitor's writers, on the axis of global samples.
+    """Sends the events of each step to the monitor's writers, with the global samples as the x axis.
 
     Args:
         write: takes a list of `(label, value, global_samples)`.
-        sources: give a step's events, in the order in which they are sent.
+        sources: return a step's events, in the order in which they are sent.
     """
 
     def __init__(
@@ -140,18 +138,19 @@ class MonitorEvents:
 
 
 class TrainingEvents:
-    """Loss, rate, norm, loss scale and skipped steps. Reading the loss waits for the device: for rank 0 only.
+    """Events for loss, learning rate, norm, loss scale and skipped steps. Only for rank 0, because reading the loss
+    waits for the device.
 
     Args:
-        counters: how far training is.
-        loss_scale: also send the loss scale (there is one).
+        counters: the counters of training.
+        loss_scale: also send the loss scale, if there is one.
     """
 
     def __init__(self, counters: Counters, *, loss_scale: bool) -> None:
         self._counters, self._loss_scale = counters, loss_scale
 
     def events(self, report: StepReport) -> list[Event]:
-        """The step's figures; what there is not is left out."""
+        """The step's figures; figures that do not exist are left out."""
         values: list[tuple[str, float | None]] = [
             ("train_loss", report.loss),
             ("lr", report.lr[0] if report.lr else None),
@@ -174,7 +173,7 @@ class SentBytes:
         self._sent += call.sent / call.per
 
     def end(self, token: Any, call: Any, result: Any, is_async: bool) -> None:
-        """Nothing to do at the end of a call."""
+        """Does nothing at the end of a call."""
 
     def events(self, report: StepReport) -> list[Event]:
         """Bytes sent since the step before."""
@@ -183,11 +182,11 @@ class SentBytes:
 
 
 class MemoryUse:
-    """Memory of this process: in every step what it holds, at progress lines what for (`memory_breakdown`).
+    """Memory of this process: its size in every step, and its classes at progress lines (`memory_breakdown`).
 
     Args:
-        in_use: bytes the process holds (on its device, if it has one).
-        breakdown: bytes per class; None: not asked for.
+        in_use: returns the bytes that the process uses (on its device, if it has one).
+        breakdown: returns bytes per class; None: classes are not reported.
         every: steps between two breakdowns.
     """
 
@@ -196,7 +195,7 @@ class MemoryUse:
         self._latest: dict[str, int] = {}
 
     def after_step(self, report: StepReport) -> None:
-        """Take the figures of each class and log them, if they are due."""
+        """Log the bytes of each class if that is due."""
         self._latest = {}
         if self._breakdown is None or report.global_step % self._every:
             return
@@ -205,37 +204,37 @@ class MemoryUse:
         logger.info("memory (MiB) at step %d | %s", report.global_step, shown)
 
     def events(self, report: StepReport) -> list[Event]:
-        """Bytes in use; per class where they were taken in this step."""
+        """Bytes in use, and bytes per class if they were read in this step."""
         samples = report.global_samples
         classes: list[Event] = [(f"Train/Memory/{name}", float(size), samples) for name, size in self._latest.items()]
         return [("Train/Samples/memory_bytes", float(self._in_use()), samples), *classes]
 
 
 class RunStart:
-    """Tells the run directory what runs there, at the first step: only then is it known whether the run is a resumed
-    one.
+    """Records the start of the run in the run directory, at the first step: only then it is known whether the run was
+    resumed.
 
     Args:
-        start: takes the samples seen before this process began.
+        start: is called with the samples seen before this process began.
     """
 
     def __init__(self, start: Callable[[int], None]) -> None:
         self._start: Callable[[int], None] | None = start
 
     def after_step(self, report: StepReport) -> None:
-        """Once."""
+        """Record the start, once."""
         if self._start is not None:
             self._start(report.global_samples - report.samples)
             self._start = None
 
 
 class StragglerWatch:
-    """Feeds a `dsx_monitor.StragglerMonitor` on every rank; rank 0 says who holds the others up.
+    """Feeds a `dsx_monitor.StragglerMonitor` on every rank; rank 0 logs the stragglers.
 
     Args:
         monitor: the monitor.
         times: the clock's figures.
-        write: takes each comparison as a record, on rank 0; None elsewhere.
+        write: on rank 0, takes each comparison as a record; None on other ranks.
     """
 
     def __init__(self, monitor: Any, times: StepTimes, write: Callable[[dict[str, Any]], None] | None) -> None:
@@ -248,7 +247,7 @@ class StragglerWatch:
         return self._monitor.latest
 
     def events(self, report: StepReport) -> list[Event]:
-        """Of a step that compared the ranks: the worst rank, and by how much its phase is longer than the others'."""
+        """For a step that compared the ranks: the slowest rank, and how much longer its phase is than the others'."""
         if self._due is None or not self._due.found:
             return []
         worst, samples = self._due.found[0], report.global_samples
@@ -258,7 +257,7 @@ class StragglerWatch:
         ]
 
     def after_step(self, report: StepReport) -> None:
-        """Add the step; compare the ranks if it is time. Collective then."""
+        """Add the step, and compare the ranks if that is due; then it is collective."""
         found = self._due = self._monitor.step(self._times.measured)
         if found is None or self._write is None:
             return

@@ -1,4 +1,4 @@
-"""What an engine is made of. `wiring.py` chooses each part once, from the config; the engine only uses them."""
+"""The parts of an engine. `wiring.py` chooses each part once, from the configuration; the engine only uses them."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ class EngineParts:
 
     Attributes:
         module: the sharded model.
-        optimizer: what `initialize` returns as optimizer; None without one.
+        optimizer: the optimizer that `initialize` returns; None without one.
         shards: the sharded state that checkpoints read and write.
-        checkpointer: saves and loads all of it.
-        gate: where all ranks stop together between two updates.
+        checkpointer: saves and loads the whole engine.
+        gate: stops all ranks together between two updates.
         stepper: does one update.
         scaler: the loss scale.
         schedule: drives `lr_scheduler`.
-        accumulation, window: which micro-batch is the boundary, and when gradients are reduced.
+        accumulation, window: say which micro-batch is at the boundary, and when gradients are reduced.
         backwards: judges backwards of losses that the engine did not scale.
-        inputs: the way of a batch into the model.
-        autocast: context factory around the forward pass.
+        inputs: transforms a batch before the model.
+        autocast: makes the context of the forward pass.
         clock: times the parts of a step.
-        gather: makes some parameters whole for the length of a context.
-        topology: place of this process, and which ranks share what.
+        gather: gathers some parameters for the duration of a context.
+        topology: the rank of this process, and the groups of ranks.
         config: the resolved configuration, for saving and for the accessors.
-        loader: how `deepspeed_io` builds loaders.
-        release: undoes what sharding did to the model (hooks).
-        hooks: look into each step while it runs.
-        observers: look at each step after it.
-        batches: size of an update, and its learning rates.
-        efficiency: parts on data efficiency by the name of their section.
+        loader: builds the loaders of `deepspeed_io`.
+        release: undoes the changes that sharding made to the model (hooks).
+        hooks: are called while a step runs.
+        observers: are called after each step.
+        batches: the size of an update, and its learning rates.
+        efficiency: parts for data efficiency, by the name of their section.
         loader_rule: from dataset and options to the options of the training loader.
-        monitor: the writers of events, for the caller's own; writes nothing where none is switched on.
+        monitor: the writers of events, also for the caller; writes nothing if no writer is switched on.
     """
 
     module: nn.Module
@@ -89,7 +89,7 @@ class EngineParts:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Plain values that accessors report and saving obeys."""
+    """Plain values that accessors report and saving uses."""
 
     micro_batch_size: int
     zero_stage: int

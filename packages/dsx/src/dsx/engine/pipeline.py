@@ -4,17 +4,17 @@
     engine, _, loader, _ = dsx.initialize(model=module, training_data=data, config=config)
     loss = engine.train_batch()            # all micro-batches of an update, and the update
 
-It is the same engine: parts, optimizer, precision, loss scale, schedule, observers and checkpoints are those of
-`Engine`. What differs is who runs forward and backward: the schedule of `dsx_pipe`, which calls back before and after
-every backward. So `forward`, `backward` and `step` are refused.
+Parts, optimizer, precision, loss scale, schedule, observers and checkpoints are those of `Engine`. The difference is
+that the schedule of `dsx_pipe` runs forward and backward; it calls back before and after every backward. So `forward`,
+`backward` and `step` are refused.
 
-* The update's micro-batches are its accumulation steps. Below stage 2, gradients are reduced over the data-parallel
-  ranks in the last backward of this rank (where weights have a backward of their own, after all of them), from stage 2
-  on in every backward, unless `zero_optimization` keeps full gradients.
-* A weight that several stages share has a copy on each. Their gradients are added up after the last backward; one copy
-  counts in the norm.
-* The gradient norm, and with it overflow and clipping, is that of all stages: the pipe axis is one of the groups over
-  which squares are summed (`dsx_comm.RankSet.norm_groups`).
+* The micro-batches of an update are its accumulation steps. Below stage 2, gradients are reduced over the data-parallel
+  ranks in the last backward of this rank; if backwards of weights are separate, after all of them. From stage 2 on they
+  are reduced in every backward, unless `zero_optimization` keeps full gradients.
+* A weight that several stages share has a copy on each of them. Their gradients are added up after the last backward;
+  only one copy counts in the norm.
+* The gradient norm, and with it overflow and clipping, is that of all stages: squares are also summed over the pipe
+  axis (`dsx_comm.RankSet.norm_groups`).
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ class Tie(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PipelineParts:
-    """What a pipeline needs besides `EngineParts`.
+    """The parts of a pipeline in addition to `EngineParts`.
 
     Attributes:
         build: (engine, micro-batches, callbacks) -> the runtime (`dsx_pipe.Pipeline`).
         callbacks: makes `dsx_pipe.StageCallbacks`.
         ties: shared weights of this rank.
         sum_over: (tensor, group) -> the tensor, summed over the group in place.
-        mean_over_data: the mean of a number over the data-parallel ranks.
-        read_gradient, write_gradient: a parameter's whole averaged gradient, collective over its data-parallel ranks.
+        mean_over_data: returns the mean of a number over the data-parallel ranks.
+        read_gradient, write_gradient: read and write a parameter's full averaged gradient; collective over its
+            data-parallel ranks.
     """
 
     build: Callable[..., Any]
@@ -70,10 +71,11 @@ class PipelineParts:
 
 
 def shared_weight_ranks(ranks: Any, ties: tuple[Tie, ...]) -> Callable[[Any], Any]:
-    """Which ranks share a parameter, where copies of shared weights count in the norm on one stage only.
+    """A function from a parameter to its rank set, with which copies of a shared weight count in the norm on one stage
+    only.
 
     Args:
-        ranks: (info) -> `dsx_comm.RankSet`, without regard to shared weights.
+        ranks: (info) -> `dsx_comm.RankSet`, which does not consider shared weights.
         ties: shared weights of this rank.
     """
     copies = {tie.name for tie in ties if not tie.owned}
@@ -86,11 +88,11 @@ def shared_weight_ranks(ranks: Any, ties: tuple[Tie, ...]) -> Callable[[Any], An
 
 
 class PipelineTimes:
-    """Stage times and the bubble, measured and by plan, every `every` steps: an observer, and a source of events.
+    """Stage times and the bubble, measured and planned, every `every` steps: an observer, and a source of events.
 
     Args:
         every: steps between two reports, which are collective over the pipeline.
-        log: write them as a line too.
+        log: also log them.
     """
 
     def __init__(self, every: int, *, log: bool) -> None:
@@ -99,11 +101,11 @@ class PipelineTimes:
         self._latest: Any = None
 
     def follow(self, read: Callable[[], Any]) -> None:
-        """Say where reports come from (`PipelineEngine.pipeline_report`)."""
+        """Set the function that returns reports (`PipelineEngine.pipeline_report`)."""
         self._read = read
 
     def after_step(self, report: StepReport) -> None:
-        """Take the report of the step, if it is due. Collective then."""
+        """Read the report of the step if it is due; then it is collective."""
         self._latest = None
         if self._read is None or report.global_step % self._every:
             return
@@ -112,7 +114,7 @@ class PipelineTimes:
             logger.info("pipeline at step %d | %s", report.global_step, self._latest)
 
     def events(self, report: StepReport) -> list[Event]:
-        """Milliseconds per micro-batch of each stage, the bubble's share measured and by plan, and over the ideal."""
+        """Milliseconds per micro-batch of each stage; the bubble's share, measured and planned, and above the ideal."""
         found = self._latest
         if found is None:
             return []
@@ -153,11 +155,12 @@ class PipelineEngine(Engine):
     # - Training
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Forward and backward of an update's micro-batches, and the update. All ranks call it.
+        """Run forward and backward of an update's micro-batches, and the update. All ranks call it.
 
         Args:
-            data_iter: gives (inputs, labels) per micro-batch, `gradient_accumulation_steps` of them; read on the first
-                and the last stage only. Default: `set_dataiterator`'s, `set_dataloader`'s, or the training data's.
+            data_iter: gives (inputs, labels) for each of the `gradient_accumulation_steps` micro-batches. Only the
+                first and the last stage read it. Default: that of `set_dataiterator` or `set_dataloader`, or the
+                training data.
 
         Returns:
             The mean loss over micro-batches and data-parallel ranks, on every rank, 0-D float32.
@@ -167,7 +170,7 @@ class PipelineEngine(Engine):
         """
         parts = self._living()
         if parts.optimizer is None:
-            parts.stepper.step()  # says what is missing
+            parts.stepper.step()  # raises an error that names what is missing
         parts.gate.begin_update()
         source = data_iter if data_iter is not None else self._next_batches()
         self._pipe.set_batch_fn(self._preparation())
@@ -198,15 +201,15 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Forward only, in evaluation mode and without gradients. All ranks call it.
+        """Run forward only, in evaluation mode and without gradients. All ranks call it.
 
         Args:
             data_iter: as for `train_batch`.
             return_logits: return (loss, outputs); outputs are None except on the last stage.
-            compute_loss: False returns the outputs alone.
+            compute_loss: False returns only the outputs.
             reduce_output: "avg" for the mean over micro-batches and data-parallel ranks, None for this pipeline's list.
-            bcast_loss: give the loss to all stages; else it is None except on the last one.
-            num_micro_batches: default: those of an update.
+            bcast_loss: give the loss to all stages; otherwise it is None except on the last one.
+            num_micro_batches: number of micro-batches; default: that of an update.
         """
         self._living().gate.at_rest()
         self._pipe.set_batch_fn(self._batch_fn)
@@ -226,12 +229,12 @@ class PipelineEngine(Engine):
         return self._parts.accumulation.steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As `Engine.set_train_batch_size`: the number of micro-batches follows."""
+        """Like `Engine.set_train_batch_size`; it changes the number of micro-batches."""
         super().set_train_batch_size(train_batch_size)
         self._pipe = self._build_runtime()
 
     def _preparation(self) -> Callable[[Any], Any] | None:
-        """What every item of the data goes through: the caller's function, then the curriculum of lengths."""
+        """A function for every item of the data: the caller's function, then the curriculum of lengths."""
         prepare, curriculum = self._batch_fn, self._parts.efficiency.get("curriculum_learning")
         if curriculum is None:
             return prepare
@@ -240,7 +243,9 @@ class PipelineEngine(Engine):
         return curriculum.cut if prepare is None else lambda item: curriculum.cut(prepare(item))
 
     def _held(self) -> AbstractContextManager[object]:
-        """Where weights have a backward of their own, gradients arrive until the end: then they are reduced once."""
+        """If backwards of weights are separate, gradients arrive until the end. Then they are reduced once, at the end
+        of this context.
+        """
         if self._pipe.splits_backward:
             return self._parts.window.hold()
         return nullcontext()
@@ -249,7 +254,7 @@ class PipelineEngine(Engine):
         parts = self._parts
         if stage == 0:
             (value,), _ = parts.inputs((value,), {})
-        if stage == min(self._pipe.stages):  # once per micro-batch, also where this rank holds several stages
+        if stage == min(self._pipe.stages):  # once per micro-batch, also if this rank holds several stages
             for hook in parts.hooks:
                 hook.before_forward((value,), {})
         with parts.autocast():
@@ -274,11 +279,11 @@ class PipelineEngine(Engine):
     # - Data
 
     def set_dataloader(self, loader: Any) -> None:
-        """Train on this loader's micro-batches, one pass after the other."""
+        """Train on the micro-batches of this loader, one epoch after the other."""
         self.training_dataloader, self._iterator = loader, None
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Train on what this iterator gives; None: the loader again."""
+        """Train on the items of this iterator; None: on the loader again."""
         self._iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
@@ -310,8 +315,8 @@ class PipelineEngine(Engine):
         self._pipe.reset_activation_shape()
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Tells DeepSpeed that the last tensor between stages is a mask, which it then neither divides nor gives a
-        gradient. Here tensors of integers and truth values never are; a warning says so.
+        """Has no effect here, and warns. DeepSpeed must be told that the last tensor between stages is a mask, so that
+        it neither divides it nor gives it a gradient. dsx never does this to tensors of integers or bools.
         """
         if value:
             logger.warning(
@@ -319,29 +324,31 @@ class PipelineEngine(Engine):
             )
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """The module's losses beside the main one, by name; None if there are none."""
+        """The module's additional losses by name; None if there are none."""
         return self._parts.module.get_additional_losses()
 
     def pipeline_report(self) -> Any:
-        """Times of the last batch per stage, its bubble measured and by plan (`dsx_pipe.StepReport`). Collective."""
+        """Times of the last batch per stage, and its bubble, measured and planned (`dsx_pipe.StepReport`).
+        Collective.
+        """
         return self._pipe.report()
 
-    # - What a pipeline has no place for
+    # - Calls that a pipeline refuses
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a stage alone is not the model."""
+        """Raises: a single stage is not the model."""
         self._refuse("forward")
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: most stages have no loss."""
+        """Raises: most stages have no loss."""
         self._refuse("backward")
 
     def scale(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: most stages have no loss."""
+        """Raises: most stages have no loss."""
         self._refuse("scale")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: `train_batch` updates."""
+        """Raises: `train_batch` does the update."""
         self._refuse("step")
 
     def _refuse(self, call: str) -> NoReturn:

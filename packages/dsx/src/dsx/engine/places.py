@@ -1,15 +1,16 @@
 """Where the tensors of this rank belong in the whole model, for checkpoints.
 
-On a data-parallel rank every tensor is whole and has its own name. Model parallelism changes that: an expert's
-parameters have one name on every rank and are others' on each, and a slice is a box of a larger tensor. A module whose
-author knows offers a method
+With plain data parallelism, a rank has every tensor completely, under its name in the model. Model parallelism changes
+that: different experts have parameters of the same name on different ranks, and a slice is a box of a larger tensor. A
+module that knows this has a method
 
     def parameter_places(self) -> Mapping[str, tuple[str, shape, offset]]:
 
-by the names of its own parameters and buffers: the name in the whole model (relative to the module, as the key is), the
-shape of the whole tensor and where this rank's begins in each dimension. Slices that carry Megatron's `partition_dim`
-need no method. What nobody tells about is kept under a name of its own for each rank that has another one
-(`...expert_rank_01_of_02`): nothing is lost and the same layout loads it again, but no other layout can.
+whose keys are the names of its own parameters and buffers. A value is the name in the whole model (relative to the
+module, like the key), the shape of the whole tensor, and where this rank's part begins in each dimension. Slices with
+Megatron's attribute `partition_dim` need no such method. A tensor that differs between ranks, and for which neither
+exists, is saved under a separate name for each rank (`...expert_rank_01_of_02`): nothing is lost and the same layout
+can load it, but no other layout can.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ __all__ = ["differs_between_ranks", "places_of_model"]
 
 
 def places_of_model(model: nn.Module, sets: RankSets, known: Mapping[str, Place]) -> dict[str, Place]:
-    """The place of every parameter and buffer that is not whole on this rank, or has another name in the whole model.
+    """The place of every parameter and buffer of which this rank has only a part, or which has another name in the
+    whole model.
 
     Args:
-        known: places that others have found.
+        known: places that are known already.
 
     Raises:
-        EngineArgumentError: a module's `parameter_places` names what it does not have, or boxes that do not fit.
+        EngineArgumentError: a module's `parameter_places` names a tensor that it does not have, or a box that does not
+            fit.
     """
     places = {**dict(_told_by_modules(model)), **known}
     suffixes: dict[str, str] = {}
@@ -57,7 +60,7 @@ def places_of_model(model: nn.Module, sets: RankSets, known: Mapping[str, Place]
 
 
 def differs_between_ranks(places: Mapping[str, Place]) -> list[str]:
-    """The names of tensors of which this rank has only a part, or that others have under other names."""
+    """The names of tensors of which this rank has only a part, or which other ranks have under other names."""
     return [name for name, place in places.items() if place.name != name or place.box != Box.whole(place.shape)]
 
 
@@ -84,7 +87,7 @@ def _told_by_modules(model: nn.Module) -> Iterator[tuple[str, Place]]:
 
 
 def _cut_along(parameter: torch.Tensor, name: str, shape: tuple[int, ...], rank: int, size: int) -> Place | None:
-    """The box of a slice that says along which dimension it was cut; None for one that does not."""
+    """The box of a slice with `partition_dim`, the dimension along which it was cut; None for other tensors."""
     dim, stride = getattr(parameter, "partition_dim", None), getattr(parameter, "partition_stride", 1)
     if type(dim) is not int or not -len(shape) <= dim < len(shape) or stride != 1:
         return None
@@ -94,7 +97,7 @@ def _cut_along(parameter: torch.Tensor, name: str, shape: tuple[int, ...], rank:
 
 
 def _suffix_around(name: str, suffixes: Mapping[str, str]) -> str:
-    """What the parameters of the innermost module around a buffer that has any are marked with, if all are alike."""
+    """The suffix for a buffer: that of the parameters in the innermost module around it, if all have the same."""
     path = name.rpartition(".")[0]
     while True:
         prefix = f"{path}." if path else ""

@@ -1,19 +1,19 @@
-"""Saving and ending when the machine is taken away: a signal on any rank becomes one checkpoint of all.
+"""Saves and ends the run when the machine is taken away: after a signal on any rank, all ranks save one checkpoint.
 
     engine.save_on_preemption("ckpt")      # SIGTERM and SIGUSR1, of Slurm, Kubernetes and spot machines
 
-The handler of a signal only takes a note. A thread of each rank looks for notes a few times a second, its own and, in
-the job's store, those of the other ranks. When there is one, the threads agree on an update (`gate.py`); after it each
-rank saves and raises `Preempted`, a `SystemExit` with the code `RESUME_EXIT_CODE`. `dsx launch` hands this code on, and
-starts the ranks again if `--restarts` says so; batch scripts can requeue on it.
+The signal handler only notes the signal. A thread of each rank looks several times per second for such notes: its own,
+and those of other ranks in the job's store. If there is one, the threads agree on an update (`gate.py`). After that
+update each rank saves and raises `Preempted`, a `SystemExit` with the code `RESUME_EXIT_CODE`. `dsx launch` passes this
+code on, and starts the ranks again if `--restarts` says so; batch scripts can requeue on it.
 
 A rank that is in an evaluation saves there, because an evaluation changes nothing. A rank that waits for data or for
-another rank saves when that is over.
+another rank saves after that wait.
 
-What sends the signal decides how long the ranks have; the checkpoint that was there before stays until the new one is
-whole. Where ranks are started again anyhow, waiting for a rank that is gone would only cost time: with `grace_s` a rank
-that could not stop with the others so long after the signal ends at once. It then hears of signals also while its
-training thread waits inside a collective, where Python runs no handler.
+The sender of the signal decides how much time the ranks have. The previous checkpoint stays until the new one is
+complete. If ranks are started again in any case, waiting for a rank that is gone would only cost time: with `grace_s` a
+rank ends if it could not stop with the others within that time after the signal. It then receives signals also while
+its training thread waits inside a collective, where Python runs no handler.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class PreemptionWatch:
     """Watches for signals on all ranks. Made on every rank, on the main thread; collective.
 
     Args:
-        ranks: for the thread; of a process group that nothing else uses.
-        gate: where training stops.
+        ranks: for the thread; over a process group that nothing else uses.
+        gate: stops training on all ranks.
         save: writes the checkpoint on all ranks and returns its folder.
-        signals: names, such as "SIGTERM".
+        signals: names of signals, such as "SIGTERM".
         store: the job's store; None with one rank.
-        grace_s: seconds after which a rank ends that could not stop with the others; None: it waits for them.
+        grace_s: a rank that could not stop with the others after so many seconds ends; None: it waits for them.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PreemptionWatch:
         if self._stopping.wait(seconds) or self._closed.is_set():
             return
         logger.warning("the ranks did not stop together within %g s; this one ends", seconds)
-        os._exit(128 + signal.SIGTERM)  # the training thread waits in a collective, and would not hear an exception
+        os._exit(128 + signal.SIGTERM)  # the training thread waits in a collective, where no exception reaches it
 
     def _find(self) -> str:
         if self._store is None:
@@ -119,11 +119,11 @@ class PreemptionWatch:
         self._stopping.set()
         path = self._save()
         logger.warning("%s: saved %s; ending with exit code %d", reason, path, RESUME_EXIT_CODE)
-        self._before = {}  # the launcher may ask again while this process ends: that must not kill it
+        self._before = {}  # keep our handlers: a second signal while this process ends must not kill it
         raise Preempted(path, reason)
 
     def close(self) -> None:
-        """Give the signals back to who handled them before."""
+        """Restore the earlier signal handlers."""
         self._closed.set()
         self._waker.close()
         if threading.current_thread() is threading.main_thread():
@@ -134,21 +134,21 @@ class PreemptionWatch:
 
 
 class _NoWaker:
-    """Signals are noted by their handler alone."""
+    """Without `grace_s`: only the signal handler notes signals."""
 
     def heard(self) -> int:
-        """Nothing."""
+        """Returns 0."""
         return 0
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing."""
 
 
 class _Waker:
-    """Hears of signals without the training thread: the interpreter writes their numbers to a socket at once.
+    """Receives signals without the training thread: the interpreter writes their numbers to a socket at once.
 
     Args:
-        numbers: of the signals that count.
+        numbers: the numbers of the signals to receive.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
@@ -159,7 +159,7 @@ class _Waker:
         self._before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
 
     def heard(self) -> int:
-        """The number of a signal that has arrived since the last call; 0: none."""
+        """The number of a signal that has arrived since the last call, or 0."""
         try:
             data = self._read.recv(4096)
         except (BlockingIOError, OSError):  # nothing has come, or it is closed
@@ -167,7 +167,7 @@ class _Waker:
         return next((number for number in data if number in self._numbers), 0)
 
     def close(self) -> None:
-        """Give the interpreter's descriptor back. On the main thread only."""
+        """Restore the interpreter's earlier descriptor. Call it on the main thread."""
         if threading.current_thread() is threading.main_thread() and self._write.fileno() >= 0:
             signal.set_wakeup_fd(self._before)
             self._read.close()

@@ -4,9 +4,8 @@ named streams of model parallelism (`dsx.checkpointing.get_cuda_rng_tracker`).
     state = random_states()        # plain values and tensors, as checkpoints hold them
     restore_random_states(state)
 
-A state is taken of the generators that programs use without naming them. Generators of the caller's own are saved by
-registering an object that holds them (`engine.register_for_checkpointing`). NumPy's generator is left out where NumPy
-was not imported.
+These are the default generators. To save your own generators, register an object that holds them
+(`engine.register_for_checkpointing`). NumPy's generator is left out if NumPy was not imported.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["RandomStates", "random_states", "restore_random_states"]
 
 
 def random_states() -> dict[str, Any]:
-    """What the generators of this process will draw next."""
+    """The states of the generators of this process."""
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {
         "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
@@ -42,11 +41,11 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(state: dict[str, Any]) -> None:
-    """Let the generators go on from where `state` was taken.
+    """Set the generators to the states in `state`.
 
     Raises:
-        ValueError, TypeError, KeyError, RuntimeError: `state` is nothing that `random_states` gives. Generators that
-            were restored before that keep what they were given.
+        ValueError, TypeError, KeyError, RuntimeError: `state` is not a result of `random_states`. Generators that were
+            restored before the error keep their new state.
     """
     python = state["python"]
     random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))

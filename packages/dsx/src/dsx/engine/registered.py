@@ -1,8 +1,8 @@
-"""Objects of the caller whose state belongs into checkpoints: an average of the weights, a sampler, and the like.
+"""The caller's objects whose state is saved in checkpoints: an average of the weights, a sampler, and so on.
 
-An object takes part if it has `state_dict()` and `load_state_dict(state)`. Its state may hold what a client state may
-hold (see `dsx.checkpoint.encode`). Rank 0's state is kept for all ranks, unless the object was registered with
-`per_rank=True`: then each rank's own is kept, and given back where as many ranks load.
+An object can be registered if it has `state_dict()` and `load_state_dict(state)`. Its state may have values of the
+kinds that a client state may have (see `dsx.checkpoint.encode`). Rank 0's state is saved for all ranks. If the object
+was registered with `per_rank=True`, each rank's state is saved, and restored if as many ranks load.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Registered", "has_state"]
 
 
 def has_state(thing: object) -> bool:
-    """Whether `thing` has both methods of the protocol; a class has none."""
+    """Whether `thing` is an object (not a class) with both methods."""
     methods = (getattr(thing, name, None) for name in ("state_dict", "load_state_dict"))
     return not isinstance(thing, type) and all(map(callable, methods))
 
@@ -64,9 +64,9 @@ class Registered:
         return f"{stem}.{number}"
 
     def states(self, *, per_rank: bool) -> dict[str, Any]:
-        """The states of those that are kept once, or of those that are kept for each rank."""
+        """The states of the objects that are saved per rank, or of those that are saved once."""
         return {name: e.thing.state_dict() for name, e in self._entries.items() if e.per_rank == per_rank}
 
     def named(self, *, per_rank: bool) -> Iterator[tuple[str, Any]]:
-        """Name and object of the one kind or the other."""
+        """Names and objects that are saved per rank, or those that are saved once."""
         return ((name, e.thing) for name, e in self._entries.items() if e.per_rank == per_rank)

@@ -1,6 +1,6 @@
-"""What one optimizer step did, as a record: `engine.last_step`.
+"""A record of one optimizer step: `engine.last_step`.
 
-Loss and norm stay tensors on their device until somebody reads them, so that keeping the record costs no host
+Loss and norm stay tensors on their device until they are read, so that keeping the record needs no host
 synchronisation.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 @dataclass
 class Counters:
-    """How far training is. Saved in checkpoints; `micro_steps` counts micro-batches, the others updates."""
+    """The progress of training, which checkpoints contain. `micro_steps` counts micro-batches; see `StepReport`."""
 
     global_steps: int = 0
     global_samples: int = 0
@@ -27,12 +27,12 @@ class StepReport:
     """One step at an accumulation boundary.
 
     Attributes:
-        global_step: number of the step, counted from 1; skipped ones count.
+        global_step: number of the step, counted from 1; skipped steps count.
         global_samples: samples used by all ranks up to and including this step.
         samples: samples of this step alone.
-        applied: False when the step was skipped because a gradient was not finite.
-        lr: learning rates this step was done with, one per parameter group.
-        loss_scale: scale this step's gradients carried (1.0 without loss scaling).
+        applied: False if the step was skipped because a gradient was not finite.
+        lr: the learning rates of this step, one per parameter group.
+        loss_scale: the loss scale of this step's gradients (1.0 without loss scaling).
     """
 
     global_step: int
@@ -51,7 +51,7 @@ class StepReport:
 
     @property
     def grad_norm(self) -> float | None:
-        """L2 norm of the unscaled gradients over all ranks, before clipping; waits for the device. None: not
+        """L2 norm of the unscaled gradients over all ranks, before clipping; waits for the device. None if it was not
         computed.
         """
         return self.outcome.grad_norm
@@ -65,10 +65,10 @@ class StepReport:
 
 
 class LossSum:
-    """Sum of what `backward` was asked to differentiate since the last `take()`, kept on its device.
+    """The sum of the losses of all backwards since the last `take()`, kept on its device.
 
-    The terms are already divided by the accumulation steps, so the sum is the mean loss of the update, also when a
-    micro-batch has several losses with a backward each.
+    The terms are already divided by the accumulation steps, so the sum is the mean loss of the update, also if a
+    micro-batch has several losses, each with its own backward.
     """
 
     def __init__(self) -> None:
@@ -80,6 +80,6 @@ class LossSum:
         self._sum = value if self._sum is None else self._sum + value
 
     def take(self) -> torch.Tensor | None:
-        """The sum as a 0-D fp32 tensor, and start again; None if nothing was added."""
+        """Return the sum as a 0-D fp32 tensor and start again; None if nothing was added."""
         total, self._sum = self._sum, None
         return total

@@ -1,4 +1,4 @@
-"""What the caller of `dsx.initialize` brought, and which of how many ranks this is before a process group says so."""
+"""The arguments of `dsx.initialize`, and the rank of this process before there is a process group."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .errors import EngineArgumentError
 
 @dataclass(frozen=True)
 class Request:
-    """What the caller of `initialize` brought, checked. `store`: in the place of the folder for state on disk, a store
-    (`dsx_zero.homes.stored.TensorStore`, with `close`).
+    """The checked arguments of `initialize`. `store`: a store (`dsx_zero.homes.stored.TensorStore`, with `close`) that
+    is used for state on disk instead of a folder.
     """
 
     model: nn.Module
@@ -32,13 +32,12 @@ class Request:
 
 
 def launched_as() -> tuple[int, int]:
-    """Rank and number of ranks, known without a process group: the group's if there is one, else the launcher's, else
-    (0, 1).
+    """Rank and number of ranks: from the process group if there is one, otherwise from the launcher, otherwise (0, 1).
 
-    The launcher is `dsx launch`, torchrun, srun, mpirun, ...: whatever `dsx_comm.init_distributed` would join.
+    The launcher is `dsx launch`, torchrun, srun, mpirun, ...: any that `dsx_comm.init_distributed` supports.
 
     Raises:
-        CommError: the environment says half of it.
+        CommError: the environment is incomplete.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -49,11 +48,11 @@ def launched_as() -> tuple[int, int]:
 
 
 def joins_others(dist_init_required: bool | None) -> bool:
-    """Whether `initialize` has to make a process group: where it is asked to, or where a launcher started this process
-    as one of several.
+    """Whether `initialize` has to make a process group: if it is asked to, or if a launcher started this process as one
+    of several.
 
     Raises:
-        EngineArgumentError: it must not make one, there is none, and the ranks would each train alone.
+        EngineArgumentError: it must not make a group, there is none, and each rank would train alone.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False

@@ -1,4 +1,4 @@
-"""Whole weights for other programs: `module_state_dict` and `save_16bit_model`."""
+"""Full (unsharded) weights for other programs: `module_state_dict` and `save_16bit_model`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class WeightsMixin:
     def module_state_dict(
         self, exclude_frozen_parameters: bool = False, rank0_only: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """Whole weights and persistent buffers, as copies in host memory; every rank must call it.
+        """Full weights and persistent buffers, as copies in host memory; every rank must call it.
 
         Names, order and dtypes are those of `module.state_dict()`, in every ZeRO stage.
 
         Args:
             exclude_frozen_parameters: leave out parameters that are not trained.
-            rank0_only: None on the other ranks, which keep no copies.
+            rank0_only: other ranks keep no copies and get None.
         """
         parts = self._living()
         parts.shards.synchronize()
@@ -52,18 +52,18 @@ class WeightsMixin:
     ) -> bool:
         """Write the model's weights, in the dtype they are trained in, to one file; every rank must call it.
 
-        Weights are gathered module by module and kept by rank 0 alone, which writes the file: safetensors if
-        `save_filename` ends so, else torch's own format.
+        Weights are gathered module by module. Only rank 0 keeps them and writes the file: as safetensors if
+        `save_filename` ends so, otherwise in torch's own format.
 
         Raises:
             EngineArgumentError: experts or slices of tensors are on other ranks.
-            ValueError: `save_dir` is no path, or `save_filename` has another ending than .safetensors, .bin, .pt or
+            ValueError: `save_dir` is not a path, or `save_filename` has another ending than .safetensors, .bin, .pt or
                 .pth.
             dsx.checkpoint.CheckpointError: rank 0 cannot write the file; the same error on all ranks.
 
         Returns:
-            False, and nothing is written, in stage 3 without
-            `zero_optimization.stage3_gather_16bit_weights_on_model_save`; else True.
+            True. In stage 3 without `zero_optimization.stage3_gather_16bit_weights_on_model_save` it writes nothing and
+            returns False.
         """
         parts = self._living()
         if not parts.settings.gather_weights_on_save:

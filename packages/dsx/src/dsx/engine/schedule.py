@@ -1,7 +1,7 @@
-"""Driving a learning-rate schedule: one step per applied update, none on a skipped one.
+"""Steps a learning-rate schedule: once per applied update, and not for a skipped one.
 
-The schedules of torch and those of `dsx.lr_schedules` both set the rate of the first update when they are
-constructed, so the driver has nothing to do before the first update.
+The schedules of torch and of `dsx.lr_schedules` set the rate of the first update in their constructor, so nothing has
+to be done before the first update.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .errors import EngineArgumentError
 
 
 class ScheduleDriver(Protocol):
-    """What the engine does with a schedule."""
+    """The calls that the engine makes to a schedule."""
 
     def step(self, **kwargs: Any) -> None: ...
 
@@ -25,18 +25,18 @@ class NoSchedule:
     """Constant learning rates."""
 
     def step(self, **kwargs: Any) -> None:
-        """Nothing to do; arguments would be lost, so they are refused."""
+        """Does nothing. Arguments are refused, because they would have no effect."""
         if kwargs:
             raise EngineArgumentError(
                 f"step(lr_kwargs={kwargs!r}): this engine has no learning-rate scheduler to pass them to"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty."""
+        """Returns an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore: a checkpoint made with a schedule may be loaded without one."""
+        """Does nothing: a checkpoint made with a schedule may be loaded without one."""
 
 
 class DrivenSchedule:
@@ -50,10 +50,10 @@ class DrivenSchedule:
         self.scheduler.step(**kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the schedule."""
+        """The state of the schedule."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the schedule; an empty state (saved without one) leaves it as it is."""
+        """Restore the schedule; an empty state (saved without a schedule) leaves it unchanged."""
         if state:
             self.scheduler.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""Measurements that last from somewhere in a step to its end: flops profile, eigenvalues, gradient noise, trace.
+"""Measurements that run during a step: flops profile, eigenvalues, gradient noise, trace.
 
-Each is a hook (in the step) and an observer (after it), holds an object of `dsx_monitor` that does the work, and
-decides only when it runs. One that is not configured is not built.
+Each session is a hook (during the step) and an observer (after it). An object of `dsx_monitor` does the work; the
+session decides when it runs. A session that is not configured is not built.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .report import Counters, StepReport
 
 
 class FlopsSession(StepHook):
-    """Profiles one optimizer step, all its micro-batches, and writes the result.
+    """Profiles one optimizer step with all its micro-batches, and writes the result.
 
     Args:
         profiler: a `dsx_monitor.FlopsProfiler`, with the facts of this engine.
         section: the `flops_profiler` section.
-        counters: how far training is.
-        run_dir: the profile is also left there for the report; None: it is not.
-        learned: told the operations of one sample, forward and backward.
-        tolerating: turns an error of writing inside it into a warning (`dsx_monitor.tolerating`).
-        gather: gives all ranks' lists for this rank's list of numbers (collective), where each rank profiles its own
-            stages of a pipeline; None: this rank has the whole model.
+        counters: the counters of training.
+        run_dir: the profile is also written there, for the report; None: it is not.
+        learned: is called with the operations of one sample, forward and backward.
+        tolerating: a context that turns a write error into a warning (`dsx_monitor.tolerating`).
+        gather: for a pipeline, in which each rank profiles its own stages: takes this rank's list of numbers and
+            returns those of all ranks (collective). None: this rank has the whole model.
         writes: whether this rank writes the result.
     """
 
@@ -66,13 +66,13 @@ class FlopsSession(StepHook):
         self._micro_batches += 1
 
     def before_update(self) -> None:
-        """Forward and backward are over; the update is timed by itself."""
+        """Stop the profile: forward and backward are over. The update is timed separately."""
         if self._profiler.started:
             self._profiler.stop_profile()  # waits for the device
             self._update_began = time.perf_counter()
 
     def after_step(self, report: StepReport) -> None:
-        """Write the profile of the step that has just ended, if it is the one."""
+        """Write the profile if the step that has just ended was profiled."""
         if self._done or not self._micro_batches:
             return
         self._done = True
@@ -114,7 +114,7 @@ class FlopsSession(StepHook):
                 logger.info("flops profile of step %d: %s", step, place.with_suffix(".html"))
 
     def close(self) -> None:
-        """Leave nothing on the model, also if training ended inside the profiled step."""
+        """Remove all hooks from the model, also if training ended inside the profiled step."""
         self._profiler.end_profile()
 
 
@@ -125,8 +125,8 @@ class CurvatureSession(StepHook):
         eigenvalue: a `dsx_monitor.Eigenvalue`.
         double_backward: context in which the forward pass can be differentiated twice.
         module: the model.
-        counters: how far training is.
-        aside: context in which a backward leaves the engine's gradients alone.
+        counters: the counters of training.
+        aside: context in which a backward does not change the engine's gradients.
         mean: averages a tensor over the ranks in place; None with one rank.
     """
 
@@ -157,11 +157,11 @@ class CurvatureSession(StepHook):
         return self._counters.global_steps % self._eigenvalue.gas_boundary_resolution == 0
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """What the forward pass must run in."""
+        """The context that the forward pass must run in."""
         return self._double_backward() if self._due() and torch.is_grad_enabled() else nullcontext()
 
     def before_backward(self, loss: torch.Tensor, boundary: bool) -> None:
-        """Compute them where they are due. Collective."""
+        """Compute the eigenvalues if they are due. Collective."""
         if boundary and self._due():
             with self._aside():
                 self._fresh = self.latest = self._eigenvalue.compute_from_loss(loss, self._module, self._mean)
@@ -176,11 +176,11 @@ class CurvatureSession(StepHook):
 
 
 class NoiseSession:
-    """Keeps the gradient noise scale from this rank's small batches and every step's whole gradient.
+    """Estimates the gradient noise scale from this rank's small batches and the full gradient of every step.
 
     Args:
         noise, squares: a `dsx_monitor.GradientNoise` and a `GradientSquares` on the model's parameters.
-        micro_batches: how many backwards the coming update has.
+        micro_batches: returns how many backwards the coming update has.
         ranks: data-parallel ranks if gradients are summed over them, 1 if averaged.
     """
 
@@ -193,7 +193,7 @@ class NoiseSession:
         """Add the step, unless it was skipped."""
         count, square = self._micro_batches(), self._squares.take()
         if report.applied and report.grad_norm is not None:
-            # Backward had loss x scale / count: undo it, and take the mean over the micro-batches.
+            # The backwards were of loss x scale / count: undo that factor, and take the mean over the micro-batches.
             small = square * (count / report.loss_scale) ** 2 / count
             self._noise.update(small, (report.grad_norm / self._ranks) ** 2)
 
@@ -204,18 +204,18 @@ class NoiseSession:
 
 
 class TimelineSession(StepHook):
-    """Traces some steps on every rank, then puts the ranks' traces together.
+    """Traces some steps on every rank, then merges the ranks' traces.
 
     Args:
-        make: gives a new `dsx_monitor.Timeline`.
+        make: makes a new `dsx_monitor.Timeline`.
         section: the `timeline` section.
-        counters: how far training is.
+        counters: the counters of training.
         clock: a `dsx_monitor.TracedClock`.
-        observe: lets an object hear of communication; returns what ends that.
-        barrier: meets the other ranks.
-        run_dir: where traces go.
-        merge: makes one file of all traces in a folder and returns it; None on other ranks than 0.
-        tolerating: as for `FlopsSession`. A rank that cannot write still meets the others.
+        observe: registers an observer of communication; returns a function that ends that.
+        barrier: waits for all ranks.
+        run_dir: the folder for traces.
+        merge: makes one file from all traces in a folder and returns it; None on other ranks than 0.
+        tolerating: as for `FlopsSession`. A rank that cannot write still takes part in the barriers.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class TimelineSession(StepHook):
         self._stop: Callable[[], None] = lambda: None
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin with the first forward of the chosen step. Collective."""
+        """Start with the first forward of the chosen step. Collective."""
         if self._timeline is None and self._left and self._counters.global_steps >= self._section.start_step:
             self._timeline = self._clock.timeline = self._make()
             self._barrier()
@@ -246,14 +246,14 @@ class TimelineSession(StepHook):
             self._stop = self._observe(self._timeline)
 
     def after_step(self, report: StepReport) -> None:
-        """End after the chosen number of steps. Collective then."""
+        """Stop after the chosen number of steps; then it is collective."""
         if self._timeline is None:
             return
         self._left -= 1
         if self._left:
             return
         self._end()
-        self._barrier()  # all traces are written
+        self._barrier()  # after it, all traces are written
         if self._merge is not None:
             with self._tolerating(f"the traces in {self._run_dir} cannot be put together"):
                 logger.info("trace of %d steps: %s", self._section.steps, self._merge(self._run_dir))
@@ -265,7 +265,7 @@ class TimelineSession(StepHook):
         self._timeline = self._clock.timeline = None
 
     def close(self) -> None:
-        """Write what there is if training ends inside the traced steps."""
+        """Write the trace so far if training ends inside the traced steps."""
         if self._timeline is not None:
             self._left = 0
             self._end()

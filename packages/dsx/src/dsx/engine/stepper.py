@@ -1,8 +1,8 @@
-"""The update itself: unscale, check, clip, step, forget the gradients, adapt the loss scale.
+"""The update: unscale, check, clip, step, drop the gradients, adapt the loss scale.
 
-The arithmetic is the sharded optimizer's; this file fixes the order and the scale. The scale that divides the gradients
-is the one their backward was done with, times that of weighted micro-batches; the scaler learns of the outcome
-afterwards, so that the step at which the scale grows is not divided by the new value.
+The sharded optimizer does the arithmetic; this module fixes the order and the scale. Gradients are divided by the loss
+scale of their backward, times the scale of weighted micro-batches. The scaler is told the outcome afterwards, so that
+the step at which the scale grows is not divided by the new value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .errors import EngineError
 
 
 class StepOutcome(Protocol):
-    """What a sharded optimizer says about a step."""
+    """The result of a sharded optimizer's step."""
 
     @property
     def overflow(self) -> bool: ...
@@ -24,7 +24,7 @@ class StepOutcome(Protocol):
 
 
 class LossScaler(Protocol):
-    """State machine of the loss scale (`dsx.loss_scaler`); scale 1.0 for ever where there is no scaling."""
+    """State machine of the loss scale (`dsx.loss_scaler`). Without scaling the scale is always 1.0."""
 
     @property
     def scale(self) -> float: ...
@@ -50,10 +50,11 @@ class ShardedStepper:
     Args:
         optimizer: the sharded optimizer.
         scaler: the loss scale.
-        max_norm: clip the global L2 norm of the gradients to this; None to leave them.
-        gradient_scale: how many times too large the gradients are besides the loss scale (`Batches.gradient_scale`).
+        max_norm: clip the global L2 norm of the gradients to this; None: no clipping.
+        gradient_scale: returns the factor by which gradients are too large, besides the loss scale
+            (`Batches.gradient_scale`).
         known_before: the gradient scale and the learning rates are known before the last backward of an update.
-        steps: how many updates are over.
+        steps: returns how many updates are over.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class ShardedStepper:
         self._announces = known_before and not max_norm
 
     def before_last_backward(self) -> None:
-        """The last backward of an update comes: units may be stepped during it where nothing has to be known first."""
+        """Called before the last backward of an update. Units may be stepped during it, if everything that the update
+        needs is known before.
+        """
         if self._announces:
             self._optimizer.step_during_backward(self._scaler.scale * self._gradient_scale())
 
     def step(self) -> StepOutcome:
-        """One update. On overflow nothing but the loss scale changes, and the gradients are dropped."""
+        """Do one update. On overflow only the loss scale changes, and the gradients are dropped."""
         if self._steps is not None:
             self._optimizer.steps_done = self._steps()
         scale = self._scaler.scale * self._gradient_scale()
@@ -82,10 +85,10 @@ class ShardedStepper:
 
 
 class NoStepper:
-    """Stands where an engine was built without an optimizer."""
+    """The stepper of an engine without an optimizer."""
 
     def before_last_backward(self) -> None:
-        """`step` says what is missing."""
+        """Does nothing; `step` raises."""
 
     def step(self) -> StepOutcome:
         """Refuse.

@@ -1,6 +1,4 @@
-"""What the configuration switched on, under the names that training scripts ask an engine for. Nothing in here
-changes anything.
-"""
+"""The switches of the configuration, under the names that training scripts use. Nothing here changes the engine."""
 
 from __future__ import annotations
 
@@ -38,11 +36,11 @@ class EngineSwitches:
         return self._parts.settings.zero_stage > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Stage 2 or above."""
+        """Whether gradients are divided among the ranks (stage 2 or above)."""
         return self._parts.settings.zero_stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Stage 3."""
+        """Whether parameters are divided among the ranks (stage 3)."""
         return self._parts.settings.zero_stage >= 3
 
     def optimizer_name(self) -> str:

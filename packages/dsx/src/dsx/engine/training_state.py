@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors: counters, rates, schedule, loss scale, precision and data position.
+"""The part of a checkpoint that is not tensors: counters, rates, schedule, loss scale, precision and data position.
 
 `TrainingState` is the record: taken from the engine's parts, written as it is, and checked key by key when it is read,
     so that nothing unknown and nothing of another kind reaches the parts. `Undo` takes changes of parts back, for a
@@ -17,14 +17,14 @@ from typing import Any
 from .report import Counters
 
 _FIRST_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-"""Those that every checkpoint has; counters that later versions add are 0 where they are missing."""
+"""The counters that every checkpoint has. Counters that later versions add are 0 if they are missing."""
 _LATER = ("parts", "objects", "config", "versions", "layout")
 """Keys that the first checkpoints did not have."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Everything here is free of ranks.
+    """The training state. Nothing in it depends on a rank.
 
     Attributes:
         counters: names and values of `Counters`.
@@ -32,13 +32,12 @@ class TrainingState:
         precision: the precision record as text.
         lr_scheduler: state of the schedule; empty without one.
         loss_scaler: state of the loss scale.
-        data: position of the training loader; empty without one that knows its position.
-        parts: states of further parts by name, such as the compression schedule; checkpoints from before there were any
-            have none.
+        data: position of the training loader; empty if there is no loader that knows its position.
+        parts: states of other parts by name, such as the compression schedule; older checkpoints have none.
         objects: states of the objects that the caller registered, by name.
         config: the configuration that the checkpoint was saved with, for people and tools.
-        versions: of dsx, torch and Python.
-        layout: number of ranks, ZeRO stage, and where each class of state lay (`placement`); for people and tools.
+        versions: the versions of dsx, torch and Python.
+        layout: number of ranks, ZeRO stage, and where each class of state was (`placement`); for people and tools.
     """
 
     counters: dict[str, int]
@@ -59,7 +58,7 @@ class TrainingState:
 
     @staticmethod
     def from_dict(state: Any) -> TrainingState:
-        """Check what was read. Raises `ValueError` that names the key."""
+        """Make the record from what was read. Raises `ValueError` that names a wrong key."""
         names = [field.name for field in dataclasses.fields(TrainingState)]
         _expect_keys("the training state", state, required=[n for n in names if n not in _LATER], known=names)
         _check_counters(state["counters"])
@@ -105,18 +104,20 @@ def _expect_keys(what: str, state: Any, *, required: Any, known: Any) -> None:
 
 
 class Undo:
-    """A stack of ways back. `with undo:` goes all of them, last first, if an exception leaves the block."""
+    """A stack of undo functions. `with undo:` calls all of them, the last one first, if an exception leaves the
+    block.
+    """
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], Any]] = []
 
     def restore_state_of(self, part: Any) -> None:
-        """Give `part` the state back that it has now; it has `state_dict` and `load_state_dict`."""
+        """On undo, restore the present state of `part`, which has `state_dict` and `load_state_dict`."""
         state = copy.deepcopy(part.state_dict())
         self.add(lambda: part.load_state_dict(state))
 
     def add(self, step: Callable[[], Any]) -> None:
-        """Do this on the way back."""
+        """On undo, call `step`."""
         self._steps.append(step)
 
     def __enter__(self) -> Undo:

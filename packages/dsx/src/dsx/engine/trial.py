@@ -1,8 +1,8 @@
-"""An experiment of the autotuner, as an engine sees it: measure some updates end to end, write that down, end.
+"""An experiment of the autotuner inside an engine: it measures some updates end to end, records the result and ends.
 
-Measured is the time from the end of one update to the end of a later one, with everything between: reading data,
-forward, backward, communication, the update, and what the user's loop does. The slowest rank counts. On a device the
-clock is read when its work is done.
+The measured time is from the end of one update to the end of a later one, with everything in between: reading data,
+forward, backward, communication, the update, and the rest of the user's loop. The slowest rank counts. On a device the
+clock is read after its work is done.
 
 All ranks end after the same update, with a `SystemExit` of code 0, so that the script's own clean-up runs.
 """
@@ -24,7 +24,7 @@ __all__ = ["TrialEnded", "TrialSession", "TrialTasks"]
 
 
 class TrialEnded(SystemExit):
-    """An experiment of the autotuner is over: nothing is wrong. Ends the process with code 0."""
+    """An experiment of the autotuner is over. This is not an error; the process ends with code 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -32,16 +32,16 @@ class TrialEnded(SystemExit):
 
 @dataclass(frozen=True)
 class TrialTasks:
-    """What a session needs of the engine around it.
+    """Functions of the engine that a session needs.
 
     Attributes:
-        gather: gives all ranks' lists for this rank's list of numbers (collective).
-        in_use: bytes in use: the device's, or without one the process's.
-        peak: the most of them since `restart_peak`.
-        restart_peak: begins a new peak.
-        state_bytes: bytes of parameters, gradients, masters and optimizer states of this rank.
-        conclude: takes what was measured; called on every rank, writes on one.
-        look: called with the arguments of the first micro-batch.
+        gather: takes this rank's list of numbers and returns those of all ranks (collective).
+        in_use: returns the bytes in use on the device, or in the process if there is no device.
+        peak: returns the most bytes in use since `restart_peak`.
+        restart_peak: starts a new peak.
+        state_bytes: returns the bytes of parameters, gradients, masters and optimizer states of this rank.
+        conclude: takes the measurements; called on every rank, writes on one.
+        look: is called with the arguments of the first micro-batch.
         profiler: counts operations in the first update; None: they are not counted.
     """
 
@@ -60,8 +60,8 @@ class TrialSession(StepHook):
 
     Args:
         first, last: numbers of updates of this process, from 1; both are measured.
-        device: where the model is.
-        tasks: what it does with what.
+        device: the device of the model.
+        tasks: functions of the engine.
     """
 
     def __init__(self, first: int, last: int, device: torch.device, tasks: TrialTasks) -> None:
@@ -94,7 +94,7 @@ class TrialSession(StepHook):
         self._phases.begin("bwd")
 
     def before_update(self) -> None:
-        """Note the time; the operations of the first update are known."""
+        """Note the time. In the first update, read the counted operations."""
         self._phases.begin("step")
         profiler = self._tasks.profiler
         if profiler is not None and profiler.started:
@@ -145,14 +145,14 @@ class TrialSession(StepHook):
         )
 
     def _now(self) -> float:
-        """Seconds, once the device has done its work."""
+        """The time in seconds, after the device has done its work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
 
 class _Phases:
-    """How long each part of an update takes: a part lasts until the next one begins."""
+    """Measures the parts of an update; a part lasts until the next one begins."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -171,7 +171,7 @@ class _Phases:
         self._marks = self._marks[-1:]
 
     def seconds(self) -> dict[str, float]:
-        """Name -> seconds in all; the device has done its work."""
+        """Total seconds by name; the device must have done its work."""
         found: dict[str, float] = {}
         for (name, start), (_, end) in zip(self._marks, self._marks[1:]):
             took = start.elapsed_time(end) / 1e3 if self._on_device else end - start

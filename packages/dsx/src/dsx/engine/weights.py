@@ -1,7 +1,7 @@
-"""Whole weights out of a sharded model: as a state dict, or as a file other programs read.
+"""Collects full weights from a sharded model: as a state dict, or as a file that other programs read.
 
-Walks the model one unit at a time (what is gathered together anyway), so that each unit travels once and the device
-never holds more than one unit's whole weights beyond what training keeps; the collected values go to host memory.
+It walks over the model one unit at a time (the parameters that are gathered together). So each unit is gathered once,
+and the device holds the full weights of only one unit more than in training. The values are copied to host memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Gather:
-    """How parameters become whole.
+    """How full parameters are obtained.
 
     Attributes:
-        whole: makes some parameters whole for the length of a context. Collective.
-        unit: parameters of one unit are gathered together, whichever of them is asked for; None for one that is always
-            whole.
+        whole: gathers some parameters for the duration of a context. Collective.
+        unit: returns the unit of a parameter, because the parameters of a unit are gathered together; None if the
+            parameter need not be gathered.
     """
 
     whole: Callable[[list[nn.Parameter]], contextlib.AbstractContextManager[object]]
@@ -40,10 +40,10 @@ NOTHING_TO_GATHER = Gather(lambda parameters: contextlib.nullcontext(), lambda p
 def whole_tensors(
     module: nn.Module, gather: Gather, *, exclude_frozen: bool
 ) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Every parameter once, with all its names, and every persistent buffer under each of its names; whole, on its
-    device.
+    """Every parameter once, with all its names, and every persistent buffer under each of its names. Tensors are
+    complete and on their device.
 
-    Collective: every rank must exhaust it. The tensor is valid until the next one is asked for.
+    Collective: every rank must iterate to the end. A tensor is valid until the next one is asked for.
     """
     names: dict[int, list[str]] = {}
     units: dict[Hashable, dict[int, nn.Parameter]] = {}
@@ -54,7 +54,7 @@ def whole_tensors(
     for members in units.values():
         with gather(list(members.values())):
             for key in members:
-                # As the module holds it now: gathering may have put a plain one in the place of a partitioned one.
+                # Read it from the module again: gathering may have replaced a partitioned parameter by a plain one.
                 yield names[key], module.get_parameter(names[key][0]).detach()
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name, buffer in child._buffers.items():
@@ -88,11 +88,11 @@ def save_weights(
 ) -> None:
     """Gather on all ranks and write `folder/filename` on the rank with `writer=True`, atomically. Collective.
 
-    `*.safetensors` is written as such (one name per tied weight, which is what readers of that format expect); any
-    other name gets torch's own format.
+    A name `*.safetensors` gives that format (with one name per tied weight, as its readers expect); any other name
+    gives torch's own format.
 
     Raises:
-        CheckpointArgumentError: the folder is none, or the name has another ending.
+        CheckpointArgumentError: the folder is not valid, or the name has another ending.
         CheckpointError: the file cannot be written; the same error on all ranks.
     """
     # Lazy import: training without saving does not need the format.
@@ -126,7 +126,7 @@ def _write(path: Path, tensors: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{path.name}")
     temporary.touch()
-    mode = temporary.stat().st_mode  # as the umask has it; safetensors makes files that their owner alone may read
+    mode = temporary.stat().st_mode  # the mode by umask; safetensors makes files that only their owner may read
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import save_file  # lazy import: only this branch needs it
