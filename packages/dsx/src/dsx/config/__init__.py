@@ -10,7 +10,7 @@
 wrong is reported at once in a ``DsxConfigError``. Keys, defaults and availability are listed in ``docs/config.md``,
 which ``python -m dsx.config reference`` writes.
 
-Importing this package loads neither pydantic nor torch; loading a configuration does what it needs.
+Importing this package loads neither pydantic nor torch; they are loaded with the first configuration.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def load_config(source: Any, *, world_size: int) -> Config:
 
     Args:
         source: dictionary, path of a JSON file (comments and trailing commas allowed), base64 text of JSON, or a
-            ``Config``, which is completed anew for ``world_size``.
-        world_size: number of data-parallel ranks; enters the batch arithmetic.
+            ``Config``, which is completed again for ``world_size``.
+        world_size: number of data-parallel ranks; the batch arithmetic needs it.
 
     Raises:
         DsxConfigError: with every problem found; the text is the same on every rank.

@@ -1,8 +1,8 @@
-"""The `autotuning` section: what `dsx launch --autotuning` searches, and what an engine measures when it is told to.
+"""The `autotuning` section: the search of `dsx launch --autotuning`, and the measurements of an engine for it.
 
-Two keys are written by the tuner rather than by people. With `metric_path` an engine measures the updates from
-`start_profile_step` to `end_profile_step`, writes what it found to that file and ends the program. With
-`model_info_path` and `model_info.profile` it also writes facts about the model. Without either, training is not touched.
+The tuner, not the user, writes two of the keys. With `metric_path` an engine measures the updates from
+`start_profile_step` to `end_profile_step`, writes the result to that file and ends the program. With `model_info_path`
+and `model_info.profile` it also writes facts about the model. Without these keys, training is not affected.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Autotuning(Toggle):
 
 
 def autotuning_problems(root: Any, where: Any) -> Iterator[Problem]:
-    """Yield what in a validated section contradicts itself; nothing if it is off."""
+    """Yield the contradictions inside a validated section; nothing if it is off."""
     section = root.autotuning
     if not section.enabled:
         return

@@ -1,12 +1,12 @@
-"""What a configuration may ask for and dsx does not do: refused with what will bring it, or accepted with one warning.
+"""Keys that dsx knows but does not implement. Some are refused with an explanation, others accepted with one warning.
 
 Three tables of data and two pure functions over a validated configuration.
 
 * ``NOT_YET``: features that will exist. Asking for one is an error; a block that is switched off, or a key at its
-  default, asks for nothing.
-* ``REFUSED``: features that will not, with what to do instead.
-* ``MEANINGLESS``: knobs of another implementation. They are accepted, because published files carry them, and one
-  warning names all that the file sets.
+  default, does not ask for a feature.
+* ``REFUSED``: features that will not exist, with an alternative.
+* ``MEANINGLESS``: settings of another implementation. They are accepted, because published files have them, and one
+  warning names those that the file sets.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REFUSED: dict[str, str] = {
         " torch.autocast(enabled=False) in their forward"
     ),
 }
-"""What dsx does not do and will not: path -> why, and what to do instead (decision 0020)."""
+"""Features that dsx will not have: path -> why, and what to do instead (decision 0020)."""
 
 _APEX = "an argument of apex; torch.amp has no such switch"
 _ALWAYS = "dsx always does it"
@@ -148,7 +148,7 @@ def not_yet(root: Any, where: Any) -> Iterator[Problem]:
 
 
 def _asked(root: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield path and text of what asks for the feature at a path; nothing where nothing does."""
+    """Yield path and text of the values that ask for the feature at a path."""
     found = _find(root, path)
     if found is not None and asks_for(*found):
         yield from _culprits(path, *found)
@@ -174,7 +174,7 @@ def _has_switch(value: Any) -> bool:
 
 
 def _find(root: Any, path: str) -> tuple[Any, Any] | None:
-    """Return value and default at a dotted path, or None where a section or key does not exist."""
+    """Return value and default at a dotted path, or None if a section or key does not exist."""
     *sections, name = path.split(".")
     owner = root
     for part in sections:
@@ -187,7 +187,7 @@ def _find(root: Any, path: str) -> tuple[Any, Any] | None:
 
 
 def _culprits(path: str, value: Any, default: Any) -> Iterator[tuple[str, str]]:
-    """Yield path and text of what asks: the block for a switched-on block, the single keys for a block without
+    """Yield path and text of the values that ask: a switched-on block itself, or the single keys of a block without a
     switch.
     """
     fields = getattr(type(value), "model_fields", None)

@@ -1,9 +1,10 @@
-"""What all sections share: a frozen, strict base model and the number types of JSON people write.
+"""The base of all sections: a frozen, strict model, and the number types of JSON that people write.
 
-Strict means: text is not a number, an unknown key is an error. One liberty is taken here: a whole number may be written
-as ``5e8``, because every published configuration does. The others, such as 1 for ``true``, are in ``lenient.py``.
+Strict means: text is not a number, and an unknown key is an error. One exception is made here: a whole number may be
+written as ``5e8``, because published configurations do so. Other exceptions, such as 1 for ``true``, are in
+``lenient.py``.
 
-Importing this module costs pydantic; only the code that loads a configuration imports it.
+This module imports pydantic, so only code that loads a configuration imports it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Toggle(Section):
 
 
 def _whole(value: Any) -> Any:
-    """Let 5e8 through as 500000000; leave everything else for the strict check to judge."""
+    """Turn 5e8 into 500000000; the strict check judges all other values."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -43,20 +44,20 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 def nested(model: Any, description: str) -> Any:
-    """Return a field that holds a section and is that section's defaults when it is not given."""
+    """Return a field that holds a section; if it is not given, the section has its defaults."""
     return Field(default_factory=model, description=description)
 
 
 def from_dataclass(source: type, *, module: str) -> type[Section]:
     """Return the section that a sibling describes as a frozen dataclass, for packages without a validation library.
 
-    Field names, types and defaults are taken over; ``metadata["description"]`` documents a field and
-    ``metadata["minimum"]`` is its smallest value. Text of the class is its documentation. JSON has lists only, so a
-    tuple is read from a list, and ``5e8`` is a whole number.
+    Field names, types and defaults are kept; ``metadata["description"]`` documents a field and ``metadata["minimum"]``
+    is its smallest value. The docstring of the class documents the section. A tuple is read from a list, because JSON
+    has only lists, and ``5e8`` is a whole number.
 
     Args:
         source: the dataclass.
-        module: the module that keeps the result under the dataclass's name, so that values can be pickled.
+        module: the module that has the result under the dataclass's name, so that values can be pickled.
     """
     hints = typing.get_type_hints(source)
     fields: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 B is ``train_batch_size`` (samples per optimizer step over all ranks), m is ``train_micro_batch_size_per_gpu`` (samples
 per rank and forward pass), g is ``gradient_accumulation_steps``, W is the number of data-parallel ranks. Two of the
-three give the third; one of B or m alone sets g = 1; g alone says nothing about sizes and is refused.
+three give the third. B or m alone sets g = 1. g alone is refused, because it gives no batch size.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def resolve_batch(
         auto: which of the keys the document sets to "auto"; only the text of a problem depends on it.
 
     Returns:
-        The completed sizes, or the problem that forbids them.
+        The completed sizes, or the problem with them.
     """
     train, micro, steps = given.get(TRAIN), given.get(MICRO), given.get(ACCUMULATION)
     shown = _shown(given, world_size)

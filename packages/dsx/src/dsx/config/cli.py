@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     except BrokenPipeError:
-        # The reader (`| head`) left; that is not a problem of the configuration.
+        # The reader of the output (`| head`) has ended; that is not a problem of the configuration.
         sys.stderr.close()
     return 0
 

@@ -1,8 +1,8 @@
 """Checks of ``optimizer`` and ``scheduler``: known type, known and sensible arguments, available today.
 
-The arguments of our own optimizers are a table; those of the optimizers that average in one bit, and of any class of
-``torch.optim``, are those of the constructor. A schedule of our own is simply built on a stand-in
-with one parameter group: what its constructor refuses is a problem of the configuration.
+A table has the arguments of our own optimizers. For one-bit optimizers and classes of ``torch.optim``, the arguments
+are those of the constructor. One of our own schedules is built on a stand-in optimizer: an error of its constructor is
+a problem of the configuration.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NUMBERS = frozenset(
 )  # fmt: skip
 _COUNTS = {"ns_steps": 1, "freeze_step": 1, "var_freeze_step": 1, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 1,
            "variance_window": 0}  # fmt: skip
-"""Arguments that are whole numbers, and the least of each."""
+"""Arguments that are whole numbers, with the smallest allowed value."""
 _CHOICES = {
     "comm_backend_name": ("nccl", "mpi", "hccl", "compressed", "gloo", "dsx"),
     "compression": ("on", "off", "auto"),
@@ -59,13 +59,13 @@ _CHOICES = {
 
 
 def canonical_optimizer(name: str) -> str | None:
-    """Return the name of one of our own optimizers in its documented spelling; None for any other name."""
+    """Return the documented spelling of the name, if it is one of our own optimizers; None for any other name."""
     spelled = {known.lower(): known for known in OPTIMIZER_ARGUMENTS}
     return spelled.get(name.lower())
 
 
 def argument_schema(name: str) -> dict[str, Any]:
-    """Return the JSON schema of an optimizer's argument; empty for one whose type is not known by its name."""
+    """Return the JSON schema of an optimizer's argument; empty if the name does not tell the type."""
     if name in _SWITCHES:
         return {"anyOf": [{"type": "boolean"}, {"const": "auto"}]}
     if name in _NUMBERS:
@@ -88,14 +88,14 @@ def torch_classes(module: str) -> dict[str, type]:
         name: value
         for name, value in vars(importlib.import_module(module)).items()
         if isinstance(value, type)
-        and value.__module__.startswith(module)  # not what the module itself imports
+        and value.__module__.startswith(module)  # leave out classes that the module only imports
         and not name.startswith("_")
         and name not in ("Optimizer", "LRScheduler")
     }
 
 
 def component_problems(root: Any, where: Callable[[str], str]) -> Iterator[Problem]:
-    """Yield what is wrong with ``optimizer`` and ``scheduler`` of a validated configuration."""
+    """Yield the problems of ``optimizer`` and ``scheduler`` in a validated configuration."""
     if root.optimizer is not None:
         yield from _optimizer_problems(root.optimizer, where)
     if root.scheduler is not None:
@@ -181,8 +181,8 @@ def _scheduler_problems(section: Any, where: Any) -> Iterator[Problem]:
 
 
 class _StandIn:
-    """One parameter group per value of the longest per-group list, so that such lists can be checked for their
-    items.
+    """Stands for an optimizer. It has one parameter group per value of the longest per-group list, so that the values
+    of such lists are checked too.
     """
 
     def __init__(self, params: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The `compression_training` and `quantize_training` blocks: those of dsx_compress, and the eigenvalues beside them."""
+"""The `compression_training` and `quantize_training` sections: those of dsx_compress, with the eigenvalue section."""
 
 from __future__ import annotations
 

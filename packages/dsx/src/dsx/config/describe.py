@@ -1,4 +1,4 @@
-"""Words for a field's type: ``a whole number of at least 1, or null``."""
+"""Describes a field's type in words: ``a whole number of at least 1, or null``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _flat(metadata: Any) -> list[Any]:
-    """Return constraint objects; a ``Field(...)`` inside ``Annotated`` carries its own list."""
+    """Return constraint objects; a ``Field(...)`` inside ``Annotated`` has its own list of them."""
     flat: list[Any] = []
     for item in metadata:
         flat.extend(item.metadata if isinstance(item, FieldInfo) else [item])

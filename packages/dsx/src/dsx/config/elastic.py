@@ -1,5 +1,5 @@
-"""The section `elasticity`, and the three batch sizes under it: chosen for this number of ranks, so that the global batch
-stays.
+"""The section `elasticity`, and the three batch sizes that it gives: they are chosen for the number of ranks so that
+the global batch stays the same.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def elastic_batch(
     """Choose the batch sizes.
 
     Args:
-        section: the validated section, which is on.
-        given: what the configuration says about the three sizes; "auto" values are absent.
+        section: the validated section, which is switched on.
+        given: the sizes that the configuration sets; "auto" values are absent.
         world_size: number of data-parallel ranks.
-        auto: which of the three the configuration leaves to dsx.
+        auto: the sizes that the configuration sets to "auto".
     """
     set_by_hand = [key for key in (TRAIN, MICRO, ACCUMULATION) if given.get(key) is not None and key not in auto]
     if set_by_hand and not section.ignore_non_elastic_batch_info:

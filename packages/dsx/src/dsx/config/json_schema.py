@@ -1,15 +1,15 @@
-"""The JSON schema of a configuration, for editors: completion, hover texts, and red lines where the loader would
+"""The JSON schema of a configuration, for editors: completion, hover texts, and marks at values that the loader would
 refuse.
 
-The idea: pydantic knows names, types and texts; four things that it does not know are added here.
+pydantic gives names, types and texts. This module adds four things that it does not know.
 
 * Limits of numbers get their names in JSON schema (`minimum`, not `ge`).
-* What is read before validation: `"auto"` for every value, `zero_optimization: true`, null for a section, second names
-  of keys, 1 and 0 for booleans, choices in other capitals, `"$schema"` itself.
+* Spellings that are accepted before validation: `"auto"` for every value, `zero_optimization: true`, null for a
+  section, second names of keys, 1 and 0 for booleans, choices in other capitals, and `"$schema"` itself.
 * `optimizer` and `scheduler`: every type, in any case, with the names and types of its arguments.
 * Keys that are not available yet say so in their text.
 
-Left out: conflicts between keys and the batch arithmetic, which only the loader judges.
+Left out: conflicts between keys, and the batch arithmetic, which only the loader checks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _read_like_the_loader(section: dict[str, Any]) -> None:
-    """Rename limits, and admit for every property of one object what the loader reads."""
+    """Rename limits, and allow for every property of one object the spellings that the loader accepts."""
     for name, value in section.get("properties", {}).items():
         text = value.pop("description", "") if isinstance(value, dict) else ""
         default = {"default": value.pop("default")} if "default" in value else {}
@@ -77,7 +77,7 @@ def _with_limits(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _other_spellings(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what `lenient.py` reads beside `value`."""
+    """Yield the other spellings of `value` that `lenient.py` accepts."""
     if value.get("type") == "boolean":
         yield {"enum": [0, 1]}
     choices = value.get("enum", [value["const"]] if "const" in value else [])
@@ -172,7 +172,7 @@ def _default_of(parameter: inspect.Parameter) -> dict[str, Any]:
 
 
 def _describe_availability(schema: dict[str, Any], sections: dict[str, Any]) -> None:
-    """Say in a key's text that it is not available yet, or that it means nothing here."""
+    """Add to the text of a key that it is not available yet, or has no effect here."""
     notes = {path: f"not available yet: {brings}" for path, brings in NOT_YET.items()}
     notes.update({path: f"not supported: {reason}" for path, reason in REFUSED.items()})
     notes.update({path: f"accepted without effect: {reason}" for path, reason in MEANINGLESS.items()})

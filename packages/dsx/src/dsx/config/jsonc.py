@@ -1,12 +1,12 @@
-"""A JSON reader for files written by people: comments, trailing commas, and the place of everything.
+"""A JSON reader for files written by people. It accepts comments and trailing commas, and knows the place of every key.
 
-Accepted beyond JSON: ``//`` and ``#`` line comments, ``/* */`` comments, a comma after the last item, and keys without
-quotes (``stage: 2``), which DeepSpeed's reader takes. Refused although Python's own reader takes it: a key given twice
-in one object (the first value would vanish silently), ``NaN`` and ``Infinity``. Every key's line and column is kept, so
-that later messages can point into the file. Messages quote at most a part of a line, whatever the file holds.
+In addition to JSON it accepts ``//`` and ``#`` line comments, ``/* */`` comments, a comma after the last item, and keys
+without quotes (``stage: 2``), as DeepSpeed's reader does. Unlike Python's reader it refuses a key that is given twice
+in one object (the first value would be lost silently), ``NaN`` and ``Infinity``. It keeps the line and column of every
+key, so that later messages can point into the file. A message quotes only a part of a long line.
 
-Left out on purpose: text without quotes or in single quotes, hexadecimal numbers, lines without commas. A file that
-needs them is not JSON for any other tool either.
+Left out on purpose: text without quotes or in single quotes, hexadecimal numbers, lines without commas. Other tools do
+not accept such files as JSON either.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class JsonTextError(ValueError):
 
 @dataclass(frozen=True)
 class JsonText:
-    """What was read: the value, the offset of every key and item, and the text itself."""
+    """The result of reading: the value, the offset of every key and item, and the text itself."""
 
     value: Any
     offsets: dict[Path, int] = field(repr=False)
@@ -65,7 +65,7 @@ def parse(text: str) -> JsonText:
         text: the whole document.
 
     Raises:
-        JsonTextError: with line, column and an excerpt that carries a caret.
+        JsonTextError: with line, column and an excerpt with a caret at the place.
     """
     return _Reader(text).read()
 
@@ -260,7 +260,7 @@ def _line_and_column(text: str, offset: int) -> tuple[int, int]:
 
 def _excerpt(text: str, line: int, column: int) -> str:
     lines = text.splitlines() or [""]
-    # A file may be one long line: what is shown is a window around the caret.
+    # A file may be one long line, so only a part around the caret is shown.
     start = 0 if column <= _EXCERPT_WIDTH else column - 1 - _EXCERPT_WIDTH // 2
     shown = []
     for number in range(max(1, line - 1), line + 1):

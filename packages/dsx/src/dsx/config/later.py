@@ -1,7 +1,7 @@
-"""Sections of features that do not exist yet: modelled and checked now, so that a configuration stays readable.
+"""Sections of features that do not exist yet. They are checked now, so that a configuration with them can be read.
 
-A block that is switched off is accepted as it is; one that is switched on is refused with what will bring it (see
-``availability.py``). When a feature arrives its model moves to the package that owns it.
+A section that is switched off is accepted; one that is switched on is refused with an explanation (see
+``availability.py``). When a feature is implemented, its model moves to the package that owns it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Spellings that published configurations use and that can mean one thing only, read as that thing.
+"""Accepts other spellings of values that published configurations use, if they can have only one meaning.
 
-A pure walk over the document beside the schema, before the strict validation:
+Before the strict validation, the document and the schema are walked together, and these spellings are replaced:
 
 * 1 and 0 where true or false is expected;
 * a choice in other capitals (`"WARN"` for `"Warn"`, `"SUM"` for `"sum"`);
 * one text where a list of texts is expected, in the keys of `_ONE_OR_MANY`.
 
-Whatever else does not fit is left as it is: the validation names it. Text is never read as a number or a boolean.
+Other values that do not fit are left unchanged, and the validation reports them. Text is never read as a number or a
+boolean.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ONE_OR_MANY = frozenset(f"zero_optimization.leaf_module.{name}" for name in ("c
 
 
 def read_leniently(data: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:
-    """Change the values of `data` that have another spelling into the one that `model` documents.
+    """Replace other spellings of values in `data` by those that `model` documents.
 
     Args:
         data: an object of the document; changed in place.
@@ -65,7 +66,7 @@ def _respelled(value: Any, alternatives: list[Any]) -> Any:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Return the types and the literal values that an annotation admits."""
+    """Return the types and the literal values that an annotation allows."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _alternatives(arguments[0])

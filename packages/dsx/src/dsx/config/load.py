@@ -1,8 +1,8 @@
-"""``load_config``: read, normalise, validate, cross-check, complete.
+"""``load_config``: reads, normalises, validates, cross-checks and completes a configuration.
 
-All problems of one pass are raised together. Nothing here talks to other ranks or to a device: the same document gives
-the same result, and the same text of an error, everywhere. Warnings are kept in ``Config.warnings``; the engine logs
-them once, on one rank.
+All problems of one pass are raised together. Nothing here communicates or uses a device: the same document gives the
+same result, and the same error text, on every rank. Warnings are kept in ``Config.warnings``; the engine logs them
+once, on one rank.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def load_config(source: Any, *, world_size: int, template: bool = False) -> Conf
     Args:
         source: dictionary, path of a JSON file (comments, trailing commas and bare keys allowed), or base64 text of
             JSON.
-        world_size: number of data-parallel ranks; enters the batch arithmetic.
-        template: the document may leave all batch sizes to "auto", because another program fills them in before
-            training; the micro batch then counts as 1, and a warning says so.
+        world_size: number of data-parallel ranks; the batch arithmetic needs it.
+        template: all batch sizes may be "auto", because another program sets them before training. Then the micro batch
+            is taken as 1, with a warning.
 
     Raises:
         DsxConfigError: with every problem found.
@@ -65,7 +65,7 @@ def load_config(source: Any, *, world_size: int, template: bool = False) -> Conf
 
 
 def _fill_template(ready: Normalised) -> None:
-    """Let a document of which every batch size is "auto" be judged as if the micro batch were 1."""
+    """If every batch size is "auto", set the micro batch to 1, so that the document can be checked."""
     if MICRO in ready.auto and not {TRAIN, MICRO} & set(ready.data):
         ready.data[MICRO] = 1
         ready.notes.append(
@@ -75,7 +75,9 @@ def _fill_template(ready: Normalised) -> None:
 
 
 def _validate(ready: Normalised, where: Callable[[str], str]) -> tuple[Any, set[str], list[Problem]]:
-    """Validate; take out what is wrong and validate the rest, so that cross-checks see all that can be read."""
+    """Validate. Wrong values are taken out and the rest is validated again, so that cross-checks see everything that is
+    valid.
+    """
     data = copy.deepcopy(ready.data)
     problems: list[Problem] = []
     broken: set[str] = set()
@@ -86,7 +88,7 @@ def _validate(ready: Normalised, where: Callable[[str], str]) -> tuple[Any, set[
             found = problems_of(error, Root, lambda loc: where(".".join(map(str, loc))))
             problems += found
             if error.error_count() > MOST_PROBLEMS:
-                break  # what is shown is enough; taking out so many keys one by one would take minutes
+                break  # enough problems are shown; taking out so many keys one by one would take minutes
             for item in found:
                 broken.add(item.path)
                 if not _take_out(data, item.path):
@@ -95,12 +97,12 @@ def _validate(ready: Normalised, where: Callable[[str], str]) -> tuple[Any, set[
 
 
 def _take_out(data: dict[str, Any], path: str) -> bool:
-    """Remove the key at a path; False if there is none there (then the section as a whole has to go)."""
+    """Remove the key at a path; returns False if there is none (then the whole section has to be removed)."""
     owner: Any = data
     parts = path.split(".")
     for index, part in enumerate(parts):
         if not isinstance(owner, dict):
-            # Inside a list: the list is the smallest thing that can go.
+            # Inside a list: only the whole list can be removed.
             return _take_out(data, ".".join(parts[: index - 1])) if index > 1 else False
         if part not in owner:
             return False
@@ -119,7 +121,7 @@ def _complete(
     where: Callable[[str], str],
     auto: frozenset[str],
 ) -> tuple[BatchSizes | None, Precision | None]:
-    """Resolve batch sizes and data types; what cannot be resolved is added to ``problems``."""
+    """Resolve batch sizes and data types; contradictions are added to ``problems``."""
     batch: BatchSizes | None = None
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         problems.append(
@@ -162,7 +164,7 @@ def _build(root: Any, batch: BatchSizes, precision: Precision, document: Documen
     names = {name.split(":")[0] for name in ignored}
     configured = [key for key in ready.data if key not in names and _is_active(root, key)]
     tracker = UsageTracker(configured)
-    tracker.mark("elasticity")  # it acts here: the batch sizes come from it
+    tracker.mark("elasticity")  # it is used here: the batch sizes come from it
     return Config(
         root=root,
         batch=batch,
@@ -175,7 +177,7 @@ def _build(root: Any, batch: BatchSizes, precision: Precision, document: Documen
 
 
 def _is_active(root: Any, key: str) -> bool:
-    """Whether a configured key asks for something: a block that is switched off does not."""
+    """Whether a configured key asks for a feature; a section that is switched off does not."""
     value = getattr(root, key)
     return asks_for(value, None) if isinstance(value, BaseModel) and "enabled" in type(value).model_fields else True
 

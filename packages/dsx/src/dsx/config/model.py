@@ -1,9 +1,9 @@
-"""``Config``: the loaded configuration, frozen, with the derived records the engine works from.
+"""``Config``: the loaded configuration, frozen, with the derived records that the engine uses.
 
 Every top-level key of the JSON is an attribute: ``config.gradient_clipping``, ``config.zero_optimization.stage``,
-``config.fp16.enabled``. ``config.batch`` and ``config.precision`` are the resolved records. Code that acts on a key
-calls ``config.use("optimizer")``, which returns the value and records the use; ``config.unused_report()`` then tells
-what was configured and never acted on.
+``config.fp16.enabled``. ``config.batch`` and ``config.precision`` are the resolved records. Code that uses a key calls
+``config.use("optimizer")``, which returns the value and records the use; ``config.unused_report()`` then names keys
+that were configured and never used.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Config:
         batch: the three batch sizes.
         precision: the data types of the run.
         source: file name, ``dictionary`` or ``base64 text``.
-        warnings: what the user should know: keys without meaning here, values read differently.
+        warnings: warnings for the user: keys without effect, values that were read differently.
         origins: dotted path -> ``file``, ``dictionary``, ``derived`` or ``auto``; absent for defaults.
-        tracker: which configured keys something acted on.
+        tracker: records which configured keys were used.
     """
 
     root: Any
@@ -49,7 +49,7 @@ class Config:
     tracker: UsageTracker = field(default_factory=lambda: UsageTracker(()), repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
-        # Only for names that are not attributes of Config: the top-level keys.
+        # Python calls this only for names that are not attributes of Config, such as the top-level keys.
         root = self.__dict__.get("root")
         if root is not None and name in type(root).model_fields:
             return getattr(root, name)
@@ -57,23 +57,23 @@ class Config:
 
     @property
     def zero(self) -> Any:
-        """The ``zero_optimization`` section, as ``dsx_zero`` takes it."""
+        """The ``zero_optimization`` section, in the form that ``dsx_zero`` takes."""
         return self.root.zero_optimization
 
     @property
     def monitor_config(self) -> Any:
-        """What `dsx_monitor.MonitorMaster` takes: the sections of the writers, among the others."""
+        """The argument for `dsx_monitor.MonitorMaster`: a configuration with the sections of the writers."""
         return self.root
 
     def use(self, name: str) -> Any:
-        """Return the value of a top-level key, or of ``batch``, ``precision``, ``zero``, and record that it is acted
-        on.
+        """Return the value of a top-level key, or of ``batch``, ``precision`` or ``zero``, and record that it is
+        used.
         """
         self.tracker.mark(*_BEHIND.get(name, (name,)))
         return getattr(self, name)
 
     def unused_report(self) -> str:
-        """Return a sentence naming configured keys that nothing acted on; empty if there are none."""
+        """Return a sentence that names the configured keys that were never used; empty if there are none."""
         unused = self.tracker.unused()
         if not unused:
             return ""
@@ -83,7 +83,7 @@ class Config:
         """Return the configuration as JSON values that load again to an equal configuration.
 
         Args:
-            complete: also the defaults. Without it: what was set, and what was computed from it.
+            complete: include the defaults. Otherwise only values that were set, or computed from those.
         """
         data = self.root.model_dump(mode="json", exclude_unset=not complete, by_alias=False)
         for key, value in (
@@ -95,7 +95,7 @@ class Config:
         return data
 
     def explain(self) -> Explanation:
-        """Return every value in effect with where it came from."""
+        """Return every value in effect with its origin."""
         rows = []
         for path, value in leaves(self.to_dict(complete=True)):
             rows.append(Row(path, value, self._origin(path), NOTES.get(path, "") if path not in self.origins else ""))

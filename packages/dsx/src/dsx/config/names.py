@@ -1,9 +1,8 @@
 """The nearest known name for a mistyped one.
 
-Two rules, in this order: the fewest single-character edits (insert, delete, replace, swap neighbours), and, when
-nothing is close, a known name that contains the given one or is contained in it (``prefetch_bucket_size`` for
-``stage3_prefetch_bucket_size``). All names that are equally near are returned, because a guess that hides an equally
-good one misleads.
+There are two rules. The first: the fewest single-character edits (insert, delete, replace, swap neighbours). If no name
+is close, the second: a known name that contains the given one or is contained in it (``prefetch_bucket_size`` for
+``stage3_prefetch_bucket_size``). All names that are equally near are returned, because one guess alone could mislead.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ from collections.abc import Iterable
 __all__ = ["edits", "nearest"]
 
 _LONGEST = 100
-"""No known name is nearly as long; comparing a longer one would cost its length times that of every known name."""
+"""No known name is nearly as long. A longer name is not compared, because that takes time in proportion to its length
+times that of every known name.
+"""
 
 
 def edits(left: str, right: str) -> int:
@@ -32,7 +33,9 @@ def edits(left: str, right: str) -> int:
 
 
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
-    """Return the known names nearest to ``name``, at most ``limit``, in alphabetical order; empty if none is near."""
+    """Return at most ``limit`` known names that are nearest to ``name``, in alphabetical order; empty if none is
+    near.
+    """
     if len(name) > _LONGEST:
         return []
     names = sorted(set(known))

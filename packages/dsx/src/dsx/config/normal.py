@@ -1,8 +1,8 @@
 """The steps before validation: second names of keys, short forms, and ``"auto"``.
 
-``"auto"`` means "you decide". The key is taken out, so that the value is the documented default or is computed from
-other keys, and the path is remembered for the report. Where nothing can be decided (a required value without default)
-validation says so. Keys that have a value of their own called "auto" (`MEANS_AUTO`) keep it.
+``"auto"`` leaves the decision to dsx. The key is removed, so that the value is the documented default or is computed
+from other keys, and the path is kept for the report. For a required value without a default, validation reports an
+error. Some keys have a value that is called "auto" (`MEANS_AUTO`); they keep it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ MEANS_AUTO = frozenset(
         *(f"expert_parallel.{name}" for name in ("routed_scaling_factor", "top_k")),
     }
 )
-"""Paths at which "auto" is a value like any other: `compression` of an optimizer that averages in one bit measures
-then.
-"""
+"""Paths at which "auto" is a value like any other. With it, `compression` of a one-bit optimizer measures."""
 
 _TEXT_BOOLEANS = {"true": True, "false": False}
 
@@ -58,8 +56,8 @@ class Normalised:
     Attributes:
         data: the values, changed in place.
         auto: dotted paths that were ``"auto"``.
-        notes: sentences about what was read differently from how it was written.
-        problems: what could not be read.
+        notes: sentences about values that were read differently from how they were written.
+        problems: values that could not be read.
         moved: documented name -> name in the document, for messages that point into the file.
     """
 
@@ -129,5 +127,5 @@ def _take_out_auto(result: Normalised, owner: dict[str, Any], prefix: str) -> No
             _take_out_auto(result, owner[key], path + ".")
     scheduler = result.data.get("scheduler")
     if not prefix and "scheduler.params.warmup_max_lr" in result.auto and isinstance(scheduler, dict):
-        # For this one a decision exists that is better than the default: the optimizer's own rate.
+        # For this key the optimizer's own rate is better than the default.
         scheduler.setdefault("params", {})["warmup_max_lr"] = None

@@ -1,10 +1,10 @@
-"""Remarks on single keys, where documentation and habit differ; shown in the reference and by ``explain``."""
+"""Notes on single keys for which documentation and common use differ. The reference and ``explain`` show them."""
 
 from __future__ import annotations
 
 __all__ = ["ALWAYS_SHOWN", "NOTES"]
 
-# Defaults that do something nobody asked for; reported even where defaults are left out.
+# Defaults that change training although the user did not set them; shown even if defaults are left out.
 ALWAYS_SHOWN = frozenset({"gradient_clipping"})
 
 NOTES: dict[str, str] = {

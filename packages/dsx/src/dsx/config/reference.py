@@ -1,4 +1,4 @@
-"""The reference page of all keys, written from the schema, so that it cannot say anything else than the code does.
+"""The reference page of all keys. It is generated from the schema, so that it always agrees with the code.
 
 ``python -m dsx.config reference`` prints it; ``docs/config.md`` is its output, and a test compares the two.
 """

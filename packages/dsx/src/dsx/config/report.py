@@ -1,8 +1,8 @@
-"""What a loaded configuration tells about itself: where each value came from, and what nobody used.
+"""Reports about a loaded configuration: where each value came from, and which keys were not used.
 
 ``Explanation`` is a table (path, value, origin, note); origin is ``file`` (or ``dictionary``), ``default``, ``derived``
-(computed from other keys) or ``auto`` (left to dsx). ``UsageTracker`` records which configured sections something
-acted on; a configured feature that no code asked for is reported instead of being silently without effect.
+(computed from other keys) or ``auto`` (left to dsx). ``UsageTracker`` records which configured sections were used, so
+that a configured feature that no code uses is reported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Explanation:
         raise KeyError(path)
 
     def chosen(self) -> tuple[Row, ...]:
-        """Return the rows that are not defaults, and the defaults that change the training unasked."""
+        """Return the rows that are not defaults, and the defaults that change training although the user set
+        nothing.
+        """
         return tuple(row for row in self.rows if row.origin != "default" or row.path in ALWAYS_SHOWN)
 
     def render(self, *, everything: bool = True) -> str:
@@ -78,10 +80,10 @@ _COLUMNS: tuple[tuple[str, Any], ...] = (
 
 
 class UsageTracker:
-    """Which of the configured top-level keys something acted on.
+    """Records which of the configured top-level keys were used.
 
     Args:
-        configured: keys that the configuration sets and that ask for something.
+        configured: keys that the configuration sets and that ask for a feature.
     """
 
     def __init__(self, configured: Iterable[str]) -> None:
@@ -89,7 +91,7 @@ class UsageTracker:
         self._used: set[str] = set()
 
     def mark(self, *keys: str) -> None:
-        """Record that something acts on these keys."""
+        """Record that these keys are used."""
         self._used.update(keys)
 
     def unused(self) -> list[str]:

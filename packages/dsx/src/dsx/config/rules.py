@@ -44,7 +44,7 @@ def conflicts(root: Any, world_size: int, where: Callable[[str], str]) -> Iterat
 
 
 def notices(root: Any) -> list[str]:
-    """Return a sentence for every key that has no effect, or another one, beside another key."""
+    """Return a sentence for every key that has no effect, or another effect, because of another key."""
     return [*_predivide_notice(root), *_clipping_notice(root)]
 
 
@@ -67,7 +67,7 @@ def _predivide_notice(root: Any) -> list[str]:
 def _one_precision_mode(root: Any, where: Any) -> Iterator[Problem]:
     on = [name for name in _MODES if getattr(root, name).enabled]
     if on in (["fp16", "torch_autocast"], ["bf16", "torch_autocast"]) and name_of(root.torch_autocast.dtype) == on[0]:
-        return  # autocast over parameters of its own type: operations that want fp32 still run in fp32
+        return  # autocast with parameters of the same type: operations that need fp32 still run in fp32
     if len(on) > 1:
         both = " and ".join(on)
         yield Problem(

@@ -1,7 +1,7 @@
 """The whole configuration as one model: sections of dsx itself and sections owned by the sibling packages.
 
-A section lives in the package that acts on it; this file only lists where. It is imported when a configuration is
-loaded, never before, because pydantic and the siblings cost time.
+A section is defined in the package that uses it; this file collects them. It is imported only when a configuration is
+loaded, because importing pydantic and the sibling packages takes time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where a configuration comes from: a dictionary, a JSON file, or base64 text of JSON (as launchers pass it).
+"""Reads a configuration from a dictionary, a JSON file, or base64 text of JSON (as launchers pass it).
 
-The result is always a plain dictionary of JSON values that shares nothing with what the caller gave, and a function
-that tells where in the file a key stands.
+The result is always a plain dictionary of JSON values, which is a copy of the caller's, and a function that gives the
+place of a key in the file.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _read_file(name: str) -> str:
 
 
 def _decode_base64(text: str) -> str | None:
-    """Return the decoded text if it is base64 of something that looks like a JSON object, else None."""
+    """Return the decoded text if it is base64 and looks like a JSON object, otherwise None."""
     compact = "".join(text.split())
     padded = compact + "=" * (-len(compact) % 4)
     for altchars in (None, b"-_"):
@@ -145,7 +145,7 @@ def _from_text(text: str, name: str) -> Document:
 
 
 def _copy(value: Any, path: Path, problems: list[Problem]) -> Any:
-    """Copy JSON values out of whatever mappings and sequences the caller used."""
+    """Copy JSON values from the caller's mappings and sequences."""
     if isinstance(value, Mapping):
         copied = {}
         for key, item in value.items():

@@ -1,7 +1,7 @@
-"""From pydantic's errors to ours: path, what was found, what is expected, the nearest known name.
+"""Translates pydantic's errors into ours: path, the value found, the expected values, the nearest known name.
 
-Also answers "which names are known here" for any path of the schema, so that a mistyped key can be matched against its
-neighbours first and against the whole schema second.
+It also gives the known names at any path of the schema, so that a mistyped key is compared with its neighbours first
+and with the whole schema second.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _BOUNDS = {
 
 
 MOST_PROBLEMS = 100
-"""Problems that are worked out and shown; a file with more is no configuration, and each costs a search for its
-place.
+"""The most problems that are shown. A file with more is not a configuration, and finding the place of each takes
+time.
 """
 
 
@@ -66,15 +66,15 @@ def problems_of(
     """Translate all errors of one validation.
 
     Args:
-        error: what pydantic raised.
+        error: the error that pydantic raised.
         model: the root model that was validated.
-        where: place in the file of a key path.
+        where: returns the place in the file of a key path.
     """
     found: dict[str, Problem] = {}
     errors = error.errors(include_url=False)
     for item in errors[:MOST_PROBLEMS]:
         problem = _problem(item, model, where)
-        # A union reports one error per branch; the first branch is what the key is documented as.
+        # A union reports one error per branch; the first branch is the documented form of the key.
         found.setdefault(problem.path, problem)
     if len(errors) > MOST_PROBLEMS:
         left = Problem(
@@ -170,7 +170,7 @@ def _kind(value: Any) -> str:
 
 
 def _is_tag(part: str) -> bool:
-    """Whether a piece of pydantic's location names a validator or union branch instead of a key."""
+    """Whether a part of pydantic's location names a validator or a union branch instead of a key."""
     return part.startswith(("function-", "literal[", "lax-or-strict[", "json-or-python[")) or part in (
         "int", "float", "str", "bool", "constrained-int", "constrained-float"
     )  # fmt: skip
@@ -180,7 +180,7 @@ def _is_tag(part: str) -> bool:
 
 
 def section_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> type[BaseModel] | None:
-    """Return the model that describes the object at a path; None where there is none."""
+    """Return the model that describes the object at a path; None if there is none."""
     current: Any = model
     for part in loc:
         if isinstance(current, type) and issubclass(current, BaseModel):
@@ -200,13 +200,13 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def named_model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of objects under names the user chooses (``dict[str, Model]``); None for anything else."""
+    """Return the model of objects whose names the user chooses (``dict[str, Model]``); None for anything else."""
     found = _model_in(annotation)
     return found.model if isinstance(found, _Named) else None
 
 
 class _Named:
-    """Objects of one model under names the user chooses."""
+    """Objects of one model whose names the user chooses."""
 
     def __init__(self, model: type[BaseModel]) -> None:
         self.model = model
@@ -228,7 +228,7 @@ def _model_in(annotation: Any) -> Any:
 
 
 def known_names(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
-    """Return the keys that may stand in the object at a path, second names included."""
+    """Return the keys that the object at a path may have, including second names."""
     section = section_at(model, loc)
     if section is None:
         return []
@@ -246,7 +246,7 @@ def _aliases(section: type[BaseModel]) -> Iterator[str]:
 
 @functools.cache
 def all_paths(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
-    """Return the dotted path of every key of the schema; objects under chosen names appear as ``*``."""
+    """Return the dotted path of every key of the schema; a name that the user chooses appears as ``*``."""
     paths = []
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
@@ -260,7 +260,7 @@ def all_paths(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
 
 
 def _expected_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
-    """Describe what may stand at a path, with the documented default."""
+    """Describe the allowed values at a path, with the documented default."""
     owner = section_at(model, loc[:-1]) if loc else None
     field = owner.model_fields.get(str(loc[-1])) if owner else None
     if field is None:

@@ -1,15 +1,15 @@
-"""What happens with each key of a configuration that was written for DeepSpeed: `dsx config check`.
+"""The effect of each key of a configuration that was written for DeepSpeed: `dsx config check`.
 
 Each value of the document gets one of six words:
 
-* `as DeepSpeed`: does here what it does there;
-* `better`: does the same, and more than there; the text says what;
-* `differs`: has another effect here; the text says which;
-* `auto`: left to dsx, or to the program that fills the document in;
-* `no effect`: accepted, and the text says why nothing depends on it;
-* `refused`: training does not start; the text says why and what to do.
+* `as DeepSpeed`: it has the same effect as in DeepSpeed;
+* `better`: it has the same effect and more; the text says what;
+* `differs`: it has another effect; the text says which;
+* `auto`: the decision is left to dsx, or to the program that completes the document;
+* `no effect`: it is accepted, and the text says why nothing depends on it;
+* `refused`: training does not start; the text says why, and what to do.
 
-A pure function of the document: no other rank, no device.
+The result depends only on the document, not on other ranks or a device.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ DIFFERS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happens with one value.
+    """The effect of one value.
 
     Attributes:
         path: dotted path, as the document spells it; empty for the document as a whole.
-        value: what was written.
+        value: the value in the document.
         word: one of the six words of the module's text.
-        text: why, or what to do; empty where there is nothing to say.
+        text: why, or what to do; may be empty.
     """
 
     path: str
@@ -74,12 +74,12 @@ class Verdict:
 
 
 def verdicts(source: Any, *, world_size: int = 1) -> list[Verdict]:
-    """One verdict for each value of a configuration, in its order; last what is wrong with the document as a whole.
+    """One verdict for each value of a configuration, in its order; at the end the problems of the document as a whole.
 
     Raises:
         DsxConfigError: the document cannot be read.
     """
-    from .load import load_config  # lazy import: pydantic, and this module is read for its tables, too
+    from .load import load_config  # lazy import: it needs pydantic, and others import this module for its tables only
 
     document = read(source)
     try:
@@ -106,7 +106,7 @@ def _documented(path: str) -> str:
 
 
 def _meet(path: str, problem: str) -> bool:
-    """Whether a problem at one path concerns the value at another: it is the value, around it, or inside it."""
+    """Whether a problem at one path concerns the value at another: the paths are equal, or one contains the other."""
     return path == problem or path.startswith(f"{problem}.") or problem.startswith(f"{path}.")
 
 
@@ -130,7 +130,7 @@ def _accepted(path: str, value: Any) -> Verdict:
 
 
 def _lookup(table: Mapping[str, str], path: str) -> str:
-    """What a table says about a path or the nearest section around it."""
+    """The text in a table for a path, or for the nearest section around it."""
     while path:
         if path in table:
             return table[path]
