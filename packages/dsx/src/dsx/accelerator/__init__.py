@@ -1,4 +1,5 @@
-"""One face for the devices a script trains on (F89): `get_accelerator()` is CUDA where there is a device, else the CPU.
+"""One interface to the devices that a script trains on (F89): `get_accelerator()` is CUDA if there is a CUDA device,
+otherwise the CPU.
 
     from dsx.accelerator import get_accelerator
 
@@ -13,9 +14,9 @@
 | `cpu`, `cuda` | the two devices |
 | `choice` | which one `get_accelerator()` returns: `set_accelerator`, `DS_ACCELERATOR`, or what the machine has |
 
-The names are those that scripts call. What a device has not raises `AcceleratorError` instead of doing nothing (graphs
-on the CPU). Left out: other devices (xpu, npu, hpu, mlu, mps, ...); derive a class from `Accelerator` and give it to
-`set_accelerator`.
+The names are those that existing scripts use. A method that a device does not support raises `AcceleratorError` (graphs
+on the CPU). Left out: other devices (xpu, npu, hpu, mlu, mps, ...); for these, derive a class from `Accelerator` and
+give it to `set_accelerator`.
 """
 
 from .base import Accelerator, AcceleratorError

@@ -1,7 +1,7 @@
-"""What an accelerator offers to a script, and the part of it that is the same for every device.
+"""The interface of an accelerator, and the methods that are the same for every device.
 
-A device index may be left out everywhere: the current device counts. Sizes are bytes. Nothing is asked of a device
-before a method that needs it is called.
+A device index may be left out everywhere; then the current device is used. Sizes are bytes. A device is used only when
+a method that needs it is called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import DsxError
 
 
 class AcceleratorError(DsxError, RuntimeError):
-    """The chosen accelerator is not there, or has not what was asked for; the text says what to do."""
+    """The chosen accelerator is missing, or does not support a call; the text says what to do."""
 
 
 class Accelerator(abc.ABC):
@@ -32,15 +32,15 @@ class Accelerator(abc.ABC):
     # ---- devices ----------------------------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
-        """`cuda`, or `cuda:1` for an index; the CPU has one name."""
+        """`cuda`, or `cuda:1` for an index; on a CPU always `cpu`."""
         return self._name if device_index is None else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        """The device; as a context manager it is where new tensors are made."""
+        """The device. As a context manager it is the default device of new tensors."""
         return torch.device(self.device_name(device_index))
 
     def current_device_name(self) -> str:
-        """The current device as `torch.device` takes it."""
+        """The name of the current device, as `torch.device` takes it."""
         return self.device_name(self.current_device())
 
     @abc.abstractmethod
@@ -53,7 +53,7 @@ class Accelerator(abc.ABC):
 
     @abc.abstractmethod
     def device_count(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
 
     @abc.abstractmethod
     def synchronize(self, device_index: int | None = None) -> None:
@@ -72,11 +72,11 @@ class Accelerator(abc.ABC):
         return self.is_synchronized_device()
 
     def resolves_data_dependency(self) -> bool:
-        """Whether work begins only when what it reads is there, without streams to wait for."""
+        """Whether work begins only after its inputs are computed, so that no stream has to wait."""
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
-        """Whether memory can be given back as soon as a call returns."""
+        """Whether memory can be freed as soon as a call returns."""
         return self.is_synchronized_device()
 
     # ---- random numbers ---------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Accelerator(abc.ABC):
 
     @abc.abstractmethod
     def empty_cache(self) -> None:
-        """Give back the memory that torch's allocator keeps without using it."""
+        """Release the unused memory that torch's allocator keeps."""
 
     @abc.abstractmethod
     def memory_allocated(self, device_index: int | None = None) -> int:
@@ -149,7 +149,7 @@ class Accelerator(abc.ABC):
 
     @abc.abstractmethod
     def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        """Begin `max_memory_allocated` anew."""
+        """Reset `max_memory_allocated`."""
 
     @abc.abstractmethod
     def memory_reserved(self, device_index: int | None = None) -> int:
@@ -161,7 +161,7 @@ class Accelerator(abc.ABC):
 
     @abc.abstractmethod
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begin all peaks anew."""
+        """Reset all peaks."""
 
     @abc.abstractmethod
     def memory_stats(self, device_index: int | None = None) -> Mapping[str, Any]:
@@ -198,7 +198,7 @@ class Accelerator(abc.ABC):
         """Whether the device computes in float16."""
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """float32, and what else models may be trained in."""
+        """The dtypes that models may be trained in; float32 is always one of them."""
         found = [torch.float32]
         if self.is_fp16_supported():
             found.append(torch.float16)
@@ -247,30 +247,30 @@ class Accelerator(abc.ABC):
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies on a device of this kind."""
+        """Whether `tensor` is on a device of this kind."""
         return tensor.device.type == self._name
 
     @abc.abstractmethod
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """`tensor` in page-locked host memory, where that is of use. `align_bytes` is torch's affair."""
+        """`tensor` in page-locked host memory, if that is useful for the device. `align_bytes` has no effect."""
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in page-locked host memory."""
+        """Whether `tensor` is in page-locked host memory."""
         return tensor.is_pinned()
 
     # ---- graphs -----------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def create_graph(self) -> Any:
-        """A graph of kernels, still empty. Raises `AcceleratorError` where there are none."""
+        """A new, empty graph of kernels. Raises `AcceleratorError` if the device has no graphs."""
 
     @abc.abstractmethod
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
-        """A context whose work is recorded in `graph` instead of done. Raises `AcceleratorError`."""
+        """A context whose work is recorded in `graph` instead of executed. Raises `AcceleratorError`."""
 
     @abc.abstractmethod
     def replay_graph(self, graph: Any) -> None:
-        """Do the recorded work. Raises `AcceleratorError`."""
+        """Execute the recorded work. Raises `AcceleratorError`."""
 
     # ---- profiling --------------------------------------------------------------------------------------------------
 
@@ -297,12 +297,12 @@ class Accelerator(abc.ABC):
         """Whether Triton compiles for the current device."""
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Call `callback` when the device is initialised, at once where nothing is to be initialised."""
+        """Call `callback` when the device is initialised; at once if the device needs no initialisation."""
         return callback()
 
     @abc.abstractmethod
     def export_envs(self) -> list[str]:
-        """How names of environment variables begin that a launcher should send to all hosts."""
+        """Prefixes of environment variables that a launcher should send to all hosts."""
 
     @abc.abstractmethod
     def visible_devices_envs(self) -> list[str]:
@@ -320,7 +320,7 @@ class Accelerator(abc.ABC):
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Choose the backend that `torch.compile` should use. Raises `AcceleratorError` for one that torch has not."""
+        """Set the backend that `torch.compile` should use. Raises `AcceleratorError` for an unknown one."""
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
             raise AcceleratorError(f"compile backend: got {backend!r}, expected one of {', '.join(sorted(known))}")
@@ -333,18 +333,18 @@ class Accelerator(abc.ABC):
         return "dsx_ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> type | None:
-        """The builder class of a name such as `CPUAdamBuilder`; None when there is none of that name."""
-        import dsx_nvme  # lazy import: loading builders is not what most scripts come for
+        """The builder class of a name such as `CPUAdamBuilder`; None if there is no such class."""
+        import dsx_nvme  # lazy import: most scripts need no builders
         import dsx_ops.op_builder
 
-        for module in (dsx_nvme, dsx_ops.op_builder):  # what dsx_nvme has, dsx_ops only names
+        for module in (dsx_nvme, dsx_ops.op_builder):  # dsx_nvme first: dsx_ops has only the names of its builders
             found = getattr(module, class_name, None)
             if class_name.endswith("Builder") and isinstance(found, type):
                 return found
         return None
 
     def create_op_builder(self, class_name: str) -> Any:
-        """A builder by its name; None when there is none."""
+        """A builder by its name; None if there is none."""
         builder = self.get_op_builder(class_name)
         return None if builder is None else builder()
 

@@ -1,7 +1,7 @@
-"""Which accelerator this process has: the one that was set, else what `DS_ACCELERATOR` names, else what the machine
-offers.
+"""Chooses the accelerator of this process: the one that was set, otherwise the one that `DS_ACCELERATOR` names,
+otherwise what the machine has.
 
-It is looked for at the first call and stays; a script that wants another one calls `set_accelerator` before.
+It is chosen at the first call and then kept. To use another one, call `set_accelerator` before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CLASSES: dict[str, type[Accelerator]] = {"cuda": CUDAAccelerator, "cpu": CPUAcc
 
 
 class _Chosen:
-    """The process's accelerator, once it is known."""
+    """The accelerator of the process, after it was chosen."""
 
     accelerator: Accelerator | None = None
 
@@ -28,14 +28,16 @@ _chosen = _Chosen()
 
 
 def get_accelerator() -> Accelerator:
-    """The accelerator of this process. Raises `AcceleratorError` when `DS_ACCELERATOR` names one that is not here."""
+    """The accelerator of this process. Raises `AcceleratorError` if `DS_ACCELERATOR` names one that is not
+    available.
+    """
     if _chosen.accelerator is None:
         _chosen.accelerator = _find()
     return _chosen.accelerator
 
 
 def set_accelerator(accel_obj: Accelerator | None) -> None:
-    """Make `get_accelerator` return this one; None: look again at the next call. Raises `AcceleratorError`."""
+    """Make `get_accelerator` return this object; None: choose again at the next call. Raises `AcceleratorError`."""
     if accel_obj is not None and not isinstance(accel_obj, Accelerator):
         raise AcceleratorError(
             f"set_accelerator: got a {type(accel_obj).__name__}, expected an object of a class derived from"
@@ -45,7 +47,7 @@ def set_accelerator(accel_obj: Accelerator | None) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether it is one of the devices that dsx knows."""
+    """Whether the current accelerator is one that dsx supports."""
     return get_accelerator().device_name() in _CLASSES
 
 

@@ -1,8 +1,8 @@
-"""The CPU as an accelerator: one device per process, work that is done when the call returns, the process's memory as
-the device's.
+"""The CPU as an accelerator: there is one device per process, work is done when a call returns, and the memory of the
+process counts as the device's memory.
 
-Peaks of memory are the kernel's own until one is reset; from then on they are the largest of what the calls here have
-seen.
+Memory peaks are those of the operating system until one is reset. After that they are the largest values that calls of
+these methods have seen.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class HostEvent:
         self._seconds: float | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Remember now."""
+        """Record the present time."""
         self._seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """True: what was done before it is done."""
+        """Returns True: all work before the event is done."""
         return True
 
     def wait(self, stream: Any = None) -> None:
@@ -56,23 +56,23 @@ class CPUAccelerator(Accelerator):
     _communication_backend_name = "gloo"
 
     def __init__(self) -> None:
-        self._seen: int | None = None  # the peak since a reset; None: the kernel's peak counts
+        self._seen: int | None = None  # the peak since a reset; None: use the peak of the operating system
         self._ranges: list[record_function] = []
 
     def device_name(self, device_index: int | None = None) -> str:
-        """`cpu`, whatever the index: all ranks of a host share it."""
+        """`cpu`, for any index: all ranks of a host share it."""
         return "cpu"
 
     def set_device(self, device_index: int) -> None:
-        """Nothing to set: every process has the one device."""
+        """Does nothing: every process has one device."""
 
     def current_device(self) -> int:
-        """The local rank, which is what tells the ranks of a host apart."""
+        """The local rank, which differs between the ranks of a host."""
         return int(os.environ.get("LOCAL_RANK") or 0)
 
     def device_count(self) -> int:
-        """How many ranks fit this host: LOCAL_WORLD_SIZE or LOCAL_SIZE where a launcher says so, else its NUMA nodes
-        with cores.
+        """The number of ranks for this host: LOCAL_WORLD_SIZE or LOCAL_SIZE if a launcher has set it, otherwise the
+        number of NUMA nodes with cores.
         """
         for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
             if int(os.environ.get(name) or 0) > 0:
@@ -131,7 +131,7 @@ class CPUAccelerator(Accelerator):
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """Nothing to give back: torch keeps no host memory."""
+        """Does nothing: torch keeps no unused host memory."""
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes of the process that are in memory (resident set)."""
@@ -184,11 +184,11 @@ class CPUAccelerator(Accelerator):
         return True
 
     def is_fp16_supported(self) -> bool:
-        """Whether the processor computes in float16; torch converts where it does not, which is slow."""
+        """Whether the processor computes in float16. If it does not, torch converts numbers, which is slow."""
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """`tensor` itself: there is no device that page-locked memory would be of use to."""
+        """Returns `tensor` itself: without a device, page-locked memory has no use."""
         return tensor
 
     # ---- graphs and profiling ---------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class CPUAccelerator(Accelerator):
         self.create_graph()
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """A range of torch.profiler; domain and category go in front of its name."""
+        """A range of torch.profiler; domain and category are put before its name."""
         entered = record_function(":".join(part for part in (domain, category, msg) if part))
         entered.__enter__()
         self._ranges.append(entered)
@@ -216,7 +216,7 @@ class CPUAccelerator(Accelerator):
     # ---- environment ------------------------------------------------------------------------------------------------
 
     def communication_backend_version(self) -> str:
-        """gloo comes with torch, and is as old."""
+        """The version of torch, which contains gloo."""
         return torch.__version__
 
     def is_triton_supported(self) -> bool:
@@ -226,12 +226,12 @@ class CPUAccelerator(Accelerator):
         return []
 
     def visible_devices_envs(self) -> list[str]:
-        """As on CUDA: hiding devices from a CPU job keeps it off them."""
+        """The same variables as for CUDA, so that a CPU job can be kept off the GPUs."""
         return ["CUDA_VISIBLE_DEVICES"]
 
 
 def _numa_nodes() -> int:
-    """NUMA nodes that have cores; 0 where the kernel does not say."""
+    """The number of NUMA nodes with cores; 0 if the kernel does not tell."""
     folder = "/sys/devices/system/node"
     try:
         nodes = [n for n in os.listdir(folder) if n.startswith("node") and n[4:].isdigit()]

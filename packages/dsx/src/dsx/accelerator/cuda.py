@@ -1,4 +1,4 @@
-"""CUDA devices: everything is `torch.cuda`'s."""
+"""CUDA devices: every method calls `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CUDAAccelerator(Accelerator):
         return torch.cuda.initial_seed()
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        torch.cuda.init()  # the generators are there only then
+        torch.cuda.init()  # makes the generators
         return torch.cuda.default_generators[device_index]
 
     # ---- streams and events -----------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class CUDAAccelerator(Accelerator):
         graph.replay()
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
-        """A range of NVTX; domain and category go in front of its name, since torch's ranges have neither."""
+        """An NVTX range; domain and category are put before its name, because torch's ranges have neither."""
         return torch.cuda.nvtx.range_push(":".join(part for part in (domain, category, msg) if part))
 
     def range_pop(self, domain: str | None = None) -> Any:
@@ -140,7 +140,7 @@ class CUDAAccelerator(Accelerator):
     # ---- environment ------------------------------------------------------------------------------------------------
 
     def communication_backend_version(self) -> Any:
-        from torch.cuda import nccl  # lazy import: only a CUDA build of torch has it whole
+        from torch.cuda import nccl  # lazy import: only a CUDA build of torch has all of it
 
         return nccl.version()
 

@@ -1,10 +1,10 @@
 """Starting a program on all devices of one machine or of many.
 
-The work on each machine is done by torch's elastic agent, which torchrun runs as well; this package decides what to
-start where, reaches the other hosts, reports the first failure and leaves nothing behind. In order of reading:
-`options` (the command line), `resources` (hostfile and filters), `plan` (everything decided, nothing started), `host`
-(the ranks of this machine), `hosts` and `runners` (several machines), `failures` (what is printed), `elastic` (ranks
-that are started again, with as many hosts as there are).
+On each machine torch's elastic agent, which torchrun uses too, starts and watches the ranks. This package decides what
+to start where, connects to the other hosts, reports the first failure and leaves no process behind. In order of
+reading: `options` (the command line), `resources` (hostfile and filters), `plan` (everything is decided, and nothing is
+started), `host` (the ranks of this machine), `hosts` and `runners` (several machines), `failures` (the printed report),
+`elastic` (ranks that are started again, with as many hosts as are available).
 
 Nothing here imports torch before processes are started.
 """

@@ -1,10 +1,10 @@
 """The first code of every rank: prepares the process, then *is* the user's program.
 
-Run by path (``python -u .../_worker.py train.py args``), with the standard library only, so that a rank starts as fast
-as the program alone would. What it does, in order: ties its life to the launcher's (the kernel kills it when the
-launcher dies, whatever the reason), redirects the output if asked, pins cores, completes the environment, runs the
-program as ``__main__``. An exception that leaves the program is written to a file instead of the terminal: the launcher
-prints the one that came first, once. Programs that are not Python (``--no_python``) replace this process.
+It is run by path (``python -u .../_worker.py train.py args``) and uses only the standard library, so that a rank starts
+as fast as the program alone. In this order it asks the kernel to kill it when the launcher dies, redirects the output
+if asked, pins cores, completes the environment, and runs the program as ``__main__``. An uncaught exception of the
+program is written to a file instead of the terminal; the launcher prints the first one, once. Programs that are not
+Python (``--no_python``) replace this process.
 
 Left out: restarting, timeouts, log rotation. Those belong to the launcher's agent or to the program.
 """
@@ -48,8 +48,8 @@ def main() -> None:
 
 
 def die_with_parent(agent_pid: int) -> None:
-    """Ask the kernel to kill this process when the launcher's agent dies (Linux; elsewhere the agent's clean-up has
-    to do).
+    """Ask the kernel to kill this process when the launcher's agent dies (Linux only; elsewhere the agent cleans
+    up).
     """
     if not sys.platform.startswith("linux"):
         return
@@ -57,7 +57,7 @@ def die_with_parent(agent_pid: int) -> None:
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != agent_pid:  # it died before the request was in place
+    if os.getppid() != agent_pid:  # the agent died before the request took effect
         os._exit(1)
 
 
@@ -72,7 +72,9 @@ def redirect_output(log_dir: str) -> None:
 
 
 def complete_environment(spec: dict) -> None:
-    """The variables scripts expect beyond those of the elastic agent. What the user has set is kept."""
+    """Set variables that scripts expect in addition to those of the elastic agent. Values that the user set are
+    kept.
+    """
     env = os.environ
     env["CROSS_RANK"], env["CROSS_SIZE"] = env["GROUP_RANK"], env["GROUP_WORLD_SIZE"]
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"]
@@ -114,7 +116,7 @@ def run(kind: str, target: str, args: list) -> None:
 
 
 def run_program(target: str, args: list) -> None:
-    """Become another program; the reason why that is impossible names it."""
+    """Replace this process by another program; an error names that program."""
     try:
         os.execvp(target, [target, *args])
     except OSError as error:
@@ -143,7 +145,7 @@ def add_to_path(folder: str) -> None:
 
 
 def record(folder: str, error: BaseException) -> None:
-    """Write what failed to ``folder/rank<N>.json``, whole or not at all; to stderr when that is impossible."""
+    """Write the failure to ``folder/rank<N>.json``, atomically; to stderr if that is impossible."""
     env = os.environ
     failure = {
         "rank": int(env["RANK"]),
@@ -164,7 +166,7 @@ def record(folder: str, error: BaseException) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """The error's message; an error that cannot even be shown still has to be reported."""
+    """The error's message. An error whose ``__str__`` fails must be reported too."""
     try:
         return str(error)
     except Exception as second:  # noqa: BLE001 - the user's __str__ may raise anything
@@ -181,7 +183,7 @@ def describe(error: BaseException) -> str:
         with contextlib.redirect_stderr(text), contextlib.suppress(Exception):
             sys.excepthook(type(error), error.with_traceback(tb), tb)
         if text.getvalue():
-            return text.getvalue().replace(f"[rank{os.environ['RANK']}]: ", "")  # torch's hook puts a mark of its own
+            return text.getvalue().replace(f"[rank{os.environ['RANK']}]: ", "")  # torch's hook adds this prefix
     return "".join(traceback.format_exception(type(error), error, tb))
 
 

@@ -1,10 +1,10 @@
 """The agent of one host: torch's elastic agent with firm times for stopping.
 
-torch's agent starts the ranks, watches them and stops all when one fails. Added here: a rank that has reported an
-exception counts as failed even if it hangs in its own clean-up, stubborn ranks are killed after a few seconds (upstream
-waits 30), and it is remembered which ranks failed by themselves, before the rest was stopped. The agent's own restarts
-are not used: a job resumes from its checkpoint, by the same command. A rank that ends with `RESUME_EXIT_CODE` has not
-failed: it was asked to end and has saved, as all ranks have.
+torch's agent starts the ranks, watches them and stops all ranks when one fails. This class adds: a rank that has
+reported an exception counts as failed even if it hangs in its own clean-up; ranks that do not stop are killed after a
+few seconds (torch waits 30); and it records which ranks failed by themselves, before the others were stopped. The
+agent's own restarts are not used, because a job resumes from its checkpoint with the same command. A rank that ends
+with `RESUME_EXIT_CODE` has not failed: all ranks were asked to end, and have saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Subproce
 from ..exit_codes import RESUME_EXIT_CODE
 
 STOP_AFTER_FAILURE_S = 3  # from SIGTERM to SIGKILL when another rank has failed
-STOP_ON_REQUEST_S = 30  # the same when the user or the batch system asks: time to write a checkpoint
+STOP_ON_REQUEST_S = 30  # the same if the user or the batch system asks for the stop: time to write a checkpoint
 CLEAN_UP_S = 1.0  # a rank that has reported its exception may run its exit handlers this long
 
 
@@ -34,13 +34,13 @@ class HostAgent(LocalElasticAgent):
         self._failure_dir = failure_dir
         self._reported_at: float | None = None
         self.failed: dict[int, tuple[int, int]] = {}
-        """Global rank -> (exit code, pid) of ranks that ended badly by themselves."""
+        """Global rank -> (exit code, pid) of ranks that failed by themselves."""
         self.exitcodes: dict[int, int] = {}
         """Global rank -> exit code of every rank that has ended."""
         self.on_failure: Callable[[], None] = lambda: None
-        """Called once, when the first failure is noticed and before the other ranks are stopped."""
+        """Is called once, when the first failure is seen, before the other ranks are stopped."""
         self.hurry = False
-        """Set when another host has failed: a stop is then no longer a polite request."""
+        """Set when another host has failed. Ranks then get less time to stop."""
 
     def run_once(self) -> bool:
         """Start the ranks and wait for their end. Returns whether any failed; raises torch's `SignalException` when
@@ -76,7 +76,7 @@ class HostAgent(LocalElasticAgent):
 
     @property
     def can_resume(self) -> bool:
-        """Whether the ranks have saved and ended, or were ended after that."""
+        """Whether the ranks have saved, and then ended or were ended."""
         codes = set(self.exitcodes.values())
         return RESUME_EXIT_CODE in codes and codes <= {RESUME_EXIT_CODE, -signal.SIGTERM, -signal.SIGKILL}
 

@@ -1,5 +1,5 @@
-"""Which CPU cores each local rank is pinned to (``--bind_cores_to_rank``, ``--bind_core_list``). The worker applies
-it.
+"""The CPU cores that each local rank is pinned to (``--bind_cores_to_rank``, ``--bind_core_list``). The worker process
+does the pinning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def parse_core_list(text: str) -> tuple[int, ...]:
 
 
 def _core(number: str, text: str) -> int:
-    """A core's number; checked before a range is written out, which for a slip of the keyboard fills the memory."""
+    """A core's number. It is checked before a range is expanded, because a typing error could make a range that fills
+    the memory.
+    """
     if len(number) > len(str(MOST_SLOTS)) or int(number) > MOST_SLOTS:
         shown = number if len(number) <= 20 else f"{number[:17]}..."
         raise ResourceError(f"--bind_core_list {text[:80]!r}: got core {shown}, expected at most {MOST_SLOTS}")
@@ -38,9 +40,9 @@ def _core(number: str, text: str) -> int:
 
 
 def split_cores(cores: Sequence[int], processes: int) -> tuple[tuple[int, ...], ...]:
-    """Consecutive equal shares of ``cores`` for ``processes`` local ranks; a remainder stays unused.
+    """Consecutive equal shares of ``cores`` for ``processes`` local ranks; remaining cores are not used.
 
-    Raises `ResourceError` when there are fewer cores than processes.
+    Raises `ResourceError` if there are fewer cores than processes.
     """
     share = len(cores) // processes
     if share == 0:
@@ -52,7 +54,7 @@ def split_cores(cores: Sequence[int], processes: int) -> tuple[tuple[int, ...], 
 
 
 def cores_for(procs: int, *, bind: bool, core_list: str) -> tuple[tuple[int, ...], ...]:
-    """The cores of each local rank on this host, or nothing when ranks are not bound."""
+    """The cores of each local rank on this host; empty if ranks are not bound."""
     if not bind and not core_list:
         return ()
     if not hasattr(os, "sched_setaffinity"):

@@ -1,4 +1,4 @@
-"""Talking to single hosts over ssh before the job: can each be reached, and which address has the first."""
+"""Asks single hosts over ssh before the job: whether each can be reached, and the address of the first one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def ask_address(host: str, options: LaunchOptions, environ: Mapping[str, str]) -
 
 
 def check_connections(hosts: Sequence[str], launcher: str, options: LaunchOptions, environ: Mapping[str, str]) -> None:
-    """Try every host over ssh at once. Raises `LaunchError` naming those that cannot be reached without a password."""
+    """Try all hosts over ssh at the same time. Raises `LaunchError` with the names of hosts that cannot be reached
+    without a password.
+    """
     if launcher not in ("ssh", "pdsh") or environ.get("PDSH_RCMD_TYPE", "ssh") != "ssh":
         return
     start = _ssh_client(options, launcher, environ)

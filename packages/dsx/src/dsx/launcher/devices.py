@@ -1,7 +1,7 @@
-"""The accelerators this machine offers to the job, and which of them a worker may see.
+"""The accelerators that this machine offers to a job, and those that a worker may use.
 
-``CUDA_VISIBLE_DEVICES`` may hold indices, GPU UUIDs or MIG UUIDs; they stay text from end to end. A machine without
-accelerators has an empty list, and then processes are counted, not devices.
+``CUDA_VISIBLE_DEVICES`` may contain indices, GPU UUIDs or MIG UUIDs, so devices are always strings. A machine without
+accelerators has an empty list; then processes are counted instead of devices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from .resources import Slots
 
 
 def visible_tokens(value: str | None) -> Slots | None:
-    """The entries of a ``CUDA_VISIBLE_DEVICES`` value; None when it is not set; CUDA stops reading at ``-1``."""
+    """The entries of a ``CUDA_VISIBLE_DEVICES`` value, up to ``-1``, where CUDA stops reading; None if it is not
+    set.
+    """
     if value is None:
         return None
     tokens: list[str] = []
@@ -25,7 +27,7 @@ def visible_tokens(value: str | None) -> Slots | None:
 
 
 def device_count(environ: Mapping[str, str]) -> int:
-    """How many devices this process may use; 0 without asking when ``CUDA_VISIBLE_DEVICES`` allows none."""
+    """How many devices this process may use; 0, without importing torch, if ``CUDA_VISIBLE_DEVICES`` allows none."""
     if visible_tokens(environ.get("CUDA_VISIBLE_DEVICES")) == ():
         return 0
     import torch  # lazy import: costs seconds, and `--help` and remote launches do not need it
@@ -34,7 +36,7 @@ def device_count(environ: Mapping[str, str]) -> int:
 
 
 def local_devices(environ: Mapping[str, str]) -> Slots:
-    """The devices a job on this machine may use: ``CUDA_VISIBLE_DEVICES`` if set, else all, else none."""
+    """The devices that a job on this machine may use: those of ``CUDA_VISIBLE_DEVICES`` if it is set, otherwise all."""
     count = device_count(environ)
     if count == 0:
         return ()
@@ -43,11 +45,11 @@ def local_devices(environ: Mapping[str, str]) -> Slots:
 
 
 def devices_for(slots: Sequence[str], environ: Mapping[str, str], count: int) -> Slots | None:
-    """What ``CUDA_VISIBLE_DEVICES`` a host gives its workers for the hostfile's ``slots``; None on a host without
+    """The ``CUDA_VISIBLE_DEVICES`` for the workers of a host, from the hostfile's ``slots``; None on a host without
     devices.
 
-    Where the host's own environment already restricts the devices (a batch system, the user), slot ``i`` is the i-th of
-    those.
+    If the host's own environment already restricts the devices (by a batch system or the user), slot ``i`` is the i-th
+    of these.
     """
     if count == 0:
         return None

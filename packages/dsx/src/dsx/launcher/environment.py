@@ -1,10 +1,10 @@
-"""Which environment variables travel to the other hosts. Pure functions over mappings, except `read_env_files`, which
-reads the files.
+"""Chooses the environment variables that are sent to the other hosts. Pure functions over mappings, except
+`read_env_files`, which reads files.
 
-Two sources: variables whose name starts with one of `PREFIXES`, and ``KEY=VALUE`` files (``.dsx_env`` or
-``.deepspeed_env`` in the home folder, then in the current one, which wins; or the one file ``DS_ENV_FILE`` names).
-Where both speak of a variable that the user has set for this very command (``NCCL_DEBUG=INFO dsx launch ...``), the
-command wins and the difference is logged.
+There are two sources: variables whose names start with one of `PREFIXES`, and ``KEY=VALUE`` files. The files are
+``.dsx_env`` or ``.deepspeed_env`` in the home folder and then in the current folder, which takes precedence; or the one
+file that ``DS_ENV_FILE`` names. If a file has another value for a variable that the user has set for this command
+(``NCCL_DEBUG=INFO dsx launch ...``), the command's value is used and the difference is logged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 
 def parse_env_file(lines: Sequence[str], *, name: str) -> dict[str, str]:
-    """``KEY=VALUE`` per line, ``#`` at the start of a line for comments. Raises `ResourceError` naming the line for
-    anything else.
+    """Parse one ``KEY=VALUE`` per line; ``#`` at the start of a line begins a comment. Raises `ResourceError` with the
+    line number for anything else.
     """
     values: dict[str, str] = {}
     for number, raw in enumerate(lines, start=1):
@@ -49,8 +49,8 @@ def _unquoted(value: str) -> str:
 
 
 def read_env_files(environ: Mapping[str, str], *, home: Path, here: Path) -> dict[str, str]:
-    """The variables of the environment files, later files winning. A file named by ``DS_ENV_FILE`` must exist; the
-    others may.
+    """The variables of the environment files; later files take precedence. A file named by ``DS_ENV_FILE`` must exist;
+    other files may be missing.
     """
     named = environ.get(PATH_VARIABLE, "")
     if named and not Path(named).is_file():
@@ -69,7 +69,7 @@ def read_env_files(environ: Mapping[str, str], *, home: Path, here: Path) -> dic
 
 
 def exported(environ: Mapping[str, str], from_files: Mapping[str, str]) -> dict[str, str]:
-    """What to set on every host, sorted by name."""
+    """The variables to set on every host, sorted by name."""
     chosen = {name: value for name, value in environ.items() if name.startswith(PREFIXES) and _NAME.match(name)}
     for name, value in from_files.items():
         if name in chosen and chosen[name] != value:

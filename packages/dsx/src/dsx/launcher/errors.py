@@ -1,6 +1,6 @@
-"""What can go wrong before or while starting a job, as exceptions of our own.
+"""The errors of the launcher, before and while it starts a job.
 
-Each message says what was got, what was expected and what to do. The command line prints the message without a
+Each message says what was found, what was expected and what to do. The command line prints the message without a
 traceback and exits with 2 (a mistake in the command) or 1 (a host that cannot be reached, a rendezvous that times out).
 """
 

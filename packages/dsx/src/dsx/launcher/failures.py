@@ -1,8 +1,8 @@
-"""What became of a rank that failed, which failure came first, and how it is shown.
+"""Records of failed ranks: which failure came first, and how it is shown.
 
-When one rank raises, the others soon fail too, because their peer is gone. The cause is the earliest failure that is
-not itself such a broken connection. Pure functions over records; the records are written by the ranks (see
-``_worker.py``) and by the agent for ranks that died without a word.
+When one rank raises, the other ranks soon fail too, because their peer is gone. The cause is the earliest failure that
+is not such a broken connection. These are pure functions over records. The ranks write the records (see
+``_worker.py``); the agent writes them for ranks that died without reporting an exception.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Whatever transport notices a dead peer, its error is a consequence. The names of dsx-comm's own errors belong here
-# too: they are raised at once, often before the agent has seen the dead process (test_launch_first_cause.py).
+# Errors of any transport about a dead peer are consequences. The errors of dsx-comm belong here too: they are raised
+# at once, often before the agent has seen the dead process (test_launch_first_cause.py).
 _PEER_GONE = re.compile(
     r"^(PeerLostError|CommAbortedError|CollectiveTimeoutError|HangError)\b|"
     r"connection (closed|reset|refused|was (reset|closed))|broken pipe|remote process exited|peer closed|socket timeout"
@@ -27,8 +27,8 @@ _PEER_GONE = re.compile(
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank that ended badly. ``exitcode`` is as `subprocess` gives it (negative: a signal); ``time`` is seconds
-    since the epoch.
+    """One failed rank. ``exitcode`` is that of `subprocess` (negative: a signal); ``time`` is in seconds since the
+    epoch.
     """
 
     rank: int
@@ -64,9 +64,7 @@ def signal_name(number: int) -> str:
 
 
 def shell_code(returncode: int) -> int:
-    """A `subprocess` return code as an exit code: death by signal n becomes 128 + n, so that it is never mistaken
-    for success.
-    """
+    """A `subprocess` return code as an exit code of a shell: death by signal n becomes 128 + n, which is never 0."""
     return 128 - returncode if returncode < 0 else returncode & 0xFF or (1 if returncode else 0)
 
 
@@ -76,8 +74,8 @@ def first_cause(failures: Iterable[RankFailure]) -> RankFailure | None:
 
 
 def read_records(folder: Path, *, host: str) -> list[RankFailure]:
-    """The exceptions the ranks of this host wrote into ``folder``. Their exit code is Python's, 1, however the
-    process was ended afterwards.
+    """The exceptions that the ranks of this host wrote into ``folder``. Their exit code is Python's, 1, however the
+    process ended afterwards.
     """
     found = []
     for path in sorted(folder.glob("rank*.json")):

@@ -1,8 +1,8 @@
-"""Running the ranks of one host and saying how it ended: what ``dsx launch`` does on one machine, and what it starts on
-each of several.
+"""Runs the ranks of one host and reports how they ended. ``dsx launch`` does this on one machine, and starts a process
+that does it on each of several hosts.
 
 The result is an exit code for a shell: 0, the code of the rank that failed first, 128 + n for a signal, or
-`RESUME_EXIT_CODE` where the ranks were asked to end and have saved.
+`RESUME_EXIT_CODE` if the ranks were asked to end and have saved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("dsx.launcher")
 WORKER = Path(__file__).with_name("_worker.py")
 WORKER_SPEC_VARIABLE = "DSX_WORKER"
 _FOLDER = "dsx_launch_"
-NEWS_WAIT_S = 1.5  # how long a failed host waits for the others' side of the story
+NEWS_WAIT_S = 1.5  # how long a failed host waits for failures of other hosts, one of which may have come first
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,15 @@ class HostJob:
         return self.hosts[self.host_rank]
 
     def attempt(self, number: int) -> HostJob:
-        """The same part of the job, started again for the n-th time. Hosts that restart by themselves meet at another
-        port each time, so that none of them takes part in a rendezvous that is over.
+        """The same part of the job, for the n-th restart. Hosts that restart by themselves use another port each time,
+        so that none of them takes part in an old rendezvous.
         """
         moves = self.master_port and len(self.hosts) > 1
         return replace(self, master_port=self.master_port + number) if moves else self
 
 
 def check_program(program: Program) -> None:
-    """Refuse a script that is not there before any process is started."""
+    """Refuse a missing script before any process is started."""
     if program.kind == "script" and not os.path.exists(program.target):
         raise LaunchError(
             f"no such script: {program.target} (in {os.getcwd()}); pass a path, or --module for a module name"
@@ -86,7 +86,7 @@ def check_program(program: Program) -> None:
 
 
 def run_host(job: HostJob, restarts: int = 0) -> int:
-    """Start the ranks of this host, wait for the end of the job, report the first failure, leave nothing behind.
+    """Start the ranks of this host, wait for the end of the job, report the first failure, and leave no process behind.
     Returns the exit code.
 
     Args:
@@ -108,13 +108,13 @@ def run_host(job: HostJob, restarts: int = 0) -> int:
 
 @contextmanager
 def job_folder() -> Iterator[Path]:
-    """A temporary folder for what agent and ranks tell each other; `remove_leftovers` knows its name."""
+    """A temporary folder for messages between agent and ranks; `remove_leftovers` recognises its name."""
     with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}_") as folder:
         yield Path(folder)
 
 
 def check_log_dir(path: str) -> None:
-    """Make the folder for the ranks' logs, if one is asked for. Raises `LaunchError` where that is impossible."""
+    """Make the folder for the ranks' logs, if one is asked for. Raises `LaunchError` if that is impossible."""
     if not path:
         return
     try:
@@ -133,7 +133,7 @@ def remove_leftovers() -> None:
 
 def _run_in(job: HostJob, folder: Path) -> tuple[int, bool]:
     """The exit code, and whether this process was asked to end."""
-    # Lazy import: torch takes seconds, and neither --help nor a mistake in the options should cost them.
+    # Lazy import: torch takes seconds, which --help and a mistake in the options should not need.
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from .agent import HostAgent
@@ -180,7 +180,7 @@ def _meeting(job: HostJob) -> Meeting:
 
 
 def worker_spec(job: HostJob, rendezvous: RendezvousHandler, restarts: int = 0) -> WorkerSpec:
-    """What torch's agent is to run, and how often again after a failure."""
+    """The program for torch's agent, and how often it is restarted after a failure."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     # The agent substitutes $-macros in arguments; a doubled $ comes out as the one the user wrote.
@@ -197,7 +197,7 @@ def worker_spec(job: HostJob, rendezvous: RendezvousHandler, restarts: int = 0) 
 
 
 def rank_settings(job: HostJob, failure_dir: Path) -> dict[str, object]:
-    """What `_worker.py` needs to know, beyond what the agent puts into the environment."""
+    """The settings for `_worker.py`, in addition to the variables that the agent sets."""
     return {
         "agent_pid": os.getpid(),
         "kind": job.program.kind,
@@ -210,7 +210,7 @@ def rank_settings(job: HostJob, failure_dir: Path) -> dict[str, object]:
 
 
 def quiet_elastic() -> None:
-    """The agent's own log repeats what the report says; it stays available with --log_level debug."""
+    """Silence the agent's own log, which repeats the report; --log_level debug shows it."""
     wanted = logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.CRITICAL
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
@@ -218,15 +218,13 @@ def quiet_elastic() -> None:
 
 
 def ignore_signals() -> None:
-    """The end is being cleaned up already; a second Ctrl-C must not interrupt that."""
+    """Ignore signals during the clean-up, so that a second Ctrl-C does not interrupt it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def collect(job: HostJob, failed: dict[int, tuple[int, int]], failure_dir: Path) -> list[RankFailure]:
-    """The ranks that failed by themselves: those that reported an exception, and those that ended badly without a
-    word.
-    """
+    """The ranks that failed by themselves: those that reported an exception, and those that died without a report."""
     found = read_records(failure_dir, host=job.host)
     reported = {failure.rank for failure in found}
     now = time.time()
@@ -239,7 +237,7 @@ def collect(job: HostJob, failed: dict[int, tuple[int, int]], failure_dir: Path)
 
 
 def _conclude_stop(job: HostJob, number: int, *, failed_elsewhere: bool) -> int:
-    """The ranks were stopped from outside, by a signal or because another host has failed."""
+    """The exit code after the ranks were stopped from outside, by a signal or because another host has failed."""
     log.log(logging.DEBUG if len(job.hosts) > 1 else logging.INFO, "%s: stopped by %s", job.host, signal_name(number))
     if failed_elsewhere and job.host_rank == 0:
         time.sleep(

@@ -1,4 +1,4 @@
-"""Which host of the job this is, from what a batch system or MPI has put into the environment. Pure."""
+"""Finds which host of the job this is, from the environment variables of a batch system or MPI. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _RANK_VARIABLES = {
 
 
 def host_rank_from(environ: Mapping[str, str], hosts: Sequence[str], source: str = "") -> int:
-    """Which of ``hosts`` this is, from what MPI or Slurm has put into the environment (``source``: "mpi", "slurm" or ""
-    for either).
+    """The index of this host in ``hosts``, from the environment variables of MPI or Slurm (``source``: "mpi", "slurm"
+    or "" for either).
 
-    Slurm sorts the hosts it is given, so there the host's name decides, not its number.
+    Slurm sorts its hosts, so there the host's name is used instead of its number.
     """
     if source != "mpi" and environ.get("SLURMD_NODENAME") in hosts:
         return list(hosts).index(environ["SLURMD_NODENAME"])

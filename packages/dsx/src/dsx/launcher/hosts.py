@@ -1,7 +1,7 @@
-"""Starting the agents of several hosts and ending them all together.
+"""Starts the agents of several hosts and ends them all together.
 
-One failing host ends the job: the others get a moment to end by themselves (their agents hear of it, see
-`dsx.launcher.news`), then their connections are closed, then the local clients are killed. Nothing on a remote host is
+One failing host ends the job. The other hosts get a moment to end by themselves (their agents are told, see
+`dsx.launcher.news`); then their connections are closed; then the local clients are killed. Nothing on a remote host is
 ever killed by name.
 """
 
@@ -24,15 +24,15 @@ from .runners import Command
 
 log = logging.getLogger("dsx.launcher")
 
-STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # how an agent ends that was told to, because another host failed
+STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # codes of an agent that was stopped because another host failed
 OWN_END_S = 4.0  # for the other hosts to end by themselves after one has failed
-FORCED_END_S = 5.0  # from being told to being killed
+FORCED_END_S = 5.0  # from the request to stop to the kill
 SAVED_END_S = 35.0  # for the other hosts to end after one has ended with RESUME_EXIT_CODE: they have saved too
 REQUESTED_END_S = 35.0  # the same after Ctrl-C: the ranks may be writing a checkpoint
 
 
 class Clients:
-    """The local processes (ssh, pdsh, mpirun, srun) that stand for the hosts."""
+    """The local client processes (ssh, pdsh, mpirun, srun), one per host or one for all hosts."""
 
     def __init__(self, commands: Sequence[Command], environ: Mapping[str, str]) -> None:
         self._commands = commands
@@ -40,7 +40,7 @@ class Clients:
         self._ended: list[int] = []
 
     def poll(self) -> int | None:
-        """The exit code so far if any client has failed; 0 when all have ended well; None while they run."""
+        """The exit code if a client has failed; 0 if all have ended without a failure; None while they run."""
         for index, process in enumerate(self._processes):
             if process.poll() is not None and index not in self._ended:
                 self._ended.append(index)
@@ -49,8 +49,8 @@ class Clients:
 
     @property
     def code(self) -> int:
-        """0, or the largest code of the hosts that failed by themselves: the host of the first failure ends with
-        that rank's code, the others with 1. `RESUME_EXIT_CODE` only if no host failed: then all ranks have saved.
+        """0, or the largest code of the hosts that failed by themselves: the host of the first failure ends with that
+        rank's code, other hosts with 1. `RESUME_EXIT_CODE` only if no host failed, because then all ranks have saved.
         """
         codes = [self._processes[index].returncode for index in self._ended]
         own = [code for code in codes if code not in (0, *STOPPED)]
@@ -72,7 +72,9 @@ class Clients:
         return False
 
     def tell_to_stop(self, number: signal.Signals) -> None:
-        """Close the lifelines; signal the clients that have none."""
+        """Close the clients' standard input, which ends the remote agents; send a signal to clients without such a
+        pipe.
+        """
         for command, process in zip(self._commands, self._processes):
             if process.poll() is not None:
                 continue
@@ -91,12 +93,12 @@ class Clients:
 
 
 def start_client(command: Command, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """The local process that stands for a host, or for all of them."""
+    """Start the local client process of a host, or of all hosts."""
     return subprocess.Popen(
         command.argv,
         env={**environ, **command.env},
         stdin=subprocess.PIPE if command.lifeline else subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the job in order
+        start_new_session=True,  # so Ctrl-C reaches only the launcher, which ends the job in order
         preexec_fn=dying_with_parent(signal.SIGTERM),
     )
 
@@ -111,7 +113,7 @@ def _explain(command: Command, returncode: int) -> None:
 
 
 def run_hosts(plan: HostsPlan, environ: Mapping[str, str], restarts: int = 0) -> int:
-    """Start every host's agent, wait for the end, end all when one fails or a signal asks. Returns the exit code.
+    """Start every host's agent and wait for the end; end all if one fails or on a signal. Returns the exit code.
 
     Args:
         restarts: how often all hosts are started again when they end with `RESUME_EXIT_CODE`, unless this process was
@@ -161,7 +163,7 @@ def _run_once(plan: HostsPlan, environ: Mapping[str, str], asked: list[int]) -> 
 
 
 def stop_on_request(plan: HostsPlan, clients: Clients, asked: list[int]) -> None:
-    """End all hosts because a signal asked for it; a second signal ends them at once."""
+    """End all hosts after a signal; a second signal ends them at once."""
     log.info("stopping all hosts: %s", signal_name(asked[0]))
     _end(plan, clients, signal.Signals(asked[0]), REQUESTED_END_S, until=lambda: len(asked) > 1)
     clients.kill()
@@ -178,8 +180,8 @@ def _end(plan: HostsPlan, clients: Clients, number: signal.Signals, seconds: flo
 
 
 def announce_end(plan: HostsPlan) -> bool:
-    """Tell the agents through the rendezvous that the job ends: pdsh does not pass signals on to the hosts. Returns
-    whether they could be told.
+    """Tell the agents through the rendezvous that the job ends, because pdsh does not pass signals on. Returns whether
+    the rendezvous could be reached.
     """
     from .rendezvous import STORE_ERRORS, FailureBoard, Meeting  # lazy import: imports torch
 

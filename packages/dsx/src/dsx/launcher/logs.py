@@ -1,11 +1,11 @@
-"""Where the launcher's own messages go: stderr, with a mark, from one logger."""
+"""The launcher's own messages: they go to stderr, with a prefix, from one logger."""
 
 import logging
 import os
 
 
 def configure_logging(level: str) -> None:
-    """Let the launcher's logger write to stderr; the root logger is the program's business."""
+    """Let the launcher's logger write to stderr; the root logger is left to the program."""
     log = logging.getLogger("dsx.launcher")
     log.setLevel(level.upper())
     log.propagate = False
@@ -16,8 +16,8 @@ def configure_logging(level: str) -> None:
 
 
 def import_torch_quietly() -> None:
-    """Import torch with its C++ warnings off in this process (not in the ranks): a store that another host has left
-    prints screens of frames.
+    """Import torch with its C++ warnings off in this process (not in the ranks). Otherwise a store that another host
+    has left prints long stack traces.
     """
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:

@@ -1,5 +1,5 @@
-"""``dsx launch``: options, plan, run. Returns exit codes: 0; the failed rank's; 2 for a mistake in the command; 1
-when hosts cannot be reached.
+"""``dsx launch``: reads options, makes a plan, runs it. Exit codes: 0; that of the failed rank; 2 for a mistake in the
+command; 1 if hosts cannot be reached.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .options import LaunchOptions, parse
 
 @contextmanager
 def pid_file() -> Iterator[None]:
-    """``<temporary folder>/<pid>.dsx`` with the process id, for those who start the launcher from a program."""
+    """A file ``<temporary folder>/<pid>.dsx`` with the process id, for programs that start the launcher."""
     path = os.path.join(tempfile.gettempdir(), f"{os.getpid()}.dsx")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -65,7 +65,7 @@ def launch(options: LaunchOptions) -> int:
 
 
 def describe(plan: object) -> str:
-    """What would be started, one command per line."""
+    """The commands that would be started, one per line."""
     from .host import WORKER, HostJob
     from .plan import HostsPlan
 
@@ -87,7 +87,7 @@ def describe(plan: object) -> str:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "dsx launch") -> int:
-    """The command line. Mistakes are printed without a traceback."""
+    """Run the command line. Mistakes are printed without a traceback."""
     try:
         options = parse(sys.argv[1:] if argv is None else argv, prog=prog)
         configure_logging("error" if options.quiet else options.log_level)

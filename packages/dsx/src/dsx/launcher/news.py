@@ -1,8 +1,7 @@
-"""A failure on one host ends all hosts: posting it, hearing of it, and agreeing whose failure is shown.
+"""Ends all hosts when one fails: hosts post their failures, watch for failures of others, and agree which is shown.
 
-Whatever started the hosts (ssh, mpirun, a person at each keyboard), every agent looks at the store of the first host
-once a second. On news of a failure, or when that store is gone, it asks itself to stop, in the same way a user would:
-SIGTERM.
+However the hosts were started (ssh, mpirun, by hand on each host), every agent looks at the store of the first host
+once a second. If another host has failed, or the store is gone, the agent stops itself as a user would: with SIGTERM.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("dsx.launcher")
 
 LOOK_EVERY_S = 1.0
-LEAVE_S = 30.0  # how long the first host waits for the ranks of the others to end
+LEAVE_S = 30.0  # how long the first host waits for the ranks of the other hosts to end
 OWN_STORY_S = (
     0.5  # between hearing the news and stopping: a rank of this host may be the cause and is about to be noticed
 )
 
 
 class NoWatch:
-    """One host: nobody else to hear from."""
+    """For a job on one host: there are no other hosts to watch."""
 
     def announce(self) -> None:
-        """Nobody to tell."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Does nothing."""
 
 
 class FailureWatch:
@@ -56,7 +55,7 @@ class FailureWatch:
             log.debug("the first host is gone; nobody to tell")
 
     def close(self) -> None:
-        """Stop looking. Idempotent."""
+        """Stop watching. A second call does nothing."""
         self._done.set()
 
     def _look(self) -> None:
@@ -69,7 +68,7 @@ class FailureWatch:
                 if self._done.wait(LOOK_EVERY_S):
                     return
         except STORE_ERRORS:
-            if self._done.wait(2 * LOOK_EVERY_S):  # the job may simply be ending: the first host left a moment earlier
+            if self._done.wait(2 * LOOK_EVERY_S):  # the job may be ending normally, and the first host left before us
                 return
         if not self._done.wait(OWN_STORY_S):
             self._agent.hurry = True
@@ -77,13 +76,13 @@ class FailureWatch:
 
 
 def watch_for_failures(rendezvous: HostRendezvous, agent: HostAgent) -> FailureWatch | NoWatch:
-    """Start watching the other hosts; nothing to watch when there are none."""
+    """Start watching the other hosts, if there are any."""
     return FailureWatch(rendezvous, agent) if len(rendezvous.meeting.hosts) > 1 else NoWatch()
 
 
 def leave_together(rendezvous: HostRendezvous) -> None:
-    """Tell the other hosts that the ranks of this one have saved and ended. The first host waits for all of them,
-    because the store in which ranks meet lives in its agent: ranks that are still ending must not lose it.
+    """Tell the other hosts that the ranks of this host have saved and ended. The first host waits for all hosts,
+    because the ranks' store lives in its agent, and ranks that are still ending need it.
     """
     meeting = rendezvous.meeting
     if len(meeting.hosts) == 1:
@@ -99,8 +98,8 @@ def leave_together(rendezvous: HostRendezvous) -> None:
 
 
 def cause_of_the_job(meeting: Meeting, port: int, own: RankFailure, *, wait_s: float) -> RankFailure:
-    """The first failure among all hosts, as far as they have posted within ``wait_s`` seconds; ``own`` when nobody
-    can be asked.
+    """The first failure of all hosts, among those posted within ``wait_s`` seconds; ``own`` if the store cannot be
+    reached.
     """
     try:
         board = FailureBoard(meeting, port)
@@ -108,7 +107,7 @@ def cause_of_the_job(meeting: Meeting, port: int, own: RankFailure, *, wait_s: f
         time.sleep(wait_s)
         cause = first_cause(board.causes(range(len(meeting.hosts)))) or own
         if meeting.host_rank == 0:
-            time.sleep(0.5)  # keep the store for those who ask a little later
+            time.sleep(0.5)  # keep the store a little longer for the other hosts
     except STORE_ERRORS:
         return own
     return cause

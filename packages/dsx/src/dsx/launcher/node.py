@@ -1,7 +1,7 @@
-"""The agent of one host as a command: what ssh, pdsh, srun or mpirun start, once per host.
+"""The agent of one host as a command. ssh, pdsh, srun or mpirun start it once per host.
 
-``python -m dsx.launcher.node --world_info=... --master_addr=... --master_port=... [--node_rank=N] -- script args``. Not
-meant to be typed by people; ``dsx launch --dry_run`` shows the full lines.
+``python -m dsx.launcher.node --world_info=... --master_addr=... --master_port=... [--node_rank=N] -- script args``.
+People do not type this command; ``dsx launch --dry_run`` shows the full lines.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def job_from(args: argparse.Namespace, environ: Mapping[str, str]) -> HostJob:
-    """This host's part of the job. Raises `ResourceError` when the host cannot serve its slots."""
+    """This host's part of the job. Raises `ResourceError` if the host has too few devices for its slots."""
     script, script_args = split_program(args.command)
     pool = decode_world(args.world_info)
     hosts = tuple(pool)
@@ -72,7 +72,7 @@ def job_from(args: argparse.Namespace, environ: Mapping[str, str]) -> HostJob:
 def follow_stdin() -> None:
     """Stop this process when its standard input ends: the launcher, or the connection to it, is gone.
 
-    The ranks are asked to stop as if the user had asked here. They get an empty input of their own.
+    The ranks are stopped as if the user had asked for it on this host. Their own standard input is empty.
     """
     lifeline = os.dup(0)
     os.set_inheritable(lifeline, False)

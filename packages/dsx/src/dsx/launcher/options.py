@@ -1,7 +1,6 @@
 """The options of ``dsx launch``: their names, their help, and the checks that need nothing but the options themselves.
 
-Names follow the launcher that scripts of the field already call; every ``--long_name`` is also accepted as
-``--long-name``.
+The names are those of the DeepSpeed launcher; every ``--long_name`` is also accepted as ``--long-name``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What the command line said. Numbers are None and texts empty where nothing was said."""
+    """The values of the command line. Options that were not given are None (numbers) or empty (texts)."""
 
     script: str
     script_args: tuple[str, ...] = ()
@@ -58,7 +57,7 @@ class LaunchOptions:
 
     @property
     def kind(self) -> str:
-        """What the script is: "script", "module" or "program"."""
+        """The kind of the script: "script", "module" or "program"."""
         return "module" if self.module else "program" if self.no_python else "script"
 
 
@@ -72,9 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """The script and everything after it, word by word; argparse's own way of saying so (PARSER) is the only one
-    that keeps a ``--``.
-    """
+    """Add an argument for the script and all words after it. argparse keeps a ``--`` only with ``nargs=PARSER``."""
     parser.add_argument(
         "command",
         nargs=argparse.PARSER,
@@ -213,7 +210,7 @@ def options_from(namespace: argparse.Namespace) -> LaunchOptions:
     fields = LaunchOptions.__dataclass_fields__
     known = {name: value for name, value in values.items() if name in fields}
     for name in ("num_nodes", "num_gpus", "node_rank", "min_elastic_nodes", "max_elastic_nodes"):
-        known[name] = None if known[name] == -1 else known[name]  # how upstream's own default is written
+        known[name] = None if known[name] == -1 else known[name]  # DeepSpeed writes its default as -1
     script, args = split_program(values["command"])
     options = LaunchOptions(**known, script=script, script_args=args)
     check_options(options)
@@ -221,7 +218,7 @@ def options_from(namespace: argparse.Namespace) -> LaunchOptions:
 
 
 def to_argv(options: LaunchOptions, script_args: Sequence[str]) -> list[str]:
-    """The command line that says what `options` say, with other arguments of the script."""
+    """A command line for `options`, with other arguments of the script."""
     words = []
     for field in fields(options):
         value = getattr(options, field.name)

@@ -1,4 +1,4 @@
-"""From options to a plan: what will be started, decided completely before anything is started.
+"""Makes a plan from options. Everything is decided before anything is started.
 
 A plan is frozen data that can be printed (``--dry_run``). Either this process runs the ranks itself (`HostJob`), or it
 starts one agent per host with the commands of a `HostsPlan`.
@@ -33,8 +33,8 @@ from .runners.slurm import expand_nodelist
 log = logging.getLogger("dsx.launcher")
 
 LOCALHOST = "localhost"
-DEFAULT_PORT = 29500  # only where hosts are started by hand and nothing can be agreed beforehand
-_PORTS = range(20000, 32768)  # below the range from which kernels hand out ports
+DEFAULT_PORT = 29500  # only for hosts that are started by hand, which cannot agree on a port beforehand
+_PORTS = range(20000, 32768)  # below the range from which kernels choose free ports
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class HostsPlan:
 
 
 def make_plan(options: LaunchOptions, environ: Mapping[str, str]) -> HostJob | HostsPlan:
-    """Decide everything. Raises `ResourceError` for resources that are not there or do not fit."""
+    """Make the plan. Raises `ResourceError` for resources that are missing or do not fit."""
     pool = _pool(options, environ)
     if options.no_ssh:
         return (_one_of_changing if options.elastic_training else _one_of_many)(options, environ, pool)
@@ -76,7 +76,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _pool(options: LaunchOptions, environ: Mapping[str, str]) -> Pool | None:
-    """All hosts there are; None: this machine alone."""
+    """All hosts; None for this machine alone."""
     if options.hostfile:
         return read_hostfile(options.hostfile)
     if options.launcher == "slurm":
@@ -145,7 +145,7 @@ def _this_machine(options: LaunchOptions, environ: Mapping[str, str]) -> HostJob
 
 
 def _single_host(options: LaunchOptions, environ: Mapping[str, str], pool: Pool) -> HostJob:
-    """A hostfile that comes down to this machine: no launcher in between."""
+    """A hostfile that has only this machine: the ranks are started directly."""
     (slots,) = pool.values()
     return _job(options, procs=len(slots), devices=_devices(slots, environ, wanted=options.num_procs is None))
 
@@ -175,7 +175,7 @@ def _job(options: LaunchOptions, *, procs: int, devices: tuple[str, ...] | None)
 
 
 def _one_of_many(options: LaunchOptions, environ: Mapping[str, str], pool: Pool | None) -> HostJob:
-    """``--no_ssh``: the same command runs on every host by other means; this is our part of it."""
+    """``--no_ssh``: the user runs the same command on every host; this is the part of this host."""
     if pool is None:
         slots, _ = _slots_here(options, environ)
         pool = {f"host{rank}": slots for rank in range(options.num_nodes or 1)}
@@ -201,7 +201,7 @@ def _one_of_many(options: LaunchOptions, environ: Mapping[str, str], pool: Pool 
 
 
 def _one_of_changing(options: LaunchOptions, environ: Mapping[str, str], pool: Pool | None) -> HostJob:
-    """``--no_ssh --elastic_training``: nobody knows the hosts beforehand; the rendezvous numbers those that come."""
+    """``--no_ssh --elastic_training``: the hosts are not known beforehand; the rendezvous numbers them as they come."""
     slots, are_devices = _slots_here(options, environ)
     own = {host: slots for host, slots in (pool or {}).items() if is_this_machine(host)}
     if own:
@@ -277,8 +277,8 @@ def _free_port() -> int:
 
 
 def _first_address(options: LaunchOptions, launcher: str, hosts: tuple[str, ...], environ: Mapping[str, str]) -> str:
-    """How the others reach the first host: by its name if it has one in the network, else by the address it reports
-    over ssh.
+    """The address of the first host for the others: its name if that can be resolved, otherwise the address that the
+    host reports over ssh.
     """
     first = hosts[0]
     if first in (LOCALHOST, "127.0.0.1", "::1"):

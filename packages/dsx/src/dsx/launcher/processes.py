@@ -1,6 +1,6 @@
-"""Leaving no process behind: lives tied to the launcher's, orphans adopted, whatever remains killed.
+"""Leaves no process behind: children die with the launcher, orphans are adopted, and remaining descendants are killed.
 
-Only the launcher's own descendants are ever touched; nothing is looked for by name.
+Only the launcher's own descendants are affected; no process is searched by name.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on descendants whose parent died become children of this process (Linux), so that `kill_descendants`
-    finds them.
+    """From now on, descendants whose parent has died become children of this process (Linux), so that
+    `kill_descendants` finds them.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def dying_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None] | None:
-    """A ``preexec_fn`` that makes the child receive ``number`` when this process dies; None where the kernel has no
-    such thing.
+    """A ``preexec_fn`` with which the child receives signal ``number`` when this process dies; None if the kernel does
+    not support that.
     """
     if not sys.platform.startswith("linux"):
         return None
-    prctl = ctypes.CDLL(None).prctl  # loaded here: after the fork as little as possible is done
+    prctl = ctypes.CDLL(None).prctl  # loaded before the fork, because little is safe between fork and exec
 
     def request() -> None:
         prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
@@ -42,10 +42,10 @@ def dying_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], N
 
 
 def lives(pid: int) -> bool:
-    """Whether there is such a process and it has not ended: one that nobody has waited for yet does not count."""
+    """Whether the process exists and has not ended; a zombie has ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it may end at any moment, also between two questions
+    except psutil.NoSuchProcess:  # it may end at any moment, also between two calls
         return False
 
 

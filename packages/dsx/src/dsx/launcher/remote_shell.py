@@ -1,7 +1,7 @@
-"""``dsx ssh``: one command on every host of a hostfile, all at once, each output line marked with its host.
+"""``dsx ssh``: runs one command on all hosts of a hostfile at the same time; each output line begins with its host.
 
-The words of the command arrive on the hosts as they were typed here: every word is quoted. To use a remote shell's own
-syntax (pipes, variables), pass one word: ``dsx ssh -f hosts 'ps aux | grep train'``.
+Every word of the command is quoted, so that it arrives on the hosts as it was typed. To use the syntax of the remote
+shell (pipes, variables), pass the command as one word: ``dsx ssh -f hosts 'ps aux | grep train'``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .runners.ssh import client
 
 
 def remote_text(words: Sequence[str]) -> str:
-    """What the remote shell is given: a single word as it is (a shell line), several words each quoted."""
+    """The command for the remote shell: a single word unchanged (a shell line), several words each quoted."""
     return words[0] if len(words) == 1 else shlex.join(words)
 
 
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 when the command succeeded on every host, else the largest of its exit codes."""
+    """Run the command line; returns 0 if the command succeeded on every host, otherwise its largest exit code."""
     args = parser().parse_args(argv)
     words = args.words[1:] if args.words[0] == "--" and len(args.words) > 1 else args.words
     try:

@@ -1,11 +1,11 @@
-"""How the hosts of a job meet: a TCP store on the first host, known before anything starts.
+"""The rendezvous of the hosts of a job: a TCP store on the first host, whose address is known before the start.
 
-The rank of a host is its place in the list of hosts, never the order of arrival. On one machine the store takes a free
-port of the kernel's choice, so that jobs side by side cannot collide. Between hosts the port must be known beforehand.
-A host that does not arrive is named.
+The rank of a host is its place in the list of hosts, not its order of arrival. On one machine the kernel chooses a free
+port for the store, so that several jobs cannot collide. Between hosts the port must be known beforehand. An error names
+the hosts that did not arrive.
 
-The same store carries the news of a failure: whoever sees a rank fail posts it, everybody else looks once a second, and
-the host whose failure came first prints it.
+The same store is used for failures: an agent that sees a rank fail posts it, the other agents look once a second, and
+the host with the first failure prints it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FAILED = "dsx/failed"
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the hosts meet. ``port`` 0: any free one (one host only)."""
+    """The place of the rendezvous. ``port`` 0: any free port (for one host only)."""
 
     run_id: str
     hosts: tuple[str, ...]
@@ -58,7 +58,7 @@ class HostRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return True  # the ranks use this very store at MASTER_ADDR:MASTER_PORT
+        return True  # the ranks use the same store at MASTER_ADDR:MASTER_PORT
 
     @property
     def port(self) -> int:
@@ -79,7 +79,7 @@ class HostRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nothing to close: the set of hosts is fixed."""
+        """Does nothing: the set of hosts is fixed."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -92,8 +92,8 @@ class HostRendezvous(RendezvousHandler):
 
 
 def _connect(meeting: Meeting, deadline: float) -> TCPStore:
-    """Open the store (first host) or connect to it (the others), in short attempts so that signals are served in
-    between.
+    """Open the store (on the first host) or connect to it (on the others), in short attempts, so that signals are
+    handled in between.
     """
     if meeting.host_rank == 0:
         try:
@@ -153,8 +153,8 @@ def _wait_for_all(store: TCPStore, meeting: Meeting, deadline: float) -> None:
 
 
 class FailureBoard:
-    """News of failures between the hosts, over a connection of its own (a store connection serves one blocking call
-    at a time).
+    """Failures of all hosts, read and posted over a separate connection, because a store connection does one blocking
+    call at a time.
     """
 
     def __init__(self, meeting: Meeting, port: int) -> None:
@@ -164,13 +164,11 @@ class FailureBoard:
         )
 
     def announce(self) -> None:
-        """Tell every host that the job has failed or is to stop. Raises the store's error when the first host is
-        gone.
-        """
+        """Tell every host that the job has failed or is to stop. Raises the store's error if the first host is gone."""
         self._store.set(f"{self._meeting.run_id}/{_FAILED}", "1")
 
     def announced(self) -> bool:
-        """Whether somebody has announced. Raises the store's error when the first host is gone."""
+        """Whether a host has announced a failure or a stop. Raises the store's error if the first host is gone."""
         return bool(self._store.check([f"{self._meeting.run_id}/{_FAILED}"]))
 
     def post(self, cause: RankFailure) -> None:
@@ -182,11 +180,11 @@ class FailureBoard:
         self._store.set(_key(self._meeting, "saved", self._meeting.host_rank), "1")
 
     def all_saved(self) -> bool:
-        """Whether the ranks of every host have."""
+        """Whether the ranks of every host have saved and ended."""
         return self._store.check([_key(self._meeting, "saved", rank) for rank in range(len(self._meeting.hosts))])
 
     def causes(self, host_ranks: Sequence[int]) -> list[RankFailure]:
-        """What the given hosts have posted so far."""
+        """The failures that the given hosts have posted so far."""
         keys = [_key(self._meeting, "cause", rank) for rank in host_ranks]
         return [from_json(self._store.get(key).decode()) for key in keys if self._store.check([key])]
 

@@ -1,8 +1,8 @@
-"""Which hosts and which slots on them: hostfile, filters and the encoded form that travels to the hosts.
+"""The hosts of a job and their slots: hostfile, filters, and the encoded form that is sent to the hosts.
 
-Pure functions over plain data (``{host: (slot, ...)}``, in the order of the hostfile, which is the order of ranks). A
-slot is the index of an accelerator on its host, as text, because device names may be UUIDs. Nothing here looks at the
-machine it runs on.
+These are pure functions over plain data: ``{host: (slot, ...)}``, in the order of the hostfile, which is the order of
+ranks. A slot is the index of an accelerator on its host, as a string, because device names may be UUIDs. Nothing here
+depends on the machine it runs on.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Slots = tuple[str, ...]
 Pool = dict[str, Slots]
 
 MOST_SLOTS = 65_536
-"""Slots of one host. No machine has as many; a larger number is a slip, and would be built in memory slot by slot."""
+"""The most slots of one host. A larger number is a typing error, and a list of so many slots could fill the memory."""
 
 _LINE = re.compile(r"^(?P<host>[A-Za-z0-9_][A-Za-z0-9_.:-]*)(?:\s+slots\s*=\s*(?P<slots>\S+))?$")
 
 
 def parse_hostfile(lines: Sequence[str], *, name: str = "hostfile") -> Pool:
-    """``host slots=N`` per line; ``#`` starts a comment; blank lines are skipped.
+    """Parse one ``host slots=N`` per line; ``#`` starts a comment; blank lines are skipped.
 
-    A host without ``slots=`` has one slot. Raises `ResourceError` naming the line for anything else, for a host listed
-    twice and for a file without hosts.
+    A host without ``slots=`` has one slot. Raises `ResourceError` with the line number for anything else, for a host
+    that is listed twice, and for a file without hosts.
     """
     pool: Pool = {}
     first_line: dict[str, int] = {}
@@ -54,11 +54,11 @@ def parse_hostfile(lines: Sequence[str], *, name: str = "hostfile") -> Pool:
 
 
 def slot_count(given: str | int, *, option: str) -> int:
-    """A number of slots or processes of one host, checked before anything of that size is made. Raises
+    """A number of slots or processes of one host. It is checked before a list of that length is made. Raises
     `ResourceError`.
     """
     text = str(given) if isinstance(given, str) or abs(given) <= MOST_SLOTS else "a larger number"
-    # The length is looked at first: Python refuses to read numbers of thousands of digits.
+    # The length is checked first, because Python refuses to read numbers with thousands of digits.
     if not text.isdecimal() or len(text) > len(str(MOST_SLOTS)) or not 1 <= int(text) <= MOST_SLOTS:
         shown = text if len(text) <= 20 else f"{text[:17]}..."
         raise ResourceError(f"{option}: got {shown}, expected a whole number from 1 to {MOST_SLOTS}")
@@ -66,7 +66,7 @@ def slot_count(given: str | int, *, option: str) -> int:
 
 
 def read_hostfile(path: str | Path) -> Pool:
-    """The hosts in the file at ``path``. Raises `ResourceError` when it cannot be read or parsed."""
+    """The hosts in the file at ``path``. Raises `ResourceError` if it cannot be read or parsed."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -77,7 +77,7 @@ def read_hostfile(path: str | Path) -> Pool:
 
 
 def parse_filter(text: str, *, option: str) -> dict[str, Slots | None]:
-    """``host@host:slot,slot`` -> host to slots; None means every slot of the host."""
+    """Parse ``host@host:slot,slot``; returns slots by host, where None means every slot of the host."""
     chosen: dict[str, Slots | None] = {}
     for part in text.split("@"):
         host, colon, listed = part.strip().partition(":")
@@ -91,7 +91,7 @@ def parse_filter(text: str, *, option: str) -> dict[str, Slots | None]:
         slots = tuple(slot.strip() for slot in listed.split(","))
         if not all(slots):
             raise ResourceError(f"{option} {text!r}: host {host!r} has an empty slot; expected '{host}:0,1'")
-        chosen[host] = tuple(dict.fromkeys(slots))  # a slot that is listed twice is one slot
+        chosen[host] = tuple(dict.fromkeys(slots))  # a slot that is listed twice counts once
     return chosen
 
 
@@ -131,9 +131,7 @@ def _others(slots: Slots, unwanted: Slots | None) -> Slots:
 
 
 def limit(pool: Mapping[str, Slots], *, nodes: int | None = None, per_host: int | None = None) -> Pool:
-    """The first ``nodes`` hosts and the first ``per_host`` slots of each. Raises `ResourceError` when there are
-    fewer.
-    """
+    """The first ``nodes`` hosts and the first ``per_host`` slots of each. Raises `ResourceError` if there are fewer."""
     if nodes is not None and not 1 <= nodes <= len(pool):
         raise ResourceError(
             f"--num_nodes {nodes}: expected between 1 and {len(pool)}, the number of hosts ({', '.join(pool)})"

@@ -1,7 +1,8 @@
-"""``dsx launch --autotuning tune|run``: the job of a command line, as the autotuner starts it again and again.
+"""``dsx launch --autotuning tune|run``: lets the autotuner start the job of a command line several times.
 
-Every experiment is a launcher of its own in a process of its own, so that nothing of one reaches the next. Ctrl-C comes
-to this process alone, which ends the running experiment in order; if this process is killed, the experiment ends too.
+Every experiment is a separate launcher in a separate process, so that experiments cannot influence each other. Ctrl-C
+reaches only this process, which ends the running experiment in order. If this process is killed, the experiment ends
+too.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ log = logging.getLogger("dsx.launcher")
 
 
 def autotune(options: LaunchOptions, launch: Callable[[LaunchOptions], int]) -> int:
-    """Search, and with `run` start the program with what was found. Returns the exit code.
+    """Search, and with `run` start the program with the result. Returns the exit code.
 
     Args:
-        options: of the command line, with `autotuning` set.
+        options: the options of the command line, with `autotuning` set.
         launch: starts a job without a search.
 
     Raises:
-        ResourceError: the options do not go with a search.
-        AutotuningError: the search cannot begin, or found nothing that works.
+        ResourceError: the options cannot be combined with a search.
+        AutotuningError: the search cannot begin, or no experiment works.
         DsxConfigError: the program's configuration is wrong.
     """
     if options.no_ssh:
@@ -82,7 +83,7 @@ def _job(options: LaunchOptions, launch: Callable[[LaunchOptions], int], nodes: 
 
 
 def _on_part(options: LaunchOptions, nodes: int | None, devices: int | None) -> LaunchOptions:
-    """The options of an experiment: fewer hosts or devices, and none of those that are for the real run."""
+    """The options of an experiment: fewer hosts or devices, without the options that are only for the real run."""
     changed = dataclasses.replace(options, restarts=0, enable_each_rank_log="", save_pid=False, dry_run=False)
     if nodes is not None:
         changed = dataclasses.replace(changed, num_nodes=nodes)

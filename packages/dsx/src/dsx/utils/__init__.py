@@ -1,7 +1,7 @@
 """Small tools around training: logging by rank, memory lines, profiler ranges, construction on a device.
 
-What reads or writes sharded state (`safe_get_full_fp32_param` and its family), and leaf modules, belong to `dsx_zero`
-and are passed on from there on first use, so that logging alone loads neither it nor torch.
+Functions that read or write sharded state (`safe_get_full_fp32_param` and others) and leaf modules belong to
+`dsx_zero`. They are imported from there on first use, so that logging alone loads neither dsx_zero nor torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Process groups by the names that `deepspeed.utils.groups` has for them: `dsx_comm.parallel_groups`, with and without
-the underscore.
+"""Process groups under the names of `deepspeed.utils.groups`: the functions of `dsx_comm.parallel_groups`, with and
+without the underscore.
 
-There is one identity of every function: this module only passes names on.
+This module defines no functions; its names are the same function objects as in dsx_comm.
 """
 
 from dsx_comm.parallel_groups import (

@@ -1,8 +1,8 @@
 """The `dsx` logger, and lines that only some ranks write.
 
-The logger is a plain `logging.getLogger("dsx")`: no handler on the root logger, nothing printed by a mere import. The
-engine calls `enable_console` on rank 0, which attaches one stream handler unless the application has configured logging
-itself.
+The logger is a plain `logging.getLogger("dsx")`: there is no handler on the root logger, and an import prints nothing.
+The engine calls `enable_console` on rank 0, which adds one stream handler, unless the application has configured
+logging itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FORMAT = "[%(asctime)s] [%(levelname)s] [dsx] %(message)s"
 
 
 class _ConsoleHandler(logging.StreamHandler):
-    """Writes to whatever `sys.stderr` is at the time of the line, so that redirected streams are honoured."""
+    """Writes to the `sys.stderr` of the moment, so that redirected streams work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class _ConsoleHandler(logging.StreamHandler):
 
     @stream.setter
     def stream(self, _value) -> None:
-        """The base class assigns a stream when it is built; ours is looked up for each line."""
+        """Ignore the stream that the base class assigns; this handler looks it up for each line."""
 
 
 def enable_console(level: int = logging.INFO) -> bool:
-    """Show `dsx` lines from `level` up on stderr; True if a handler was added.
+    """Show `dsx` lines of at least `level` on stderr; returns True if a handler was added.
 
-    Does nothing when the application already handles records: the root logger or `dsx` has a handler of its own.
+    Does nothing if the application handles records already: if the root logger or `dsx` has a handler.
     """
     if logging.getLogger().handlers or any(not isinstance(h, logging.NullHandler) for h in logger.handlers):
         return False
@@ -48,7 +48,9 @@ def enable_console(level: int = logging.INFO) -> bool:
 
 
 def current_rank() -> int:
-    """Global rank of this process: the process group's, else the launcher's `RANK`, else 0. Loads nothing."""
+    """Global rank of this process: from the process group, otherwise the launcher's `RANK`, otherwise 0. It imports
+    nothing.
+    """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()

@@ -1,7 +1,7 @@
-"""How much memory this process and its device hold, as numbers and as one log line.
+"""How much memory this process and its device use, as numbers and as one log line.
 
 Device figures are those of torch's caching allocator; host figures are this process' resident set and the machine's
-use. Nothing here synchronises a device or runs the garbage collector unless asked.
+use. Nothing here synchronises a device; the garbage collector runs only in `see_memory_usage`.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def memory_status() -> MemoryStatus:
 def see_memory_usage(message: str, force: bool = False, ranks: tuple[int, ...] = (0,)) -> MemoryStatus | None:
     """Log `message` with the memory in use, and start new peaks on the device.
 
-    Silent unless `force`, so that calls may stay in production code. Collects garbage first, so that the line shows
-    what is held rather than what is about to be freed.
+    Does nothing without `force`, so that calls may stay in production code. Garbage is collected first, so that the
+    line does not count memory that is about to be freed.
 
     Returns:
-        The figures written, or None when not forced.
+        The figures that were logged, or None without `force`.
     """
     if not force:
         return None

@@ -1,7 +1,7 @@
 """Build a model on a chosen device and in a chosen dtype: `with OnDevice(dtype=torch.bfloat16, device="meta"): ...`.
 
-Uses torch's own default-device and default-dtype switches, so every constructor that honours those is covered; tensors
-built with an explicit device or dtype keep it.
+It uses torch's own default device and default dtype, so it works for every constructor that uses these. Tensors built
+with an explicit device or dtype keep it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cutting a list of layers into consecutive parts: equally long ones, or equally heavy ones.
+"""Cuts a list of layers into consecutive parts of equal length or equal weight.
 
 Pure functions over numbers; a result is the list of the parts' borders, `parts + 1` of them: part i holds the items
 from `borders[i]` up to, not including, `borders[i + 1]`.
@@ -19,9 +19,9 @@ class PartitionError(DsxError, ValueError):
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return the borders of parts that differ by one item at most; the first parts are the longer ones.
+    """Return the borders of parts whose lengths differ by at most one item; the first parts are the longer ones.
 
-    With fewer items than parts each item is a part, and the rest are empty.
+    With fewer items than parts, each item is a part, and the other parts are empty.
 
     Raises:
         PartitionError: a negative number of items, or less than one part.
@@ -34,10 +34,11 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return the borders of parts whose heaviest and lightest differ least.
+    """Return the borders of parts with the smallest difference between the heaviest and the lightest.
 
-    A dynamic programme: for every number of leading items and of parts it keeps the split with the smallest difference
-    between the largest and the smallest sum so far; of equally good ones the split with the later border. O(n² parts).
+    This is dynamic programming: for every number of leading items and of parts it keeps the split with the smallest
+    difference between the largest and the smallest sum so far; of equally good splits the one with the later border.
+    O(n² parts).
 
     Args:
         weights: weight of every item, at least 0.
@@ -60,7 +61,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     for _ in range(num_parts):
         following: dict[int, tuple[float, float, float, list[int]]] = {}
         for end in range(count + 1):
-            for begin in range(end):  # no part is empty while there are items for all
+            for begin in range(end):  # so no part is empty if there are enough items
                 if begin not in best:
                     continue
                 _, largest, smallest, borders = best[begin]

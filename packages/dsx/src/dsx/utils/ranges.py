@@ -1,4 +1,4 @@
-"""Named ranges in a profiler's timeline; off CUDA they cost one test and do nothing."""
+"""Named ranges in a profiler's timeline. Without CUDA they do nothing, at the cost of one test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def instrument_w_nvtx(function: _Function) -> _Function:
-    """Decorator: an NVTX range named after the function around each call, where CUDA is in use."""
+    """Decorator: each call is an NVTX range with the function's name, if CUDA is in use."""
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):

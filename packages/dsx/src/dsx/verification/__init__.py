@@ -4,8 +4,8 @@
     print(report)
 
 Rank 0 holds the oracle (`oracle.py`): one process, one model, no sharding. Values are compared on *every* rank, because
-a mistake may show on one of them only (`compare.py`). Each step is judged on its own: what was compared and found equal
-is then adopted by the oracle, so that rounding does not pile up and tolerances stay tight (`run.py`).
+a mistake may show on one rank only (`compare.py`). Each step is judged separately: after a comparison the oracle takes
+the engine's values, so that rounding errors do not accumulate and tolerances stay tight (`run.py`).
 """
 
 from .compare import Tolerance

@@ -1,7 +1,7 @@
-"""How far apart two tensors may be, and which place of them is the furthest.
+"""Compares tensors: how much they may differ, and where they differ most.
 
 Errors are measured against the largest magnitude of the tensor, not element by element: an element that is small
-because large terms cancelled has the rounding error of the large ones.
+because large terms cancelled has the rounding error of the large terms.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Allowed errors, relative to the largest magnitude of what is compared.
+    """Allowed errors, relative to the largest magnitude of the compared values.
 
     Attributes:
-        loss: of a micro-batch's loss.
-        grad: of a reduced gradient; also of the global norm.
-        update: of the change of a parameter in one step.
-        param: of a parameter, beside its share of `update`.
+        loss: for the loss of a micro-batch.
+        grad: for a reduced gradient, and for the global norm.
+        update: for the change of a parameter in one step.
+        param: for a parameter, in addition to the error allowed by `update`.
     """
 
     loss: float = 1e-5
@@ -33,13 +33,13 @@ class Tolerance:
 
     @classmethod
     def for_dtypes(cls, compute: torch.dtype, reduction: torch.dtype) -> Tolerance:
-        """Defaults that fit what is computed and reduced in these dtypes."""
+        """Defaults for computation and reduction in these dtypes."""
         rounding = max(_ROUNDING.get(compute, 2.0**-24), _ROUNDING.get(reduction, 2.0**-24))
         return cls(loss=max(1e-5, 8 * rounding), grad=max(1e-4, 8 * rounding))
 
 
 class Comparison:
-    """Collects how far things are apart on this rank."""
+    """Collects the differences on this rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -50,8 +50,8 @@ class Comparison:
     def tensors(
         self, step: int, kind: str, name: str, got: torch.Tensor, expected: torch.Tensor, allowed: float
     ) -> None:
-        """Compare two tensors of one shape; `allowed` is absolute. A value that is not finite differs from any that
-        is.
+        """Compare two tensors of the same shape; `allowed` is absolute. A non-finite value differs from any finite
+        one.
         """
         if got.shape != expected.shape:
             self._add(Difference(step, kind, f"{name} (shape)", self._rank, 1.0, 0.0, got.numel(), expected.numel()))
@@ -67,7 +67,7 @@ class Comparison:
         self._judge(Difference(step, kind, name, self._rank, error, allowed, float(a[place]), float(b[place]), where))
 
     def losses(self, step: int, name: str, rank: int, got: float, expected: float, allowed: float) -> None:
-        """Compare two losses that rank `rank` is answerable for."""
+        """Compare two losses; `rank` is the rank whose engine computed the first."""
         here, self._rank = self._rank, rank
         self.numbers(step, "loss", name, got, expected, allowed)
         self._rank = here
@@ -95,5 +95,5 @@ class Comparison:
 
 
 def magnitude(tensor: torch.Tensor) -> float:
-    """Largest absolute value; 0.0 of nothing."""
+    """The largest absolute value; 0.0 for an empty tensor."""
     return float(tensor.detach().abs().max()) if tensor.numel() else 0.0

@@ -1,8 +1,9 @@
-"""Plain training in one process: the model whole, one optimizer over fp32 masters, every rank's micro-batches in turn.
+"""Plain training in one process: the unsharded model, one optimizer over fp32 masters, every rank's micro-batches in
+turn.
 
-Written to be read against a textbook, and on purpose without any of the machinery it checks: no flat buffers, no hooks,
-no process groups. It follows the same rules of precision: parameters in the training dtype, fp32 masters, the loss
-scaled, gradients unscaled before they are checked, normed and clipped.
+It is written to be compared with a textbook, and on purpose uses nothing that it checks: no flat buffers, no hooks, no
+process groups. It follows the same rules of precision: parameters in the training dtype, fp32 masters, a scaled loss,
+and gradients that are unscaled before the check, the norm and clipping.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ Loss = Callable[[Callable[..., Any], Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the oracle trains; the parts that are the user's or that decide dtypes, not the parts under test.
+    """How the oracle trains: functions of the user and choices of dtypes. It contains no part that is under test.
 
     Attributes:
-        optimizer: from groups of fp32 masters to an optimizer.
-        schedule: from an optimizer to a schedule, or None.
-        groups: from a model to the parameter groups (or parameters) to train.
-        loss: from (something to call as the model, batch) to a scalar.
+        optimizer: (groups of fp32 masters) -> an optimizer.
+        schedule: (optimizer) -> a schedule, or None.
+        groups: (model) -> the parameter groups (or parameters) to train.
+        loss: (a callable in the place of the model, batch) -> a scalar.
         cast, autocast: precision of inputs and of the forward pass.
         share: factor on each micro-batch's loss: 1 / (accumulation steps x ranks).
-        max_norm: clip to this global norm; 0.0: do not clip.
+        max_norm: clip to this global norm; 0.0: no clipping.
     """
 
     optimizer: Callable[[Any], torch.optim.Optimizer]
@@ -59,11 +60,13 @@ class Oracle:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Start an update."""
+        """Drop the gradients, at the start of an update."""
         self.grads = {name: torch.zeros_like(master) for name, master in self.masters.items()}
 
     def micro_batch(self, batch: Any, *, scale: float, seed: int) -> float:
-        """Forward and backward of one rank's micro-batch; adds fp32 gradients of `loss * scale * share`; the loss."""
+        """Run forward and backward of one rank's micro-batch, and add fp32 gradients of `loss * scale * share`. Returns
+        the loss.
+        """
         torch.manual_seed(seed)
         loss = self.recipe.loss(self.forward, batch)
         (loss.float() * (scale * self.recipe.share)).backward()
@@ -84,7 +87,7 @@ class Oracle:
         return all(bool(torch.isfinite(grad).all()) for grad in self.grads.values())
 
     def unscale(self, scale: float) -> None:
-        """Take the loss scale out of the gradients."""
+        """Divide the gradients by the loss scale."""
         for grad in self.grads.values():
             grad /= scale
 
@@ -93,11 +96,11 @@ class Oracle:
         return math.sqrt(sum(float(grad.double().square().sum()) for grad in self.grads.values()))
 
     def lr(self) -> list[float]:
-        """Learning rates the coming update uses."""
+        """The learning rates of the coming update."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def update(self) -> None:
-        """Clip, step the masters, write the parameters, advance the schedule. Gradients are already unscaled."""
+        """Clip, step the masters, write the parameters, advance the schedule. Gradients must be unscaled already."""
         limit = self.recipe.max_norm
         clip = min(1.0, limit / (self.norm() + 1e-6)) if limit > 0 else 1.0
         for name, master in self.masters.items():
@@ -112,10 +115,10 @@ class Oracle:
 
 
 def default_loss(model: Callable[..., Any], batch: Any) -> torch.Tensor:
-    """Run `model` on `batch` and find the loss in what it returns.
+    """Run `model` on `batch` and find the loss in the output.
 
-    A mapping gives keyword arguments, a tuple or list positional ones, anything else is the one argument. The loss is
-    the output itself, its `loss`, or the first item of a tuple or list.
+    A mapping gives keyword arguments, a tuple or list positional ones; anything else is a single argument. The loss is
+    the output itself, its attribute or item `loss`, or the first item of a tuple or list.
     """
     if isinstance(batch, Mapping):
         output = model(**batch)

@@ -1,9 +1,9 @@
-"""Calls of ordinary training loops that a comparison of an engine's own steps would not exercise.
+"""Probes for calls of ordinary training loops, which the comparison of an engine's own steps does not make.
 
-The comparison in `run.py` trains by `engine.backward` and `engine.step`. A user's loop also clears gradients through
+The comparison in `run.py` trains with `engine.backward` and `engine.step`. A user's loop also clears gradients through
 the module, clips them with torch's functions, calls `loss.backward()`, keeps a graph over a step, or replaces a
-parameter. What such a call does in plain torch is known; here it is done beside the comparison, in a way that leaves
-training as it was.
+parameter. The effect of such a call in plain torch is known. Probes make these calls between the comparisons, in a way
+that does not change training.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Probes:
 
     Args:
         engine: the engine under test.
-        found: takes what differs.
+        found: is called with each difference.
         of_rank_0: gives rank 0's value to every rank. Collective.
-        names: of the trained parameters.
-        tolerance: relative, of a norm.
+        names: names of the trained parameters.
+        tolerance: relative tolerance of a norm.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Probes:
         """Differentiate a loss, clip its gradients with torch's function, and clear them through the module.
 
         Args:
-            norm: what the gradients' norm has to be; None if they are not finite.
+            norm: the expected norm of the gradients; None if they are not finite.
         """
         engine, parts = self._engine, self._engine._parts
-        engine.set_gradient_accumulation_boundary(True)  # so that they are averaged in every stage
+        engine.set_gradient_accumulation_boundary(True)  # so that gradients are averaged in every stage
         if parts.backwards.refuses:
             self._judge(step, "refused", "loss.backward() without the loss scale", _refuses(loss))
         engine.scale(loss).backward()
@@ -79,19 +79,17 @@ class Probes:
         self._found.numbers(step, "norm", name, after, norm / 2, self._tolerance * norm)
 
     def direct(self, step: int) -> bool:
-        """Whether the losses of this update are differentiated by `loss.backward()`: in every second one,
-        where that is possible.
-        """
+        """Whether this update uses `loss.backward()`: every second one does, if that is possible."""
         return step % 2 == 0 and not self._engine._parts.backwards.refuses
 
     # - Graphs that are kept over an update
 
     def keep_graphs(self, forward: Callable[[], torch.Tensor], plain: Callable[[], torch.Tensor] | None) -> None:
-        """Before an update: a loss of the engine, and on rank 0 the same loss in plain torch."""
+        """Before an update: keep a loss of the engine, and on rank 0 the same loss in plain torch."""
         self._graph, self._plain = forward(), None if plain is None else plain()
 
     def judge_graphs(self, step: int) -> None:
-        """After an update that was applied: the engine's must be stale if plain torch's is."""
+        """After an applied update: the engine's graph must be stale if that of plain torch is."""
         graph, plain, self._graph, self._plain = self._graph, self._plain, None, None
         wanted = self._of_rank_0(plain is not None and _is_stale(plain.backward))
         if graph is not None and graph.grad_fn is not None:
@@ -103,9 +101,7 @@ class Probes:
     # - A parameter that was replaced
 
     def replace_a_parameter(self, step: int) -> None:
-        """A step with a model that holds another parameter must be refused. The last thing that is done with the
-        engine.
-        """
+        """A step must be refused after a parameter of the model was replaced. The engine cannot be used afterwards."""
         name = self._names[0]
         path, _, leaf = name.rpartition(".")
         owner = self._engine.module.get_submodule(path)

@@ -1,4 +1,4 @@
-"""What a verification found: how far things were apart, and the first that was too far."""
+"""The result of a verification: the differences, and the first one that was too large."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ..errors import DsxError
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that is not what plain training gives.
+    """One value that differs from plain training.
 
     Attributes:
         step: number of the update, counted from 1; 0 is the state before training.
-        kind: `start`, `loss`, `grad`, `skip`, `norm`, `lr`, `master` or `param`; `refused` and `stale`,
-            where dsx or torch must raise (1) and nothing was raised (0).
-        name: the tensor's name, or what the number belongs to.
-        rank: the rank on which it was furthest off.
+        kind: `start`, `loss`, `grad`, `skip`, `norm`, `lr`, `master` or `param`; `refused` and `stale` if dsx or torch
+            must raise (1) and nothing was raised (0).
+        name: the tensor's name, or the name of the number.
+        rank: the rank with the largest difference.
         error: largest absolute difference.
-        allowed: the tolerance it broke.
+        allowed: the tolerance that was exceeded.
         got, expected: the values at the place of the largest difference.
         where: that place, for tensors.
     """
@@ -47,10 +47,10 @@ class VerifyReport:
 
     Attributes:
         steps: updates that were compared completely.
-        world_size, zero_stage: what ran.
+        world_size, zero_stage: the setting of the run.
         compared: how many values of each kind were compared.
-        worst: for each kind the largest error as a share of what is allowed.
-        differences: what was too far off, worst first, all from the earliest place where anything was.
+        worst: for each kind the largest error, as a fraction of the allowed error.
+        differences: values whose error was too large, the worst first, all from the earliest point with such values.
     """
 
     steps: int

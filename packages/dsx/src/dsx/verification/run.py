@@ -2,19 +2,19 @@
 
 The sequence, on every rank:
 
-    0) build the model, each rank from another seed; after `initialize` all parameters must be rank 0's
+    0) build the model, each rank with another seed; after `initialize` all parameters must be those of rank 0
     1) per micro-batch: run the engine, send batch and loss to rank 0, which runs the oracle and compares the losses; in
        the first two updates the first micro-batch is run once before, its gradients clipped and cleared as a user's
-       loop does it (`probes.py`): nothing of it may be left
-    2) before the update: rank 0 sends the oracle's gradient of each parameter, every rank compares its whole gradient;
-       the oracle then goes on with the engine's gradients, so that the update is judged by itself
+       loop does it (`probes.py`); this must leave no trace
+    2) before the update: rank 0 sends the oracle's gradient of each parameter, and every rank compares its full
+       gradient; the oracle then uses the engine's gradients, so that the update is judged separately
     3) after the update: skipped or not, norm, rates; then each master and each parameter in the module, on every rank;
-       the oracle then goes on with the engine's masters
-    4) after the first applied update: graphs of before must be stale; at the end: a replaced parameter must be noticed
+       the oracle then uses the engine's masters
+    4) after the first applied update: older graphs must be stale; at the end: a replaced parameter must be noticed
 
-Taking over what was found equal keeps rounding from piling up (Adam turns a rounding error of a tiny gradient into a
-whole step), and tolerances can stay tight. After each point all ranks exchange what they found and stop together at the
-first point where anything differs.
+Because the oracle takes the engine's values, rounding errors do not accumulate (Adam turns a rounding error of a tiny
+gradient into a full step), and tolerances can stay tight. After each point all ranks exchange their results and stop
+together at the first point with a difference.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from .report import VerifyError, VerifyReport
 from .setup import build, sender
 
 _THROWN_AWAY = 2
-"""Updates that begin with a micro-batch which is thrown away: the first, and one that finds the first one's memory."""
+"""The number of updates that begin with a micro-batch which is thrown away: the first, and one with existing
+buffers.
+"""
 
 
 class _Differs(Exception):
@@ -47,7 +49,7 @@ class _Differs(Exception):
 
 @dataclass(frozen=True)
 class _Task:
-    """What to run: the user's functions and the seed of everything random in a forward pass."""
+    """The task: the user's functions, and the seed of the random numbers in a forward pass."""
 
     batch: Callable[[int], Any]
     loss: Loss
@@ -69,21 +71,21 @@ def verify(
 ) -> VerifyReport:
     """Check that training as configured computes what plain single-process torch computes. Every rank must call it.
 
-    Rank 0 needs room for the whole model, its gradients and optimizer states, once more.
+    Rank 0 needs additional memory for the full model, its gradients and optimizer states.
 
     Args:
         model_fn: builds the model; called once on each rank.
         config: as for `dsx.initialize`.
-        batch_fn: the micro-batch with a number; called on one rank for each number from 0 on, in the order
+        batch_fn: returns the micro-batch with a number; called on one rank for each number from 0 on, in the order
             step, micro-batch, rank.
         steps: updates to compare.
-        loss_fn: from (model, batch) to the loss; `model` is to be called like the module. None given: the batch is the
-            model's arguments and the loss is found in its output.
-        optimizer: from parameters or groups to an optimizer; None: the config's.
-        parameters_fn: from the model to parameters or groups; None: all of them.
-        tolerance: allowed relative errors; None: what fits the dtypes.
-        seed: of the models and of everything random in a forward pass.
-        raise_error: raise if anything differs; else only report it.
+        loss_fn: (model, batch) -> the loss; it calls `model` like the module. None: the batch is the model's arguments,
+            and the loss is found in its output.
+        optimizer: (parameters or groups) -> an optimizer; None: that of the configuration.
+        parameters_fn: (model) -> parameters or groups; None: all parameters.
+        tolerance: allowed relative errors; None: defaults for the dtypes.
+        seed: the seed of the models and of random numbers in a forward pass.
+        raise_error: raise if there is a difference; False: only report it.
 
     Returns:
         The report, the same on all ranks.
@@ -91,7 +93,7 @@ def verify(
     Raises:
         VerifyError: something differs; the message names the first value, its step, kind, rank and place.
     """
-    torch.manual_seed(seed + default_ranks().rank)  # other values on each rank: making them equal is dsx's work
+    torch.manual_seed(seed + default_ranks().rank)  # other values on each rank: dsx must make them equal
     model = model_fn()
     original = copy.deepcopy(model)
     engine, oracle = build(model, original, config, loss_fn, optimizer, parameters_fn)
@@ -105,7 +107,7 @@ def verify(
 
 
 class _Run:
-    """One verification under way, on one rank."""
+    """A running verification on one rank."""
 
     def __init__(self, engine: Engine, oracle: Oracle | None, task: _Task, tolerance: Tolerance | None) -> None:
         self.engine, self.oracle, self._task = engine, oracle, task
@@ -121,7 +123,7 @@ class _Run:
         self._applied = False
 
     def compare(self, steps: int) -> VerifyReport:
-        """Run everything; the report."""
+        """Run the verification; returns the report."""
         with contextlib.suppress(_Differs):  # the report holds what differs
             self._start()
             for step in range(1, steps + 1):
@@ -134,7 +136,7 @@ class _Run:
     # - Exchanging
 
     def _agree(self) -> None:
-        """Merge what the ranks found; all stop if one found a difference."""
+        """Merge the results of the ranks; all stop if one found a difference."""
         shares = self._ranks.gather((self._found.compared, self._found.worst, self._found.differences))
         self._report.compared = dict(shares[0][0])
         for _, worst, _ in shares:
@@ -160,7 +162,7 @@ class _Run:
         return self.engine.module.get_submodule(owner)._parameters[leaf]  # type: ignore[return-value]
 
     def _in_module(self, name: str) -> torch.Tensor:
-        """The whole parameter as the module computes with it, on this rank."""
+        """The full parameter that the module computes with, on this rank."""
         with self.engine._parts.gather([self._parameter(name)]):
             return self._parameter(name).detach().clone()
 
@@ -229,7 +231,7 @@ class _Run:
         return self._task.loss(self.engine, self._batch)
 
     def _compare_losses(self, step: int, micro_index: int, loss: torch.Tensor, scale: float) -> None:
-        """Run the oracle on every rank's micro-batch, which adds gradients to its own."""
+        """Run the oracle on every rank's micro-batch, which adds to the oracle's gradients, and compare the losses."""
         first, everyone = micro_index * self._ranks.world_size, self._ranks.gather((self._batch, float(loss.detach())))
         if self.oracle is not None:
             for source, (theirs, got) in enumerate(everyone):
@@ -239,7 +241,7 @@ class _Run:
         self._agree()
 
     def _throw_away(self, step: int, micro_index: int, scale: float) -> None:
-        """A micro-batch whose gradients are clipped and cleared."""
+        """Run a micro-batch whose gradients are clipped and cleared."""
         oracle, loss, norm = self.oracle, self._loss(micro_index), None
         self._compare_losses(step, micro_index, loss, scale)
         if oracle is not None:
@@ -249,7 +251,7 @@ class _Run:
         self._agree()
 
     def _keep_graphs(self) -> None:
-        """For the end of the first update that is applied."""
+        """Keep graphs, to be judged after the first applied update."""
         oracle, batch = self.oracle, self._batch
         plain = None if oracle is None else lambda: oracle.recipe.loss(oracle.forward, batch)
         self._probes.keep_graphs(lambda: self._task.loss(self.engine, batch), plain)
@@ -261,7 +263,8 @@ class _Run:
         for name in self._trained:
             got = self._gradient(name, scale)
             expected = self._expected(lambda o, n=name: o.grads[n], got)
-            # Sums that cancel to nearly nothing carry the rounding of their terms: hence a share of the largest.
+            # A sum that cancels nearly to zero has the rounding error of its terms, so a share of the largest is
+            # allowed.
             allowed = self._tolerance.grad * max(magnitude(expected), 1e-3 * largest)
             self._found.tensors(step, "grad", name, got, expected, allowed)
             if self.oracle is not None:
@@ -283,7 +286,7 @@ class _Run:
             allowed = self._compare_master(step, name, before.get(name)) if name in self._trained else 0.0
             got = self._in_module(name)
             expected = self._expected(lambda o, n=name: o.params[n], got)
-            # What the module holds is the master rounded to its dtype; that rounding may fall to either side.
+            # The module holds the master rounded to its dtype; two nearly equal masters may round to different values.
             rounding = torch.finfo(got.dtype).eps * magnitude(expected) if got.element_size() < 4 and allowed else 0.0
             self._found.tensors(step, "param", name, got, expected, allowed + rounding)
             if self.oracle is not None:
@@ -291,7 +294,7 @@ class _Run:
         self._agree()
 
     def _compare_master(self, step: int, name: str, before: torch.Tensor | None) -> float:
-        """Compare a master and let the oracle go on from the engine's; what its value in the module may be off."""
+        """Compare a master, and set the oracle's master to the engine's. Returns the allowed error of the parameter."""
         got = self._master(name)
         expected = self._expected(lambda o: o.masters[name], got)
         change = (

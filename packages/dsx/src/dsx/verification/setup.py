@@ -1,4 +1,4 @@
-"""Building both sides of a verification: the engine on every rank and, on rank 0, the oracle."""
+"""Builds both sides of a verification: the engine on every rank and, on rank 0, the oracle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build(
     optimizer: Callable[[Any], torch.optim.Optimizer] | None,
     parameters_fn: Callable[[nn.Module], Any] | None,
 ) -> tuple[Engine, Oracle | None]:
-    """The engine over `model`, and on rank 0 the oracle over `original` (a copy of what the model was before)."""
+    """The engine over `model`, and on rank 0 the oracle over `original` (a copy of the model from before)."""
     groups = parameters_fn or (lambda module: list(module.parameters()))
     resolved = load_config(config, world_size=launched_as()[1])
     changing = [

@@ -1,8 +1,9 @@
-"""How the agents of several hosts are started: one file per family, each a pure function from a `Remote` to commands.
+"""Commands that start the agents of several hosts: one module per launcher, with a pure function from a `Remote` to
+commands.
 
-Every family starts exactly one process per host, ``python -m dsx.launcher.node``, which then starts the ranks of that
-host. So no family needs to know about devices or ranks, MPI is not loaded by the program, and pinning by the MPI
-launcher (meant for one rank per core) is switched off.
+Every launcher starts exactly one process per host, ``python -m dsx.launcher.node``, which starts the ranks of that
+host. So the launchers need not know devices or ranks, the program does not load MPI, and the pinning of MPI launchers
+(for one rank per core) is switched off.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What all families share: the description of the remote job, a command, and the shell text that a login shell runs."""
+"""Common to all launchers: the description of the remote job, a command, and the text that a login shell runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A job for several hosts. ``argv`` is the agent's command without the host's rank; ``exports`` go into the
+    """A job for several hosts. ``argv`` is the agent's command without the host's rank; ``exports`` are set in the
     environment of every host.
     """
 
@@ -25,8 +25,8 @@ class Remote:
 
 @dataclass(frozen=True)
 class Command:
-    """One process to start here: ``env`` is added to this process's environment, ``host`` is set where the command
-    concerns one host.
+    """One process to start on this machine: ``env`` is added to this process's environment; ``host`` is set if the
+    command is for one host.
 
     ``lifeline``: the remote agent watches its standard input and stops when it ends (see `dsx.launcher.node`).
     """
@@ -43,7 +43,7 @@ class Command:
 
 
 def agent_argv(remote: Remote, *extra: str) -> tuple[str, ...]:
-    """The agent as an argument vector. With a ``venv_script`` a shell sources it first and takes the python it
+    """The agent as an argument vector. With a ``venv_script``, a shell sources it first and uses the python it
     provides.
     """
     arguments = ("-u", "-m", "dsx.launcher.node", *extra, *remote.agent_args)
@@ -54,8 +54,8 @@ def agent_argv(remote: Remote, *extra: str) -> tuple[str, ...]:
 
 
 def shell_script(remote: Remote, *extra: str) -> str:
-    """One line for the login shell of a host, whatever that shell is: go to the folder, set the variables, become
-    the agent.
+    """One line for the login shell of a host, for any shell: change to the folder, set the variables, and exec the
+    agent.
     """
     steps = [f"cd {shlex.quote(remote.cwd)}"]
     steps += [f"export {name}={shlex.quote(value)}" for name, value in remote.exports.items()]

@@ -8,7 +8,7 @@ from .base import Command, Remote, agent_argv
 
 
 def hydra(remote: Remote, settings: Mapping[str, str]) -> Command:
-    """One mpirun that places one agent per host; ``settings`` are exported beside the job's variables, which win."""
+    """One mpirun that starts one agent per host. ``settings`` are exported too; the job's variables override them."""
     exports = {**settings, **remote.exports}
     words = [word for name, value in exports.items() for word in ("-genv", name, value)]
     placing = ("-n", str(len(remote.hosts)), "-ppn", "1", "-hosts", ",".join(remote.hosts))
@@ -16,11 +16,11 @@ def hydra(remote: Remote, settings: Mapping[str, str]) -> Command:
 
 
 def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
-    """MPICH: binds nothing unless asked."""
+    """MPICH does not pin processes unless asked."""
     del environ
     return [hydra(remote, {})]
 
 
 def commands_impi(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
-    """Intel MPI pins by default; switched off for the agents unless the user has chosen."""
+    """Intel MPI pins processes by default. That is switched off for the agents, unless the user has set it."""
     return [hydra(remote, {} if "I_MPI_PIN" in environ else {"I_MPI_PIN": "0"})]

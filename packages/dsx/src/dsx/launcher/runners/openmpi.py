@@ -1,5 +1,5 @@
-"""Open MPI: mpirun places one agent on each host. Transport and interface selection (btl, UCX) stay as the site has
-configured them.
+"""Open MPI: mpirun starts one agent on each host. The choice of transports and interfaces (btl, UCX) is left to the
+site's configuration.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from .base import Command, Remote, agent_argv
 
 
 def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
-    """One mpirun. ``--bind-to none``: an agent's ranks share the host, not the core an MPI rank would be bound to."""
+    """One mpirun. ``--bind-to none``, because an agent's ranks use the whole host, and an MPI rank would be bound to
+    one core.
+    """
     del environ
     hosts = ",".join(f"{host}:1" for host in remote.hosts)
     exports = [word for name, value in remote.exports.items() for word in ("-x", f"{name}={value}")]

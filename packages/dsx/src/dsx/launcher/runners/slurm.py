@@ -1,5 +1,5 @@
-"""Slurm: srun inside an allocation, one task per host. The variables travel in srun's own environment, so values may
-hold commas.
+"""Slurm: srun inside an allocation, one task per host. Variables are passed in srun's own environment, so values may
+contain commas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _GROUP = re.compile(r"^(?P<prefix>[^\[\]]*)\[(?P<ranges>[^\[\]]+)\](?P<rest>.*)$
 
 
 def commands(remote: Remote, environ: Mapping[str, str]) -> list[Command]:
-    """One srun. Each task gets all of the host's allocated cores: srun alone would give it a single one."""
+    """One srun. Each task gets all allocated cores of its host; by default srun would give it one core."""
     count = str(len(remote.hosts))
     tasks = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(remote.hosts)]
     cores = environ.get("SLURM_CPUS_ON_NODE", "")

@@ -1,7 +1,7 @@
-"""OpenSSH: one client per host. The default where pdsh is not installed, and the family with the firmest clean-up.
+"""OpenSSH: one client per host. It is the default if pdsh is not installed, and has the most reliable clean-up.
 
-The client's input stays open as long as the launcher lives; the remote agent stops when it ends, so that nothing
-survives Ctrl-C, a killed launcher or a lost connection. No terminal is allocated: output stays as it is.
+The client's input stays open as long as the launcher lives. The remote agent stops when its input ends, so that no
+process survives Ctrl-C, a killed launcher or a lost connection. No terminal is allocated, so the output is not changed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from .base import Command, Remote, shell_script
 
 
 def client(remote_args: tuple[str, ...], port: int | None) -> tuple[str, ...]:
-    """The client up to the host name: never asks for a password (nobody could answer for many hosts at once)."""
+    """The client's command up to the host name. It never asks for a password, because several hosts would ask at
+    once.
+    """
     at_port = ("-p", str(port)) if port is not None else ()
     return ("ssh", "-o", "BatchMode=yes", *at_port, *remote_args)
 
