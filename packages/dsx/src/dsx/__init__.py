@@ -1,10 +1,10 @@
 """dsx: an engine, launcher and checkpoints around ZeRO training for PyTorch.
 
-`import dsx` loads nothing but this table: every public name arrives on first use (`__getattr__`), so that a script that
-only wants the launcher pays neither for torch nor for pydantic, and importing has no effect on the process (no device
-query, no environment, no files).
+`import dsx` loads only the tables below; every public name is imported on its first use (`__getattr__`). So a script
+that only needs the launcher loads neither torch nor pydantic, and the import has no effect on the process (no device
+query, no environment variables, no files).
 
-The parts are packages of their own and re-exported here: `dsx.zero` is `dsx_zero`, `dsx.comm` is `dsx_comm`, and so on.
+The parts are separate packages and are re-exported here: `dsx.zero` is `dsx_zero`, `dsx.comm` is `dsx_comm`, and so on.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker that saw this would let every misspelt name pass
+if not TYPE_CHECKING:  # otherwise a type checker would accept every misspelt name
 
     def __getattr__(name: str) -> Any:
         if name in _ATTRIBUTES:

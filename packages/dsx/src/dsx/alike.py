@@ -1,7 +1,7 @@
-"""What the ranks of one job must have in common, and how a mistake on one of them reaches the others.
+"""Checks that the ranks of a job have the same configuration, and passes an error of one rank on to the others.
 
-`dsx_zero` compares models, optimizers and its own section when it shards; here is the rest of the configuration, and
-the time before there is a process group.
+`dsx_zero` compares models, optimizers and its own section when it shards. This module is for the rest of the
+configuration, and for errors before there is a process group.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ _OWN = frozenset(
     {"tensorboard", "csv_monitor", "jsonl", "comet", "wandb", "log_level", "dump_state", "steps_per_print", "nebula"}
     | {"wall_clock_breakdown", "memory_breakdown"}
 )
-"""Sections that say what a rank writes down: they may differ."""
+"""Sections about the output of a rank, which may differ between ranks."""
 
 _PATIENCE = timedelta(seconds=20)
 
 
 def config_facts(config: Config, request: Request) -> dict[str, str]:
-    """The configuration in effect as text by path, without what is a rank's own affair (what it logs, and where to)."""
+    """The configuration in effect as text by path, without the sections that may differ between ranks (logs and their
+    places).
+    """
     rows = {row.path: repr(row.value) for row in config.explain().rows}
     facts = {path: text for path, text in rows.items() if not _is_own(path)}
     given = request.lr_scheduler
@@ -49,24 +51,25 @@ def _is_own(path: str) -> bool:
 
 
 def ranks_of_job(sets: RankSets | None) -> Any:
-    """The process group whose ranks must have the same configuration: the data-parallel one; with model parallelism all
-    ranks (None), since those that hold slices of one model step together.
+    """The process group whose ranks must have the same configuration: the data-parallel group. With model parallelism
+    None (all ranks), because the ranks that hold slices of one model step together.
     """
     return None if sets is None or len(sets.data.norm_groups) > 1 else sets.data.group
 
 
 @contextmanager
 def telling_others(zero: Any, comm: Any, request: Request, *, joins: bool, group: Any = None) -> Iterator[None]:
-    """Around what is judged before there may be a process group: an error in it ends `initialize` on the other ranks
-    too.
+    """A context for checks that may run before there is a process group. An error inside it also ends `initialize` on
+    the other ranks.
 
-    Where they wait for this rank in `init_distributed`, it joins them to say so. Under `torch.distributed.elastic`
-    (torchrun, `dsx launch`) it need not: the agent ends the other ranks when this one raises.
+    If the other ranks wait for this rank in `init_distributed`, it joins them to tell them. Under
+    `torch.distributed.elastic` (torchrun, `dsx launch`) that is not needed: the agent ends the other ranks when this
+    rank raises.
 
     Args:
         zero, comm: the packages `dsx_zero` and `dsx_comm`.
         joins: whether `initialize` makes the process group.
-        group: the ranks of the job, where there is a process group already; None: all.
+        group: the ranks of the job, if there is a process group already; None: all ranks.
     """
     try:
         yield
@@ -85,6 +88,6 @@ def _join_and_tell(zero: Any, comm: Any, request: Request, error: Exception) -> 
         comm.init_distributed(distributed_port=request.distributed_port, timeout=_PATIENCE, verbose=False)
         with suppress(type(error)), zero.telling():
             raise error
-        comm.destroy_process_group()  # as it was: nothing is left of a call that failed
+        comm.destroy_process_group()  # a call that failed leaves no process group behind
     except Exception as failure:  # noqa: BLE001 - the error of this rank is the one to report
         logger.warning("the other ranks could not be told: %s", failure)

@@ -1,7 +1,7 @@
-"""The command-line options every training script shares: ``--deepspeed`` and ``--deepspeed_config``.
+"""The command-line options of training scripts: ``--deepspeed`` and ``--deepspeed_config``.
 
-Scripts written for the upstream system define and read exactly these names, so they are kept; ``--dsx_config`` is the
-same option under its own name.
+Scripts written for DeepSpeed define and read these names, so they are kept; ``--dsx_config`` is the same option as
+``--deepspeed_config``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ __all__ = ["add_config_arguments"]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options to ``parser`` in a group of their own.
+    """Add the options to ``parser``, in a separate group.
 
-    ``args.deepspeed`` tells whether the script should train through the engine; ``args.deepspeed_config`` is the path
-    ``dsx.initialize(args=args, ...)`` reads. Two older names are understood and not shown in the help.
+    ``args.deepspeed`` tells whether the script should train with the engine; ``args.deepspeed_config`` is the path that
+    ``dsx.initialize(args=args, ...)`` reads. Two older names are accepted, but not shown in the help.
 
     Args:
-        parser: parser of the script.
+        parser: the parser of the script.
 
     Returns:
         The same parser.

@@ -1,4 +1,4 @@
-"""``dsx bench``: measures a part of the system on this machine. So far: ``dsx bench comm``, the collectives."""
+"""``dsx bench``: measures a part of the system on this machine. ``dsx bench comm`` measures the collectives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a benchmark; returns its exit code, 2 for a word that is none."""
+    """Run a benchmark; returns its exit code, or 2 for an unknown name."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] != ["comm"]:
         sys.stderr.write("usage: dsx bench comm [options]; dsx bench comm --help tells more\n")

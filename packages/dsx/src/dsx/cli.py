@@ -1,4 +1,4 @@
-"""The ``dsx`` command: one word per task, each loaded only when it is called, so that ``dsx --help`` answers at once.
+"""The ``dsx`` command. Each subcommand is imported only when it is called, so that ``dsx --help`` is fast.
 
 A subcommand is an entry in `COMMANDS`: a module with a function ``main(argv) -> exit code``.
 """
@@ -15,7 +15,7 @@ from ._version import __version__
 
 @dataclass(frozen=True)
 class Subcommand:
-    """Where a subcommand lives and what it does, in one line."""
+    """A subcommand: its module, and a line of help."""
 
     module: str
     summary: str
@@ -39,7 +39,7 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """What ``dsx --help`` prints."""
+    """The text of ``dsx --help``."""
     width = max(map(len, COMMANDS))
     lines = ["usage: dsx <command> [options]", "commands:"]
     lines += [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
@@ -47,7 +47,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand. Returns its exit code; 2 for a word that is none."""
+    """Run a subcommand. Returns its exit code, or 2 for an unknown name."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page and print its path. Returns 1 when the folder holds no run."""
+    """Write the page and print its path. Returns 1 if the folder has no files of a run."""
     parser = argparse.ArgumentParser(prog="dsx report", description="Write the HTML report of a training run.")
     parser.add_argument("run_dir", help="the folder the run wrote its metrics to")
     parser.add_argument("-o", "--out", help="the file to write (default: report.html in that folder)")

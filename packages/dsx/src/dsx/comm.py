@@ -1,6 +1,6 @@
-"""Process groups and collectives: `dsx_comm` under the name scripts know.
+"""Process groups and collectives: `dsx_comm` under the name that scripts use.
 
-There is one identity of every class and function: this module only passes names on, and only when it is imported.
+This module defines nothing: its names are the same objects as in the package, which it imports.
 """
 
 from dsx_comm import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]

@@ -1,4 +1,4 @@
-"""The `compile` section: the engine's blocks are compiled when it is built, as `engine.compile()` does."""
+"""The `compile` section: compiles the engine's blocks when the engine is built, like `engine.compile()`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Quantisation, pruning, layer reduction and distillation: `dsx_compress` under the name scripts know.
+"""Quantisation, pruning, layer reduction and distillation: `dsx_compress` under the name that scripts use.
 
-There is one identity of every class and function: this module only passes names on, and only when it is imported.
+This module defines nothing: its names are the same objects as in the package, which it imports.
 """
 
 from dsx_compress import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]

@@ -1,9 +1,9 @@
-"""From the configuration to compression in an engine: techniques on the model, and their scheduler.
+"""Builds the compression of an engine from the configuration: techniques on the model, and their scheduler.
 
-Part of the wiring, in a file of its own. A model that the caller has prepared with `init_compression` is taken as it
-is; any other is prepared here, before it is moved, cast and sharded. `quantize_training` is the same quantisation of
-weights, over all layers: the forward pass sees the quantised weight, the optimizer's master stays whole, in every
-precision and ZeRO stage.
+This is part of the wiring. A model that the caller has prepared with `init_compression` is used unchanged; any other
+model is prepared here, before it is moved, cast and sharded. `quantize_training` is the same quantisation of weights,
+for all layers: the forward pass uses the quantised weight, and the optimizer's master keeps its precision, in every
+precision mode and ZeRO stage.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["build_scheduler", "compressed"]
 
 
 def _asked(config: Config) -> Any:
-    """The one section that holds for both blocks. Acted on here, so both count as used."""
+    """One section for both `compression_training` and `quantize_training`. Both are marked as used."""
     section, moq = config.use("compression_training"), config.use("quantize_training")
     return moq.as_compression() if moq.enabled else section
 
 
 def compressed(request: Request, config: Config, part: Callable[[str], ModuleType]) -> Request:
-    """The request with the techniques of the configuration on its model; learnable scores are added to its parameters.
+    """The request after its model got the configured techniques; learnable scores are added to its parameters.
 
     Raises:
-        CompressionError: patterns that match nothing, shapes that do not fit, and the like.
-        EngineArgumentError: the caller's optimizer cannot get the learnable scores.
+        CompressionError: a pattern matches nothing, a shape does not fit, or a similar mistake.
+        EngineArgumentError: the learnable scores cannot be added to the caller's optimizer.
     """
     asked, model = _asked(config), request.model
     if not asked.methods():
@@ -97,10 +97,10 @@ def build_scheduler(
     stage: int,
     mean: Callable[[Any], Any] | None,
 ) -> Any:
-    """The scheduler of a sharded model's techniques; None where the configuration asks for none.
+    """The scheduler of a sharded model's techniques; None if the configuration asks for none.
 
     Args:
-        stage: of ZeRO; at stage 3 masks are made from gathered weights.
+        stage: the ZeRO stage; at stage 3 masks are made from gathered weights.
         mean: averages a tensor over the data-parallel ranks in place; None with one rank.
 
     Raises:

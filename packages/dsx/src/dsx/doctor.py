@@ -1,10 +1,10 @@
-"""``dsx doctor``: what this machine and this installation offer, what is missing, and what to do about it.
+"""``dsx doctor``: reports what this machine and this installation offer, what is missing, and what to do about it.
 
-Each probe answers one question and is run on its own: a probe that fails is reported as a finding and never stops the
-others. Nothing is changed, compiled or started, except asking a compiler for its version. The exit code is 0 when a
-training run can start here, 1 when something it needs is broken; warnings do not change it.
+Each probe answers one question. A probe that fails is reported as a finding, and the other probes still run. Nothing is
+changed or compiled; the only programs started are compilers, for their versions. The exit code is 0 if a training run
+can start here, and 1 if something that it needs is broken; warnings do not change it.
 
-Left out: benchmarks, and anything about other hosts.
+Left out: benchmarks, and checks of other hosts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``hint`` says what to do; it is empty where nothing is to be done."""
+    """One line of the report. ``hint`` says what to do; it is empty if nothing has to be done."""
 
     topic: str
     name: str
@@ -62,7 +62,7 @@ def _usable_cores() -> int:
 
 
 def packages() -> list[Finding]:
-    """Our distributions and their versions; only a fix (the last number) may differ from dsx's own version."""
+    """Our distributions and their versions. Only the last number of a version may differ from that of dsx."""
     found = []
     wanted = metadata.version("dsx")
     for name in PACKAGES:
@@ -159,7 +159,7 @@ def _backend_checks(dist: object) -> list[tuple[str, Callable[[], bool]]]:
 
 
 def transports() -> list[Finding]:
-    """What dsx-comm adds to torch's backends: its shared-memory group, and the kernels of its compressed
+    """The additions of dsx-comm to torch's backends: its shared-memory group, and the kernels of its compressed
     collectives.
     """
     import dsx_comm
@@ -191,7 +191,7 @@ _SLOWER_WITHOUT = {
 
 
 def native_code() -> list[Finding]:
-    """Is the compiled part of every package there, for which instruction set, and if not, why."""
+    """For every package: whether its compiled part is there, for which instruction set, or why not."""
     found = []
     for module, slower in _SLOWER_WITHOUT.items():
         status = importlib.import_module(module).native_status()
@@ -213,7 +213,7 @@ def native_code() -> list[Finding]:
 
 
 def disk_engines() -> list[Finding]:
-    """Which engines dsx-nvme can use here, best first, and why the others cannot run."""
+    """The engines that dsx-nvme can use here, the best first, and why the others cannot run."""
     import dsx_nvme
 
     engines = dsx_nvme.native_status()["engines"]
@@ -221,12 +221,12 @@ def disk_engines() -> list[Finding]:
 
 
 def sparse_attention() -> list[Finding]:
-    """Which backends of dsx-sparse-attn run here, and why the others do not."""
+    """The backends of dsx-sparse-attn that run here, and why the others do not."""
     import dsx_sparse_attn
 
     found = []
     for name, reason in dsx_sparse_attn.backend_status().items():
-        missed = name == "native" and bool(reason)  # the others are for devices and uses that may well be absent
+        missed = name == "native" and bool(reason)  # other backends are for devices that need not be there
         hint = "everything works, attention on the CPU is several times slower" if missed else ""
         value = f"no: {reason}" if reason else "yes"
         found.append(Finding("sparse attention", name, value, WARNING if missed else OK, hint))
@@ -281,7 +281,7 @@ def limits() -> list[Finding]:
 
 
 def compilers() -> list[Finding]:
-    """Compilers are needed for building from source only."""
+    """The compilers, which are needed only for building from source."""
     found = []
     for name in (os.environ.get("CXX") or "c++", "nvcc", "ninja"):
         path = shutil.which(name)
@@ -296,7 +296,7 @@ def compilers() -> list[Finding]:
 
 
 def launching() -> list[Finding]:
-    """What can start processes on other hosts."""
+    """The programs that can start processes on other hosts."""
     there = [name for name in ("ssh", "pdsh", "mpirun", "srun") if shutil.which(name)]
     return [Finding("launching", "ways to other hosts", ", ".join(there) or "none (one machine only)")]
 
@@ -320,12 +320,12 @@ _VITAL = (packages, torch_and_devices, backends)
 
 
 def probes_of_others() -> list[Callable[[], list[Finding]]]:
-    """Probes that installed packages above dsx bring, as entry points of the group `dsx.doctor`."""
+    """Probes of installed packages that depend on dsx: entry points of the group `dsx.doctor`."""
     return [entry.load() for entry in metadata.entry_points(group="dsx.doctor")]
 
 
 def examine(probes: Sequence[Callable[[], list[Finding]]] | None = None) -> list[Finding]:
-    """Run every probe (default: dsx's own and those of other packages); one that fails becomes a finding that names the
+    """Run every probe (default: those of dsx and of other packages). A probe that fails becomes a finding with the
     exception.
     """
     found: list[Finding] = []
@@ -348,11 +348,11 @@ def examine(probes: Sequence[Callable[[], list[Finding]]] | None = None) -> list
 
 def render(findings: Sequence[Finding]) -> None:
     """Print the findings as one table per topic."""
-    from rich.console import Console  # lazy import: only for people
+    from rich.console import Console  # lazy import: only the printed report needs it
     from rich.table import Table
     from rich.text import Text
 
-    # A pipe or a file has no width; 80 columns would fold every value at half of that.
+    # A pipe or a file has no width, and the default of 80 columns would fold most values.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     colours = {OK: "", WARNING: "yellow", BROKEN: "red"}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
@@ -373,7 +373,7 @@ def render(findings: Sequence[Finding]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0, or 1 when something a training run needs is broken."""
+    """Run the command line. Returns 0, or 1 if something that a training run needs is broken."""
     parser = argparse.ArgumentParser(
         prog="dsx doctor", description="Report what this machine and installation offer, and what is missing."
     )

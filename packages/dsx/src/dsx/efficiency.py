@@ -1,7 +1,7 @@
-"""From the sections `data_efficiency`, `curriculum_learning` and `progressive_layer_drop` to the parts of an engine.
+"""Builds parts of an engine from the sections `data_efficiency`, `curriculum_learning` and `progressive_layer_drop`.
 
-Part of the wiring, in a file of its own. Layers are converted before the model is sharded; the parts that drive them
-are built with the other parts of the engine.
+This is part of the wiring. Layers are converted before the model is sharded; the parts that control them are built with
+the other parts of the engine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LoaderRule = Callable[[Any, LoaderOptions], LoaderOptions]
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What was done to a model's layers.
+    """The conversion of a model's layers.
 
     Attributes:
-        layer_drop: what the layers that may be skipped share (`dsx_data.LayerDrop`); None without any.
+        layer_drop: the object that skippable layers share (`dsx_data.LayerDrop`); None if there are none.
         token_drop: the same for layers that drop tokens (`dsx_data.TokenDrop`).
-        undo: gives the layers their own behaviour back.
+        undo: restores the layers' own behaviour.
     """
 
     layer_drop: Any
@@ -43,7 +43,7 @@ class Conversion:
 
 
 def convert(model: nn.Module, config: Config, data: ModuleType) -> Conversion:
-    """Convert the layers that the configuration asks to be converted.
+    """Convert the layers that the configuration names.
 
     Args:
         data: the package `dsx_data`.
@@ -61,7 +61,9 @@ def convert(model: nn.Module, config: Config, data: ModuleType) -> Conversion:
 
 
 def _check_pipeline(model: nn.Module, config: Config, data: ModuleType) -> None:
-    """Refuse what has no meaning where each rank holds some of the layers and reads batches on some stages only."""
+    """Refuse settings that do not work in a pipeline, where a rank has only some layers and some stages read no
+    batches.
+    """
     if not is_pipeline(model):
         return
     efficiency = config.use("data_efficiency")
@@ -112,7 +114,7 @@ def _convert_layers(model: nn.Module, config: Config, data: ModuleType, undo: li
         found.use_schedule(schedule)
         return found
     if {"pld_theta", "progressive_layer_drop"} & set(inspect.signature(model.forward).parameters):
-        return data.LayerDrop(schedule, 0)  # the model drops by itself
+        return data.LayerDrop(schedule, 0)  # the model drops layers itself
     try:
         made = data.convert_to_layer_drop(model, schedule=schedule)
     except data.DataArgumentError as error:
@@ -146,7 +148,7 @@ def build_parts(
 def token_batches(
     config: Config, groups: Callable[[], list[dict[str, Any]]], parts: Callable[[], int], data: ModuleType
 ) -> FixedBatches | TokenBatches:
-    """What counts the samples of an update, weighs its losses and scales its learning rates.
+    """The part that counts the samples of an update, weights its losses and scales its learning rates.
 
     Args:
         groups: the optimizer's parameter groups.
@@ -165,7 +167,7 @@ def token_batches(
 
 
 def loader_rule(config: Config, data: ModuleType) -> LoaderRule:
-    """What the training loader is changed to by the configuration: a function of dataset and options."""
+    """A function from dataset and options to the options of the training loader, as the configuration changes them."""
     section = config.data_efficiency
     sampling = section.data_sampling
     if not (section.enabled and sampling.enabled):
@@ -191,7 +193,9 @@ def loader_rule(config: Config, data: ModuleType) -> LoaderRule:
 
 
 def _whole_updates(config: Config) -> LoaderRule:
-    """Under elasticity, epochs of whole updates: each update then has the same samples at any number of ranks."""
+    """With elasticity, epochs consist of complete updates, so that each update has the same samples with any number of
+    ranks.
+    """
 
     def rule(dataset: Any, options: LoaderOptions) -> LoaderOptions:
         ordered = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset) > 0

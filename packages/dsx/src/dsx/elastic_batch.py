@@ -1,14 +1,14 @@
-"""Which global batch suits the most world sizes, and what each rank does with it. Pure functions over integers.
+"""Chooses a global batch that fits many world sizes, and the micro-batch of each rank. Pure functions over integers.
 
-The idea (DeepSpeed's elasticity, versions 0.1 and 0.2): a batch with many divisors can be shared out evenly by many
-numbers of devices. Candidates are the micro-batch sizes and their least common multiple, each times the largest *highly
-composite number* (one with more divisors than any smaller) that the greatest batch allows. The candidate that the most
-numbers of devices divide wins.
+The idea is that of DeepSpeed's elasticity (versions 0.1 and 0.2): a batch with many divisors can be divided evenly
+among many numbers of devices. Candidates are the micro-batch sizes and their least common multiple, each times the
+largest *highly composite number* (a number with more divisors than any smaller one) that the largest batch allows. The
+candidate that the most numbers of devices divide is chosen.
 
 Version 0.2 counts nodes: a node always has `num_gpus_per_node` devices, of which `model_parallel_size` form one
-data-parallel rank. DeepSpeed 0.19.6 loses the bounds on devices there, can return a batch of 0 or no micro-batch, and
-divides by the model-parallel size twice. Here bounds hold, a result is always usable, and world sizes are always
-numbers of devices.
+data-parallel rank. DeepSpeed 0.19.6 does not keep the bounds on devices there, can return a batch of 0 or no
+micro-batch, and divides by the model-parallel size twice. Here bounds are kept, a result is always usable, and world
+sizes are always numbers of devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 __all__ = ["ElasticBatch", "ElasticSettings", "Refusal", "choose_batch", "for_world_size"]
 
-# OEIS A002182, as far as batches go.
+# OEIS A002182, up to the size of batches.
 HIGHLY_COMPOSITE = (
     1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160,
     25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720,
@@ -28,13 +28,13 @@ HIGHLY_COMPOSITE = (
 
 @dataclass(frozen=True)
 class ElasticSettings:
-    """The section `elasticity` of a configuration, without what concerns time.
+    """The section `elasticity` of a configuration, without its settings for times.
 
     Attributes:
-        max_batch: greatest global batch, in samples.
-        micro_batches: sizes that a rank may take in one pass.
+        max_batch: largest global batch, in samples.
+        micro_batches: allowed sizes of a rank's micro-batch.
         min_devices, max_devices: bounds of the world size, in devices.
-        prefer_larger: of two batches that suit as many world sizes, take the larger.
+        prefer_larger: of two batches that fit equally many world sizes, take the larger.
         version: 0.1 or 0.2.
         devices_per_node, model_parallel: version 0.2 only.
     """
@@ -51,12 +51,12 @@ class ElasticSettings:
 
 @dataclass(frozen=True)
 class ElasticBatch:
-    """What was chosen.
+    """The chosen batch.
 
     Attributes:
         batch: global batch in samples.
         world_sizes: numbers of devices that divide it, ascending.
-        micro: samples of a rank in one pass; None where no world size was asked for.
+        micro: samples in a rank's micro-batch; None if no world size was given.
     """
 
     batch: int
@@ -66,7 +66,7 @@ class ElasticBatch:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why there is no batch. `world_size`: it is the world size that does not fit, not the settings."""
+    """Why there is no batch. `world_size`: the world size does not fit, and not the settings."""
 
     got: str
     expected: str
@@ -101,8 +101,8 @@ def choose_batch(settings: ElasticSettings) -> ElasticBatch | Refusal:
 def for_world_size(settings: ElasticSettings, devices: int) -> ElasticBatch | Refusal:
     """The batch and the micro-batch for `devices` devices.
 
-    In version 0.2 a world size that does not divide the batch chosen gets a batch of its own, as large (or small) as
-    the settings allow; the learning rate then belongs to another batch.
+    In version 0.2 a world size that does not divide the chosen batch gets another batch, as large (or small) as the
+    settings allow. The learning rate was then chosen for a different batch.
     """
     chosen = choose_batch(settings)
     if isinstance(chosen, Refusal):
@@ -129,7 +129,7 @@ def for_world_size(settings: ElasticSettings, devices: int) -> ElasticBatch | Re
 
 
 def _own_batch(settings: ElasticSettings, devices: int) -> ElasticBatch | Refusal:
-    """The batch of a world size that divides no common one."""
+    """The batch for a world size that does not divide the common batch."""
     if devices % settings.model_parallel:
         return Refusal(
             f"{devices} devices",
@@ -190,7 +190,7 @@ def _node(settings: ElasticSettings) -> tuple[int, int]:
 def _most_divided(
     micro_batches: Sequence[int], max_batch: int, low: int, high: int, prefer_larger: bool
 ) -> tuple[int, tuple[int, ...]]:
-    """The candidate that the most numbers from `low` to `high` divide, and these numbers."""
+    """The candidate that most numbers from `low` to `high` divide, and these numbers."""
     best: tuple[int, tuple[int, ...]] = (0, ())
     for batch in _candidates(micro_batches, max_batch):
         counts = _divided_by(batch, micro_batches, low, high)
@@ -210,7 +210,7 @@ def _candidates(micro_batches: Sequence[int], max_batch: int) -> list[int]:
 
 
 def _divided_by(batch: int, micro_batches: Sequence[int], low: int, high: int) -> tuple[int, ...]:
-    """Numbers of ranks from `low` to `high` that share `batch` out in whole micro-batches of one size."""
+    """Numbers of ranks from `low` to `high` that divide `batch` into complete micro-batches of one size."""
     found: set[int] = set()
     for size in micro_batches:
         if batch % size == 0:

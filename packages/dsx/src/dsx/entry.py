@@ -1,7 +1,7 @@
-"""The arguments of `dsx.initialize`: whose word counts, what contradicts what.
+"""The arguments of `dsx.initialize`: which take precedence, and which contradict each other.
 
-Everything that can be wrong with the arguments or the configuration is found before a process group exists, so that
-each rank says the same and none is left waiting for another.
+Mistakes in the arguments or the configuration are found before a process group exists. So every rank raises the same
+error, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .data import TrainingLoader
     from .engine import Engine
 
-# Two signatures, so that an editor knows whether there is a loader to iterate over. The optimizer is typed as what
-# every training has; it is None only where neither the configuration nor the caller names one.
+# Two signatures, so that an editor knows whether there is a loader to iterate over. The type of the optimizer is not
+# optional, because it is None only if neither the configuration nor the caller names one.
 
 
 @overload
@@ -75,21 +75,23 @@ def initialize(
     """Build an engine around `model`. Every rank must call it with equal arguments.
 
     Args:
-        args: parsed command line; its `deepspeed_config` is the config when `config` is not given.
+        args: parsed command line; its `deepspeed_config` is the configuration if `config` is not given.
         model: the module to train. It is sharded in place; rank 0's values are given to all ranks.
-        optimizer: an optimizer over the model's parameters, or a callable from parameters to one; wins over the config.
-        model_parameters: what to train, as for an optimizer: parameters or groups; None: all of the model's.
-        training_data: a dataset; gives a loader of this rank's micro-batches.
-        lr_scheduler: a scheduler, or a callable from an optimizer to one; wins over the config. The engine steps it.
+        optimizer: an optimizer over the model's parameters, or a callable from parameters to one; overrides the
+            configuration.
+        model_parameters: parameters or groups to train, as for an optimizer; None: all parameters of the model.
+        training_data: a dataset; then a loader of this rank's micro-batches is returned.
+        lr_scheduler: a scheduler, or a callable from an optimizer to one; overrides the configuration. The engine steps
+            it.
         distributed_port: port of rank 0 if a process group has to be made and the environment names none.
-        mpu: model-parallel unit whose data-parallel group the gradients are averaged over.
-        dist_init_required: make a process group: None: if there is none and a launcher started this process.
+        mpu: model-parallel unit; gradients are averaged over its data-parallel group.
+        dist_init_required: make a process group; None: only if there is none and a launcher started this process.
         collate_fn: makes a micro-batch from samples.
         config: dictionary, path of a JSON file, or base64 of JSON. `config_params` is an older name of it.
         mesh_param: sequence-parallel mesh; not available yet.
 
     Returns:
-        `(engine, optimizer, training_dataloader, lr_scheduler)`, None for what there is not.
+        `(engine, optimizer, training_dataloader, lr_scheduler)`; a part that does not exist is None.
 
     Raises:
         DsxConfigError: the configuration is wrong; names path, value, expectation and fix.
@@ -111,7 +113,7 @@ def initialize(
         raise EngineArgumentError(
             "initialize(mesh_param=...): sequence-parallel meshes are not available yet; leave it out"
         )
-    # Lazy import: the wiring imports every sibling package, and a mistake in the arguments should not cost that.
+    # Lazy import: the wiring imports every sibling package, which a mistake in the arguments should not wait for.
     from .wiring import build_engine
 
     engine = build_engine(source, request)

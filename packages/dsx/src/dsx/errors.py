@@ -1,10 +1,10 @@
-"""The exceptions of dsx: every mistake of a user has a name, a place and a way out.
+"""The exceptions of dsx. Each names the mistake, its place and what to do.
 
-A configuration is judged as a whole: all problems found in one pass are carried by one ``DsxConfigError``, each as a
-``Problem`` with the path of the key, what was found there, what would be right and what to do. The text never contains
-a rank, a host or a process id, so all ranks print the same words and a launcher can show them once.
+One ``DsxConfigError`` has all problems of a configuration that were found in one pass. Each is a ``Problem`` with the
+path of the key, the value found, the expected value and what to do. The text never contains a rank, a host or a process
+id, so all ranks print the same text and a launcher can show it once.
 
-This module imports nothing: it is safe to catch these exceptions before anything heavy is loaded.
+This module imports nothing heavy, so these exceptions can be caught before torch is loaded.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["DsxConfigError", "DsxError", "LossScaleError", "PrecisionError", "Pr
 
 
 class DsxError(Exception):
-    """Base of every exception raised by dsx itself."""
+    """Base class of every exception that dsx itself raises."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a configuration.
+    """One mistake in a configuration.
 
     Attributes:
         kind: ``unknown-key``, ``type``, ``value``, ``missing``, ``conflict``, ``duplicate-key``, ``syntax``, ``source``
             or ``not-available``.
         path: dotted path of the key, for example ``zero_optimization.stage``; empty for the document itself.
         message: what is wrong, in one sentence.
-        got: what was found, as JSON text; empty when there is nothing to show.
-        expected: what would be right; empty when the message already says it.
+        got: the value found, as JSON text; empty if there is nothing to show.
+        expected: the right value; empty if the message already says it.
         fix: what to do.
         where: place in the file, ``line 4, column 7``; empty for dictionaries.
         excerpt: lines of the file with a caret under the place; empty unless the text could not be read.
@@ -58,7 +58,7 @@ class Problem:
 
 
 def shorten(text: str, width: int = 120) -> str:
-    """Return `text`, or its beginning and its length where it is longer than `width`: a message is to be read."""
+    """Return `text`, or its beginning and its length if it is longer than `width`, so that messages stay readable."""
     return text if len(text) <= width else f"{text[: width - 20]}... ({len(text)} characters)"
 
 
@@ -66,8 +66,8 @@ class DsxConfigError(DsxError, ValueError):
     """A configuration that cannot be used; ``problems`` lists everything that is wrong with it.
 
     Args:
-        problems: what was found, in the order of the document.
-        source: what the configuration came from: a file name, ``dictionary`` or ``base64 text``.
+        problems: the problems, in the order of the document.
+        source: the source of the configuration: a file name, ``dictionary`` or ``base64 text``.
     """
 
     def __init__(self, problems: Sequence[Problem], *, source: str = "dictionary") -> None:
@@ -82,7 +82,7 @@ class DsxConfigError(DsxError, ValueError):
         return f"{title} in the configuration ({self.source})\n{body}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The default would call the class with the finished text; errors travel between processes.
+        # The default would call the class with the finished text. Errors are pickled between processes.
         return (_rebuild_config_error, (self.problems, self.source))
 
 
@@ -99,4 +99,4 @@ class LossScaleError(DsxError, RuntimeError):
 
 
 class ScheduleError(DsxError, ValueError):
-    """A learning-rate schedule with arguments that make no sense, or an unknown one."""
+    """A learning-rate schedule is unknown, or its arguments are not valid."""

@@ -1,4 +1,4 @@
-"""Exit codes with a meaning of their own, known to the ranks and to the launcher."""
+"""Exit codes with a special meaning, for the ranks and the launcher."""
 
 from __future__ import annotations
 

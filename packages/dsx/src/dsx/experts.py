@@ -1,7 +1,8 @@
-"""From the configuration to experts in an engine: expert-parallel form before sharding, and what looks after each step.
+"""Builds the expert parallelism of an engine from the configuration: conversion before sharding, and an observer of
+steps.
 
-Part of the wiring, in a file of its own. The groups of experts are those of `dsx_comm.parallel_groups`; the sharding
-reads them off the marks of the parameters. Checkpoints learn here which part of a logical tensor a rank's experts are.
+This is part of the wiring. The groups of experts are those of `dsx_comm.parallel_groups`; the sharding finds them by
+attributes of the parameters. This module also tells checkpoints which part of a tensor a rank's experts are.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ __all__ = ["ExpertParts", "with_experts"]
 
 
 def with_experts(model: nn.Module, config: Config, part: Callable[[str], ModuleType]) -> None:
-    """Put the experts of a model in expert-parallel form where the configuration asks for it, in place (collective).
+    """Convert the experts of a model to expert parallelism if the configuration asks for it, in place (collective).
 
     Raises:
-        ConversionError: the model has no experts of a form that can be converted, or they do not divide.
-        MoEConfigError: sizes that do not fit, or layers that were built with ranks in another order.
+        ConversionError: the model has no experts that can be converted, or their number cannot be divided.
+        MoEConfigError: sizes do not fit, or layers were built with the ranks in another order.
     """
     section, data_first = config.use("expert_parallel"), config.use("use_data_before_expert_parallelism")
     moe = part("dsx_moe")
@@ -45,7 +46,7 @@ class ExpertSession:
     """An observer, and a source of events.
 
     Args:
-        model: with experts.
+        model: a model with experts.
         moe: the package `dsx_moe`.
     """
 
@@ -53,22 +54,22 @@ class ExpertSession:
         self._model, self._moe = model, moe
 
     def after_step(self, report: StepReport) -> None:
-        """Move the routers' biases against the load, unless the step was skipped (collective)."""
+        """Adjust the routers' biases to balance the load, unless the step was skipped (collective)."""
         if report.applied:
             self._moe.update_router_bias(self._model)
 
     def events(self, report: StepReport) -> list[Event]:
-        """Load, dropped share and loss of each layer on this rank."""
+        """The load, the share of dropped tokens and the loss of each layer on this rank."""
         return self._moe.moe_events(self._model, report.global_samples)
 
 
 @dataclass(frozen=True)
 class ExpertParts:
-    """What an engine has for its experts.
+    """The parts of an engine for its experts.
 
     Attributes:
-        session: looks after each step; None without experts.
-        places: `dsx.checkpoint.Place` by parameter name, of tensors of which this rank holds a part.
+        session: is called after each step; None without experts.
+        places: `dsx.checkpoint.Place` by parameter name, for tensors of which this rank holds a part.
     """
 
     session: ExpertSession | None = None
@@ -76,7 +77,7 @@ class ExpertParts:
 
     @classmethod
     def of(cls, model: nn.Module, moe: ModuleType) -> ExpertParts:
-        """For a model; nothing for one without experts."""
+        """The parts for a model; empty if it has no experts."""
         if not moe.has_expert_layers(model):
             return cls()
         from .checkpoint import Place
@@ -89,7 +90,7 @@ class ExpertParts:
         return cls(ExpertSession(model, moe), places)
 
     def join(self, watch: Any, *, first: bool) -> None:
-        """Add the session to what watches an engine; `first`: this rank writes events."""
+        """Add the session to the watchers of an engine; `first`: this rank writes events."""
         if self.session is not None:
             watch.observers.insert(0, self.session)
             if first:

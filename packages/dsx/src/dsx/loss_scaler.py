@@ -1,16 +1,17 @@
-"""Loss scales as pure state machines: a number, and what an overflow or a good step does to it.
+"""Loss scales as pure state machines: a number, and how an overflow or a good step changes it.
 
-The scale keeps small fp16 gradients from vanishing: the loss is multiplied by it before backward, the gradients are
-divided by it before the update. Both must use the same number, so the order of one step is: read ``scale`` for
-backward, divide by that same value, then call ``update(overflow)``. A scaler never touches a tensor.
+The scale keeps small fp16 gradients from vanishing: the loss is multiplied by it before backward, and the gradients are
+divided by it before the update. Both must use the same number. So the order of one step is: read ``scale`` for
+backward, divide by that value, then call ``update(overflow)``. A scaler does not use tensors.
 
-Rules of ``DynamicScale`` (the same in every ZeRO stage and without ZeRO). S starts at 2^power; h starts at the
-hysteresis; every step has a number, counted from 0; ``last`` is the number of the last overflow, at first -1.
+The rules of ``DynamicScale`` are the same in every ZeRO stage and without ZeRO. The scale S starts at 2^power; h starts
+at the hysteresis; steps are numbered from 0; ``last`` is the number of the last overflow, and -1 at first.
 
-* Overflow: if h is 1, S is halved, down to the minimum; at the minimum already, an error is raised, because the run
-  cannot recover. If h is larger, h is lowered by one and S stays.
-* Good step: with ``consecutive_hysteresis`` h is refilled. When k = number - last - 1 is a positive multiple of the
-  window, S doubles and h is refilled. So the first doubling is at good step window + 1, and then every window steps.
+* Overflow: if h is 1, S is halved, but not below the minimum. If S is at the minimum already, an error is raised,
+  because the run cannot recover. If h is larger than 1, h is lowered by one and S stays.
+* Good step: with ``consecutive_hysteresis`` h is set back to the hysteresis. If k = number - last - 1 is a positive
+  multiple of the window, S doubles and h is set back. So the first doubling is at good step window + 1, and then every
+  window steps.
 
 There is no upper bound on S: it grows until gradients overflow and then steps back.
 """
@@ -26,16 +27,16 @@ __all__ = ["DynamicScale", "LossScale", "NullScale", "StaticScale", "build_loss_
 
 
 class LossScale(Protocol):
-    """What the engine asks of a loss scale."""
+    """The methods of a loss scale that the engine uses."""
 
     @property
     def scale(self) -> float:
-        """The factor for backward; divide the gradients by the same value."""
+        """The factor for backward. Gradients must be divided by the same value."""
         ...
 
     @property
     def checks_overflow(self) -> bool:
-        """Whether a step with non-finite gradients is an expected event that is skipped."""
+        """Whether steps with non-finite gradients are expected, and skipped."""
         ...
 
     def update(self, overflow: bool) -> None:
@@ -47,7 +48,7 @@ class LossScale(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of the same kind."""
+        """Load a state of the same kind."""
         ...
 
 
@@ -58,14 +59,14 @@ class NullScale:
     checks_overflow = False
 
     def update(self, overflow: bool) -> None:
-        """Nothing to do: without a scale there is nothing to adapt."""
+        """Does nothing: there is no scale to adapt."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the kind; there is no state."""
         return {"kind": "none"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Accept the state of any scale: a run that turned scaling off needs none of it."""
+        """Accept the state of any scale and ignore it: this run does not scale."""
 
 
 class StaticScale:
@@ -86,14 +87,14 @@ class StaticScale:
         return self._scale
 
     def update(self, overflow: bool) -> None:
-        """Nothing to do: the scale is constant."""
+        """Does nothing: the scale is constant."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return kind and factor."""
         return {"kind": "static", "scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the configured factor: what the configuration of this run says wins over an older one."""
+        """Keep the configured factor: the configuration of this run overrides an older one."""
 
 
 class DynamicScale:
@@ -102,8 +103,8 @@ class DynamicScale:
     Args:
         initial_power: the scale starts at 2 to this power.
         window: good steps between doublings.
-        hysteresis: overflows until the scale is halved; 1 halves at the first.
-        consecutive_hysteresis: refill the hysteresis at every good step instead of at every doubling.
+        hysteresis: overflows until the scale is halved; 1: the first overflow halves it.
+        consecutive_hysteresis: reset the hysteresis at every good step instead of at every doubling.
         min_scale: lower bound; an overflow there raises ``LossScaleError``.
     """
 
@@ -167,7 +168,7 @@ class DynamicScale:
                 self._left = self.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
-        """Return kind, scale, hysteresis left and counters."""
+        """Return kind, scale, remaining hysteresis and counters."""
         return {
             "kind": "dynamic",
             "scale": self._scale,
@@ -177,9 +178,9 @@ class DynamicScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take scale and counters from ``state``; window, hysteresis and minimum stay as this run configures them.
+        """Load scale and counters from ``state``; window, hysteresis and minimum stay as configured for this run.
 
-        Of a run with another kind of scale only the scale is taken, if it had one.
+        From a run with another kind of scale only the scale is loaded, if it had one.
         """
         if "scale" in state:
             self._scale = max(float(state["scale"]), self.min_scale)
@@ -196,7 +197,7 @@ def build_loss_scale(precision: Any, fp16: Any = None, amp: Any = None) -> LossS
     Args:
         precision: a ``dsx.precision.Precision``; only fp16 computation is scaled.
         fp16: the ``fp16`` section (``loss_scale``, ``initial_scale_power``, ...), or None for its defaults.
-        amp: the ``amp`` section when it is what asked for fp16; its ``loss_scale`` and ``min_loss_scale`` then count.
+        amp: the ``amp`` section if it asked for fp16; then its ``loss_scale`` and ``min_loss_scale`` are used.
     """
     if not precision.needs_loss_scale:
         return NullScale()

@@ -1,4 +1,4 @@
-"""Command-line options for the schedules, and the way from options to a ``scheduler`` section.
+"""Command-line options for the schedules, and functions from options to a ``scheduler`` section.
 
 ``add_tuning_arguments(parser)`` adds one option per schedule argument; ``get_config_from_args`` turns the parsed
 options into ``{"type": ..., "params": {...}}``; the ``override_*`` helpers copy options into an existing section's
@@ -75,7 +75,7 @@ _BY_SCHEDULE: dict[str, tuple[_Option, ...]] = {
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options of all schedules to ``parser``, in a group of their own, and return ``parser``."""
+    """Add the options of all schedules to ``parser``, in a separate group, and return ``parser``."""
     group = parser.add_argument_group("learning-rate schedule", "choose with --lr_schedule; defaults in brackets")
     group.add_argument("--lr_schedule", choices=list(_BY_SCHEDULE), default=None, help="which schedule to use")
     for option in RANGE_TEST + ONE_CYCLE + WARMUP + WARMUP_COSINE + TOTAL:
@@ -84,7 +84,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the schedule options out of ``argv`` (default: the command line); return them and what is left."""
+    """Parse the schedule options in ``argv`` (default: the command line); return them and the other arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args(argv)
 
 
@@ -128,7 +128,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Return the rate a ``scheduler`` section starts from (range test), peaks at (others), and an explanation.
+    """Return the first rate of a ``scheduler`` section (range test) or its largest rate (others), and an explanation.
 
     Returns:
         The rate and the empty text, or None and the reason why there is none.

@@ -1,4 +1,4 @@
-"""What every learning-rate schedule shares: the counter, the writing of values into groups, and the state."""
+"""The base class of learning-rate schedules: the counter, the writing of values into groups, and the state."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ PerGroup = float | Sequence[float]
 
 
 class HasParamGroups(Protocol):
-    """All that a schedule needs of an optimizer: ``param_groups``, a list of dictionaries with ``lr``."""
+    """The part of an optimizer that a schedule needs: ``param_groups``, a list of dictionaries with ``lr``."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
 class LRSchedule:
-    """Base of the schedules: the counter, the writing of values into groups, and the state.
+    """Base class of the schedules: the counter, the writing of values into groups, and the state.
 
-    A subclass checks its arguments first and calls ``_begin`` last, so that a refused argument leaves the optimizer as
-    it was.
+    A subclass checks its arguments first and calls ``_begin`` last, so that a wrong argument leaves the optimizer
+    unchanged.
 
     Args:
         optimizer: any object with ``param_groups``.
-        last_batch_iteration: -1 to begin at the start; the counter to resume from otherwise.
+        last_batch_iteration: -1 to begin at the start, otherwise the counter to resume from.
     """
 
     def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int = -1) -> None:
@@ -42,7 +42,7 @@ class LRSchedule:
         self._seen_groups = len(optimizer.param_groups)
 
     def _begin(self, start_at_first_value: bool) -> None:
-        """Write the values of counter -1 into the groups, or those of counter 0; a resumed schedule writes nothing."""
+        """Write the values at counter -1 (or at counter 0) into the groups; a resumed schedule writes nothing."""
         if self.last_batch_iteration != -1:
             return
         if start_at_first_value:
@@ -55,11 +55,11 @@ class LRSchedule:
         raise NotImplementedError
 
     def get_lr(self) -> list[float]:
-        """Return the rates that hold at the current counter."""
+        """Return the rates at the current counter."""
         return self.lr_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """Return the rates that stand in the groups now."""
+        """Return the rates that the groups have now."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -70,7 +70,7 @@ class LRSchedule:
         self._write(max(-1, self.last_batch_iteration))
 
     def _write(self, iteration: int) -> None:
-        """Groups that were added since keep the rate they came with, as with torch's schedules."""
+        """Write the values into the groups. Groups that were added later keep their rate, as with torch's schedules."""
         groups, values = self.optimizer.param_groups, self.lr_at(iteration)
         if len(groups) > max(len(values), self._seen_groups):
             logger.warning(
@@ -82,23 +82,23 @@ class LRSchedule:
             )
         self._seen_groups = len(groups)
         for group, lr in zip(groups, values):
-            # A rate that is a tensor stays this tensor: optimizers that are captured or compiled hold on to it.
+            # A rate that is a tensor stays the same tensor, because captured or compiled optimizers keep it.
             if hasattr(group["lr"], "fill_"):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: everything but the counter is an argument."""
+        """Return the state, which is the counter; everything else is an argument."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the counter from ``state`` and write the values that belong to it into the groups."""
+        """Load the counter from ``state`` and write its values into the groups."""
         self.last_batch_iteration = int(state["last_batch_iteration"])
         self._write(max(-1, self.last_batch_iteration))
 
     def _per_group(self, name: str, value: PerGroup | None) -> list[float]:
-        """Return one value per group: repeated, or checked against the number of groups."""
+        """Return one value per group: a single value is repeated; a list must fit the number of groups."""
         groups = self.optimizer.param_groups
         if value is None:
             return [float(group.get("initial_lr", group["lr"])) for group in groups]
@@ -113,14 +113,14 @@ class LRSchedule:
 
 
 def number(name: str, value: Any) -> float:
-    """Return ``value`` as a finite float, or refuse it by name."""
+    """Return ``value`` as a finite float. Raises an error with ``name`` otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ScheduleError(f"{name}: got {value!r}, expected a number")
     return float(value)
 
 
 def integer(name: str, value: Any, minimum: int = 1) -> int:
-    """Return ``value`` as an integer of at least ``minimum``, or refuse it by name."""
+    """Return ``value`` as an integer of at least ``minimum``. Raises an error with ``name`` otherwise."""
     checked = number(name, value)
     if checked < minimum or not checked.is_integer():
         raise ScheduleError(f"{name}: got {value!r}, expected an integer of at least {minimum}")

@@ -57,10 +57,11 @@ class OneCycle(LRSchedule):
     min / (1 + decay_lr_rate * n / decay_step_size). Before the first step the rate and the momentum are at their
     minimum.
 
-    Two things differ from the published schedule. ``betas[1]`` stays the user's: upstream sets it to 0.99, and
-    ``cycle_beta2=0.99`` does so here. Upstream's momentum "decay" multiplies by 1 + rate * n and passes 1 after a
-    while, where Adam diverges; here the momentum is divided by it, like the rate, so it stays within
-    (0, cycle_max_mom]. Momentum is cycled only for optimizers whose groups have ``betas``; for others the log says so.
+    Two points differ from DeepSpeed's schedule. ``betas[1]`` keeps the user's value; DeepSpeed sets it to 0.99, and
+    ``cycle_beta2=0.99`` does so here. DeepSpeed's momentum "decay" multiplies by 1 + rate * n, so that the momentum
+    passes 1 after a while and Adam diverges. Here the momentum is divided by this factor, like the rate, so that it
+    stays within (0, cycle_max_mom]. Momentum is cycled only for optimizers whose groups have ``betas``; otherwise a log
+    line says that it is not.
 
     Args:
         optimizer: any object with ``param_groups``.
@@ -74,7 +75,7 @@ class OneCycle(LRSchedule):
         cycle_min_mom, cycle_max_mom: ends of the momentum, one number or one per group.
         decay_mom_rate: decay of the momentum after the cycle; 0 is none.
         last_batch_iteration: counter to resume from.
-        cycle_beta2: value of ``betas[1]`` while momentum is cycled; None leaves it.
+        cycle_beta2: value of ``betas[1]`` while momentum is cycled; None: unchanged.
         start_at_first_value: begin at counter 0, one step up the ramp.
     """
 
@@ -129,14 +130,14 @@ class OneCycle(LRSchedule):
         return True
 
     def _position(self, iteration: int) -> float:
-        """Return where on the ramp the counter stands: 0 at the ends of the cycle, 1 at its top."""
+        """Return the position of the counter on the ramp: 0 at the ends of the cycle, 1 at its top."""
         done = (iteration + 1) % self.total
         stairs = self.first_stairs if done <= self.first else self.second_stairs
         if stairs > 0:
             # In integers, so that a stair begins exactly at its step.
             up = stairs * done // self.first if done <= self.first else stairs * (self.total - done) // self.second
             return up / stairs
-        # The order of these operations is upstream's: rates agree to the last bit (test_lr_trajectory.py).
+        # The order of these operations is DeepSpeed's, so that rates agree to the last bit (test_lr_trajectory.py).
         cycles = (iteration + 1) / self.total
         x = 1.0 + cycles - math.floor(1 + cycles)
         ratio = self.first / self.total
@@ -166,7 +167,7 @@ class OneCycle(LRSchedule):
         return [high / self._decay(iteration, self.decay_mom_rate) for high in self.max_mom]
 
     def get_mom(self) -> list[tuple[float, ...]] | None:
-        """Return the betas that stand in the groups; None when momentum is not cycled."""
+        """Return the betas of the groups; None if momentum is not cycled."""
         return [tuple(group["betas"]) for group in self.optimizer.param_groups] if self.momentum else None
 
     def _write(self, iteration: int) -> None:

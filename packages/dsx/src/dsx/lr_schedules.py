@@ -1,15 +1,15 @@
-"""Learning-rate schedules that users name in a configuration, with the formulas they are known by.
+"""Learning-rate schedules that a configuration can name, with their published formulas.
 
 Every schedule is a pure function of one counter, ``last_batch_iteration``: -1 before the first ``step()``, 0 after it.
-``step()`` sets ``lr`` (and momentum) in every parameter group, so anything with ``param_groups`` can be scheduled; a
-rate that is a tensor stays the same tensor. A
-single number for a per-group argument holds for all groups; a list gives one value per group.
+``step()`` sets ``lr`` (and momentum) in every parameter group, so any object with ``param_groups`` can be scheduled. A
+rate that is a tensor stays the same tensor. For a per-group argument, a single number is used for all groups, and a
+list gives one value per group.
 
-A schedule writes its starting value when it is built: the minimum (``WarmupCosineLR``: 0). ``step()`` follows every
-applied update, in the engine or in a loop of the user's own. So the first update runs at the starting value, and update
-k > 0 runs with the value at counter k - 1: two updates run at the warm-up minimum. This is the trajectory that
-DeepSpeed users know, to the last bit (tests/test_lr_trajectory.py). ``start_at_first_value=True`` leaves the repeated
-start out: update k then runs with the value at counter k.
+A schedule writes its starting value when it is built: the minimum (``WarmupCosineLR``: 0). ``step()`` is called after
+every applied update, by the engine or by the user's loop. So the first update runs at the starting value, and update
+k > 0 runs with the value at counter k - 1: two updates run at the warm-up minimum. This is DeepSpeed's trajectory, to
+the last bit (tests/test_lr_trajectory.py). ``start_at_first_value=True`` leaves out the repeated start: then update k
+runs with the value at counter k.
 
 Formulas, with ``it`` the counter:
 
@@ -64,11 +64,11 @@ def build_schedule(name: str, optimizer: Any, params: Mapping[str, Any] | None =
 
     Args:
         name: class name, in any case.
-        optimizer: what to schedule; torch's classes need a ``torch.optim.Optimizer``.
+        optimizer: the optimizer to schedule; torch's classes need a ``torch.optim.Optimizer``.
         params: arguments of the constructor.
 
     Raises:
-        ScheduleError: for a name nobody knows, or arguments the class refuses.
+        ScheduleError: the name is unknown, or the class refuses the arguments.
     """
     ours = {known.lower(): schedule for known, schedule in SCHEDULES.items()}
     schedule: Any = ours.get(name.lower())

@@ -43,7 +43,7 @@ class WarmupLR(LRSchedule):
         self._begin(start_at_first_value)
 
     def gamma_at(self, iteration: int) -> float:
-        """Return how far from min to max the rate is, between 0 and 1."""
+        """Return the position of the rate between min (0) and max (1)."""
         return self.warmup.at(iteration)
 
     def lr_at(self, iteration: int) -> list[float]:
@@ -52,13 +52,13 @@ class WarmupLR(LRSchedule):
         return [low + (high - low) * gamma for low, high in zip(self.min_lr, self.max_lr, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counter, and the groups' own rates where they are the maximum: running groups no longer show
-        it.
+        """Return the counter, and the groups' own rates if they are the maximum, because the groups do not contain them
+        any more.
         """
         return {**super().state_dict(), **({"max_lr": list(self.max_lr)} if self._max_is_own_rate else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the counter from ``state``, and the maximum where it is the groups' own rate."""
+        """Load the counter from ``state``, and the maximum if it is the groups' own rate."""
         kept = state.get("max_lr")
         if self._max_is_own_rate and kept is not None and len(kept) == len(self.max_lr):
             self.max_lr = [float(lr) for lr in kept]
@@ -94,7 +94,7 @@ class WarmupDecayLR(WarmupLR):
         _warn_if_short("WarmupDecayLR", self.total, self.warmup)
 
     def gamma_at(self, iteration: int) -> float:
-        """Return the warm-up's share, then the share that is left of the decay."""
+        """Return the warm-up's factor, and after the warm-up the factor of the decay."""
         if iteration < self.warmup.steps:
             return self.warmup.at(iteration)
         return max(0.0, (self.total - iteration) / max(1.0, self.total - self.warmup.steps))
@@ -111,8 +111,8 @@ class WarmupCosineLR(LRSchedule):
         cos_min_ratio: factor at the end.
         warmup_type: ``log`` or ``linear``.
         last_batch_iteration: counter to resume from.
-        start_at_first_value: begin at counter 0. Otherwise the first update runs at rate 0, whatever the ratios say,
-            as the published sequence has it.
+        start_at_first_value: begin at counter 0. Otherwise the first update runs at rate 0, whatever the ratios are, as
+            in DeepSpeed's sequence.
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class WarmupCosineLR(LRSchedule):
         return [lr * ratio for lr in self.base_lr]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counter and the groups' own rates, which the running groups no longer show."""
+        """Return the counter and the groups' own rates, which the groups do not contain any more."""
         return {**super().state_dict(), "base_lr": list(self.base_lr)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take counter and own rates from ``state``."""
+        """Load the counter and the groups' own rates from ``state``."""
         base = state.get("base_lr")
         if base is not None and len(base) == len(self.base_lr):
             self.base_lr = [float(lr) for lr in base]
@@ -162,19 +162,19 @@ class WarmupCosineLR(LRSchedule):
 
 
 class _Warmup:
-    """The rising part shared by three schedules."""
+    """The warm-up, which three schedules share."""
 
     def __init__(self, steps: int, kind: str) -> None:
         if kind not in ("log", "linear"):
             raise ScheduleError(f"warmup_type: got {kind!r}, expected 'log' or 'linear'")
-        # 0 is what programs write that want no warm-up; two steps are the fewest with which ln(W) is not 0.
+        # Programs that want no warm-up write 0. At least two steps are needed, because ln(1) is 0.
         self.steps = max(2, integer("warmup_num_steps", steps, minimum=0))
         self.kind = kind
 
     def at(self, iteration: int) -> float:
         if iteration >= self.steps:
             return 1.0
-        # The reciprocal is taken first: the published sequences are met to the last bit (test_lr_trajectory.py).
+        # The reciprocal is computed first, so that DeepSpeed's sequences agree to the last bit (test_lr_trajectory.py).
         return (1.0 / math.log(self.steps)) * math.log(iteration + 1) if self.kind == "log" else iteration / self.steps
 
 

@@ -1,6 +1,6 @@
-"""Metrics, timers and writers: `dsx_monitor` under the name scripts know.
+"""Metrics, timers and writers: `dsx_monitor` under the name that scripts use.
 
-There is one identity of every class and function: this module only passes names on, and only when it is imported.
+This module defines nothing: its names are the same objects as in the package, which it imports.
 """
 
 from dsx_monitor import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]

@@ -1,6 +1,6 @@
-"""Tensors to and from disk: `dsx_nvme` under the name scripts know.
+"""Tensors to and from disk: `dsx_nvme` under the name that scripts use.
 
-There is one identity of every class and function: this module only passes names on, and only when it is imported.
+This module defines nothing: its names are the same objects as in the package, which it imports.
 """
 
 from dsx_nvme import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]

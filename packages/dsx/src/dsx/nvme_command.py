@@ -1,4 +1,4 @@
-"""``dsx nvme``: the command of dsx-nvme, and one error in dsx's words when that package is missing."""
+"""``dsx nvme``: the command of dsx-nvme, with an error message if that package is missing."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""From the name in the config to an optimizer: which class, with which arguments, and why that one.
+"""Chooses an optimizer for a name in the configuration: the class, its arguments, and the reason for the choice.
 
-`Adam`, `AdamW`, `Lamb`, `Lion`, `Adagrad` and `SGD` have a chosen implementation: the fused one of `dsx_ops` where it
-is installed and can run, else torch's fused one, else torch's plain one. Any other class of `torch.optim` is found by
-name in any case. The reason for the choice is text, to be logged and tested.
+For `Adam`, `AdamW`, `Lamb`, `Lion`, `Adagrad` and `SGD` the implementation is chosen: the fused one of `dsx_ops` if it
+is installed and can run, otherwise torch's fused one, otherwise torch's plain one. Any other class of `torch.optim` is
+found by its name, in upper or lower case. The reason for the choice is a text, which is logged and tested.
 
-`Adam` decouples weight decay (AdamW) unless `adam_w_mode` is false: that is what the name means in the configs we read.
-`OneBitAdam`, `ZeroOneAdam` and `OneBitLamb` are those of `dsx_comm`; they communicate by themselves, so that building
-them takes the process group. `Muon` is that of `dsx_ops`; `MuAdam`, `MuAdamW` and `MuSGD` are those of the package mup.
+`Adam` decouples weight decay (AdamW) unless `adam_w_mode` is false, because that is the meaning of the name in existing
+configurations. `OneBitAdam`, `ZeroOneAdam` and `OneBitLamb` are those of `dsx_comm`; they communicate by themselves, so
+they are built with the process group. `Muon` is that of `dsx_ops`; `MuAdam`, `MuAdamW` and `MuSGD` are those of the
+package mup.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class OptimizerChoice:
     """A chosen optimizer.
 
     Attributes:
-        name: what `engine.get_type()` answers.
-        build: from parameters (or groups) to the optimizer.
-        reason: why this implementation, in one sentence.
+        name: the result of `engine.get_type()`.
+        build: (parameters or groups) -> the optimizer.
+        reason: why this implementation was chosen, in one sentence.
         communicates: `build` also takes `process_group`.
         reads_model: `build` also takes `model`.
     """
@@ -57,12 +58,12 @@ def choose_optimizer(
     Args:
         type_name: `optimizer.type`, in any case.
         params: `optimizer.params`.
-        reference: take the plainest implementation with the same arithmetic, to compare others with.
-        masters, states: dtypes of what it updates and of what it keeps. fp32 states of masters in 16 bits are those of
-            dsx_ops.
+        reference: take the simplest implementation with the same arithmetic, to compare others with.
+        masters, states: the dtypes of the masters and of the optimizer's states. Only dsx_ops has fp32 states for
+            masters in 16 bits.
 
     Raises:
-        DsxConfigError: unknown or unavailable optimizer, an argument it does not take, or states that it cannot keep in
+        DsxConfigError: the optimizer is unknown or not available, does not take an argument, or cannot keep states in
             this dtype.
     """
     key = type_name.lower()
@@ -75,8 +76,8 @@ def choose_optimizer(
         )
     arguments = dict(params)
     if "betas" in arguments:
-        arguments["betas"] = tuple(arguments["betas"])  # JSON knows lists only
-    wide = masters if masters != "fp32" and states == "fp32" else ""  # the states are to be wider than the masters
+        arguments["betas"] = tuple(arguments["betas"])  # JSON has only lists
+    wide = masters if masters != "fp32" and states == "fp32" else ""  # states must be wider than the masters
     _agree_on_states(arguments, masters, states)
     if key in ("adam", "adamw"):
         return _adam(type_name, arguments, reference, wide)
@@ -97,8 +98,8 @@ def choose_optimizer(
 
 
 def _agree_on_states(arguments: dict[str, Any], masters: str, states: str) -> None:
-    """With masters in 16 bits the precision section says what the states are; `fp32_optimizer_states` must not say
-    otherwise.
+    """With masters in 16 bits the precision section sets the dtype of the states; `fp32_optimizer_states` must
+    agree.
     """
     asked = arguments.get("fp32_optimizer_states")
     if masters != "fp32" and asked is not None and bool(asked) != (states == "fp32"):
@@ -125,7 +126,7 @@ def _narrow(type_name: str, what: str, masters: str) -> DsxConfigError:
 def _adam(type_name: str, arguments: dict[str, Any], reference: bool, wide: str) -> OptimizerChoice:
     decoupled = bool(arguments.pop("adam_w_mode", True)) or type_name.lower() == "adamw"
     wish = "torch_adam is set" if arguments.pop("torch_adam", False) else ""
-    if not wish:  # torch's AdamW has another default than FusedAdam; which of them is found must not matter
+    if not wish:  # torch's AdamW has another default than FusedAdam, and the choice of class must not change results
         arguments.setdefault("weight_decay", 0.0)
     only_torch = sorted(_ONLY_TORCH & {key for key, value in arguments.items() if value})
     if only_torch:
@@ -177,14 +178,14 @@ def _muon(type_name: str, arguments: dict[str, Any], wide: str) -> OptimizerChoi
 
 
 _NOT_FOR_MUON = ("embed", "lm_head")
-"""Parts of names of matrices that are looked up or give logits: Muon is for hidden layers."""
+"""Parts of the names of embeddings and output layers. Muon is only for matrices of hidden layers."""
 
 
 def groups_for_muon(parameters: Any, model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters, or groups of them, as groups that say `use_muon`.
+    """Parameters, or groups of them, as groups with the entry `use_muon`.
 
-    A parameter's attribute `use_muon` decides; without it tensors of two dimensions or more are for Muon, but for
-    weights of embeddings and those whose names hold "embed" or "lm_head".
+    A parameter's attribute `use_muon` decides. Without it, tensors of two or more dimensions are for Muon, except
+    weights of embeddings and parameters whose names contain "embed" or "lm_head".
     """
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -235,8 +236,8 @@ def _only_ops(type_name: str, arguments: dict[str, Any], wide: str) -> Optimizer
 
 
 def _drop_upstreams(arguments: dict[str, Any]) -> None:
-    """Take out what upstream's Adagrad knows beside torch's: a variant it refuses itself, and what masters make true
-    anyway.
+    """Remove arguments of DeepSpeed's Adagrad that torch's does not have: a variant that DeepSpeed itself refuses, and
+    one that is always true with masters.
     """
     if arguments.pop("amsgrad", False):
         raise _problem("params.amsgrad", "Adagrad has no such variant", got="true", fix="leave it out")
@@ -259,7 +260,7 @@ def _one_bit(type_name: str, cls: Any, arguments: dict[str, Any]) -> OptimizerCh
 
 
 def _from_ops(type_name: str, cls: Any, arguments: dict[str, Any], wide: str) -> OptimizerChoice:
-    """A class of dsx_ops, with fp32 states where they are to be `wide` or upstream's argument asks for them."""
+    """A class of dsx_ops, with fp32 states if they must be `wide` or DeepSpeed's argument asks for them."""
     if arguments.pop("fp32_optimizer_states", False) or wide:
         arguments["state_dtype"] = torch.float32
     _check_arguments(cls, arguments, type_name)
@@ -270,7 +271,7 @@ def _from_ops(type_name: str, cls: Any, arguments: dict[str, Any], wide: str) ->
 
 
 def _ops_class(name: str, *, native: bool = False) -> tuple[Any, str]:
-    """A class of dsx_ops, or None and why not; `native`: not without its native code either."""
+    """A class of dsx_ops, or None and the reason; `native`: None also if its native code is missing."""
     try:
         # Lazy import: only an engine that builds its own optimizer needs the package.
         import dsx_ops
@@ -319,7 +320,7 @@ def _check_arguments(cls: Any, arguments: Mapping[str, Any], type_name: str) -> 
 
 
 def _unknown(type_name: str, classes: Iterable[type]) -> DsxConfigError:
-    # Lazy import: only on the way to an error.
+    # Lazy import: only an error message needs it.
     from .config.names import nearest
 
     known = sorted({"Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", *(cls.__name__ for cls in classes)})

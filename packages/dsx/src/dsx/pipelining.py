@@ -1,9 +1,9 @@
-"""Where `dsx_pipe` meets the engine: a `PipelineModule` given to `dsx.initialize`.
+"""Connects `dsx_pipe` with the engine: for a `PipelineModule` that is given to `dsx.initialize`.
 
-The module says who is where (its grid is the `mpu`), which schedule runs and which weights stages share. This file
-hands that to the engine and lends the runtime what it needs of `dsx_zero` and `dsx_comm`. Where the configuration asks
-for stages (`pipeline.stages`) or tensor slices (`tensor_parallel.autotp_size`), it makes them of an ordinary model
-first, because who is where decides how the batch is divided.
+The module has the grid of ranks (which is the `mpu`), the schedule and the weights that stages share. This file passes
+them to the engine, and gives the runtime the functions of `dsx_zero` and `dsx_comm` that it needs. If the configuration
+asks for stages (`pipeline.stages`) or tensor slices (`tensor_parallel.autotp_size`), an ordinary model is cut first,
+because the grid determines how the batch is divided.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["build", "is_pipeline", "rank_sets", "with_parallelism"]
 
 
 def is_pipeline(model: nn.Module) -> bool:
-    """Whether a model is divided into stages. (Only who has imported `dsx_pipe` can have made one.)"""
+    """Whether a model is divided into stages. `dsx_pipe` is not imported for this: without it no such model exists."""
     pipe = sys.modules.get("dsx_pipe")
     return pipe is not None and isinstance(model, pipe.PipelineModule)
 
@@ -40,12 +40,12 @@ def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[
     """The request with the model cut as the configuration asks, and the grid of the ranks as its `mpu`. Collective.
 
     Args:
-        source: the configuration, as given; what is wrong in it is left to `load_config` to say.
+        source: the configuration, as given; `load_config` reports its mistakes later.
         joins: whether a process group has to be made.
         part: imports a sibling package.
 
     Raises:
-        EngineArgumentError: an `mpu` or objects over the uncut model are given beside; the ranks do not divide.
+        EngineArgumentError: an `mpu` or objects over the uncut model are given too, or the ranks cannot be divided.
     """
     pipeline, slices = _sections(source, part)
     stages = pipeline.stages if pipeline is not None and pipeline.stages != "auto" else 1
@@ -91,7 +91,7 @@ def with_parallelism(source: Any, request: Request, joins: bool, part: Callable[
 
 
 def _sections(source: Any, part: Callable[[str], ModuleType]) -> tuple[Any, Any]:
-    """The two sections of a configuration, validated; None for one that is not there or wrong."""
+    """The two validated sections of a configuration; None for a section that is missing or wrong."""
     from .config.source import read
 
     try:
@@ -114,7 +114,7 @@ def _sections(source: Any, part: Callable[[str], ModuleType]) -> tuple[Any, Any]
 
 
 def _apply(pipeline: Any, stages: int, module: Any, pipe: ModuleType) -> None:
-    """What the section says to a module that the script has made."""
+    """Apply the section to a module that the script has made."""
     if pipeline is None:
         return
     if pipeline.stages != "auto" and stages != module.num_pipeline_stages():
@@ -133,7 +133,7 @@ def _apply(pipeline: Any, stages: int, module: Any, pipe: ModuleType) -> None:
 
 
 def _without_old_parameters(request: Request) -> Request:
-    """Nothing may hold parameters of the uncut model."""
+    """The request without parameters of the uncut model; raises if it depends on them."""
     if isinstance(request.optimizer, torch.optim.Optimizer):
         raise EngineArgumentError(
             "initialize(optimizer=...): got an optimizer over the whole model, which the configuration cuts; pass a"
@@ -152,7 +152,7 @@ def _without_old_parameters(request: Request) -> Request:
 
 
 def _make_equal(model: nn.Module, ranks: Any, comm: ModuleType) -> None:
-    """The ranks that slice one model must have made the same one: the first one's values are taken."""
+    """Give all ranks that slice one model the same values: those of the first rank."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             values = tensor.detach().contiguous()
@@ -172,14 +172,14 @@ def _with_grid(request: Request) -> Request:
 
 
 def prepare(model: nn.Module, zero: ModuleType) -> None:
-    """Make each layer of a stage a unit of ZeRO: gathered, reduced and freed by itself."""
+    """Make each layer of a stage a unit of ZeRO, which is gathered, reduced and freed separately."""
     for child in model.children():
         if next(child.parameters(), None) is not None and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             zero.set_z3_leaf_module(child, True)
 
 
 def rank_sets(model: nn.Module, comm: ModuleType) -> Any:
-    """What `dsx_zero.shard(ranks_of=...)` takes for this model; None where nothing is special."""
+    """The argument `ranks_of` of `dsx_zero.shard` for this model; None if nothing is special."""
     if not is_pipeline(model):
         return None
     sets, ties = comm.RankSets.current(), tuple(model.ties.ties)  # type: ignore[union-attr]
@@ -187,12 +187,12 @@ def rank_sets(model: nn.Module, comm: ModuleType) -> Any:
 
 
 def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
-    """The engine for these parts: `PipelineEngine` for a pipeline, else `Engine`."""
+    """The engine for these parts: `PipelineEngine` for a pipeline, otherwise `Engine`."""
     model = parts.module
     if not is_pipeline(model):
         return Engine(parts)
     pipe = sys.modules["dsx_pipe"]
-    # Whether a stage's parameters are gathered for the weights' own backward is known to no hook (decision 0032).
+    # No hook knows whether a stage's parameters are gathered for a separate backward of the weights (decision 0032).
     split = not any(isinstance(p, zero.PartitionedParameter) for p in model.parameters())
     data = comm.RankSets.current().data
 
@@ -205,7 +205,7 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
                 f"{schedule.micro_batches} micro-batches; make them equal, or give the schedule by name"
             )
         made = pipe.Pipeline(
-            list(module.stage_modules),  # not the module, which would add up `.grad` of shared weights by itself
+            list(module.stage_modules),  # not the module, which would add up `.grad` of shared weights itself
             schedule,
             module.pipe_group,
             loss_fn=module.loss_fn,
@@ -213,7 +213,7 @@ def build(parts: EngineParts, zero: ModuleType, comm: ModuleType) -> Engine:
             micro_batches=micro_batches,
             device=next((p.device for p in module.parameters()), torch.device("cpu")),
             nonfinite="ignore" if parts.config.precision.check_overflow else "raise",
-            find_layer=split or data.size == 1,  # replicas that have not failed would not gather with this one
+            find_layer=split or data.size == 1,  # replicas without an error would not take part in the gathers
             split_backward=split,
             callbacks=callbacks,
             slice_group=module.grid.model.group if module.grid.model.size > 1 else None,

@@ -1,14 +1,14 @@
-"""Where a model's numbers lie and in which dtype, before its parameters are divided among the ranks.
+"""Moves and casts a model before its parameters are divided among the ranks.
 
-Parameters stay where they are: `dsx_zero.shard` moves them to the device unit by unit, so that a model larger than the
-device never lies on it whole. Buffers, and what `zero.Init` has partitioned, are moved here.
+Parameters stay where they are: `dsx_zero.shard` moves them to the device unit by unit, so that the device never has to
+hold all of a large model. Buffers, and parameters that `zero.Init` has partitioned, are moved here.
 
-Parameters get the dtype of the precision mode. Buffers keep theirs (`data_types.buffer_dtype` changes that): they hold
-what must not be rounded, such as the frequencies of rotary embeddings, which are off by whole turns at long positions
-in 16 bits.
+Parameters get the dtype of the precision mode. Buffers keep their dtype (`data_types.buffer_dtype` changes that),
+because some must not be rounded: in 16 bits the frequencies of rotary embeddings are wrong by full turns at long
+positions.
 
-All objects stay the same. Parameters that `zero.Init` has partitioned already are converted as shards, and only if they
-differ.
+All objects stay the same. Parameters that `zero.Init` has partitioned are converted as shards, and only if their dtype
+differs.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ def place(
     buffers: torch.dtype | None,
     partitioned: type[torch.Tensor],
 ) -> None:
-    """Move a model and convert what it holds.
+    """Move a model and convert its parameters and buffers.
 
     Args:
         model: the model, changed in place.
-        device: where buffers and partitioned parameters go; None: they stay where they are.
-        parameters: dtype of the floating-point parameters and their gradients; None: they keep theirs.
-        buffers: dtype of the floating-point buffers; None: they keep theirs, except where torch cannot compute with
-            them.
+        device: the device for buffers and partitioned parameters; None: they are not moved.
+        parameters: dtype of the floating-point parameters and their gradients; None: unchanged.
+        buffers: dtype of the floating-point buffers; None: unchanged, unless torch cannot compute with them.
         partitioned: the class of parameters that hold this rank's shard only.
     """
-    # Through the model's own `_apply`, because modules override it to follow (recurrent layers keep flat weights).
+    # Use the model's own `_apply`, because some modules override it (recurrent layers keep flat weights).
     if device is not None:
         whole = [parameter for parameter in model.parameters() if not isinstance(parameter, partitioned)]
         kept = {id(tensor) for parameter in whole for tensor in (parameter, parameter.grad)}
@@ -61,8 +60,8 @@ def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _fit_batch_norms(model: nn.Module) -> None:
-    """On a CPU torch normalises only with statistics of the weights' dtype ("expected scalar type BFloat16 but found
-    Float").
+    """Cast the statistics of batch norms to the weights' dtype: on a CPU torch accepts no other ("expected scalar type
+    BFloat16 but found Float").
     """
     changed = []
     for name, module in model.named_modules():

@@ -1,13 +1,13 @@
-"""Which number has which data type: one frozen record, chosen from the configuration, printed once, stored with
+"""The data types of a run: one frozen record, which is chosen from the configuration, logged once and saved in
 checkpoints.
 
-Six places hold numbers in training: the parameters the model computes with, the computation itself, the buffer in which
-gradients accumulate, the bytes that travel in a reduction, the master copy the optimizer updates, and the optimizer's
-states. They are independent, but most combinations lose what one of them was chosen for; those are refused here, before
-anything is allocated.
+Numbers have six roles in training: the parameters that the model computes with, the computation itself, the buffer in
+which gradients accumulate, the bytes sent in a reduction, the master copy that the optimizer updates, and the
+optimizer's states. Their types are independent, but most combinations make one of the types useless; these are refused
+here, before anything is allocated.
 
 Data types are named ``fp32``, ``bf16`` and ``fp16``; ``dtype("bf16")`` turns a name into torch's object, and only that
-imports torch. Scaling of the loss is another file (``loss_scaler``); this record only says whether it is needed.
+function imports torch. The loss scale is in ``loss_scaler``; this record only says whether it is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROLES = ("params", "compute", "grad_accum", "reduce", "master", "optimizer_stat
 
 
 def dtype(name: str) -> Any:
-    """Return the ``torch.dtype`` of ``fp32``, ``bf16``, ``fp16`` (torch's own names are taken too).
+    """Return the ``torch.dtype`` of ``fp32``, ``bf16``, ``fp16`` (torch's own names are accepted too).
 
     Raises:
         PrecisionError: for any other name.
@@ -57,12 +57,12 @@ class Precision:
         params: parameters of the module, as the model computes with them.
         compute: matrix products; differs from ``params`` only under autocast.
         grad_accum: buffer in which gradients of several micro-batches are summed.
-        reduce: what travels between ranks when gradients are averaged.
-        master: what the optimizer updates.
+        reduce: the data that ranks send when gradients are averaged.
+        master: the values that the optimizer updates.
         optimizer_state: moments and other states of the optimizer.
         buffers: floating-point buffers of the module; None: each keeps the dtype it was made with.
         autocast: whether forward runs under ``torch.autocast``.
-        safe_modules: classes whose gradients may travel in the compute type under autocast; None: none named.
+        safe_modules: classes whose gradients may be sent in the compute type under autocast; None: no such classes.
         cast_inputs: whether floating-point inputs of the model are cast to ``params``.
         check_overflow: whether a step with gradients that are not finite is skipped.
     """
@@ -141,7 +141,7 @@ class Precision:
 
 
 def precision_problems(record: Precision) -> list[str]:
-    """Return what is wrong with a combination, one sentence each; empty if it can train."""
+    """Return the problems of a combination, one sentence each; empty if it can train."""
     low = {"fp16", "bf16"}
     found = []
     if record.params != record.compute and not record.autocast:
@@ -177,7 +177,7 @@ def resolve_precision(root: Any) -> Precision:
     ``communication_data_type``.
 
     Args:
-        root: anything with these names as attributes, as the loaded configuration has them; at most one mode is on.
+        root: an object with these names as attributes, such as the loaded configuration; at most one mode is on.
 
     Raises:
         PrecisionError: for a combination that cannot train.

@@ -1,5 +1,5 @@
-"""What the `activation_checkpointing` section does to an engine: it configures `dsx.checkpointing`, makes a pipeline
-recompute through it, and says so where the model never calls it.
+"""Applies the `activation_checkpointing` section to an engine: it configures `dsx.checkpointing`, makes a pipeline
+recompute with it, and warns if the model never calls it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["apply_budget", "apply_section", "section_observers"]
 
 
 def apply_section(config: Config, model: Any, checkpointing: ModuleType) -> None:
-    """Configure `dsx.checkpointing` as the section says, if there is one. Collective where inputs are divided."""
+    """Configure `dsx.checkpointing` as the section says, if there is one. Collective if inputs are divided."""
     section = config.use("activation_checkpointing")
     if not section.model_fields_set:
         return
@@ -32,10 +32,10 @@ def apply_section(config: Config, model: Any, checkpointing: ModuleType) -> None
 
 
 def apply_budget(config: Config, model: Any, topology: RankSets, checkpointing: ModuleType) -> Any:
-    """Hold a sharded model's activations within the section's `memory_budget`; None where there is none.
+    """Keep a sharded model's activations within the section's `memory_budget`; returns None if there is no budget.
 
     Raises:
-        EngineArgumentError: the model is a pipeline, whose stages hold several micro-batches at a time.
+        EngineArgumentError: the model is a pipeline, whose stages hold several micro-batches at the same time.
     """
     budget = config.activation_checkpointing.memory_budget
     if budget is None:
@@ -52,7 +52,7 @@ def apply_budget(config: Config, model: Any, topology: RankSets, checkpointing: 
 
 
 def section_observers(config: Config, checkpointing: ModuleType) -> list[Any]:
-    """What looks on at steps for the section."""
+    """The observers of steps for the section."""
     section = config.activation_checkpointing
     by_calls = section.model_fields_set and section.memory_budget is None
     return [_NeverCalled(checkpointing)] if by_calls else []

@@ -1,7 +1,7 @@
-"""Where dsx puts state that lives on disk: a `dsx_nvme.TensorStore` of each rank, set up by the `aio` section.
+"""The store for state on disk: a `dsx_nvme.TensorStore` for each rank, with the settings of the `aio` section.
 
-Swap space goes with its user: files are removed when it is closed, and a folder that a killed process left behind is
-taken over by the next start. Two jobs cannot share a folder (`NvmeError` names the other process).
+Swap space is temporary: files are removed when it is closed, and the next start uses a folder that a killed process
+left behind. Two jobs cannot share a folder (`NvmeError` names the other process).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class SwapSpace:
     """A store of tensors on disk for this rank; see `dsx_zero.homes.stored.TensorStore`.
 
     Args:
-        folder: `nvme_path` of the configuration.
-        name: a folder in it, one per rank and user.
+        folder: the `nvme_path` of the configuration.
+        name: the name of a folder in it, one per rank and use.
         aio: the `aio` section; None: its defaults.
     """
 
@@ -73,15 +73,15 @@ class SwapSpace:
 
     @property
     def folder(self) -> str:
-        """Where the files are."""
+        """The folder of the files."""
         return self._store.folder
 
     def __contains__(self, name: str) -> bool:
         return name in self._store
 
     def listen(self, on_transfer: Callable[[str, str, int], Callable[[], None]]) -> Callable[[], None]:
-        """Tell `on_transfer` of each transfer that begins (operation, name, bytes), and call what it returns when that
-        is over; `dsx_monitor.Timeline.transfer` has this shape. Returns what ends it.
+        """Call `on_transfer` when a transfer begins (operation, name, bytes), and call its result when the transfer has
+        ended; `dsx_monitor.Timeline.transfer` is such a function. Returns a function that stops this.
         """
         self._listener = on_transfer
 
@@ -91,7 +91,7 @@ class SwapSpace:
         return end
 
     def put(self, name: str, tensor: torch.Tensor) -> Any:
-        """Start storing a host tensor; it must not be written to before it is waited for."""
+        """Start storing a host tensor. Do not write to it before you have waited."""
         self._check_open()
         return self._begin("write", name, tensor, lambda: self._store.put(name, tensor))
 
@@ -101,7 +101,7 @@ class SwapSpace:
         return self._begin("read", name, out, lambda: self._store.get(name, out).ticket)
 
     def delete(self, name: str) -> None:
-        """Forget a tensor; its room is used again."""
+        """Delete a tensor; its room is used again."""
         self._check_open()
         self._store.delete(name)
 
@@ -116,7 +116,7 @@ class SwapSpace:
             )
 
     def close(self) -> None:
-        """Wait for what is under way and remove the files. Closing again does nothing."""
+        """Wait for all transfers and remove the files. A second call does nothing."""
         self._closed = True
         try:
             self._store.close()
@@ -128,13 +128,13 @@ _FOLDER = re.compile(r"dsx-(?:init\d+-)?rank(\d+)")
 
 
 def remove_leftovers(folder: str | os.PathLike, rank: int, world_size: int) -> None:
-    """Remove what killed jobs have left in `folder` and no rank of this one would take over: the folders of models that
-    `Init` built on this rank, and those of ranks that this job does not have. What a process uses stays.
+    """Remove folders that killed jobs have left in `folder` and that no rank of this job would use: those of models
+    that `Init` built on this rank, and those of ranks that this job does not have. Folders in use stay.
     """
     nvme: Any = importlib.import_module("dsx_nvme")
     try:
         names = sorted(os.listdir(folder))
-    except OSError:  # not there yet, or not to be used: whoever makes the store says so
+    except OSError:  # the folder is missing or cannot be used; the code that makes the store reports that
         return
     for name in names:
         found = _FOLDER.fullmatch(name)
@@ -147,8 +147,8 @@ def remove_leftovers(folder: str | os.PathLike, rank: int, world_size: int) -> N
 
 
 def _direct_engine(settings: Any) -> Any:
-    """What moves tensors between disk and device memory directly (`aio.use_gds`); None, with a warning that says why,
-    where that cannot be.
+    """An engine for direct transfers between disk and device memory (`aio.use_gds`); None, with a warning that says
+    why, if that is not possible.
     """
     gds: Any = importlib.import_module("dsx_nvme.gds")
     handle = gds.gds_handle(
@@ -167,8 +167,8 @@ def _direct_engine(settings: Any) -> Any:
 
 
 class Init(dsx_zero.Init):
-    """`dsx_zero.Init`, which makes the store for `remote_device="nvme"` itself: in a folder of this rank inside
-    `zero_optimization.offload_param.nvme_path`. It is removed when no parameter uses it any more.
+    """`dsx_zero.Init` that makes the store for `remote_device="nvme"` itself: in a folder of this rank inside
+    `zero_optimization.offload_param.nvme_path`. The store is removed when no parameter uses it any more.
     """
 
     def _store_on_disk(self, path: str | None) -> Any:
@@ -179,7 +179,7 @@ class Init(dsx_zero.Init):
                 " configuration",
             )
         in_use: Any = importlib.import_module("dsx_nvme").FolderInUseError
-        for number in itertools.count():  # the first one that no other model of this process has
+        for number in itertools.count():  # the first number that no other model of this process uses
             try:
                 space = SwapSpace(path, f"dsx-init{number}-rank{self._ranks.data.rank}", self._aio)
             except in_use:
@@ -195,7 +195,7 @@ class Init(dsx_zero.Init):
 
 
 class _Lent:
-    """The store as parameters hold it: gone with the last of them."""
+    """The store that parameters hold a reference to. It is closed when the last of them is freed."""
 
     def __init__(self, space: SwapSpace) -> None:
         self._space = space

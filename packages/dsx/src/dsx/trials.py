@@ -1,11 +1,12 @@
-"""From the `autotuning` section to an engine that measures itself (`engine/trial.py`). Part of the wiring.
+"""Makes an engine measure itself if the `autotuning` section says so (`engine/trial.py`). Part of the wiring.
 
-An experiment is three things to an engine: a limit of its memory, so that a candidate that does not fit fails alone; a
-session that measures and ends the program; and, in the first experiment, facts about the model and the planner's word
-on every candidate. The planner is asked here because only here are the model and a batch at hand.
+An experiment adds three things to an engine: a limit on its memory, so that a candidate that does not fit fails without
+disturbing others; a session that measures and ends the program; and, in the first experiment, facts about the model and
+the planner's result for every candidate. The planner is called here because only here are the model and a batch
+available.
 
-Files, beside `metric_path` and `model_info_path`: `started.json` says that `initialize` was reached; `candidates.json`,
-which the tuner writes, lists configurations; `plans.json` answers it.
+Files besides `metric_path` and `model_info_path`: `started.json` says that `initialize` was reached; `candidates.json`,
+which the tuner writes, lists configurations; `plans.json` has the planner's results for them.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ __all__ = ["begin_trial"]
 
 _DEVICE_PART, _HOST_PART = 0.95, 0.9
 _THREADS = 64 * 2**20
-"""Room for stacks of threads that begin later; they count as data and are hardly used."""
+"""Room for the stacks of threads that start later. The kernel counts them as data, although they are hardly used."""
 
 
 class NoTrial:
     """The program trains as configured."""
 
     def join(self, watch: Watch, to: Watched) -> None:
-        """Nothing to measure."""
+        """Does nothing."""
 
 
 def begin_trial(config: Config, model: nn.Module) -> NoTrial | Trial:
-    """What the section asks of this engine. Called before the model is changed in any way."""
+    """The experiment that the section asks for, if any. Must be called before the model is changed."""
     section = config.use("autotuning")
     if not section.measures:
         if section.enabled and launched_as()[0] == 0:
@@ -63,14 +64,14 @@ class Trial:
     """An experiment.
 
     Args:
-        config: the configuration, whose section measures.
-        model: as the caller gave it.
+        config: the configuration, whose section asks for a measurement.
+        model: the model as the caller gave it.
     """
 
     def __init__(self, config: Config, model: nn.Module) -> None:
         self._config, self._section = config, config.autotuning
         self._folder = Path(self._section.metric_path or self._section.model_info_path).parent
-        # On a host the model itself may be too large; of devices none is chosen yet.
+        # On a host the model itself may be too large, so memory is limited now. A device is not chosen yet.
         self._limit = None if torch.cuda.is_available() else self._limited(torch.device("cpu"))
         self._skeleton: nn.Module | str = ""
         self._batch: Any = None
@@ -82,7 +83,7 @@ class Trial:
                 self._skeleton = _skeleton_of(model)
 
     def join(self, watch: Watch, to: Watched) -> None:
-        """Measure, and end the program after `end_profile_step`. Last of all that watches."""
+        """Add a session that measures and ends the program after `end_profile_step`. It must be the last observer."""
         section, monitoring = self._section, to.monitoring
         limit = self._limited(to.device) if self._limit is None else self._limit
         on_device = to.device.type == "cuda"
@@ -115,7 +116,7 @@ class Trial:
             write_whole(Path(section.metric_path), metrics + "\n")
         if not section.profiles:
             return
-        to.comm.destroy_process_group()  # no rank trains on; a plan stands for other ranks than these
+        to.comm.destroy_process_group()  # no rank trains any more, and the planner makes plans for other ranks
         if to.first:
             path = Path(section.model_info_path)
             write_whole(path, json.dumps(facts.to_json(), indent=2) + "\n")
@@ -148,7 +149,7 @@ class Trial:
 
 
 def _plan(*args: Any, **kwargs: Any) -> Any:
-    # By name: the planner replays this very wiring, which must not import it in turn.
+    # Imported by name, because the planner imports the wiring, and an import of the planner would be a cycle.
     return importlib.import_module("dsx.planning").plan(*args, **kwargs)
 
 
@@ -180,15 +181,15 @@ def _facts(config: Config, to: Watched, limit: int, found: Mapping[str, Any]) ->
 
 
 def limit_memory(limit: int | None, device: torch.device, ranks: int) -> int:
-    """Let this process fail when it needs more memory than its share; returns the share in bytes.
+    """Let this process fail if it needs more memory than its share; returns the share in bytes.
 
-    On a device the caching allocator refuses more. Without one the kernel does (RLIMIT_DATA, Linux), so that this
-    process fails and not whichever the kernel picks when the machine is full.
+    On a device the caching allocator refuses more. Without a device the kernel does (RLIMIT_DATA, Linux). Otherwise the
+    kernel would kill any process when the machine is full.
 
     Args:
-        limit: bytes; None: 0.95 of the device, or this rank's share of 0.9 of what the host has free.
-        device: where the model is.
-        ranks: processes that share this host.
+        limit: bytes; None: 0.95 of the device, or this rank's share of 0.9 of the host's free memory.
+        device: the device of the model.
+        ranks: number of processes that share this host.
     """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -197,7 +198,7 @@ def limit_memory(limit: int | None, device: torch.device, ranks: int) -> int:
         return share
     resident = psutil.Process().memory_info().rss
     share = int(_HOST_PART * psutil.virtual_memory().available / ranks) + resident if limit is None else limit
-    unused = _status("VmData") - _status("RssAnon")  # address space that is reserved and holds nothing
+    unused = _status("VmData") - _status("RssAnon")  # address space that is reserved but not used
     if _status("VmData"):
         import resource  # lazy import: there is none on Windows
 
@@ -213,7 +214,7 @@ def _ranks_here() -> int:
 
 
 def _status(name: str) -> int:
-    """Bytes of a line of /proc/self/status; 0 where there is none."""
+    """Bytes in a line of /proc/self/status; 0 if there is no such line."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -222,7 +223,7 @@ def _status(name: str) -> int:
 
 
 def _restart_resident() -> None:
-    """Let the kernel begin a new peak of resident memory (Linux; elsewhere the peak is that of the process's life)."""
+    """Reset the kernel's peak of resident memory (Linux; elsewhere the peak is that since the start of the process)."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError as error:
@@ -237,7 +238,7 @@ def _peak_resident() -> int:
 
 
 def _skeleton_of(model: nn.Module) -> nn.Module | str:
-    """A copy of a model on the meta device, ties kept; a text that says why there is none."""
+    """A copy of a model on the meta device, with its ties; or a text that says why it cannot be copied."""
     values: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         made = _without_values(tensor)
@@ -251,7 +252,7 @@ def _skeleton_of(model: nn.Module) -> nn.Module | str:
 
 
 def _one_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call as the planner takes them: positional ones as a tuple, else all by name."""
+    """The arguments of a call in the form that the planner takes: positional ones as a tuple, or all by name."""
     if not kwargs:
         return args
     names = inspect.signature(model.forward).parameters

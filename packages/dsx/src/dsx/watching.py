@@ -1,8 +1,8 @@
-"""From the configuration to everything that watches an engine: clock, hooks in the step, observers after it.
+"""Builds the watchers of an engine from the configuration: a clock, hooks during the step, observers after it.
 
-Part of the wiring, in a file of its own. Where each thing runs: the clock, the trace, the straggler comparison and
-eigenvalues on every rank, because they are collective or need all ranks; all else on rank 0 only. What is not
-configured is not built.
+This is part of the wiring. The clock, the trace, the straggler comparison and eigenvalues run on every rank, because
+they are collective or need all ranks; everything else runs on rank 0 only. A watcher that is not configured is not
+built.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _WRITERS = ("tensorboard", "wandb", "csv_monitor", "jsonl", "comet")
 
 @dataclass(frozen=True)
 class Watched:
-    """What is to be watched, and with what.
+    """The objects to watch, and the packages for that.
 
     Attributes:
         monitoring, comm, zero: the packages `dsx_monitor`, `dsx_comm` and `dsx_zero`.
         module, optimizer: the sharded model and its optimizer.
-        micro_batches: backwards of the coming update.
+        micro_batches: returns the number of backwards of the coming update.
     """
 
     config: Config
@@ -84,13 +84,15 @@ class Watched:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
 
 @dataclass
 class Watch:
-    """What was built. `forward` is a further context of the forward pass; `close` ends it all."""
+    """The watchers that were built. `forward` is an additional context of the forward pass; `close` ends all
+    watchers.
+    """
 
     clock: Clock
     monitor: Any
@@ -103,7 +105,7 @@ class Watch:
     """The latest relative eigenvalue of each block by module name."""
 
     def add(self, thing: Any) -> Any:
-        """Put a thing wherever it belongs by its methods."""
+        """Add an object to the hooks, observers or sources of events, by its methods."""
         for method, group in (("before_forward", self.hooks), ("after_step", self.observers)):
             if hasattr(thing, method):
                 group.append(thing)
@@ -114,18 +116,18 @@ class Watch:
         return thing
 
     def close(self) -> None:
-        """End every measurement, write what is left and close the writers."""
+        """End every measurement, write remaining results and close the writers."""
         self.closing.close()
 
 
 def build_watch(to: Watched) -> Watch:
-    """Everything the configuration asks for. Order is that of use: figures first, then who shows them."""
+    """Build every watcher of the configuration, in the order of use: figures first, then the lines that show them."""
     clock, monitor = _clock(to), _monitor(to)
     watch = Watch(clock, monitor, [], [], [], ExitStack())
     watch.closing.callback(monitor.close)
     times = StepTimes(clock, to.monitoring.phase_times)
     if not isinstance(clock, NoClock):
-        watch.add(times)  # on every rank: what a clock has measured must be taken from it
+        watch.add(times)  # on every rank, because the results of a clock must be read
         if to.distributed:
             watch.closing.callback(to.comm.observe(clock))
     if to.first:
@@ -145,7 +147,7 @@ def build_watch(to: Watched) -> Watch:
 
 
 def no_watch(to: Watched) -> Watch:
-    """For an engine that does not train: the caller may still write events."""
+    """The watchers of an engine that does not train: only the writers, for events of the caller."""
     monitor = _monitor(to)
     watch = Watch(NoClock(), monitor, [], [], [], ExitStack())
     watch.closing.callback(monitor.close)
@@ -153,14 +155,14 @@ def no_watch(to: Watched) -> Watch:
 
 
 def run_dir(config: Config) -> Path:
-    """Where files about the run go: the folder of `jsonl`, which the report is made from, else the current one."""
+    """The folder for files about the run: that of `jsonl`, from which the report is made, or the current folder."""
     section = config.jsonl
     return Path(section.output_path or "").expanduser() / section.job_name if section.enabled else Path()
 
 
 def _clock(to: Watched) -> Clock:
     config = to.config
-    # Not short-circuited: all keys are acted on here.
+    # `|` instead of `or`, because all keys must be marked as used.
     if config.use("wall_clock_breakdown") | config.flops_profiler.enabled | config.timeline.enabled | _compares(to):
         return to.monitoring.TracedClock(to.device)
     return NoClock()
@@ -173,7 +175,7 @@ def _monitor(to: Watched) -> Any:
 
 
 def _compares(to: Watched) -> bool:
-    """Whether ranks are compared: where asked for, or with the breakdown; never with one rank."""
+    """Whether ranks are compared: if asked for, or with the wall-clock breakdown; never with one rank."""
     wanted = to.config.use("straggler").enabled
     return to.distributed and (to.config.wall_clock_breakdown if wanted is None else wanted)
 
@@ -238,7 +240,7 @@ def _breakdown(to: Watched) -> dict[str, int]:
 
 
 def _add_flops(to: Watched, watch: Watch, learned: Callable[[float], None]) -> None:
-    """Profile rank 0, and in a pipeline every rank: each has its own stages, whose operations are added up."""
+    """Profile rank 0; in a pipeline every rank, because each has its own stages, whose operations are added up."""
     config, topology, monitoring = to.config, to.topology, to.monitoring
     section = config.use("flops_profiler")
     if not section.enabled:
@@ -260,7 +262,7 @@ def _add_flops(to: Watched, watch: Watch, learned: Callable[[float], None]) -> N
     )
 
 
-# - What all ranks take part in
+# - Watchers on all ranks
 
 
 def rows_of_ranks(to: Watched, own: list[float]) -> list[list[float]]:
@@ -272,7 +274,7 @@ def rows_of_ranks(to: Watched, own: list[float]) -> list[list[float]]:
 
 
 def _add_stage_times(to: Watched, watch: Watch) -> None:
-    """In front of the events, which rank 0 writes: the times are gathered from all stages."""
+    """Add the times of all stages. They are gathered before rank 0 writes its events."""
     config = to.config
     if watch.monitor.enabled or config.wall_clock_breakdown:
         times = PipelineTimes(config.steps_per_print or 10, log=to.first and config.wall_clock_breakdown)
@@ -320,8 +322,8 @@ def _add_timeline(to: Watched, watch: Watch) -> None:
 
 
 def _observe_all(timeline: Any, comm: Any, optimizer: Any) -> Callable[[], None]:
-    """Let a timeline hear of communication, of transfers between device, host and disk, and of what the host steps
-    beside backward; returns what ends that.
+    """Let a timeline record communication, transfers between device, host and disk, and the host's steps during
+    backward. Returns a function that ends this.
     """
     host = torch.device("cpu")
 
@@ -353,7 +355,7 @@ def _add_curvature(to: Watched, watch: Watch) -> None:
 
         fields = ("verbose", "max_iter", "tol", "stability", "gas_boundary_resolution", "layer_name", "layer_num")
         eigenvalue = to.monitoring.Eigenvalue(**{name: getattr(section, name) for name in fields})
-        eigenvalue.blocks(to.module)  # a wrong name is found now, not in the first step
+        eigenvalue.blocks(to.module)  # raises now for a wrong name, not in the first step
         session = CurvatureSession(
             eigenvalue,
             double_backward,
@@ -367,8 +369,8 @@ def _add_curvature(to: Watched, watch: Watch) -> None:
 
 @contextmanager
 def _aside(to: Watched, paused: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Backwards inside leave the engine's gradients alone, and find whole parameters. Collective."""
-    whole = to.config.zero.stage == 3  # where the model holds what can be differentiated by only while it is gathered
+    """Backwards inside the context do not change the engine's gradients, and use full parameters. Collective."""
+    whole = to.config.zero.stage == 3  # gradients exist only with respect to the plain parameters, while gathered
     with paused(), to.optimizer.no_sync(), to.zero.GatheredParameters(to.module, enabled=whole):
         yield
 

@@ -1,8 +1,9 @@
-"""Where the packages meet: from a configuration and the caller's objects to an engine.
+"""Builds an engine from a configuration and the caller's objects. All packages are connected here.
 
-This is the only file that imports every sibling. It reads the configuration once and chooses a part for each role; what
-is off becomes a null object or is left out. Order matters and is the order of `build_engine`: judge the configuration,
-then touch the process group, then move and cast the model, then build what depends on its parameters.
+This is the only file that imports every sibling package. It reads the configuration once and chooses a part for each
+role; a feature that is off gets a null object or is left out. The order matters, and is that of `build_engine`: check
+the configuration, then make the process group, then move and cast the model, then build the parts that depend on its
+parameters.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ from .watching import Watched, build_watch, mean_over_ranks, no_watch
 
 
 class MissingPartError(DsxError, ImportError):
-    """A package of dsx is not installed, or not in the version this one was made with."""
+    """A package of dsx is not installed, or its version does not belong to this version of dsx."""
 
 
 def part(name: str) -> ModuleType:
     """Import a sibling package and check that it belongs to this version of dsx.
 
     Raises:
-        MissingPartError: it is not there, or its version is another one.
+        MissingPartError: the package is missing, or has another version.
     """
     distribution = name.replace("_", "-")
     try:
@@ -120,7 +121,7 @@ def build_engine(source: Any, request: Request) -> Engine:
 
 
 def _destroy_on_release(engine: Engine, optimizer: Any) -> None:
-    """An engine ends where its model is given to another one; a dropped engine is not kept for that."""
+    """Destroy the engine when its model is given to another engine. This does not keep a dropped engine alive."""
     known = weakref.ref(engine)
 
     def destroy() -> None:
@@ -134,8 +135,8 @@ def _destroy_on_release(engine: Engine, optimizer: Any) -> None:
 
 
 def _chosen_optimizer(config: Config, request: Request) -> OptimizerChoice | None:
-    """The optimizer that the config names, judged before any process group; None if the caller brings one or none is
-    named.
+    """The optimizer that the configuration names, checked before there is a process group; None if the caller gives one
+    or none is named.
     """
     section, precision = config.use("optimizer"), config.use("precision")
     if request.optimizer is not None and precision.master != "fp32" and precision.optimizer_state == "fp32":
@@ -161,7 +162,7 @@ def _set_up_logging(config: Config) -> None:
 
 
 def _batch_ranks(request: Request, topology: RankSets | None) -> int:
-    """Number of ranks that get batches of their own; without a topology there is no process group yet.
+    """Number of ranks that get different batches. Without a topology there is no process group yet.
 
     Raises:
         EngineArgumentError: there is an mpu and no process group.
@@ -177,7 +178,7 @@ def _batch_ranks(request: Request, topology: RankSets | None) -> int:
 
 
 def _rank_sets(request: Request) -> RankSets:
-    """Which ranks share what: as the mpu says, or as `dsx_comm.parallel_groups` was told."""
+    """The groups of ranks: those of the mpu, or those of `dsx_comm.parallel_groups`."""
     sets = part("dsx_comm").RankSets
     return sets.current() if request.mpu is None else sets.of_mpu(request.mpu)
 
@@ -207,7 +208,7 @@ def _sparsified(model: nn.Module, config: Config) -> nn.Module:
 
 
 def _device(topology: RankSets) -> torch.device | None:
-    """This process' device, made the current one; None: parameters stay where they are."""
+    """This process' device, which is made the current one; None: parameters are not moved."""
     if not (torch.cuda.is_available() and _uses_cuda(topology)):
         return None
     device = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
@@ -230,14 +231,14 @@ def _placed(model: nn.Module, config: Config, device: torch.device | None) -> nn
 
 
 def _uses_cuda(topology: RankSets) -> bool:
-    """Whether the ranks talk over a backend that needs device tensors (or there is only one process)."""
+    """Whether the ranks use a backend that needs device tensors (or there is only one process)."""
     if not torch.distributed.is_initialized():
         return True
     return "nccl" in str(torch.distributed.get_backend(topology.data.group))
 
 
 def _optimizer(model: nn.Module, request: Request, topology: RankSets, choice: OptimizerChoice | None) -> Any:
-    """The optimizer over the model's whole parameters: the config's, the caller's, or none."""
+    """The optimizer over the model's full parameters: that of the configuration, the caller's, or None."""
     parameters = list(model.parameters()) if request.model_parameters is None else request.model_parameters
     if choice is not None:
         if choice.communicates:
@@ -286,7 +287,7 @@ def _sharded(
             store.close()
         raise
     if store is not None:
-        sharded.call_on_release(store.close)  # swap space: what lies there goes with the engine, parameters too
+        sharded.call_on_release(store.close)  # the swap space is deleted with the engine, with parameters in it
     return model, sharded
 
 
@@ -295,7 +296,7 @@ def _on_disk(section: Any) -> bool:
 
 
 def _store_on_disk(config: Config) -> Any:
-    """This rank's store for offload to disk, in a folder of its own; None where nothing is offloaded there."""
+    """This rank's store for offload to disk, in its own folder; None if nothing is offloaded to disk."""
     zero = config.use("zero")
     paths = {s.nvme_path for s in (zero.offload_param, zero.offload_optimizer) if _on_disk(s)}
     if not paths:
@@ -464,21 +465,21 @@ def _settings(config: Config, optimizer: Any, clipping: float) -> EngineSettings
 
 
 def _scheduler(config: Config, request: Request, optimizer: Any) -> tuple[Any, ScheduleDriver]:
-    """The scheduler (the caller's before the config's) and what drives it."""
+    """The scheduler (the caller's, otherwise that of the configuration) and its driver."""
     section, given = config.use("scheduler"), request.lr_scheduler
     if section is None and given is None:
         return None, NoSchedule()
     if optimizer is None:
         logger.warning("the learning-rate scheduler is not used: this engine has no optimizer")
         return None, NoSchedule()
-    # torch's schedulers insist on a torch.optim.Optimizer; the one inside has the same parameter groups.
+    # torch's schedulers need a torch.optim.Optimizer; the inner optimizer has the same parameter groups.
     target = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.inner
     if section is not None and given is None:
         scheduler = build_schedule(section.type, target, section.params)
     else:
         made = callable(getattr(given, "step", None)) and not isinstance(
             given, type
-        )  # a class makes one, as any callable
+        )  # a class is a callable that makes one
         scheduler = given if made else given(target)
     return scheduler, DrivenSchedule(scheduler)
 
@@ -509,7 +510,7 @@ def _gather(stage: int) -> Gather:
 
 
 def _announce(engine: Engine, config: Config, choice: OptimizerChoice | None) -> None:
-    """Say once what was decided, on rank 0."""
+    """Log the decisions once, on rank 0."""
     if engine.global_rank != 0:
         return
     logger.info("%r: %s", engine, config.precision.describe())

@@ -1,7 +1,7 @@
-"""ZeRO stages 0-3 without an engine: `dsx_zero` under the name scripts know.
+"""ZeRO stages 0-3 without an engine: `dsx_zero` under the name that scripts use.
 
-There is one identity of every class and function: this module only passes names on, and only when it is imported. The
-exception is `Init`, which makes its store on disk itself here: `dsx_zero` imports no dsx-nvme.
+The names of this module are the same objects as in the package, which it imports. The exception is `Init`, which makes
+its store on disk itself here, because `dsx_zero` does not import dsx-nvme.
 """
 
 from dsx_zero import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
