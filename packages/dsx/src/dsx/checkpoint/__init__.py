@@ -1,4 +1,4 @@
-"""Checkpoints that know nothing of ranks: saved by any stage and world size, loaded by any other.
+"""Checkpoints that do not depend on ranks: saved at any stage and world size, and loaded at any other.
 
     from dsx.checkpoint import open_checkpoint
     reader = open_checkpoint("ckpt")               # the latest tag
@@ -7,7 +7,7 @@
 The engine calls `save` and `prepare_load`; `Reader` serves tools. The format is described in
 `docs/checkpoint-format.md`.
 
-Modules, from data to doing:
+Modules, in the order from data to actions:
 
     boxes.py, crc.py                            which part of a tensor, and hashes of parts
     format.py, parsing.py, checks.py            the index as data, and from text to data; version1.py: of version 1
@@ -27,7 +27,7 @@ Modules, from data to doing:
     zero_to_fp32.py, zero_to_torch.py,
     ds_to_universal.py                          under the names that scripts call
 
-Names are loaded on first use: what reads an index alone does not load torch.
+Names are imported on first use, so that programs that only read an index do not load torch.
 """
 
 from __future__ import annotations

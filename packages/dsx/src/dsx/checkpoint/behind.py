@@ -1,22 +1,23 @@
-"""Saving without making training wait: pieces are copied, and written by a thread of their own.
+"""Asynchronous saves: pieces are copied, and a separate thread writes them while training goes on.
 
     behind = WriteBehind(max_in_flight=1)
     behind.submit(planned)      # waits for a free slot, copies, returns
     behind.wait()               # until everything is on disk; raises what went wrong
 
-A slot is one block of host memory that holds all pieces of one save; it is kept and used again (page-locked where the
-tensors are on a CUDA device). There are as many slots as saves may be in flight: who saves faster than the disk writes
-waits for a slot. What lies on disk (`offload_optimizer` to nvme) is copied on disk, part by part, into a file beside
-the checkpoint that has no name and goes with the save, also when the process is killed: in memory there is one part
-while it is copied, and one piece while it is written. On CUDA the copies run on a stream of their own, and the current
-stream waits for them on the device, so that what follows cannot overwrite what is being copied; the host goes on.
+A slot is one block of host memory for all pieces of one save; it is kept and used again (page-locked if the tensors are
+on a CUDA device). There are as many slots as saves may be in flight: a program that saves faster than the disk writes
+waits for a slot. State on disk (`offload_optimizer` to nvme) is copied on disk, part by part, into a file without a
+name next to the checkpoint. That file disappears with the save, also if the process is killed. Only one part is in
+memory while it is copied, and one piece while it is written. On CUDA the copies run on a separate stream, and the
+current stream waits for them on the device, so that later work cannot overwrite values that are being copied; the host
+goes on.
 
-The thread's words with other ranks go over a process group of their own, so that they cannot get between the
-collectives of training. An error is the same on all ranks; who submits next, or waits, gets it. An error that no call
-has raised when the program ends makes the process end with exit code 1 (`failures.py`).
+The thread communicates with other ranks over a separate process group, so that its messages cannot mix with the
+collectives of training. An error is the same on all ranks; the next `submit` or `wait` raises it. If no call has raised
+an error when the program ends, the process ends with exit code 1 (`failures.py`).
 
-Left out: copying while training goes on. What is saved is what the tensors held when `submit` was called, also where
-somebody writes to them right after it (`test_checkpoint_behind.py`), and on a CPU that takes a copy first.
+Left out: copying while training goes on. A save has the values that the tensors had when `submit` was called, also if
+they are changed right afterwards (`test_checkpoint_behind.py`); on a CPU that needs a copy first.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .writing import PlannedSave
 
 _ALIGNMENT = 64  # bytes
 _AT_ONCE = 1 << 24
-"""Elements of what lies on disk that are in memory while it is copied: as many as lie there in one piece."""
+"""Elements of state on disk that are in memory while it is copied: as many as one piece on disk has."""
 
 
 class DiskCopy:
@@ -76,13 +77,13 @@ class DiskCopy:
         return data.view(dtype)
 
     def close(self) -> None:
-        """Give the room on disk back."""
+        """Free the space on disk."""
         self._file.close()
 
 
 class HostSlot:
-    """Where the copies of one save are: a block of host memory, made when it is first needed and made anew only where
-    it is too small, and a file for what lies on disk.
+    """The memory for the copies of one save: a block of host memory, which is made when it is first needed and replaced
+    only if it is too small, and a file for state on disk.
     """
 
     def __init__(self) -> None:
@@ -90,8 +91,8 @@ class HostSlot:
         self._disk: DiskCopy | None = None
 
     def copy(self, pieces: list[Piece], folder: Path) -> tuple[list[Piece], Callable[[], None]]:
-        """Copies of the pieces in their order, and a function that waits until they are there. What lies on disk is
-        copied to a file in `folder`, at once.
+        """Copy the pieces. Returns the copies in the same order, and a function that waits until they are complete.
+        State on disk is copied to a file in `folder`, at once.
 
         Returns at once on a CUDA device; the current stream does nothing further before the copies are done.
         """
@@ -109,7 +110,7 @@ class HostSlot:
             raise
 
     def end(self) -> None:
-        """The save has ended: give back what lies on disk. The memory is kept for the next one."""
+        """The save has ended: free the file on disk. The memory is kept for the next save."""
         disk, self._disk = self._disk, None
         if disk is not None:
             disk.close()
@@ -122,7 +123,7 @@ class HostSlot:
             size += -(-value.numel() * value.element_size() // _ALIGNMENT) * _ALIGNMENT
         pinned = any(value.is_cuda for value in values)
         if self._memory is None or self._memory.numel() < size or (pinned and not self._memory.is_pinned()):
-            self._memory = None  # before the new one is there
+            self._memory = None  # freed before the new block is made
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         room = self._memory
         copies = [
@@ -160,9 +161,9 @@ class WriteBehind:
     """Writes planned saves on one thread, in the order in which they are submitted.
 
     Args:
-        max_in_flight: saves that are not on disk yet; the next one waits.
+        max_in_flight: the most saves that are not on disk yet; the next one waits.
         ranks: makes the ranks for the thread, in the thread that submits first; collective.
-        report: called in the thread with what went wrong, the same on all ranks, and the thread's ranks.
+        report: is called in the thread with an error, which is the same on all ranks, and the thread's ranks.
     """
 
     def __init__(
@@ -185,12 +186,13 @@ class WriteBehind:
         return sum(not job.done() for job in self._running)
 
     def submit(self, planned: PlannedSave, together: Ranks) -> Future[Path]:
-        """Copy the pieces and write them behind. Collective over `together`.
+        """Copy the pieces and let the thread write them. Collective over `together`.
 
         Waits while too many saves are in flight.
 
         Raises:
-            CheckpointError: an earlier save has failed and nobody was told; or a rank has no memory for the copies.
+            CheckpointError: an earlier save has failed and its error was not raised yet, or a rank has no memory for
+                the copies.
         """
         if self._pool is None:
             self._ranks = self._make_ranks()
@@ -230,11 +232,11 @@ class WriteBehind:
             self._free.append(slot)
 
     def raise_failures(self) -> None:
-        """Raise the first error that was not raised yet; later ones are forgotten, they have been logged."""
+        """Raise the first error that was not raised yet. Later errors are dropped; they have been logged."""
         self._failures.raise_first()
 
     def wait(self) -> None:
-        """Until everything that was submitted is on disk. Raises `CheckpointError` where something is not."""
+        """Wait until all submitted saves are on disk. Raises `CheckpointError` if one failed."""
         for job in self._running:
             job.exception()
         self._running.clear()

@@ -1,6 +1,6 @@
-"""Which part of a tensor: a box (offset and size per dimension), and a range of elements inside a box.
+"""Parts of a tensor: a box (offset and size per dimension), and a range of elements inside a box.
 
-Model parallelism cuts tensors into boxes; ZeRO flattens what a rank holds and cuts it into ranges. So a rank owns a
+Model parallelism cuts tensors into boxes; ZeRO flattens the box of a rank and cuts it into ranges. So a rank owns a
 `Region`: the elements `[start, stop)` of a box, counted row by row inside the box. Everything here is arithmetic on
 integers.
 
@@ -50,7 +50,7 @@ class Box:
 
 
 class Run(NamedTuple):
-    """Elements of a region that lie side by side in the whole tensor: `at` there, `first` in the region."""
+    """Elements of a region that are contiguous in the whole tensor: from `at` there, and from `first` in the region."""
 
     at: int
     first: int
@@ -80,13 +80,13 @@ class Region:
         return self.box.lies_in(shape) and 0 <= self.start <= self.stop <= self.box.numel
 
     def runs(self, shape: Sequence[int]) -> Iterator[Run]:
-        """The region as runs of a tensor of this shape: as few as there are, in ascending order both here and there."""
+        """The region as runs of a tensor of this shape: as few as possible, in ascending order in region and tensor."""
         if not self.numel:
             return
         cut = _last_cut_dimension(self.box, shape)
         length = math.prod(
             self.box.size[cut:]
-        )  # what lies side by side: all full dimensions behind the last one that is cut
+        )  # contiguous elements: all full dimensions after the last one that is cut
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
         position = self.start
         while position < self.stop:
@@ -106,7 +106,9 @@ def _last_cut_dimension(box: Box, shape: Sequence[int]) -> int:
 
 
 def why_not_a_tiling(shape: Sequence[int], regions: Iterable[Region]) -> str:
-    """Empty if the regions cover every element of a tensor of this shape exactly once; else what is wrong, in words."""
+    """Empty if the regions cover every element of a tensor of this shape exactly once; otherwise the problem as
+    text.
+    """
     by_box: dict[Box, list[Region]] = {}
     for region in regions:
         if not region.lies_in(shape):
@@ -125,7 +127,7 @@ def why_not_a_tiling(shape: Sequence[int], regions: Iterable[Region]) -> str:
     boxes = sorted(by_box)
     for number, box in enumerate(boxes):
         for other in boxes[number + 1 :]:
-            # Sorted by offset: once a box begins behind this one's first dimension, so do all that follow.
+            # Sorted by offset: if a box begins after this one in the first dimension, all following boxes do too.
             if box.offset and other.offset[0] >= box.offset[0] + box.size[0]:
                 break
             if box.overlaps(other):

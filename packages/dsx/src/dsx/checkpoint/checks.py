@@ -1,4 +1,4 @@
-"""Small checks of what was read from an index; each raises `TypeError`, `ValueError` or `KeyError`."""
+"""Small checks of values from an index; each raises `TypeError`, `ValueError` or `KeyError`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .format import DTYPES, FAMILIES, FLOAT_MARKER, INDEX_NAME, MODEL, OPTIMIZER
 
 
 def expect(value: Any, kind: type) -> Any:
-    """`value`, if it is of this kind. Raises `TypeError`."""
+    """Returns `value` if it is of this kind. Raises `TypeError`."""
     if not isinstance(value, kind):
         raise TypeError(f"got {shown(value)}, expected {kind.__name__}")
     return value
 
 
 def expect_int(value: Any) -> int:
-    """A count: an integer of 0 or more, and no boolean. Raises `TypeError`."""
+    """Returns `value` if it is a count: an integer of 0 or more, and not a boolean. Raises `TypeError`."""
     if type(value) is not int or value < 0:
         raise TypeError(f"got {shown(value)}, expected an integer of 0 or more")
     return value
@@ -29,7 +29,7 @@ def expect_str(value: Any) -> str:
 
 
 def expect_file_name(value: Any) -> str:
-    """The plain name of a file beside the index. Raises `ValueError` for a path that leads elsewhere."""
+    """Returns `value` if it is the plain name of a file in the index's folder. Raises `ValueError` for other paths."""
     name = expect_str(value)
     if not name or "/" in name or "\\" in name or "\0" in name or name.startswith(".") or name == INDEX_NAME:
         raise ValueError(f"file name {shown(name)} leaves the checkpoint")
@@ -67,7 +67,7 @@ def _parse_number(value: Any) -> Any:
 
 
 def check_consistent(index: Index) -> None:
-    """Raise `ValueError` unless tensors lie in the files there are, and what belongs to a parameter has a parameter."""
+    """Raise `ValueError` unless all tensors are inside the listed files, and all states belong to a parameter."""
     for family in FAMILIES:
         for name, entry in index.tensors[family].items():
             placed, file = entry.placed, index.files.get(entry.placed.file)

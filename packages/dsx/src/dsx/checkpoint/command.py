@@ -1,4 +1,4 @@
-"""`dsx checkpoint`: look at checkpoints, and take them from program to program, without training.
+"""`dsx checkpoint`: inspect checkpoints, and import and export them, without training.
 
 dsx checkpoint inspect ckpt                          what it is; --tensors PATTERN lists tensors, --json for programs
 dsx checkpoint verify ckpt                           every byte of the checkpoint that `latest` names
@@ -9,9 +9,9 @@ dsx checkpoint convert ckpt newer                    an older format version in 
 dsx checkpoint join node0/ckpt node1/ckpt ckpt       one checkpoint from the folders of several nodes
 dsx checkpoint prune ckpt --keep-last 3              remove older checkpoints
 
-A folder may be what `save_checkpoint` was given, or that of one tag. Exit codes: 0; 1 if a checkpoint is damaged, is
-none, or two differ; 2 for a mistake in the command. `inspect`, `verify`, `diff`, `join` and `prune` do not
-load torch.
+A folder may be the one that `save_checkpoint` was given, or that of one tag. Exit codes: 0; 1 if a checkpoint is
+damaged or missing, or if two differ; 2 for a mistake in the command. `inspect`, `verify`, `diff`, `join` and `prune` do
+not load torch.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _prune(given: Any) -> int:
 
 
 def _root_and_tag(given: Any) -> tuple[Path, str | None]:
-    """The folder around a tag, where the tag's own was given."""
+    """The folder of checkpoints, and the tag if the folder of a tag was given."""
     path = Path(given.folder)
     if given.tag is None and (path / "dsx.json").is_file():
         return path.parent, path.name
@@ -247,7 +247,7 @@ class Bar:
             sys.stderr.write("\n")
 
     def show(self, done: int, total: int) -> None:
-        """So many bytes of so many."""
+        """Show that `done` of `total` bytes are done."""
         percent = 100 * done // max(1, total)
         if self._on and percent != self._percent:
             self._percent = percent

@@ -1,4 +1,4 @@
-"""CRC-32 of a chunk from parts of it that several ranks hold, without bringing the parts together.
+"""CRC-32 of a chunk whose parts several ranks hold, without gathering the parts.
 
 CRC-32 is linear: with a register that begins at zero, the register of `x xor y` is the xor of the registers of `x` and
 of `y`. A part of a chunk is the chunk with zeros everywhere else, so each rank runs its own bytes through the register,
@@ -6,8 +6,7 @@ with zeros for what lies before and behind, and the xor over all ranks is the re
 the first byte leave a zero register as it is; `n` zero bytes behind multiply it by x^(8n) modulo the CRC's polynomial,
 which costs a few multiplications whatever `n` is.
 
-That makes the hash of a chunk a property of the tensor alone: not of the ranks that wrote it, nor of those that
-read it.
+So the hash of a chunk depends only on the tensor, and not on the ranks that write or read it.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from collections.abc import Callable, Sequence
 
 _POLYNOMIAL = 0xEDB88320  # reflected: bit 31 is the coefficient of x^0
 _ONE = 1 << 31
-_ALL = 0xFFFFFFFF  # what CRC-32 begins with, and inverts its result with
+_ALL = 0xFFFFFFFF  # CRC-32 begins with this value, and inverts its result with it
 
 
-_LARGE = 1 << 16  # bytes from which the compiled checksum is worth its call
+_LARGE = 1 << 16  # bytes; for fewer, the call of the compiled checksum costs more than it saves
 
 
 def extend(register: int, data: memoryview | bytes) -> int:
     """The register after these bytes."""
     if len(data) >= _LARGE and isinstance(data, memoryview) and not data.readonly:
         checksum = _compiled_checksum("torch" in sys.modules)
-        if checksum is not None:  # that of these bytes alone: linear, as above
+        if checksum is not None:  # the checksum of these bytes alone can be used, because CRC-32 is linear
             return extend_by_zeros(register, len(data)) ^ register_of(checksum(data), len(data))
     return zlib.crc32(data, register ^ _ALL) ^ _ALL
 
 
 @functools.lru_cache(maxsize=2)
 def _compiled_checksum(torch_is_there: bool) -> Callable[[memoryview], int] | None:
-    """dsx-nvme's CRC-32, three times as fast as zlib's (1.7 and 5 GB/s here); None where it is not compiled. It is not
-    worth loading torch for, which tools do not need.
+    """dsx-nvme's CRC-32, which is three times as fast as zlib's (5 and 1.7 GB/s); None if it is not compiled. It is
+    used only if torch is loaded already, because it is not worth loading torch for.
     """
     if not torch_is_there:
         return None
@@ -123,7 +122,7 @@ class Chunks:
         return self._starts[number], self._starts[following] if following < len(self._starts) else self._nbytes
 
     def at(self, byte: int) -> int:
-        """The chunk in which a byte lies."""
+        """The number of the chunk that contains a byte."""
         return bisect_right(self._starts, byte) - 1
 
     def expected(self, number: int) -> int:
@@ -143,7 +142,7 @@ class Sums:
         self._position = 0  # the byte behind them
 
     def add(self, at: int, data: memoryview) -> None:
-        """Take in bytes that lie at byte `at` of the tensor. Calls come in ascending order."""
+        """Add bytes at position `at` of the tensor. Calls must come in ascending order."""
         while data:
             number = self._chunks.at(at)
             stop = self._chunks.span(number)[1]

@@ -1,17 +1,17 @@
-"""Writing bytes at an offset of a file that has its full size already: past the page cache where dsx-nvme can do that.
+"""Writes bytes at an offset of a file that already has its full size. If dsx-nvme can do it, without the page cache.
 
     with writing(path) as file:
         file.write(data, offset)      # may return before the bytes are written; `data` stays unchanged until the end
     # everything is on the disk here (fsync)
 
-Whole pages of large pieces go to `dsx_nvme.Engine`, which writes them with direct I/O while the caller prepares the
-next piece. At most `IN_FLIGHT` pieces are on their way: the next one waits. The bytes of the first and the last page,
-small pieces, and everything where dsx-nvme is absent, not compiled or has no direct I/O for this file system, go
-through the page cache with `pwrite`. The file is the same, byte for byte.
+Full pages of large pieces are written by `dsx_nvme.Engine` with direct I/O, while the caller prepares the next piece.
+At most `IN_FLIGHT` pieces are under way; the next one waits. The bytes of the first and the last page, small pieces,
+and everything if dsx-nvme is missing, not compiled or has no direct I/O for this file system, are written with `pwrite`
+through the page cache. The file has the same bytes in both cases.
 
-Only whole pages go past the page cache, because several ranks write side by side into one file. The page in which one
-rank's bytes end and another's begin is then written through the page cache by both. If one of them wrote its part of
-the page directly, the other one's write of the page could bring the old bytes back.
+Only full pages bypass the page cache, because several ranks write next to each other into one file. A page in which the
+bytes of one rank end and those of another begin is written through the page cache by both. If one of them wrote its
+part of the page directly, the other's write of the page could bring the old bytes back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _DirectFile:
 
     @staticmethod
     def open(path: Path) -> _DirectFile | None:
-        """None where direct I/O is not to be had."""
+        """Open the file; None if direct I/O is not possible."""
         try:
             import dsx_nvme
         except ImportError:
@@ -57,7 +57,7 @@ class _DirectFile:
             raise
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Start writing; waits while `IN_FLIGHT` pieces are on their way. Raises `OSError` of an earlier piece."""
+        """Start writing; waits while `IN_FLIGHT` pieces are under way. Raises the `OSError` of an earlier piece."""
         import torch
 
         while len(self._tickets) >= IN_FLIGHT:
@@ -65,12 +65,12 @@ class _DirectFile:
         self._tickets.append(self._engine.write(torch.frombuffer(data, dtype=torch.uint8), self._file, offset))
 
     def wait(self) -> None:
-        """Until all pieces are written. Raises `OSError`."""
+        """Wait until all pieces are written. Raises `OSError`."""
         while self._tickets:
             self._tickets.popleft().wait()
 
     def close(self) -> None:
-        """Wait for what is on its way, whatever becomes of it, and give the file and the engine back."""
+        """Wait for all pieces, also failed ones, and close the file and the engine."""
         for ticket in self._tickets:
             ticket.exception()
         self._engine.close_file(self._file)
@@ -107,12 +107,12 @@ class FileWriter:
         return self._direct
 
     def wait(self) -> None:
-        """Until everything is written. Raises `OSError`."""
+        """Wait until everything is written. Raises `OSError`."""
         if self._direct is not None:
             self._direct.wait()
 
     def close(self) -> None:
-        """Give back what direct I/O has needed."""
+        """Close the file and the engine of direct I/O."""
         if self._direct is not None:
             self._direct.close()
 

@@ -1,5 +1,5 @@
-"""The command that makes a DeepSpeed checkpoint loadable anywhere, with its options: it writes a checkpoint of dsx,
-which every stage and number of ranks loads.
+"""The command `ds_to_universal` of DeepSpeed, with its options. It writes a checkpoint of dsx, which can be loaded at
+every stage and with every number of ranks.
 
     python -m dsx.checkpoint.ds_to_universal --input_folder RUN/global_step100 --output_folder RUN/universal100
 

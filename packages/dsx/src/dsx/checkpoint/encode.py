@@ -1,12 +1,12 @@
 """Python state to JSON and back, without pickle.
 
 Numbers, strings, booleans, None, lists, tuples, dicts (any such keys), `argparse.Namespace`, `torch.dtype`,
-`torch.device`, paths and numpy scalars go into the JSON; tensors and numpy arrays are taken out and stored as
-safetensors under their path. Anything else is
-refused by name: what cannot be read back without running code has no place in a checkpoint.
+`torch.device`, paths and numpy scalars are written into the JSON; tensors and numpy arrays are stored as safetensors
+under their path. Any other value is refused by name, because it could not be read back without running code.
 
-A value that JSON cannot say is a dictionary with one marker as its key, such as `{"__tuple__": [...]}`. Dictionaries
-whose own keys begin with two underscores are written as lists of items, so that no value can be taken for a marker.
+A value that JSON cannot express is a dictionary with one marker as its key, such as `{"__tuple__": [...]}`.
+Dictionaries whose own keys begin with two underscores are written as lists of items, so that no value can be mistaken
+for a marker.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {_DEVICE: str(value)}
     if isinstance(value, pathlib.PurePath):
         return {_PATH: str(value)}
-    numpy = sys.modules.get("numpy")  # a value of numpy's can only be there if numpy is
+    numpy = sys.modules.get("numpy")  # a numpy value can only exist if numpy was imported
     if numpy is not None and isinstance(value, numpy.generic):
         return _encode_numpy_scalar(value, path)
     if numpy is not None and isinstance(value, numpy.ndarray):
@@ -84,7 +84,7 @@ def _encode_dict(value: dict[Any, Any], path: str, tensors: dict[str, torch.Tens
 
 def _put(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
     name, number = path, 1
-    while name in tensors:  # keys with dots in them, or cut ones, can give two values one path
+    while name in tensors:  # keys that contain dots, or were cut, can give two values the same path
         number += 1
         name = f"{path}#{number}"
     tensors[name] = tensor
@@ -119,10 +119,10 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     """The inverse of `encode`.
 
     Args:
-        tensor: gives the tensor of a name.
+        tensor: returns the tensor of a name.
 
     Raises:
-        CheckpointCorruptError: `value` is nothing that `encode` gives.
+        CheckpointCorruptError: `value` is not a result of `encode`.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, by name."""
+"""The errors of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ class CheckpointArgumentError(CheckpointError, ValueError):
 
 
 def shown(value: object) -> str:
-    """`repr` of what a file or a caller gave, cut to a length that fits into an error message."""
+    """`repr` of a value from a file or a caller, cut to a length that fits into an error message."""
     text = repr(value[: _SHOWN + 1] if isinstance(value, (str, bytes)) else value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(value) if isinstance(value, str) else 'long'})"

@@ -2,12 +2,12 @@
 
     export(source, "weights", to="safetensors", dtype="bf16", max_shard_size="5GB")
 
-Safetensors are written tensor by tensor, so that memory holds one at a time, with the index that Hugging Face reads
-where there are several files. A folder of torch.distributed.checkpoint is written by torch, tensor by tensor as well. A
-file of torch is written by torch from all weights in host memory.
+Safetensors are written tensor by tensor, so that one tensor at a time is in memory; if there are several files, an
+index in the form of Hugging Face is written too. torch writes a folder of torch.distributed.checkpoint, also tensor by
+tensor. For a single file of torch, all weights must be in host memory.
 
 With `optimizer=True` a folder of torch.distributed.checkpoint has `model` and `optim` in the layout of
-`torch.distributed.checkpoint.state_dict`: what a program with FSDP2 loads.
+`torch.distributed.checkpoint.state_dict`, which programs with FSDP2 load.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Counted:
         self._progress, self._total, self._done = progress, total, 0
 
     def add(self, nbytes: int) -> None:
-        """So many more bytes are done."""
+        """Add `nbytes` to the bytes that are done."""
         self._done += nbytes
         self._progress(self._done, self._total)
 

@@ -1,13 +1,12 @@
-"""Errors of saves behind training, kept until a call raises them. None is lost: if the program ends before, the process
-ends with an exit code that is not 0.
+"""Errors of asynchronous saves, which are kept until a call raises them. No error is lost: if the program ends before,
+the process ends with an exit code that is not 0.
 
-A program that saves, trains on and ends without `destroy` or `wait_for_checkpoints` calls nothing that could raise the
-error of its last save. Its exit code would say that all is well, and a batch script would go on from a checkpoint that
-is not there.
+A program may save, go on training, and end without `destroy` or `wait_for_checkpoints`. Then no call can raise the
+error of its last save. Its exit code would be 0, and a batch script would go on from a checkpoint that does not exist.
 
-Python gives an `atexit` function no way to change the exit code, and `os._exit` there would leave out everything that
-others have registered before: temporary files and shared memory would stay. So the C library is asked to end the
-process with our code after Python's own end (`_end_with`).
+In Python an `atexit` function cannot change the exit code, and `os._exit` there would skip all functions that were
+registered before, so that temporary files and shared memory would stay. So the C library is asked to end the process
+with our code after Python's own end (`_end_with`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 __all__ = ["FAILED_SAVE_EXIT_CODE", "Failures"]
 
 FAILED_SAVE_EXIT_CODE = 1
-"""Of a process whose last save has failed, if nothing in the program asked for the error."""
+"""The exit code of a process whose last save has failed, if no call in the program raised the error."""
 
 
 class Failures:
@@ -49,7 +48,7 @@ class Failures:
             raise kept[0][0]
 
     def _report_at_exit(self, pid: int) -> None:
-        if pid != os.getpid():  # a forked child: the save is not its own
+        if pid != os.getpid():  # in a forked child: the save belongs to the parent
             return
         for error, target in self._kept:
             sys.stderr.write(
@@ -62,9 +61,9 @@ class Failures:
 
 
 def _end_with(code: int) -> None:
-    """Let the process end with this exit code when Python has done everything that it does at its end.
+    """Let the process end with this exit code after Python has done all its work at exit.
 
-    Functions of `__cxa_atexit` run after Python's end, the last one registered first: `fflush(NULL)`, then
+    Functions of `__cxa_atexit` run after Python's end, in reverse order of registration: first `fflush(NULL)`, then
     `_exit(code)`.
     """
     try:

@@ -1,4 +1,4 @@
-"""Files and their bytes, with no silent short transfer. Needs no torch: `regions.py` has what moves tensors."""
+"""Reads and writes bytes of files; a short transfer is never silent. It needs no torch; `regions.py` moves tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a small file. Raises `CheckpointCorruptError` where it is none."""
+    """The text of a small file. Raises `CheckpointCorruptError` if it is not text."""
     with opened(path, os.O_RDONLY) as fd, os.fdopen(fd, "rb", closefd=False) as file:
         data = file.read()
     try:
@@ -42,7 +42,7 @@ def read_text(path: Path) -> str:
 
 
 def create(path: Path, header: bytes, size: int) -> None:
-    """Make a file at its full size (so that a full disk shows now) and write its header."""
+    """Make a file with its full size, so that a full disk shows now, and write its header."""
     with opened(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as fd:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, size)
@@ -53,7 +53,7 @@ def create(path: Path, header: bytes, size: int) -> None:
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """`pwrite` until everything is written; the operating system's error is raised as it is."""
+    """Call `pwrite` until everything is written; errors of the operating system are passed on."""
     while data:
         done = os.pwrite(fd, data[:PIECE_BYTES], offset)
         data, offset = data[done:], offset + done

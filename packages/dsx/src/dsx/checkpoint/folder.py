@@ -1,13 +1,13 @@
-"""The folder that holds checkpoints: tags, `latest`, what killed saves leave behind, and who saves in it.
+"""The folder of checkpoints: tags, `latest`, leftovers of killed saves, and the lock of the saving job.
 
     <folder>/<tag>/                       a committed checkpoint; a tag is a plain name
-    <folder>/latest                       text: the tag that is loaded when none is asked for
+    <folder>/latest                       text: the tag that is loaded if none is given
     <folder>/.tmp-<tag>-<12 hex digits>/  a checkpoint that is being written
     <folder>/.old-<tag>-<12 hex digits>/  a checkpoint of the same tag that is being replaced
-    <folder>/.saving                      locked by the job that saves; its text says who that is
+    <folder>/.saving                      locked by the job that saves; its text names that job
 
-The lock makes it certain that `.tmp-` and `.old-` folders belong to nobody any more, so that the next save, of whatever
-tag, can clear them away; and it names a second job that saves in the same folder at the same time.
+While a job holds the lock, no other job uses `.tmp-` and `.old-` folders, so that it can remove old ones of any tag. If
+two jobs save in the same folder at the same time, the lock's text names the other job.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHOWN_TAGS = 20
 
 
 def check_folder(folder: object, argument: str) -> Path:
-    """The folder that a caller gave. Raises `CheckpointArgumentError` for None, "" and what is no path."""
+    """The folder that a caller gave, as a path. Raises `CheckpointArgumentError` for None, "" and other objects."""
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
         raise CheckpointArgumentError(
             f"{argument}: got {shown(folder)}, expected the path of a folder, such as 'checkpoints'"
@@ -49,7 +49,9 @@ def check_folder(folder: object, argument: str) -> Path:
 
 
 def check_one_folder(call: str, paths: Sequence[str]) -> None:
-    """Raise `CheckpointArgumentError` unless all ranks named one folder; `paths`: each rank's, without links."""
+    """Raise `CheckpointArgumentError` unless all ranks named the same folder; `paths`: each rank's, with links
+    resolved.
+    """
     if len(set(paths)) > 1:
         first = {path: rank for rank, path in reversed(list(enumerate(paths)))}
         named = "; ".join(f"rank {rank}: {path}" for path, rank in sorted(first.items(), key=lambda item: item[1])[:10])
@@ -81,14 +83,15 @@ def tags_in(root: Path) -> list[str]:
 
 
 def resolve_tag(root: Path, tag: str | None) -> str | None:
-    """`tag`, or what `latest` says; None when there is no checkpoint at all.
+    """`tag`, or the tag in `latest`; None if there is no checkpoint at all.
 
-    Where `latest` is missing (a save was killed just before it wrote it), the newest checkpoint that it was to name.
+    If `latest` is missing (a save was killed just before it wrote the file), the newest checkpoint that was saved with
+    `save_latest=True`.
 
     Raises:
-        CheckpointArgumentError: the tag is no plain folder name.
-        CheckpointError: the folder is a file, or one tag's folder, or has only checkpoints that were saved with
-            `save_latest=False`, or another program's.
+        CheckpointArgumentError: the tag is not a plain folder name.
+        CheckpointError: the folder is a file, or the folder of one tag, or has only checkpoints that were saved with
+            `save_latest=False` or by another program.
         CheckpointCorruptError: `latest` is damaged.
     """
     if tag is not None:
@@ -117,13 +120,13 @@ def resolve_tag(root: Path, tag: str | None) -> str | None:
 
 
 def newest_meant_as_latest(root: Path) -> str | None:
-    """The youngest checkpoint that `latest` was to name: its save was killed before, or the file was lost since."""
+    """The youngest checkpoint that was saved with `save_latest=True`, if the file `latest` is missing."""
     return next(meant_as_latest(root), None)
 
 
 def meant_as_latest(root: Path) -> Iterator[str]:
-    """The tags of all checkpoints that `latest` was to name, the youngest first. Those that cannot be read are passed
-    over with a warning.
+    """The tags of all checkpoints that were saved with `save_latest=True`, the youngest first. Those that cannot be
+    read are skipped with a warning.
     """
     paths = [root / tag / INDEX_NAME for tag in tags_in(root)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
@@ -152,7 +155,7 @@ def _tag_of_latest(latest: Path) -> str:
 
 
 def find_checkpoint(root: Path, tag: str) -> Path:
-    """The folder of a committed checkpoint. Raises `CheckpointError` that says what there is instead."""
+    """The folder of a committed checkpoint. Raises `CheckpointError` with the tags that exist."""
     folder = root / check_tag(tag)
     if not folder.exists():  # a save that replaced this tag was killed between its two renames
         folder = next((old for old in _replaced(root, tag) if (old / INDEX_NAME).is_file()), folder)
@@ -174,7 +177,7 @@ _DEEPSPEED = re.compile(
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raise `CheckpointError` where a folder holds a checkpoint of DeepSpeed."""
+    """Raise `CheckpointError` if a folder has a checkpoint of DeepSpeed."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     found = next((name for name in names if _DEEPSPEED.fullmatch(name)), None)
     if found is not None:
@@ -184,12 +187,13 @@ def refuse_foreign(folder: Path) -> None:
         )
 
 
-# - Saving in it
+# - Saving
 
 
 @contextmanager
 def saving(root: Path, tag: str) -> Iterator[None]:
-    """This process saves in `root`: no other may at the same time, and what killed saves left is cleared away first.
+    """Inside the context this process saves in `root`, and no other process may. Leftovers of killed saves are removed
+    first.
 
     Raises:
         CheckpointError: another process, which it names, is saving there.
@@ -201,18 +205,18 @@ def saving(root: Path, tag: str) -> Iterator[None]:
         yield
     finally:
         if fd is not None:
-            (root / _LOCK_NAME).unlink(missing_ok=True)  # before the lock is given up: see `_lock`
-            fcntl.flock(fd, fcntl.LOCK_UN)  # closing alone would leave it with children that were forked meanwhile
+            (root / _LOCK_NAME).unlink(missing_ok=True)  # before the lock is released: see `_lock`
+            fcntl.flock(fd, fcntl.LOCK_UN)  # after a close alone, children forked meanwhile would still hold the lock
             os.close(fd)
 
 
 def _lock(path: Path, tag: str) -> int | None:
-    """A descriptor that holds the lock; None on a file system that has no locks."""
+    """A descriptor that holds the lock; None if the file system has no locks."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever held the lock before has removed the file: what is locked here may be a file without a name.
+            # The earlier holder of the lock removes the file, so the locked file may have no name any more.
             if path.exists() and os.path.samestat(os.fstat(fd), os.stat(path)):
                 _sign(fd, f"process {os.getpid()} on {socket.gethostname()}, tag {tag}")
                 return fd
@@ -233,7 +237,7 @@ def _lock(path: Path, tag: str) -> int | None:
 
 
 def _sign(fd: int, text: str) -> None:
-    """Say in the lock's file who holds it. On a full disk the lock holds without."""
+    """Write into the lock's file who holds it. On a full disk the lock works without this text."""
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, text.encode(), 0)
@@ -244,10 +248,10 @@ def _sign(fd: int, text: str) -> None:
 
 
 def clear_leftovers(root: Path, only_tag: str | None = None) -> None:
-    """Remove what killed saves left; a checkpoint whose only copy lies under its `.old-` name gets its own name back.
+    """Remove leftovers of killed saves. A checkpoint whose only copy has an `.old-` name gets its own name back.
 
     Args:
-        only_tag: leave other tags' alone, because it is not certain that nobody is writing them.
+        only_tag: remove only leftovers of this tag, because other jobs may be writing other tags.
     """
     for path in sorted(root.iterdir()):
         found = _LEFTOVER.fullmatch(path.name)
@@ -272,7 +276,7 @@ def _remove(path: Path) -> None:
 
 
 def unfinished(root: Path) -> list[tuple[str, Path]]:
-    """Tag and folder of what killed saves left: being written, or being replaced."""
+    """Tags and folders of leftovers of killed saves: checkpoints that were being written or replaced."""
     matches = ((path, _LEFTOVER.fullmatch(path.name)) for path in root.iterdir()) if root.is_dir() else ()
     return sorted((found["tag"], path) for path, found in matches if found is not None)
 
@@ -283,16 +287,15 @@ def _replaced(root: Path, tag: str) -> list[Path]:
 
 
 def publish(temporary: Path, target: Path, *, latest: bool) -> Path | None:
-    """Give a finished checkpoint its name: from here on it exists. Then let `latest` name it, if so wished.
+    """Give a finished checkpoint its name, with which it exists. Then write its tag into `latest`, if asked.
 
     Returns:
-        Where the checkpoint is that had this name before, for `remove_replaced`; None if there was none.
+        The folder of the checkpoint that had this name before, for `remove_replaced`; None if there was none.
     """
     sync_folder(temporary)
     replaced = None
     if target.exists():
-        # Two renames are not one step: killed between them, the tag is found under its `.old-` name
-        # (`find_checkpoint`).
+        # Two renames are not atomic. After a kill between them, `find_checkpoint` finds the tag under its `.old-` name.
         replaced = target.with_name(f"{_BEING_REPLACED}{target.name}-{uuid.uuid4().hex[:12]}")
         os.rename(target, replaced)
     os.rename(temporary, target)

@@ -1,8 +1,8 @@
-"""The checkpoint format as data: what the index file `dsx.json` says. `docs/checkpoint-format.md` has it on one page.
+"""The checkpoint format as data: the contents of the index file `dsx.json`. `docs/checkpoint-format.md` describes it.
 
-The idea: a checkpoint is a set of named tensors with a global shape. Tensors lie whole in safetensors files, so that
-any safetensors reader opens them; nothing is pickled. Which rank wrote which part is nowhere to be read: every load is
-a re-shard.
+A checkpoint is a set of named tensors with their global shapes. Tensors are stored unsharded in safetensors files, so
+that any safetensors reader can open them; nothing is pickled. The checkpoint does not say which rank wrote which part:
+every load shards the tensors again.
 
     <dir>/<tag>/dsx.json                          this index
     <dir>/<tag>/model*.safetensors                parameters and buffers, under the names of the module's state_dict
@@ -12,11 +12,11 @@ a re-shard.
     <dir>/latest                                  text: the tag
 
 Each tensor is hashed in chunks of a fixed number of bytes; headers and the index itself have hashes too. Other files in
-the folder (config.json, tokenizers) are nothing of ours: they are listed and left alone.
+the folder (config.json, tokenizers) do not belong to dsx: they are listed and left unchanged.
 
-This module needs no torch, so that tools can look at an index quickly. Left out: where the bytes go (`plan.py`), how
-they are moved (`files.py`), who moves them (`writing.py`, `reading.py`), and how the text is checked when it is read
-(`parsing.py`, `version1.py`).
+This module needs no torch, so that tools can read an index quickly. Left out: the places of the bytes (`plan.py`),
+moving them (`files.py`, `writing.py`, `reading.py`), and the checks of the text when it is read (`parsing.py`,
+`version1.py`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ FORMAT = "dsx-checkpoint"
 VERSION = 3
 INDEX_NAME = "dsx.json"
 LATEST_NAME = "latest"
-NODE_NAME = "node.json"  # where each node has a disk of its own: which bytes are there (`node_part.py`)
+NODE_NAME = "node.json"  # if each node has its own disk: the bytes that are on it (`node_part.py`)
 WEIGHT_MAP_NAME = "model.safetensors.index.json"
 HASH = "crc32"
-CHUNK_BYTES = 4 << 20  # of a tensor; small enough that damage is located, large enough that 1 TB has 250 000
+CHUNK_BYTES = 4 << 20  # of a tensor: small enough to locate damage, large enough that 1 TB has only 250 000 chunks
 MODEL, OPTIMIZER, CLIENT = "model", "optimizer", "client"
 FAMILIES = (MODEL, OPTIMIZER, CLIENT)
-MASTER = "master"  # in the place of a state's name: the parameter in full precision
-FLOAT_MARKER = "__float__"  # {"__float__": "inf"}: a number that JSON cannot say
+MASTER = "master"  # used like the name of a state: the parameter in full precision
+FLOAT_MARKER = "__float__"  # {"__float__": "inf"}: a number that JSON cannot express
 CHECKSUM_MARK = ',"checksum":"'
 
 # safetensors' dtype names -> (torch attribute, bytes per element)
@@ -109,7 +109,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor as the index has it: its place and the hashes of its chunks."""
+    """A tensor in the index: its place and the hashes of its chunks."""
 
     placed: Placed
     chunks: Chunks
@@ -122,7 +122,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be: its size, and the hash of its first `header_bytes` bytes, which are nobody's tensor."""
+    """The expected size of a file, and the hash of its first `header_bytes` bytes, which belong to no tensor."""
 
     nbytes: int
     header_bytes: int
@@ -134,20 +134,18 @@ class Index:
     """The whole content of `dsx.json`.
 
     Attributes:
-        files: the files that dsx wrote beside the index.
+        files: the files that dsx wrote in addition to the index.
         tensors: family -> name in the family's files -> tensor. Families are "model", "optimizer" and "client"; the
             optimizer's names are `<state>/<parameter>`, with "master" in the place of a state for the parameter in full
             precision.
-        aliases: parameter -> its other (tied) names. Has every parameter that is there, so that buffers can be told
-            from them.
+        aliases: parameter -> its other (tied) names. It has every parameter, so that buffers can be told from them.
         excluded: parameters left out on request.
         scalars: optimizer states that are one number: state -> parameter -> value.
         state: encoded (see `encode.py`): training state and client state.
-        latest: was `latest` to name it? A load takes such a one where that file is missing.
-        ranks: encoded, in rank order: what each rank alone knows, such as its random states; empty where nothing was
-            given.
-        writer: which version of dsx wrote it.
-        version: of the format it was read from.
+        latest: whether it was saved with `save_latest=True`. If the file `latest` is missing, a load uses such a one.
+        ranks: encoded, in rank order: the state of each rank alone, such as its random states; may be empty.
+        writer: the version of dsx that wrote it.
+        version: the version of the format that it was read from.
     """
 
     files: dict[str, FileEntry]

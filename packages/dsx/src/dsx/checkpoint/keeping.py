@@ -1,9 +1,9 @@
-"""Which older checkpoints are removed when a new one is there.
+"""Removes older checkpoints after a new one was saved.
 
-Only checkpoints that `latest` was to name take part: one saved with `save_latest=False` (the best so far, a release) is
-never removed, and neither are the new checkpoint, folders of other programs, and what cannot be read. A checkpoint is
-first renamed to the name of an unfinished one, so that a process killed in between leaves nothing that a load could
-find; the next save clears it away.
+Only checkpoints that were saved with `save_latest=True` are removed: one saved with `save_latest=False` (the best so
+far, a release) always stays, and so do the new checkpoint, folders of other programs, and folders that cannot be read.
+A checkpoint is first renamed to the name of an unfinished one. So if the process is killed during the removal, no load
+can find the rest, and the next save removes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Keeping:
 
     Attributes:
         last: this many of the newest, the new one included; None: all.
-        every: also those of which the number of updates is a multiple of this; None: no others.
+        every: also keep those whose number of updates is a multiple of this; None: no others.
     """
 
     last: int | None = None
@@ -42,8 +42,8 @@ class Keeping:
                 raise CheckpointArgumentError(f"{name}: got {value!r}, expected a whole number of 1 or more, or None")
 
     def remove_others(self, newest: Path) -> list[str]:
-        """Remove what need not be kept beside `newest`, a committed checkpoint; returns the tags. Errors are warned of:
-        the new checkpoint is there, whatever becomes of the old ones.
+        """Remove checkpoints that need not be kept after `newest` was committed; returns their tags. An error is only
+        logged as a warning, because the new checkpoint exists in any case.
         """
         removed = []
         for tag in removable(newest.parent, self, newest.name):
@@ -82,7 +82,7 @@ def removable(root: Path, keeping: Keeping, newest: str) -> list[str]:
 
 
 def updates_of(state: object) -> int | None:
-    """The number of updates in an encoded state; None in one that no engine wrote."""
+    """The number of updates in an encoded state; None if no engine wrote the state."""
     for key in ("engine", "counters", "global_steps"):
         state = state.get(key) if isinstance(state, dict) else None
     return state if isinstance(state, int) else None

@@ -1,11 +1,11 @@
-"""Files whose content has not changed since the last checkpoint are linked instead of written again.
+"""Links files whose content has not changed since the last checkpoint, instead of writing them again.
 
-Frozen parameters lie in files of their own (`plan.py`), so that training does not touch these files. Before such a file
-is written, all ranks hash what they hold of it. If that gives the hashes in the index of the checkpoint before, the new
-checkpoint gets a hard link to the file that is there. Checkpoints stay independent: the file's bytes go when the last
-link goes. The content of the old file is not read again for this; `dsx checkpoint verify` does.
+Frozen parameters are in separate files (`plan.py`), which training does not change. Before such a file is written, all
+ranks hash their parts of it. If the hashes equal those in the index of the last checkpoint, the new checkpoint gets a
+hard link to the existing file. Checkpoints stay independent: the file's bytes are deleted with the last link. The old
+file is not read again for this; `dsx checkpoint verify` reads it.
 
-A file system without hard links, or with too many of them, makes the file be written as usual.
+If the file system has no hard links, or too many of them exist, the file is written as usual.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .snapshot import Piece
 Candidates = dict[str, tuple[str, dict[str, tuple[int, ...]]]]
 """File -> the path of the old file, and the hashes of the tensors in it."""
 Known = dict[tuple[str, str, Region], dict[int, int]]
-"""(family, name, region) -> registers of the chunks it lies in, for what has been hashed already."""
+"""(family, name, region) -> registers of its chunks, for regions that were hashed already."""
 
 
 def find_candidates(plan: WritePlan, root: Path) -> Candidates:
-    """Files of the plan that the newest checkpoint in `root` may have already; of one process."""
+    """Files of the plan that the newest checkpoint in `root` may have already. Called by one process."""
     steady = [file for file in plan.files if file.name in plan.steady]
     newest = newest_meant_as_latest(root) if steady else None
     if newest is None:
@@ -73,7 +73,7 @@ def hash_pieces(plan: WritePlan, pieces: Iterable[Piece], files: Mapping[str, ob
 
 
 def unchanged_files(plan: WritePlan, candidates: Candidates, everyone: Iterable[Known]) -> list[str]:
-    """Those candidates of which all ranks together hold exactly what the old file has."""
+    """The candidates whose old file has exactly the values that all ranks together hold."""
     registers: dict[str, list[int]] = {}
     chunks = {name: plan.chunks(family, name) for family, placed in plan.placed.items() for name in placed}
     seen: set[tuple[str, str, Region]] = set()
@@ -93,7 +93,7 @@ def unchanged_files(plan: WritePlan, candidates: Candidates, everyone: Iterable[
 
 
 def link(old: str, new: Path) -> bool:
-    """Give the old file a second name; False where the file system cannot."""
+    """Make a hard link to the old file; returns False if the file system cannot."""
     try:
         os.link(old, new)
     except OSError as error:

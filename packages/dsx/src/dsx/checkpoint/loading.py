@@ -1,8 +1,8 @@
-"""A load: every load is a re-shard.
+"""Loads a checkpoint. Every load shards the tensors again.
 
-A rank asks for the regions it holds now. A load has two steps: `prepare_load` reads, verifies (`verify=False` skips
-that) and compares everything, and all ranks agree that they have done so well; `Prepared.install` changes the model. A
-checkpoint that is damaged or does not fit leaves every model as it was. Between the steps what was read lies in host
+Each rank asks for the regions that it holds now. A load has two steps. `prepare_load` reads, verifies (unless
+`verify=False`) and compares everything, and all ranks agree that this succeeded. `Prepared.install` changes the model.
+If a checkpoint is damaged or does not fit, every model stays unchanged. Between the steps the values are in host
 memory: as many bytes as this rank holds.
 """
 
@@ -37,18 +37,18 @@ class Loadable(Protocol):
     def slices(self) -> Iterable[Any]: ...
 
     def read_slices(self, reader: Reader) -> Any:
-        """Read without changing anything; what is returned has a collective `install()`."""
+        """Read without changing anything; the result has a collective method `install()`."""
         ...
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was read beside the tensors.
+    """The result of a load, except the tensors.
 
     Attributes:
-        state: what `save` was given.
-        rank_state: what this rank gave; None where another number of ranks saved, or nothing was given.
-        missing, unexpected: names of the model that the checkpoint does not have, and the other way round.
+        state: the `state` that `save` was given.
+        rank_state: the `rank_state` of this rank; None if another number of ranks saved, or none was given.
+        missing, unexpected: names of the model that the checkpoint does not have, and names that only it has.
         saved_by: how many ranks gave a `rank_state`.
     """
 
@@ -62,14 +62,14 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checkpoint that was read, verified and found to fit; the model is as it was until `install`."""
+    """A checkpoint that was read and verified, and that fits. The model is unchanged until `install`."""
 
     loaded: Loaded
     _buffers: list[tuple[torch.Tensor, torch.Tensor]]
     _slices: Any
 
     def install(self) -> Loaded:
-        """Write everything into the model and the optimizer. Collective, and only once."""
+        """Write everything into the model and the optimizer. Collective. Can be called once."""
         with torch.no_grad():
             while self._buffers:
                 buffer, value = self._buffers.pop()
@@ -92,25 +92,25 @@ def prepare_load(
     selection: Selection | None = None,
     disks: LoadDisks | None = None,
 ) -> Prepared | None:
-    """Read and verify on every rank what `module` (buffers) and `optimizer` (parameters, masters, states) need;
-    collective.
+    """Read and verify on every rank the data for `module` (buffers) and `optimizer` (parameters, masters, states).
+    Collective.
 
-    Nothing is changed: an error on one rank is the same error on all, and leaves every model as it was.
+    Nothing is changed. An error on one rank is raised on all ranks, and every model stays unchanged.
 
     Args:
-        ranks: all ranks that hold a part of the model; None: all there are.
-        places: for tensors of which this rank holds a part, or that have another name in the whole model.
-        strict: names that do not fit are an error; else what fits is loaded.
-        selection: which tensors, and under which names.
-        disks: how the ranks reach the folder; None: all see the same one.
+        ranks: all ranks that hold a part of the model; None: all ranks.
+        places: the places of tensors of which this rank holds a part, or that have another name in the whole model.
+        strict: names that do not fit are an error; False: names that fit are loaded.
+        selection: which tensors to load, and under which names.
+        disks: the disks of the nodes; None: all ranks see the same folder.
 
-    Where no tag was asked for and the latest checkpoint is damaged, the one before it is taken, and a warning says so.
+    If no tag was given and the latest checkpoint is damaged, the one before it is loaded, with a warning.
 
     Returns:
-        None when `directory` has no checkpoint and no tag was asked for.
+        None if `directory` has no checkpoint and no tag was given.
 
     Raises:
-        CheckpointError: there is something, but nothing that can be loaded.
+        CheckpointError: the folder is not empty, but has no checkpoint that can be loaded.
     """
     ranks, disks = ranks or default_ranks(), disks or OneDisk()
     root = ranks.all_or_none("finding a checkpoint", lambda: check_folder(directory, "directory"))
@@ -137,7 +137,7 @@ def prepare_load(
 
 
 class LoadDisks(Protocol):
-    """How the ranks reach the folder: one that all see (`OneDisk`), or one on each node (`nodes.disks.NodeDisks`).
+    """The disks of the ranks: one folder that all see (`OneDisk`), or one on each node (`nodes.disks.NodeDisks`).
 
     Attributes:
         parts: whether a folder may hold a part of a checkpoint's bytes.
@@ -150,17 +150,17 @@ class LoadDisks(Protocol):
         ...
 
     def candidates(self, root: Path, tag: str | None, ranks: Ranks) -> Iterable[str]:
-        """The tags to try, the same on all ranks: the one that is asked for, or the latest, then older ones.
-        Collective, also when the next one is asked for.
+        """The tags to try, the same on all ranks: the given one, or the latest and then older ones. Collective; so is
+        each step of the iteration.
         """
         ...
 
     def make_ready(self, root: Path, name: str, request: LoadRequest, ranks: Ranks) -> None:
-        """Bring what this rank needs of a checkpoint where it can read it. Collective."""
+        """Make the parts of a checkpoint that this rank needs readable for it. Collective."""
         ...
 
     def checks(self, ranks: Ranks) -> bool:
-        """Whether this rank compares sizes and headers of files for those that see the same."""
+        """Whether this rank compares sizes and headers of files, on behalf of all ranks that see the same folder."""
         ...
 
 
@@ -183,7 +183,7 @@ class OneDisk:
             yield from ranks.together("looking for an older checkpoint", lambda: _older(root, name))[0]
 
     def make_ready(self, root: Path, name: str, request: LoadRequest, ranks: Ranks) -> None:
-        """Nothing: all ranks see everything."""
+        """Does nothing: all ranks see all files."""
 
     def checks(self, ranks: Ranks) -> bool:
         """See `LoadDisks`."""
@@ -191,13 +191,13 @@ class OneDisk:
 
 
 def _older(root: Path, name: str) -> list[str]:
-    """Checkpoints that may take the place of a damaged one, the youngest first."""
+    """Checkpoints that may be loaded instead of a damaged one, the youngest first."""
     return [tag for tag in meant_as_latest(root) if tag != name]
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What a load is to fill, and how; the arguments of `prepare_load`."""
+    """The arguments of `prepare_load`: the objects to fill, and the options."""
 
     module: nn.Module
     optimizer: Loadable
@@ -209,7 +209,7 @@ class LoadRequest:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a `Reader` is to know."""
+        """The options for a `Reader`."""
         return {
             "optimizer_states": self.optimizer_states, "verify": self.verify, "places": self.places,
             "selection": self.selection,
@@ -240,7 +240,7 @@ class LoadRequest:
 
         Args:
             checks: this rank compares sizes and headers of the files.
-            parts: the folder may hold one node's part of the bytes, with all that this rank needs.
+            parts: the folder may have only one node's part of the bytes, which contains all that this rank needs.
         """
         reader: Any = None
 
@@ -300,19 +300,21 @@ def _compare(
     missing = tuple(
         n for n in wanted if reader.selection.wants(n) and not reader.has(n) and stored[n] not in reader.index.excluded
     )
-    whole = reader.selection.weights and reader.selection.only is None  # else leaving something out is the purpose
+    whole = reader.selection.weights and reader.selection.only is None  # a selection leaves out names on purpose
     return missing, frozenset(reader.index.tensors[MODEL]) - set(stored.values()) if whole else frozenset()
 
 
 def _differs_in_rows(reader: Reader, name: str, stored: tuple[int, ...], here: tuple[int, ...]) -> bool:
-    """Is this a tensor that may have other rows, and differs in nothing else?"""
+    """Is this a tensor that may have another number of rows, and does only that differ?"""
     return reader.selection.may_pad(name) and len(stored) == len(here) > 0 and stored[1:] == here[1:]
 
 
 def _merge(
     folder: Path, ranks: list[tuple[tuple[str, ...], frozenset[str]]], strict: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What any rank misses, and what no rank has. Raises `CheckpointError` if that is something and `strict`."""
+    """The names that any rank misses, and those that no rank has. Raises `CheckpointError` if `strict` and there are
+    any.
+    """
     missing = tuple(dict.fromkeys(name for names, _ in ranks for name in names))
     unexpected = tuple(sorted(frozenset.intersection(*(names for _, names in ranks))))
     if strict and (missing or unexpected):

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and how two differ, from their indexes alone, without torch."""
+"""Describes a checkpoint, and the differences of two, from their indexes alone and without torch."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def tensor_lines(index: Index, pattern: str = "") -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing in which two checkpoints differ. `what`: "only in first", "only in second", "shape", "dtype", "values"
-    or "state".
+    """One difference of two checkpoints. `what`: "only in first", "only in second", "shape", "dtype", "values" or
+    "state".
     """
 
     what: str
@@ -96,9 +96,9 @@ class Difference:
 
 
 def differences(first: Index, second: Index) -> Iterator[Difference]:
-    """By names, shapes, dtypes and hashes, and by the state beside the tensors.
+    """Compare names, shapes, dtypes and hashes, and the state that is not tensors.
 
-    Hashes tell values apart where both were hashed in chunks of one size; those of format version 1 were not.
+    Values are compared by hashes, if both checkpoints were hashed in chunks of the same size; format version 1 was not.
     """
     for family in FAMILIES:
         one, other = first.tensors[family], second.tensors[family]

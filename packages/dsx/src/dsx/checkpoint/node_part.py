@@ -1,4 +1,4 @@
-"""What of a checkpoint lies in the folder of one node: `node.json` beside the index (see `nodes/`).
+"""The part of a checkpoint in the folder of one node: `node.json`, in addition to the index (see `nodes/`).
 
 `node.json` is one JSON object with a checksum of itself:
 
@@ -34,7 +34,7 @@ _KEYS = ("format", "version", "index", "latest", "saved_at", "node", "nodes", "s
 
 @dataclass(frozen=True)
 class NodePart:
-    """What of one save lies in a folder; see the module's text."""
+    """The part of one save that is in a folder; see the module's text."""
 
     index: str
     latest: bool

@@ -1,13 +1,13 @@
-"""Reading the index of format version 1 (until November 2026): slices with a hash each, families told by the names of
-files.
+"""Reads the index of format version 1 (until November 2026), in which each slice has a hash, and the names of files
+tell the family.
 
     {"format", "version": 1, "hash": "crc32",
      "tensors": {name: {"dtype", "shape", "file", "offset"}}, "slices": {name: [[first, behind the last, hash], ...]},
      "aliases", "excluded", "scalars", "state", and "checksum" in all but the first}
 
-A slice is what one rank wrote: a range of elements, row by row. It becomes a chunk of its own size here. Sizes and
-headers of the files were not stored; they follow from the tensors, because all files of this version were laid out by
-one rule (`plan.py`).
+A slice is the range of elements that one rank wrote, row by row. Here it becomes a chunk of that size. Sizes and
+headers of the files were not stored; they are computed from the tensors, because all files of this version had the same
+layout (`plan.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEYS = ("format", "version", "hash", "tensors", "slices", "aliases", "excluded"
 
 
 def parse_version1(data: dict[str, Any]) -> Index:
-    """The index as today's. Raises `ValueError`, `TypeError` or `KeyError` for what no dsx has written."""
+    """The index in the present form. Raises `ValueError`, `TypeError` or `KeyError` if dsx cannot have written it."""
     expect_keys("the index", data, _KEYS)
     if data["hash"] != HASH:
         raise ValueError(f"hash {shown(data['hash'])}, expected {HASH!r}")

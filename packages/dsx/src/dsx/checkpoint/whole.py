@@ -23,7 +23,7 @@ class WholeTensors(Mapping[str, torch.Tensor]):
 
     @staticmethod
     def of(path: Path) -> WholeTensors:
-        """Of the checkpoint in this folder, a tag's."""
+        """The tensors of the checkpoint in this folder, which is that of a tag."""
         return WholeTensors(open_checkpoint(path.parent, path.name))
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -1,17 +1,16 @@
-"""Writing a checkpoint, in four phases, each an object or a function of its own:
+"""Writes a checkpoint in four phases, each of which is an object or a function:
 
     1) snapshot   every rank lists what it holds (`snapshot.py`)
     2) plan       the lists of all ranks become files, offsets, and which rank writes what (`plan.py`)
     3) write      rank 0 makes a temporary folder with the files at full size, or with links to files that have not
                   changed (`linking.py`); every rank writes and hashes its pieces, and flushes
-    4) commit     rank 0 writes the index and renames the folder: from here on the checkpoint exists; then `latest` is
+    4) commit     rank 0 writes the index and renames the folder: from then on the checkpoint exists; then `latest` is
                   replaced, and old checkpoints are removed (`keeping.py`)
 
-All ranks take every step, and a failure on one rank becomes the same error on all. Until the rename nothing that was
-there before has been touched; a process killed earlier leaves a `.tmp-` folder, which the next save clears away
-(`folder.py`).
+All ranks do every step, and a failure on one rank is raised on all. Until the rename, existing checkpoints are not
+changed. A process that is killed before leaves a `.tmp-` folder, which the next save removes (`folder.py`).
 
-Phases 1 and 2 make a `PlannedSave`. `behind.py` runs phases 3 and 4 on a thread of its own, with copies of the pieces.
+Phases 1 and 2 make a `PlannedSave`. `behind.py` runs phases 3 and 4 on a separate thread, with copies of the pieces.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ from .snapshot import Piece, Place, Snapshot
 
 
 class Disks(Protocol):
-    """How ranks reach the folder: one that all see (`SharedDisk`), or one on each node (`nodes.disks.NodeDisks`)."""
+    """The disks of the ranks: one folder that all see (`SharedDisk`), or one on each node (`nodes.disks.NodeDisks`)."""
 
     def check_folders(self, call: str, paths: Sequence[str]) -> None:
         """Raise `CheckpointArgumentError` unless ranks that see the same disk name the same folder."""
         ...
 
     def planned(self, planned: PlannedSave, announcements: Sequence[Announcement], ranks: Ranks) -> PlannedSave:
-        """The save as it is carried out. Collective."""
+        """The plan that is carried out on these disks. Collective."""
         ...
 
 
@@ -71,20 +70,20 @@ class SharedDisk:
 
 
 Written = dict[tuple[str, str], list[tuple[Region, dict[int, int]]]]
-"""(family, name) -> the regions of one rank with the registers of the chunks they lie in (see `crc.py`)."""
+"""(family, name) -> the regions of one rank, with the registers of their chunks (see `crc.py`)."""
 
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """A save of which everything is decided: what remains can be done at once, or later on a thread of its own.
+    """A planned save. The rest can be done at once, or later on a separate thread.
 
     Attributes:
         plan: files, places, writers; the same on all ranks.
-        pieces: what this rank holds; views of living tensors, or copies of them (`copied`).
-        state: encoded.
-        temporary, target: the folder that is written, and the name it gets.
-        latest: whether `latest` is to name it.
-        keeping: which older checkpoints are removed when it is there.
+        pieces: the pieces of this rank: views of the model's tensors, or copies of them (`copied`).
+        state: the encoded state.
+        temporary, target: the folder that is written, and its final name.
+        latest: whether `latest` will name it.
+        keeping: which older checkpoints are removed afterwards.
     """
 
     plan: WritePlan
@@ -100,9 +99,9 @@ class PlannedSave:
         return dataclasses.replace(self, pieces=pieces)
 
     def run(self, ranks: Ranks) -> Path:
-        """Phases 3 and 4; collective. Raises `CheckpointError`, the same on all ranks; nothing is left behind then."""
+        """Do phases 3 and 4. Collective. Raises `CheckpointError`, the same on all ranks; then no files are left."""
         temporary, target, plan = self.temporary, self.target, self.plan
-        with ExitStack() as lock:  # rank 0's
+        with ExitStack() as lock:  # held by rank 0
             try:
                 only_zero = Rank0(lock, plan, temporary, target) if ranks.rank == 0 else None
                 candidates = ranks.together(f"making {temporary}", only_zero.prepare if only_zero else dict)[0]
@@ -122,7 +121,7 @@ class PlannedSave:
         return target
 
     def _link(self, ranks: Ranks, only_zero: Rank0 | None, candidates: Candidates) -> Known:
-        """Link files that have not changed; the registers of this rank's pieces in them. Collective."""
+        """Link files that have not changed. Returns the registers of this rank's pieces in them. Collective."""
         plan, doing = self.plan, f"comparing with the checkpoint before {self.target}"
         everyone = ranks.together(doing, lambda: hash_pieces(plan, self.pieces, candidates))
         unchanged = unchanged_files(plan, candidates, everyone)
@@ -149,7 +148,7 @@ def plan_save(
     chunk_bytes: int = CHUNK_BYTES,
     disks: Disks | None = None,
 ) -> PlannedSave:
-    """Phases 1 and 2 of `save`, which has the same arguments and errors. Collective; nothing is written."""
+    """Do phases 1 and 2 of `save`, which has the same arguments and errors. Collective; nothing is written."""
     ranks, disks = ranks or default_ranks(), disks or SharedDisk()
 
     def take() -> tuple[Path, Snapshot]:
@@ -180,30 +179,30 @@ def save(directory: str | os.PathLike[str], tag: str, *, ranks: Ranks | None = N
     """Write `<directory>/<tag>/` collectively; returns its path.
 
     Args:
-        module: its persistent buffers are saved; of replicas the lowest rank's.
-        slices: what this rank owns (`dsx_zero.ParamSlice`: name, aliases, shape, start, stop, trainable, param, master,
-            states, ranges). Over all ranks they must cover every parameter; what several ranks hold must be equal.
-        state: see `encode.py` for what it may hold. Rank 0's is kept.
-        rank_state: the same, of which each rank's is kept; the rank of this number gets it back where as many ranks
-            load.
-        ranks: all ranks that hold a part of the model; None: all there are.
-        places: for tensors of which this rank holds a part, or that have another name in the whole model.
+        module: the module whose persistent buffers are saved; of replicas, those of the lowest rank.
+        slices: the slices of this rank (`dsx_zero.ParamSlice`: name, aliases, shape, start, stop, trainable, param,
+            master, states, ranges). Over all ranks they must cover every parameter; elements that several ranks hold
+            must be equal.
+        state: values that `encode.py` accepts. Rank 0's state is saved.
+        rank_state: the same kinds of values, saved for each rank; a rank gets its own back if as many ranks load.
+        ranks: all ranks that hold a part of the model; None: all ranks.
+        places: the places of tensors of which this rank holds a part, or that have another name in the whole model.
         exclude_frozen: leave out parameters that are not trained.
-        save_latest: let `latest` name it.
-        keeping: which older checkpoints are removed when the new one is there; None: none.
+        save_latest: write the tag into `latest`.
+        keeping: which older checkpoints are removed after the save; None: none.
         max_file_bytes, chunk_bytes: size at which files are split, and bytes of a tensor that are hashed together.
-        disks: how the ranks reach the folder; None: all see the same one.
+        disks: the disks of the nodes; None: all ranks see the same folder.
 
     Raises:
         CheckpointArgumentError: folder, tag or state cannot be used, or ranks name different folders.
-        CheckpointError: anything else; the same on all ranks.
+        CheckpointError: any other failure; the same on all ranks.
     """
     ranks = ranks or default_ranks()
     return plan_save(directory, tag, ranks=ranks, **options).run(ranks)
 
 
 def _nothing() -> None:
-    """What ranks above 0 do while rank 0 works."""
+    """Does nothing; the ranks above 0 call this while rank 0 works."""
 
 
 # - Phase 3
@@ -216,10 +215,10 @@ def write_pieces(
     folder: Path,
     known: Known | None = None,
 ) -> Written:
-    """Write those of this rank's pieces that `writes` says, hash all of them, and flush.
+    """Write the pieces of this rank that `writes` selects, hash all pieces, and flush.
 
     Args:
-        known: registers of pieces that need not be written, because they lie in linked files.
+        known: registers of pieces that need not be written, because they are in linked files.
     """
     written: Written = {}
     by_file: dict[str, list[Piece]] = {}
@@ -246,17 +245,17 @@ def _write_piece(file: FileWriter, plan: WritePlan, piece: Piece, writes: Callab
         write_region(file, plan.placed[family][name], piece.region, values, sums)
         if not piece.in_memory:
             file.wait()
-    else:  # another rank writes its replica: this one only says what it has
+    else:  # another rank writes its replica; this rank only computes the hash
         hash_region(piece.spec, piece.region, values, sums)
     return sums.registers()
 
 
-# - Phase 4, and what rank 0 does before phase 3
+# - Phase 4, and the steps of rank 0 before phase 3
 
 
 @dataclass(frozen=True)
 class Rank0:
-    """The steps of a save that one process does for all."""
+    """The steps of a save that rank 0 does for all ranks."""
 
     lock: ExitStack
     plan: WritePlan
@@ -264,7 +263,7 @@ class Rank0:
     target: Path
 
     def prepare(self) -> Candidates:
-        """Take the lock of the folder and make all files at their full size, but for those that may be linked."""
+        """Take the lock of the folder and make all files with their full size, except those that may be linked."""
         self.lock.enter_context(saving(self.target.parent, self.target.name))
         self.temporary.mkdir()
         candidates = find_candidates(self.plan, self.target.parent)
@@ -276,7 +275,7 @@ class Rank0:
         return candidates
 
     def link_or_make(self, candidates: Candidates, unchanged: list[str]) -> list[str]:
-        """Link the files that have not changed and make the others; the names of those that were linked."""
+        """Link the files that have not changed and make the others; returns the names of the linked ones."""
         linked = [name for name in unchanged if link(candidates[name][0], self.temporary / name)]
         for file in self.plan.files:
             if file.name in candidates and file.name not in linked:
@@ -292,10 +291,10 @@ class Rank0:
 
 
 def build_index(plan: WritePlan, written: list[Written], state: Any, latest: bool) -> Index:
-    """The index of what all ranks have written.
+    """The index of a checkpoint, from the hashes of all ranks.
 
     Raises:
-        CheckpointError: ranks hold different values where they should hold the same.
+        CheckpointError: ranks hold different values of elements that should be equal.
     """
     headers = {file.name: (file.size, file.header) for file in plan.files}
     if plan.map_text:
@@ -318,7 +317,7 @@ def build_index(plan: WritePlan, written: list[Written], state: Any, latest: boo
 
 
 def _entry(plan: WritePlan, written: list[Written], family: str, name: str) -> Entry:
-    """A tensor's place, and the hashes of its chunks from what the ranks say of their regions."""
+    """A tensor's place and the hashes of its chunks, from the registers of the ranks' regions."""
     placed, writers, chunks = plan.placed[family][name], plan.writers[family][name], plan.chunks(family, name)
     registers = [0] * len(chunks)
     first: dict[Region, tuple[int, dict[int, int]]] = {}

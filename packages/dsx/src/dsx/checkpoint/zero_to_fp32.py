@@ -1,9 +1,9 @@
-"""Whole weights from a checkpoint folder, under the names that scripts call: of dsx's checkpoints and of DeepSpeed's.
+"""Full weights from a checkpoint folder of dsx or DeepSpeed, under the names of DeepSpeed's script.
 
     python -m dsx.checkpoint.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--safe_serialization] [--max_shard_size 5GB]
     python -m dsx.checkpoint.zero_to_torch CHECKPOINT_DIR OUTPUT_DIR --dtype bf16
 
-No file is executed, and tensors are read one by one. With `lazy_mode`, what is returned reads each tensor when it is
+No code in a file is executed, and tensors are read one by one. With `lazy_mode` the result reads each tensor when it is
 asked for.
 """
 
@@ -42,7 +42,7 @@ Folder = str | os.PathLike[str]
 DTYPE_NAMES = {
     "float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16"
 }  # fmt: skip
-"""What scripts call a dtype -> what `export` calls it."""
+"""The name of a dtype in scripts -> its name in `export`."""
 
 
 class LazyWeights(Mapping[str, torch.Tensor]):
@@ -63,7 +63,7 @@ class LazyWeights(Mapping[str, torch.Tensor]):
 
 
 def source_of(checkpoint_dir: Folder, tag: str | None = None) -> Source:
-    """A checkpoint of dsx or of DeepSpeed. Raises `CheckpointError` where there is neither."""
+    """A checkpoint of dsx or of DeepSpeed. Raises `CheckpointError` if there is neither."""
     root = check_folder(checkpoint_dir, "checkpoint_dir")
     found = deepspeed_folder(root, tag)
     return of_reader(open_checkpoint(root, tag)) if found is None else read_deepspeed(found)
@@ -72,10 +72,10 @@ def source_of(checkpoint_dir: Folder, tag: str | None = None) -> Source:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Folder, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> Mapping[str, torch.Tensor]:
-    """Whole fp32 weights and buffers on the host, tied ones under each name.
+    """Full fp32 weights and buffers on the host, tied ones under each name.
 
     Args:
-        tag: None: the one that `latest` names.
+        tag: the tag; None: the one that `latest` names.
         exclude_frozen_parameters: leave out parameters that are not trained.
         lazy_mode: return a mapping that reads each tensor when it is asked for, instead of a dictionary.
     """
@@ -92,16 +92,16 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write whole weights into a folder: safetensors, or `pytorch_model.bin` of torch.
+    """Write full weights into a folder: safetensors, or `pytorch_model.bin` of torch.
 
     Args:
-        dtype: of the floating-point weights and buffers, as torch's dtype or by name: float32, float16, bfloat16, or
-            fp32, fp16, bf16. Others keep theirs.
+        dtype: the dtype of floating-point weights and buffers, as torch's dtype or by name: float32, float16, bfloat16,
+            or fp32, fp16, bf16. Other tensors keep theirs.
         max_shard_size: size at which safetensors are split; None: one file. A file of torch is never split.
-        safe_serialization: safetensors.
+        safe_serialization: write safetensors.
 
     Raises:
-        CheckpointArgumentError: another dtype. Nothing is read or written then.
+        CheckpointArgumentError: the dtype is not one of these. Then nothing is read or written.
     """
     name = DTYPE_NAMES.get(str(dtype).removeprefix("torch.").lower())
     if name is None:
@@ -129,10 +129,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folder, tag: str | None = None) -> nn.Module:
-    """Load whole weights into `model`, tensor by tensor, and return it.
+    """Load full weights into `model`, tensor by tensor, and return it.
 
     Raises:
-        CheckpointError: names or shapes differ; nothing is changed then.
+        CheckpointError: names or shapes differ; then nothing is changed.
     """
     weights = LazyWeights(source_of(checkpoint_dir, tag))
     own = model.state_dict(keep_vars=True)
@@ -160,7 +160,7 @@ def get_optim_files(checkpoint_dir: Folder) -> list[str]:
 
 
 def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
-    """The file of rank 0's model states in a tag's folder of DeepSpeed. Raises as `get_optim_files`."""
+    """The file of rank 0's model states in a tag's folder of DeepSpeed. Raises like `get_optim_files`."""
     prefix = "zero_pp_rank_0_" if zero_stage == 3 else ""
     return _files(checkpoint_dir, f"{prefix}mp_rank_00_model_states.pt")[0]
 

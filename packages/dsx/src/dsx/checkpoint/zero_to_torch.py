@@ -1,8 +1,8 @@
-"""Whole weights in fp32, fp16 or bf16 from a checkpoint folder, by the command that scripts call.
+"""Full weights in fp32, fp16 or bf16 from a checkpoint folder, as a command.
 
     python -m dsx.checkpoint.zero_to_torch CHECKPOINT_DIR OUTPUT_DIR --dtype bf16 [--safe_serialization]
 
-The weights are those of `zero_to_fp32.py`, in another dtype: rounded once, from the masters.
+The weights are those of `zero_to_fp32.py` in another dtype: they are rounded once, from the masters.
 """
 
 from __future__ import annotations

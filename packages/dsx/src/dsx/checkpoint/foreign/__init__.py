@@ -1,4 +1,4 @@
-"""Checkpoints of other programs: read without running what is in them, and written as a checkpoint of dsx.
+"""Checkpoints of other programs: read without running code in them, and written as a checkpoint of dsx.
 
 from dsx.checkpoint.foreign import read_foreign
 source = read_foreign("deepspeed_run")        # a `Source`; tensors are read when they are asked for

@@ -39,7 +39,7 @@ def write_dcp(folder: Path, weights: Mapping[str, Tensor], optimizer_of: Source 
     writer = filesystem.FileSystemWriter(str(folder), sync_files=True, thread_count=1)
     planner = _OneAtATime(tensors, progress)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what is meant here
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is intended here
         state_dict_saver.save(state, storage_writer=writer, planner=planner, no_dist=True)
 
 
@@ -67,10 +67,10 @@ class _OneAtATime(DefaultSavePlanner):
 
 
 def _groups(source: Source, names: list[str]) -> list[dict[str, Any]]:
-    """The one parameter group, as torch's optimizer has it.
+    """The single parameter group, in the form of torch's optimizer.
 
-    Beside the checkpoint's numbers it has what the constructor of torch's optimizer of this name sets: a program that
-    loads the folder looks for these keys.
+    In addition to the checkpoint's numbers it has the entries that the constructor of torch's optimizer of this name
+    sets, because a program that loads the folder needs these keys.
     """
     engine = source.engine or {}
     numbers = next(iter(engine.get("param_groups") or []), {})

@@ -10,9 +10,9 @@ The layout, as its files and its documentation show it (`test_checkpoint_deepspe
     <tag>/layer_<l>_expert_<e>_mp_rank_00_model_states.pt     weights of an expert
     <tag>/zero/<parameter>/{fp32,exp_avg,...}.pt              universal: whole tensors
 
-Stages 1 and 2 lay the parameters of a group in one row and cut it into equal pieces, one per rank;
-`param_slice_mappings` says which part of which parameter a piece has. Stage 3 cuts every parameter into equal pieces,
-the last one padded. Masters are the parameters in fp32.
+At stages 1 and 2 the parameters of a group are flattened into one row, which is cut into equal pieces, one per rank;
+`param_slice_mappings` says which part of which parameter a piece has. At stage 3 every parameter is cut into equal
+pieces, the last one padded. Masters are the parameters in fp32.
 
 Optimizer states of stage 0, which have no names, are in `deepspeed_stage0.py`. Left out: error states of 1-bit
 optimizers.
@@ -182,7 +182,7 @@ def read_deepspeed(folder: Path) -> Source:
 
 
 class _Part:
-    """What the ranks of one model-parallel rank hold together."""
+    """The tensors that the data-parallel ranks of one model-parallel rank hold together."""
 
     def __init__(self, heads: list[Any], optim: list[Any]) -> None:
         self.heads, self.optim = heads, optim
@@ -204,7 +204,7 @@ class _Part:
 
     @property
     def stage(self) -> int:
-        """Of ZeRO."""
+        """The ZeRO stage."""
         saved = plain_item(self.optim[0].get("zero_stage", 0)) if self.optim else 0
         if isinstance(saved, Opaque):  # an enumeration's member, made from its value
             saved = next(iter(saved.made_from[0]), None)
@@ -213,7 +213,7 @@ class _Part:
         return saved
 
     def open(self) -> None:
-        """Say which tensors there are."""
+        """Find the tensors, without reading their values."""
         module = self.head["module"] or {}
         names = set(self.head.get("buffer_names") or ())
         self.buffers = {n: Tensor.of(v) for n, v in _tensors(module).items() if n in names}
@@ -316,7 +316,7 @@ def _group_shapes(head: dict[str, Any], group: int) -> dict[str, tuple[int, ...]
 
 
 def _dtype_of(head: dict[str, Any]) -> torch.dtype:
-    """Of the model's parameters, by the configuration."""
+    """The dtype of the model's parameters, from the configuration."""
     config = head.get("ds_config") or {}
     for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         section = config.get(key) if isinstance(config, dict) else None
@@ -383,10 +383,10 @@ def _add_layers(source: Source, layers: list[tuple[int, int, Path]], rules: Slic
 
 
 def _training_state(part: _Part, common: Any) -> dict[str, Any]:
-    """Counters, groups, schedule and loss scale, as `TrainingState` has them.
+    """Counters, groups, schedule and loss scale, in the form of `TrainingState`.
 
     Args:
-        common: what a universal checkpoint keeps of the optimizer beside the tensors.
+        common: the part of the optimizer that is not tensors, in a universal checkpoint.
     """
     head = part.head
     steps, config = _count(head, "global_steps"), head.get("ds_config") or {}
@@ -432,7 +432,7 @@ def _loss_scale(saved: Any) -> dict[str, Any]:
 
 
 def _client_state(head: dict[str, Any]) -> dict[str, Any]:
-    """What the caller had saved, as far as it is plain."""
+    """The plain values of the caller's state."""
     found = {key: value for key, value in head.items() if isinstance(key, str) and key not in _RESERVED}
     lost = [key for key, value in found.items() if not _encodable(value)]
     if lost:

@@ -1,13 +1,12 @@
 """Masters and optimizer states of DeepSpeed's experts.
 
-A rank numbers its own experts from 0. The weights' files have the number in the whole model, the optimizer states have
-the rank's. A rank of number e among those that share the experts out holds the experts e x n to (e + 1) x n - 1, with n
-experts per rank.
+A rank numbers its own experts from 0. The files of weights have the numbers of the whole model, the optimizer states
+those of the rank. With n experts per rank, expert-parallel rank e holds the experts e x n to (e + 1) x n - 1.
 
-* Stage 0: `expp_rank_<e>_mp_rank_00_optim_states.pt`, the states of a whole optimizer, without names.
-* Stages 1 and 2: flat rows in the files of all ranks, cut over the ranks that hold the same experts. Which these are
-  depends on a setting that is in no file: every n-th rank, or neighbours. Both are tried, and what fits the weights is
-  taken.
+* Stage 0: `expp_rank_<e>_mp_rank_00_optim_states.pt` has all states of an optimizer, without names.
+* Stages 1 and 2: flat rows in the files of all ranks, divided among the ranks that hold the same experts. These ranks
+  depend on a setting that no file contains: they are every n-th rank, or neighbours. Both are tried, and the one that
+  fits the weights is used.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _EXPERT = re.compile(r"(?P<layer>.*\.)(?P<list>deepspeed_experts\.)(?P<number>\d
 
 
 class Part(Protocol):
-    """What the ranks of one model-parallel rank hold together (`deepspeed.py`)."""
+    """The tensors that the data-parallel ranks of one model-parallel rank hold together (`deepspeed.py`)."""
 
     parameters: dict[str, Tensor]
     optim: list[Any]
@@ -41,7 +40,9 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """The experts' parameters by their names in the whole model, and how many ranks share them out."""
+    """The experts' parameters by their names in the whole model, and the number of ranks that they are divided
+    among.
+    """
 
     whole: tuple[str, ...]
     ranks: int
@@ -67,7 +68,7 @@ class ExpertNames:
         return max(1, len(numbers) // self.ranks)
 
     def on_rank(self, name: str, rank: int) -> str:
-        """The name in the whole model of what a rank of this number calls `name`."""
+        """The name in the whole model of the parameter that a rank calls `name`."""
         found = _matched(name)
         number = int(found["number"]) + rank * self.per_rank(found["layer"])
         return f"{found['layer']}{found['list']}{number}{found['rest']}"
@@ -81,7 +82,7 @@ class ExpertNames:
         return int(found["number"]) // self.per_rank(found["layer"])
 
     def beside(self, others: Sequence[str], rank: int) -> list[str]:
-        """The names of a whole rank in the order of its model: experts come behind the gate of their layer."""
+        """All names of a rank in the order of its model: experts come after the gate of their layer."""
         names = list(others)
         for name in reversed(self.held_by(rank)):
             inside = _matched(name)["layer"].removesuffix("experts.")
@@ -98,7 +99,7 @@ def _matched(name: str) -> re.Match[str]:
 
 
 def layouts(ranks: int, experts: int) -> Iterator[Callable[[int], int]]:
-    """The ways in which so many data-parallel ranks can share experts out over `experts` of them: rank -> number."""
+    """The possible divisions of experts: functions from a data-parallel rank to its expert-parallel rank."""
     yield lambda rank: rank % experts
     if 1 < experts < ranks:
         yield lambda rank: rank // (ranks // experts)

@@ -1,4 +1,4 @@
-"""Rows of DeepSpeed's optimizer states, and which part of which parameter lies where in them."""
+"""Rows of DeepSpeed's optimizer states, and the places of the parameters in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 Where = list[tuple[int, int, int]]
-"""Of a parameter, in order: rank, first element in the rank's row, number of elements."""
+"""The parts of a parameter in order: rank, first element in the rank's row, number of elements."""
 
 
 def fragments_by_mapping(mappings: list[Any]) -> dict[str, Where]:
@@ -59,7 +59,7 @@ def fragments_by_order(shapes: Mapping[str, tuple[int, ...]], lengths: list[int]
 
 
 def joined(name: str, shape: tuple[int, ...], rows: list[torch.Tensor], where: Where) -> Tensor:
-    """A parameter from pieces of the ranks' rows; what is too much at the end is padding."""
+    """A parameter from pieces of the ranks' rows; additional elements at the end are padding."""
     numel = math.prod(shape)
     for rank, start, count in where:
         if start + count > rows[rank].numel() and (start >= rows[rank].numel() or rank != where[-1][0]):

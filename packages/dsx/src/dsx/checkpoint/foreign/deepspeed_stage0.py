@@ -6,10 +6,10 @@
 | 16 bits, fused optimizers | a flat row of masters per parameter group, `fp32_groups_flat`, and states as long |
 | 16 bits, other optimizers | masters one by one, `fp32_groups`, and a `state_dict` as in fp32 |
 
-Within a group, parameters have the order of the model. With one group that says which is which. With several groups
-nothing says to which of them a parameter belongs: all ways to deal the model's parameters out to the groups, in order,
-are tried and compared by shape and, where there are masters, by value. If exactly one way is left, it is taken; if not,
-the optimizer begins anew, which is said.
+Within a group, parameters have the order of the model. With one group, this identifies each parameter. With several
+groups, nothing says which group a parameter belongs to. Then all ways to distribute the model's parameters among the
+groups, in order, are compared by shape and, if there are masters, by value. If exactly one way is left, it is used;
+otherwise the optimizer starts new, with a warning.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from .source import Tensor
 
 __all__ = ["Unnamed", "read_unnamed"]
 
-_MOST_WAYS = 4096  # partial ways that are followed at a time; more than that means that shapes tell nothing
+_MOST_WAYS = 4096  # partial ways that are followed at a time; with more, the shapes do not tell the parameters apart
 States = dict[str, "Tensor | int | float"]
 
 
 @dataclass
 class Unnamed:
-    """What was found: masters and states by parameter."""
+    """The masters and states by parameter."""
 
     masters: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, States] = field(default_factory=dict)
 
 
 class _Group(Protocol):
-    """The states of a parameter group, taken one parameter after the other. Positions count from 0.
+    """The states of a parameter group, which are read one parameter after the other. Positions count from 0.
 
     Attributes:
-        length: the position behind the last one.
-        of_experts: whether its parameters are those of experts; None: not said.
+        length: the position after the last parameter.
+        of_experts: whether its parameters are those of experts; None: not known.
     """
 
     length: int
     of_experts: bool | None
 
     def behind(self, at: int, parameter: Tensor) -> int | None:
-        """The position behind a parameter at position `at`; None where it cannot be this parameter."""
+        """The position after a parameter at position `at`; None if this parameter cannot be there."""
         ...
 
     def take(self, at: int, parameter: Tensor) -> tuple[Tensor | None, States]:
-        """Its master and states."""
+        """The master and the states of the parameter."""
         ...
 
 
 def read_unnamed(
     saved: Any, names: Sequence[str], parameters: Mapping[str, Tensor], experts: Collection[str] = ()
 ) -> Unnamed | None:
-    """Masters and states of the parameters `names`, which have the model's order.
+    """Masters and states of the parameters `names`, which are in the model's order.
 
     Args:
-        experts: those of `names` that are parameters of experts.
+        experts: the names that are parameters of experts.
 
     Returns:
-        None where the form is not known, or does not tell which state belongs to which parameter.
+        None if the form is not known, or does not tell which state belongs to which parameter.
 
     Raises:
         CheckpointCorruptError: the states contradict themselves.
@@ -179,7 +179,7 @@ def _state(value: Any, parameter: Tensor) -> Any:
 def _only_way(
     groups: Sequence[_Group], names: Sequence[str], parameters: Mapping[str, Tensor], experts: Collection[str]
 ) -> list[tuple[int, int]] | None:
-    """Group and position of each name, if there is exactly one way to deal them out that uses everything."""
+    """Group and position of each name, if there is exactly one way to distribute the names that uses all states."""
     # Positions in all groups -> how many ways lead there (2: several), and the last one's group, position and origin.
     ways: dict[tuple[int, ...], tuple[int, Any]] = {tuple(0 for _ in groups): (1, None)}
     for name in names:

@@ -1,7 +1,7 @@
 """Weights alone: files of safetensors, and files of `torch.save` with a state dict.
 
-A state dict may lie in a dictionary under one of the names that programs use (`state_dict`, `model`, `module`, ...).
-Buffers cannot be told from parameters in such files; where the engine loads them, its own model decides.
+A state dict may be inside a dictionary under one of the usual names (`state_dict`, `model`, `module`, ...). Such files
+do not tell buffers from parameters; when the engine loads them, its own model decides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .unpickling import read_file
 
 __all__ = ["read_plain"]
 
-_MOST_HEADER = 100 << 20  # bytes; as the readers of safetensors have it
+_MOST_HEADER = 100 << 20  # bytes; the same limit as in other readers of safetensors
 _INSIDE = ("state_dict", "model_state_dict", "model", "module", "weights")
 
 
@@ -31,7 +31,7 @@ def read_plain(path: Path) -> Source:
     """One file, or all safetensors (or else all `pytorch_model*.bin`) of a folder.
 
     Raises:
-        CheckpointError: there are no tensors, or a name stands in two files.
+        CheckpointError: there are no tensors, or two files have the same name.
     """
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
     source = Source(kind="a state dict")

@@ -1,4 +1,4 @@
-"""Which program wrote a folder or a file, and reading it."""
+"""Recognises which program wrote a folder or a file, and reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_foreign(path: str | os.PathLike[str], tag: str | None = None) -> Source
     a folder with safetensors.
 
     Args:
-        tag: of DeepSpeed's checkpoints; None: the one that `latest` names.
+        tag: the tag of a DeepSpeed checkpoint; None: the one that `latest` names.
 
     Raises:
         CheckpointError: it is none of these, or damaged.

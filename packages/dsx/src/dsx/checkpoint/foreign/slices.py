@@ -1,5 +1,5 @@
-"""Putting slices of tensors together that several model-parallel ranks hold, by the rules of DeepSpeed's universal
-checkpoints (`universal_checkpoint_info` in the caller's state).
+"""Joins slices of tensors that several model-parallel ranks hold, by the rules of DeepSpeed's universal checkpoints
+(`universal_checkpoint_info` in the caller's state).
 
 | list of patterns | slices become |
 |---|---|
@@ -30,7 +30,7 @@ __all__ = ["SliceRules"]
 
 @dataclass(frozen=True)
 class SliceRules:
-    """How the slices of a parameter become one. `known`: the checkpoint says anything about it."""
+    """The rules to join the slices of a parameter. `known`: the checkpoint has such rules."""
 
     known: bool = False
     replicated: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class SliceRules:
 
     @staticmethod
     def of(info: Any) -> SliceRules:
-        """From `universal_checkpoint_info`; None: nothing is known."""
+        """The rules in `universal_checkpoint_info`; with None no rules are known."""
         if not isinstance(info, Mapping):
             return SliceRules()
 
@@ -67,10 +67,10 @@ class SliceRules:
         )
 
     def merge(self, parts: Sequence[Mapping[str, Tensor]], *, buffers: bool = False) -> dict[str, Tensor]:
-        """Whole tensors of what the model-parallel ranks hold; those that only one holds are whole (pipelines).
+        """Join the tensors of the model-parallel ranks. A tensor that only one rank holds is complete (pipelines).
 
         Args:
-            buffers: they are no slices; the first rank's are taken.
+            buffers: the tensors are buffers, which are not sliced; those of the first rank are used.
 
         Raises:
             CheckpointError: several ranks hold a parameter, and nothing says how their slices go together.

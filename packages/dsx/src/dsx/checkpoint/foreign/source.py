@@ -1,5 +1,5 @@
-"""What a checkpoint holds, as names, shapes and functions that give the tensors one by one; and writing it as one of
-dsx.
+"""The contents of a checkpoint as names, shapes and functions that return single tensors; and a function that writes
+them as a checkpoint of dsx.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..writing import PlannedSave
 __all__ = ["Source", "Tensor", "numbers_of_group", "of_reader", "write_source"]
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are done, and all there are."""
+"""Called with the bytes that are done, and the total."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Tensor:
 
     @staticmethod
     def of(value: torch.Tensor) -> Tensor:
-        """One that is there already, or mapped into memory."""
+        """A tensor that is in memory already, or mapped into memory."""
         return Tensor(tuple(value.shape), value.dtype, lambda: value)
 
     @property
@@ -54,14 +54,14 @@ class Source:
     """Everything of one checkpoint.
 
     Attributes:
-        kind: what wrote it, in words.
+        kind: the program that wrote it, as text.
         parameters: whole parameters by name.
         buffers: persistent buffers by name.
         masters: parameters in full precision, where the model's precision is lower.
         states: parameter -> state -> tensor of the parameter's shape, or a number.
         aliases: parameter -> its other names.
         frozen: parameters that are not trained.
-        engine: the training state, as `TrainingState` has it; None: there is none.
+        engine: the training state, in the form of `TrainingState`; None if there is none.
         client: the caller's state.
     """
 
@@ -76,7 +76,7 @@ class Source:
     client: dict[str, Any] = field(default_factory=dict)
 
     def full_precision(self, name: str) -> Tensor:
-        """A parameter as its master has it, or itself."""
+        """The master of a parameter, or the parameter itself if it has none."""
         return self.masters.get(name, self.parameters[name])
 
     def weights(self, *, masters: bool = False, aliases: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -89,7 +89,7 @@ class Source:
 
 
 def numbers_of_group(group: Mapping[Any, Any]) -> dict[str, Any]:
-    """The numbers of an optimizer's parameter group, as `TrainingState` has them: rates, betas, ..."""
+    """The numbers of an optimizer's parameter group, in the form of `TrainingState`: rates, betas, ..."""
     found: dict[str, Any] = {}
     for name, value in group.items():
         plain = tuple(value) if isinstance(value, (list, tuple)) else value
@@ -160,7 +160,7 @@ def _checked(name: str, tensor: Tensor) -> torch.Tensor:
 
 
 def _counting(pieces: list[Piece], progress: Progress) -> list[Piece]:
-    """The pieces, which tell how far the writing is when they are asked for."""
+    """The pieces, which report the progress of the write when they are read."""
     total, done = sum(piece.spec.nbytes for piece in pieces), 0
 
     def counted(piece: Piece) -> Piece:

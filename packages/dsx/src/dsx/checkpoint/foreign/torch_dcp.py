@@ -1,8 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint, as FSDP programs write them.
 
-`.metadata` is a pickle; it is read with an unpickler that knows the classes of this format and nothing else. It says
-which tensors there are, in which chunks, and where each chunk lies. A chunk is what `torch.save` writes, or a file of
-safetensors.
+`.metadata` is a pickle; it is read with an unpickler that makes only the classes of this format. It lists the tensors,
+their chunks, and the place of each chunk. A chunk is a result of `torch.save`, or a file of safetensors.
 
 Names: a state under `model` (also `module`, `state_dict`) gives the weights, one under `optim` or `optimizer` with the
 layout of `torch.distributed.checkpoint.state_dict`, nested or flattened, the optimizer states and the numbers of the
@@ -30,7 +29,7 @@ _MODEL, _OPTIMIZER = ("model", "module", "state_dict"), ("optim", "optimizer", "
 
 
 class _Record(Opaque):
-    """An object of the format: what it was made from, as attributes."""
+    """An object of the format, with its saved attributes."""
 
     def __hash__(self) -> int:
         return hash(repr((self.made_from, self.state)))
@@ -53,7 +52,7 @@ def _known(module: str, name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A box of a tensor, and where its bytes lie."""
+    """A box of a tensor, and the place of its bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -95,7 +94,7 @@ def read_dcp(folder: Path) -> Source:
 
 @dataclass
 class _Groups:
-    """What is said of the optimizer's parameter groups: by number, or flattened by parameter."""
+    """The optimizer's parameter groups in the file: by number, or flattened by parameter."""
 
     by_number: dict[int, dict[str, Any]] = field(default_factory=dict)
     by_parameter: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -142,7 +141,7 @@ def _add(source: Source, groups: _Groups, path: tuple[str, ...], value: Any) -> 
 
 
 def _training_state(source: Source, groups: _Groups) -> dict[str, Any]:
-    """What an engine goes on with: the number of updates, as the optimizer has counted them, and rates."""
+    """The training state for an engine: the number of updates, as the optimizer has counted them, and rates."""
     counted = (states.get("step") for states in source.states.values())
     steps = max((int(step) for step in counted if isinstance(step, (int, float))), default=0)
     return {
@@ -209,7 +208,7 @@ def _read(chunk: _Chunk, name: str) -> torch.Tensor:
 
 
 def _plain(folder: Path, name: str, where: dict[str, list[tuple[Any, Any]]]) -> Any:
-    """A value that is no tensor, if it is plain: a number, or a tuple of numbers; else None."""
+    """A value that is not a tensor, if it is a number or a tuple of numbers; otherwise None."""
     for _, info in where.get(name, ()):
         value = read_bytes(_bytes(*_place(folder, info)), f"{folder}: {shown(name)}")
         if type(value) in (int, float, tuple, list):

@@ -1,9 +1,9 @@
-"""Reading files of `torch.save` without running anything in them.
+"""Reads files of `torch.save` without running code in them.
 
-A pickle is a program; what it can do is decided by `find_class`. Here a fixed list of names gives the real thing
-(tensors, storages, containers, dtypes), and every other name gives `Opaque`: an object that keeps what it was made from
-and does nothing. So an optimizer state that holds objects of a program that is not installed can be read, and a file
-that wants to call `os.system` makes an `Opaque`.
+A pickle is a program; `find_class` decides what it can do. Here a fixed list of names gives real classes (tensors,
+storages, containers, dtypes). Every other name gives `Opaque`: an object that keeps its arguments and does nothing. So
+an optimizer state with objects of a program that is not installed can be read, and a file that wants to call
+`os.system` only makes an `Opaque`.
 
 `read_file` maps the file into memory: a tensor's bytes are read when they are used.
 """
@@ -26,7 +26,7 @@ __all__ = ["Opaque", "read_bytes", "read_file", "unpickle"]
 
 
 class Opaque:
-    """What stands in the place of an object whose class is not on the list."""
+    """Stands for an object whose class is not on the list."""
 
     made_from: Any = ((), {})
     state: Any = None
@@ -95,12 +95,12 @@ def _rebuild_parameter(data: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _rebuild_from_type(make: Callable[..., Any], kind: object, arguments: tuple[Any, ...], *_: Any) -> Any:
-    """A tensor with attributes, or of a subclass: the plain tensor. `make` came from the list, as everything does."""
+    """A tensor with attributes, or of a subclass, becomes a plain tensor. `make` is from the list, like every class."""
     return make(*arguments)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what is on the list, and `Opaque` for all else."""
+    """Makes objects of classes on the list, and `Opaque` for all others."""
 
     extra: Callable[[str, str], Any] = staticmethod(lambda module, name: None)
 
@@ -112,7 +112,7 @@ _ALLOWED = _allowed()
 
 
 class _PickleModule:
-    """What `torch.load` wants as `pickle_module`."""
+    """The `pickle_module` for `torch.load`."""
 
     Unpickler = _Unpickler
     __name__ = "dsx.checkpoint.foreign.unpickling"
@@ -123,10 +123,10 @@ class _PickleModule:
 
 
 def read_file(path: Path) -> Any:
-    """What `torch.save` wrote to a file, on the host.
+    """Read a file of `torch.save`; tensors are on the host.
 
     Raises:
-        CheckpointCorruptError: the file is none of `torch.save`, or damaged.
+        CheckpointCorruptError: the file is not one of `torch.save`, or is damaged.
     """
     try:
         return torch.load(
@@ -139,7 +139,7 @@ def read_file(path: Path) -> Any:
 
 
 def read_bytes(data: bytes, where: str) -> Any:
-    """The same of bytes. Raises `CheckpointCorruptError`; `where` names them."""
+    """The same for bytes. Raises `CheckpointCorruptError`; `where` names them in the message."""
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_PickleModule)
     except Exception as error:
@@ -147,7 +147,7 @@ def read_bytes(data: bytes, where: str) -> Any:
 
 
 def unpickle(path: Path, extra: Callable[[str, str], Any]) -> Any:
-    """A plain pickle. `extra(module, name)` gives what is made for names beyond the list, or None."""
+    """Read a plain pickle. `extra(module, name)` returns the class for a name that is not on the list, or None."""
     kind = type("Unpickler", (_Unpickler,), {"extra": staticmethod(extra)})
     try:
         with path.open("rb") as file:
