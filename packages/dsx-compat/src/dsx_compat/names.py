@@ -276,6 +276,11 @@ MODULES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
     "deepspeed.runtime.progressive_layer_drop": _of("dsx_data", "ProgressiveLayerDrop"),
     "deepspeed.runtime.eigenvalue": _of("dsx_monitor", "Eigenvalue"),
+    "deepspeed.runtime.sequence_parallel": {},
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "TiledMLP": "dsx_compat.sequence:TiledMLP",
+        **_of("dsx_zero.checkpointing", "SequenceTiledCompute sequence_tiled_compute TiledFusedLogitsLoss"),
+    },
     "deepspeed.runtime.utils": _RUNTIME_UTILS,
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.config": {
@@ -357,6 +362,11 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         "CheckpointFunction": "call checkpointing.checkpoint(function, *args)"
     },
     "deepspeed.runtime.dataloader": {"DeepSpeedDataLoader": "engine.deepspeed_io(dataset) makes the loader"},
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "UlyssesSPAttentionHF": _SEQUENCE,
+        "UlyssesSPDataLoaderAdapter": _SEQUENCE,
+        "AutogradComputeMLP": "use TiledMLP with one shard",
+    },
     "deepspeed.ops.op_builder": {
         name: "dsx compiles nothing for it; the flops and kernels of dsx_ops are listed by `dsx doctor`"
         for name in ("InferenceBuilder", "EvoformerAttnBuilder", "FPQuantizerBuilder", "RandomLTDBuilder")
@@ -378,7 +388,7 @@ UNSUPPORTED_MODULES: dict[str, str] = {
     "deepspeed.runtime.domino": "use dsx_pipe.tensor",
     "deepspeed.runtime.hybrid_engine": "generate with deepspeed.zero.unwrap_model_for_generation(engine)",
     "deepspeed.runtime.rollout": "generate with deepspeed.zero.unwrap_model_for_generation(engine)",
-    "deepspeed.runtime.sequence_parallel": _SEQUENCE,
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": _SEQUENCE,
     "deepspeed.runtime.superoffload": "set offload_optimizer.device in the configuration",
     "deepspeed.runtime.zenflow": "ZenFlow is not available; set offload_optimizer.device in the configuration",
     "deepspeed.sequence": _SEQUENCE,
