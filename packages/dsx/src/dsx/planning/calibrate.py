@@ -1,8 +1,12 @@
 """`dsx plan calibrate`: measures this machine, in about a minute, and makes a `Machine` of it.
 
-Facts come from the table where it knows the device, else from the best of a few measurements; the five constants follow
-from measurements at sizes that training has: matrix products, an elementwise operator, a tiny operator, and an
-all-reduce of two processes on this machine where there is more than one device or core.
+Facts come from the table where it knows the device, else from measurements; the five constants follow from measurements
+at sizes that training has: the three matrix products of a linear layer's forward and backward, the operators of a
+transformer layer that are no products, a tiny operator, and an all-reduce of two processes where there is more than one
+device or core.
+
+Where the ranks of a host share its cores and its memory, as many processes as ranks measure at the same time: one that
+measures alone gets more than each of two that train (docs/figures.md, "The planner").
 """
 
 from __future__ import annotations
@@ -11,10 +15,11 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from .errors import MachineError
 from .machine import Constants, Machine, device_in_table, fingerprint
@@ -23,6 +28,25 @@ __all__ = ["calibrate"]
 
 _SECONDS = 1.0
 """Of one measurement."""
+_MOST_PROCESSES = 16
+"""That measure at the same time; more of them say the same and take long to start."""
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """What one rank gets.
+
+    Attributes:
+        products: floating-point operations per second of matrix products, by dtype.
+        stream: bytes per second of an addition of large tensors.
+        operators: bytes per second, inputs and outputs, of a transformer layer's other operators.
+        operator_seconds: of an operator on next to nothing.
+    """
+
+    products: dict[str, float]
+    stream: float
+    operators: float
+    operator_seconds: float
 
 
 def calibrate(*, links: bool = True, report: Callable[[str], object] = lambda text: None) -> Machine:
@@ -38,34 +62,36 @@ def calibrate(*, links: bool = True, report: Callable[[str], object] = lambda te
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")
     dtypes = {"float32": torch.float32, **({"bfloat16": torch.bfloat16, "float16": torch.float16} if on_cuda else {})}
-    rates = {}
-    for name, dtype in dtypes.items():
-        report(f"matrix products in {name}")
-        rates[name] = _products(device, dtype)
-    report("memory")
-    bandwidth = _memory(device)
-    report("small operators")
-    operator = _small(device)
+    if on_cuda:
+        report("matrix products, memory, small operators")
+        rates = _rates(device, dtypes, _SECONDS)
+    else:
+        ranks = min(_MOST_PROCESSES, Machine.of_this_host().ranks_per_host)
+        report(f"matrix products, memory, small operators, on {ranks} processes at once")
+        rates = _rates_of_many(ranks)
     known = device_in_table(torch.cuda.get_device_name(0)) if on_cuda else None
     if known is not None:
         machine = Machine.of_this_host()
-        key = "bfloat16" if "bfloat16" in rates and "bfloat16" in machine.flops else "float32"
+        key = "bfloat16" if "bfloat16" in rates.products and "bfloat16" in machine.flops else "float32"
         constants = replace(
             machine.constants,
-            products=min(1.0, rates[key] / machine.flops[key]),
-            memory=min(1.0, bandwidth / machine.memory_bandwidth),
-            operator_seconds=operator,
+            products=min(1.0, rates.products[key] / machine.flops[key]),
+            memory=min(1.0, rates.operators / machine.memory_bandwidth),
+            operator_seconds=rates.operator_seconds,
         )
     else:
         base = Machine.of_this_host() if not on_cuda else _unknown_device()
         machine = replace(
             base,
             name=fingerprint(),
-            flops={**({} if on_cuda else {"bfloat16": rates["float32"] / 8, "float16": rates["float32"] / 8}), **rates},
-            memory_bandwidth=bandwidth,
-            host_bandwidth=bandwidth * (1 if on_cuda else base.ranks_per_host),
+            flops={**({} if on_cuda else _assumed_halves(rates.products["float32"])), **rates.products},
+            memory_bandwidth=rates.stream,
+            host_bandwidth=rates.stream * (1 if on_cuda else base.ranks_per_host),
         )
-        constants = Constants(products=1.0, memory=1.0, links=1.0, operator_seconds=operator)
+        constants = Constants(
+            products=1.0, memory=min(1.0, rates.operators / rates.stream), links=1.0,
+            operator_seconds=rates.operator_seconds,
+        )  # fmt: skip
     if on_cuda:
         report("copies to and from the host")
         machine = replace(machine, host_link_bandwidth=_copies(device))
@@ -90,34 +116,127 @@ def _unknown_device() -> Machine:
     )  # fmt: skip
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    """The median of seconds that `run` takes, of as many runs as fit into a second."""
+def _timed(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """The mean of the seconds that `run` takes, over `seconds`. Not the median: a step has its share of what disturbs a
+    machine that others use.
+    """
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     run()
     wait()
-    found: list[float] = []
-    end = time.perf_counter() + _SECONDS
-    while len(found) < 3 or (time.perf_counter() < end and len(found) < 200):
-        start = time.perf_counter()
+    start, runs = time.perf_counter(), 0
+    while runs < 3 or time.perf_counter() - start < seconds:
         run()
-        wait()
-        found.append(time.perf_counter() - start)
-    return sorted(found)[len(found) // 2]
+        runs += 1
+        if runs % 8 == 0:
+            wait()  # so that a device is at most eight runs behind the clock that ends the loop
+    wait()
+    return (time.perf_counter() - start) / runs
 
 
-def _products(device: torch.device, dtype: torch.dtype) -> float:
-    size = 8192 if device.type == "cuda" else 768
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / _timed(lambda: a @ b, device)
+def _assumed_halves(float32: float) -> dict[str, float]:
+    """Processors without instructions for 16-bit products convert: an eighth of the fp32 rate is typical."""
+    return {"bfloat16": float32 / 8, "float16": float32 / 8}
 
 
-def _memory(device: torch.device) -> float:
+def _rates(
+    device: torch.device, dtypes: dict[str, torch.dtype], seconds: float, together: Callable[[], object] = lambda: None
+) -> _Rates:
+    """Measure; `together` is called before each measurement, and returns when every process has called it."""
+    products = {}
+    for name, dtype in dtypes.items():
+        together()
+        products[name] = _products(device, dtype, seconds)
+    together()
+    stream = _stream(device, seconds)
+    together()
+    operators = _operators(device, seconds)
+    together()
+    return _Rates(products, stream, operators, _small(device, seconds))
+
+
+def _rates_of_many(ranks: int) -> _Rates:
+    """The medians of what so many processes with a thread each get while all of them measure."""
+    import torch.multiprocessing as mp  # lazy import: only here are processes started
+
+    context = mp.get_context("spawn")
+    results, barrier = context.SimpleQueue(), context.Barrier(ranks)
+    processes = [
+        context.Process(target=_measuring, args=(barrier, results, _SECONDS), daemon=True) for _ in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    failed = [process for process in processes if process.exitcode != 0]
+    for process in failed:
+        process.kill()
+    if failed:
+        raise MachineError(f"calibrate: {len(failed)} of {ranks} processes that measured side by side failed or hung")
+    found: list[_Rates] = [results.get() for _ in processes]
+
+    def middle(values: list[float]) -> float:
+        return sorted(values)[len(values) // 2]
+
+    return _Rates(
+        {name: middle([rates.products[name] for rates in found]) for name in found[0].products},
+        *(middle([getattr(rates, name) for rates in found]) for name in ("stream", "operators", "operator_seconds")),
+    )
+
+
+def _measuring(barrier: Any, results: Any, seconds: float) -> None:
+    torch.set_num_threads(1)
+    results.put(_rates(torch.device("cpu"), {"float32": torch.float32}, seconds, lambda: barrier.wait(60)))
+
+
+def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """Of a transformer layer, forward and backward: the three products of a linear layer and attention differ in their
+    rates, and a step has all of them. A linear layer's floating-point operations are 6 * rows * inputs * outputs,
+    those of attention 4 * sequences * heads * length^2 * head width forward and 2.5 times as many backward.
+    """
+    sequences, length, width = (16, 1024, 4096) if device.type == "cuda" else (8, 128, 512)
+    rows, wide, head = sequences * length, 4 * width, 64
+    x = torch.randn(rows, width, device=device, dtype=dtype)
+    weight = torch.randn(wide, width, device=device, dtype=dtype)
+    gradient = torch.randn(rows, wide, device=device, dtype=dtype)
+    shape = (sequences, width // head, length, head)
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    upstream = torch.randn(shape, device=device, dtype=dtype)
+
+    def layer() -> None:
+        for _ in range(2):  # up and down; the smaller ones around attention are left out
+            x @ weight.T
+            gradient @ weight
+            gradient.T @ x
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), upstream)
+
+    flops = 2 * 6 * rows * width * wide + 3.5 * 4 * rows * length * width
+    return flops / _timed(layer, device, seconds)
+
+
+def _stream(device: torch.device, seconds: float) -> float:
     x = torch.ones(1 << (27 if device.type == "cuda" else 23), device=device)
     y = torch.empty_like(x)
-    return 3 * x.nbytes / _timed(lambda: torch.add(x, x, out=y), device)
+    return 3 * x.nbytes / _timed(lambda: torch.add(x, x, out=y), device, seconds)
 
 
-def _small(device: torch.device) -> float:
+def _operators(device: torch.device, seconds: float) -> float:
+    """Of a transformer layer's normalisation, GELU (four times as wide) and residual sum with their backward. On
+    processors the exponentials bind, not the memory. The cost model knows one rate for all of them, so their mixture
+    decides it.
+    """
+    rows, width = (16384, 4096) if device.type == "cuda" else (1024, 512)
+    x = torch.randn(rows, width, device=device, requires_grad=True)
+    wide = torch.randn(rows, 4 * width, device=device, requires_grad=True)
+    upstream = torch.randn_like(x), torch.randn_like(wide)
+
+    def layer() -> None:
+        torch.autograd.grad((x + F.layer_norm(x, (width,)), F.gelu(wide)), (x, wide), upstream)
+
+    # Tensors read and written, in sizes of x: normalisation 2 + 3, sum 3, the sum of its gradients 3, GELU 4 * (2 + 3).
+    return 31 * x.nbytes / _timed(layer, device, seconds)
+
+
+def _small(device: torch.device, seconds: float) -> float:
     """Seconds of an operator that does next to nothing, in a row of many, as a step has them."""
     x, count = torch.ones(64, device=device), 1000
 
@@ -125,13 +244,13 @@ def _small(device: torch.device) -> float:
         for _ in range(count):
             x.mul_(1.0)
 
-    return _timed(many, device) / count
+    return _timed(many, device, seconds) / count
 
 
 def _copies(device: torch.device) -> float:
     host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=device)
-    return host.nbytes / _timed(lambda: there.copy_(host, non_blocking=True), device)
+    return host.nbytes / _timed(lambda: there.copy_(host, non_blocking=True), device, _SECONDS)
 
 
 def _pairs(on_cuda: bool) -> bool:
