@@ -204,9 +204,9 @@ def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> float
 
     def layer() -> None:
         for _ in range(2):  # up and down; the smaller ones around attention are left out
-            x @ weight.T
-            gradient @ weight
-            gradient.T @ x
+            torch.mm(x, weight.T)
+            torch.mm(gradient, weight)
+            torch.mm(gradient.T, x)
         torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), upstream)
 
     flops = 2 * 6 * rows * width * wide + 3.5 * 4 * rows * length * width

@@ -113,6 +113,10 @@ def _calibrate(words: Sequence[str]) -> int:
     from ..errors import DsxError
     from .calibrate import calibrate
 
+    folder = Path(args.output).resolve().parent
+    if not folder.is_dir():  # said before a minute of measuring, not after it
+        sys.stderr.write(f"dsx plan calibrate: --output {args.output}: {folder} is no folder; make it first\n")
+        return 1
     try:
         found = calibrate(links=not args.no_links, report=lambda text: sys.stdout.write(f"measuring {text}\n"))
         found.save(args.output)
